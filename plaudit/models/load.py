@@ -1,0 +1,215 @@
+"""Load models from local directories, after checking them: config, code, weights, tokenizer, in that order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from plaudit.errors import ModelError, nearest
+from plaudit.models import catalog, weights
+from plaudit.models.fresh import LABELS, init_head, seeded, set_pad
+from plaudit.models.quiet import one_line, quiet
+from plaudit.models.safety import read_json, refuse_adapter, refuse_code
+from plaudit.models.text import load_tokenizer
+from plaudit.models.value_head import HEAD, ValueModel, check_head
+
+Kind = Literal["policy", "reward", "steps", "value"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+AUTO: dict[str, Any] = {
+    "policy": AutoModelForCausalLM,
+    "reward": AutoModelForSequenceClassification,
+    "steps": AutoModelForTokenClassification,
+    "value": AutoModel,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A module in eval mode and the tokenizer it was saved with. `module.config.pad_token_id` is the tokenizer's."""
+
+    module: nn.Module
+    tokenizer: PreTrainedTokenizerFast
+    path: Path
+    kind: Kind
+
+
+def load_policy(path: str | Path, dtype: str = "float32", device: str = "cpu") -> Loaded:
+    return _load(catalog.resolve(path), "policy", dtype, device)
+
+
+def load_reward(
+    path: str | Path, dtype: str = "float32", device: str = "cpu", *, labels: int | None = 1, fresh_head: bool = False,
+    seed: int = 0,
+) -> Loaded:  # fmt: skip
+    """A sequence classifier with `labels` outputs (None: as many as were saved).
+
+    `fresh_head` lets a directory that has no such head, a causal LM for instance, lend its trunk to a new one.
+    """
+    return _load(catalog.resolve(path), "reward", dtype, device, labels, fresh_head, seed)
+
+
+def load_steps(
+    path: str | Path, dtype: str = "float32", device: str = "cpu", *, labels: int | None = 2, fresh_head: bool = False,
+    seed: int = 0,
+) -> Loaded:  # fmt: skip
+    """A token classifier; `labels` and `fresh_head` as for `load_reward`."""
+    return _load(catalog.resolve(path), "steps", dtype, device, labels, fresh_head, seed)
+
+
+def load_value(
+    path: str | Path, dtype: str = "float32", device: str = "cpu", *, fresh_head: bool = False, seed: int = 0
+) -> Loaded:
+    """A trunk with a scalar head for every token; `fresh_head` as for `load_reward`."""
+    return _load(catalog.resolve(path), "value", dtype, device, None, fresh_head, seed)
+
+
+def load_any(path: str | Path, dtype: str = "float32", device: str = "cpu") -> Loaded:
+    """Whatever the directory holds, by the architecture its config names."""
+    directory = catalog.resolve(path)
+    return _load(directory, kind_of(directory), dtype, device)
+
+
+def kind_of(directory: Path) -> Kind:
+    if (directory / HEAD).is_file():
+        return "value"
+    architectures = read_json(directory / catalog.CONFIG).get("architectures") or [None]
+    name = str(architectures[0])
+    if name.endswith("ForSequenceClassification"):
+        return "reward"
+    if name.endswith("ForTokenClassification"):
+        return "steps"
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return "policy"
+    raise ModelError(
+        f"{directory / catalog.CONFIG} names the architecture {name!r}; expected a transformers class ...ForCausalLM, "
+        "...ForSequenceClassification or ...ForTokenClassification, for instance LlamaForCausalLM"
+    )
+
+
+def _load(
+    directory: Path, kind: Kind, dtype: str, device: str, labels: int | None = None, fresh_head: bool = False,
+    seed: int = 0,
+) -> Loaded:  # fmt: skip
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
+    refuse_code(directory)
+    refuse_adapter(directory)
+    stored = weights.read_directory(directory)
+    found = kind_of(directory)
+    if found != kind and not (fresh_head and kind != "policy"):
+        raise ModelError(_wrong_kind(directory, found, kind))
+    config = _read_config(directory)
+    _check_weights(directory, found, config, stored)
+    tokenizer = load_tokenizer(directory)
+    _check_vocabulary(directory, tokenizer, config)
+    if kind in LABELS:
+        _choose_labels(directory, config, found == kind, LABELS[kind] if found != kind and labels is None else labels)
+    module = _build(directory, kind, config, dtype, new_head=found != kind, seed=seed)
+    set_pad(module, tokenizer.pad_token_id)
+    return Loaded(_to_device(module.eval(), device), tokenizer, directory, kind)
+
+
+def _wrong_kind(directory: Path, found: Kind, kind: Kind) -> str:
+    holds = f"{directory} holds a {found} model, expected a {kind} model"
+    if kind == "policy":
+        return f"{holds}; give the directory of a causal language model"
+    return f"{holds}; train one from it (`plaudit train`), or pass fresh_head=True to start from an untrained head"
+
+
+def _read_config(directory: Path) -> Any:
+    raw = read_json(directory / catalog.CONFIG)
+    if "quantization_config" in raw:
+        method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
+        raise ModelError(
+            f"{directory} is quantised ({method}); Plaudit trains and serves plain weights: dequantise it first"
+        )
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            f"{directory / catalog.CONFIG} is not a config that transformers accepts: {one_line(error)}"
+        ) from error
+
+
+def _check_weights(directory: Path, found: Kind, config: Any, stored: dict[str, weights.Stored]) -> None:
+    try:
+        with quiet(), seeded(0), torch.device("meta"):
+            meta = AUTO[found].from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"{directory}: transformers cannot build a {found} model of it: {one_line(error)}") from error
+    weights.check_names(meta, stored, directory)
+    if found == "value":
+        check_head(directory, config.hidden_size)
+
+
+def _check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast, config: Any) -> None:
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    rows = config.get_text_config().vocab_size
+    if highest >= rows:
+        raise ModelError(
+            f"{directory}: the tokenizer has ids up to {highest}, the model embeds {rows} (0 to {rows - 1}); "
+            "they are of different models: copy the right tokenizer files"
+        )
+
+
+def _choose_labels(directory: Path, config: Any, saved: bool, labels: int | None) -> None:
+    if saved and labels is not None and config.num_labels != labels:
+        raise ModelError(
+            f"{directory} scores {config.num_labels} labels, expected {labels}; "
+            f"pass labels={config.num_labels} to use them"
+        )
+    if not saved:
+        config.num_labels = labels
+        config.classifier_dropout = 0.0
+
+
+def _build(directory: Path, kind: Kind, config: Any, dtype: str, *, new_head: bool, seed: int) -> nn.Module:
+    try:
+        with quiet(), seeded(seed):
+            module, report = AUTO[kind].from_pretrained(
+                directory, config=config, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
+                use_safetensors=True, output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:
+        raise ModelError(f"cannot load {directory}: {one_line(error)}") from error
+    heads = _heads(module) if new_head and kind != "value" else {}
+    lost = sorted(name for name in report["missing_keys"] if name.split(".")[0] not in heads)
+    if lost:
+        raise ModelError(f"{directory} lacks tensor {lost[0]!r}; its weights do not belong to its config.json")
+    for head in heads.values():
+        init_head(head, config, seed)
+    return _value_model(module, directory, new_head, seed) if kind == "value" else module
+
+
+def _heads(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in module.named_children() if name != module.base_model_prefix}
+
+
+def _value_model(trunk: nn.Module, directory: Path, new_head: bool, seed: int) -> ValueModel:
+    module = ValueModel(trunk)
+    if new_head:
+        init_head(module.score, module.config, seed)
+    else:
+        module.load_head(directory)
+    return module
+
+
+def _to_device(module: nn.Module, device: str) -> nn.Module:
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"cannot put the model on device {device!r}: {one_line(error)}") from error

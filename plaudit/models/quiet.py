@@ -1,0 +1,34 @@
+"""transformers without its progress bars and load reports, and with its global switches put back afterwards."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+# Verbosity, warning filters and torch's random state belong to the whole process: one load or save at a time.
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with _LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """A library's message, which may run over many lines, as the tail of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

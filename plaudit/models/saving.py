@@ -1,0 +1,114 @@
+"""Save a model so that plain transformers loads it back bit-equal, all of it or none of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.errors import StorageError
+from plaudit.models.fresh import set_pad
+from plaudit.models.quiet import one_line, quiet
+
+OURS = (
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.*",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates",
+    "spiece.model", "README.md", ".gitattributes",
+)  # fmt: skip
+RENAME_EXCHANGE = 2
+AT_FDCWD = -100
+
+
+def save(module: nn.Module, tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> Path:
+    """Write config, safetensors and tokenizer to `directory`, replacing a model that is there."""
+    target = Path(os.path.realpath(directory))
+    _refuse_foreign(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        _write(module, tokenizer, temporary)
+        _sync(temporary)
+        _move(temporary, target)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if _is_storage(error):
+            reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
+            raise StorageError(
+                f"cannot save {target}: {reason}; what was there before is intact: free some space and try again"
+            ) from error
+        raise
+    return target
+
+
+def _write(module: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    with quiet():
+        set_pad(module, tokenizer.pad_token_id)
+        module.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def _refuse_foreign(target: Path) -> None:
+    """What is in the way is replaced whole, so it must be a model and nothing else."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise StorageError(f"cannot save {target}: it is a file; give a directory")
+    foreign = sorted(e.name for e in target.iterdir() if not any(fnmatch(e.name, pattern) for pattern in OURS))
+    if foreign:
+        raise StorageError(
+            f"cannot save {target}: it holds {foreign[0]!r}, which is not part of a model; give an empty directory"
+        )
+
+
+def _is_storage(error: BaseException) -> bool:
+    # The Rust writers of safetensors and tokenizers raise their own types, and name the errno in the text.
+    return isinstance(error, OSError) or (isinstance(error, Exception) and "(os error " in str(error))
+
+
+def _sync(directory: Path) -> None:
+    for path in (*directory.rglob("*"), directory):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _move(temporary: Path, target: Path) -> None:
+    if target.exists() and any(target.iterdir()):
+        _exchange(temporary, target)
+    else:
+        temporary.replace(target)
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories in one step where the kernel can; elsewhere in two renames, undone if the second fails."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+        swapped = renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0
+    except AttributeError:
+        swapped = False
+    if swapped:
+        shutil.rmtree(new, ignore_errors=True)
+        return
+    aside = new.with_suffix(".old")
+    old.replace(aside)
+    try:
+        new.replace(old)
+    except OSError:
+        aside.replace(old)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,140 @@
+"""Tokenizers: loading, the pad rule, and encoding in which a text cannot pose as control tokens."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from plaudit.errors import ModelError, RequestError
+from plaudit.models import catalog
+from plaudit.models.quiet import one_line, quiet
+from plaudit.models.safety import refuse_code
+
+FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model directory. One without a pad token pads with its end token."""
+    directory = catalog.resolve(path)
+    refuse_code(directory)
+    if not any((directory / name).is_file() for name in FILES):
+        raise ModelError(f"no tokenizer in {directory}: looked for {', '.join(FILES)}; copy them from the base model")
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"cannot load the tokenizer of {directory}: {one_line(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(
+            f"{directory} has a slow tokenizer ({type(tokenizer).__name__}); "
+            "save it as tokenizer.json with transformers on a machine that has its library"
+        )
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"the tokenizer of {directory} has neither a pad nor an eos token; "
+                "set one: `tokenizer.pad_token = ...`, then tokenizer.save_pretrained(directory)"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str, control: bool = False) -> list[int]:
+    """Token ids of `text`, nothing added. Only with `control` do strings such as "<|im_end|>" become control tokens."""
+    refuse_surrogates(text)
+    if control:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+    return codec_of(tokenizer).literal(text)
+
+
+def bos_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """What the tokenizer itself puts before a text: its begin token, or nothing."""
+    found = tokenizer("a", return_special_tokens_mask=True)
+    ids: list[int] = found["input_ids"]
+    return ids[: found["special_tokens_mask"].index(0)]
+
+
+def refuse_surrogates(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text is not Unicode: lone surrogate {text[error.start]!r} at {error.start}") from error
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A tokenizer's second face, for text that is not trusted.
+
+    backend     a copy that reads special-token strings as text; a copy, because the switch is a field of the shared
+                object and another thread's call could flip it between our setting and our use
+    controls    control token ids and their strings
+    unknown     the id of the unknown token, which any text may yield, unless it is also one that ends or begins
+    """
+
+    backend: Tokenizer
+    controls: dict[int, str]
+    unknown: int | None
+    normalized: bool
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Where a control string starts, overlapping ones included."""
+        strings = sorted(self.controls.values(), key=len, reverse=True)
+        return re.compile(f"(?={'|'.join(map(re.escape, strings))})" if strings else r"(?!)")
+
+    @cached_property
+    def forbidden(self) -> frozenset[int]:
+        return frozenset(self.controls) - {self.unknown}
+
+    def literal(self, text: str) -> list[int]:
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        if self.forbidden.isdisjoint(encoding.ids):
+            return list(encoding.ids)
+        return self._broken(text)
+
+    def _broken(self, text: str) -> list[int]:
+        """A vocabulary may hold control strings as ordinary pieces: cut the text inside each and encode the parts."""
+        cuts = [match.start() + 1 for match in self.pattern.finditer(text)]
+        ids: list[int] = []
+        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            ids += self.backend.encode(text[begin:end], add_special_tokens=False).ids
+        bad = self.forbidden.intersection(ids)
+        if bad:
+            name = self.controls[min(bad)]
+            raise RequestError(f"the text yields the control token {name!r} and cannot be cut to avoid it; remove it")
+        return ids
+
+
+_CODECS: weakref.WeakKeyDictionary[PreTrainedTokenizerFast, tuple[int, Codec]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def codec_of(tokenizer: PreTrainedTokenizerFast) -> Codec:
+    with _LOCK:
+        size = len(tokenizer)
+        known = _CODECS.get(tokenizer)
+        if known is None or known[0] != size:
+            known = _CODECS[tokenizer] = (size, _new_codec(tokenizer))
+        return known[1]
+
+
+def _new_codec(tokenizer: PreTrainedTokenizerFast) -> Codec:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True
+    added = tokenizer.added_tokens_decoder
+    controls = {i: token.content for i, token in added.items() if token.special}
+    controls |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
+    normalized = backend.normalizer is not None and any(added[i].normalized for i in controls if i in added)
+    return Codec(backend, controls, unknown, normalized)

@@ -1,0 +1,190 @@
+"""Weights on disk: safetensors headers, read and checked before anything is loaded from them.
+
+A header is eight bytes of length and that much JSON: per tensor its dtype, shape and byte range in what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from plaudit.errors import ModelError, UnsafeModel
+from plaudit.models.safety import pickles, read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+HEADER_LIMIT = 100_000_000  # the safetensors library's own bound
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor as its file describes it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_directory(directory: Path) -> dict[str, Stored]:
+    """Every tensor of a single or sharded checkpoint, each known to lie whole inside its file."""
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    if (directory / INDEX).is_file():
+        return _read_shards(directory)
+    if found := pickles(directory):
+        raise UnsafeModel(
+            f"{directory} holds only pickled weights ({', '.join(found[:3])}), which can run code; "
+            "convert them to safetensors elsewhere and load that"
+        )
+    raise ModelError(f"no weights in {directory}: looked for {SINGLE} and {INDEX}")
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    header, data_bytes = _parse_header(file)
+    header.pop("__metadata__", None)
+    spans: list[tuple[int, int, str]] = []
+    tensors: dict[str, Stored] = {}
+    for name, entry in header.items():
+        dtype, shape, begin, end = _entry(file, name, entry)
+        size = math.prod(shape) * BITS[dtype] // 8
+        if end - begin != size:
+            raise ModelError(f"{file}: tensor {name!r} ({dtype} {list(shape)}) needs {size} bytes, has {end - begin}")
+        spans.append((begin, end, name))
+        tensors[name] = Stored(file, dtype, shape)
+    _check_spans(file, spans, data_bytes)
+    return tensors
+
+
+def check_names(module: nn.Module, stored: Mapping[str, Stored], directory: Path) -> None:
+    """Compare with `module`, built on the meta device: nothing missing, nothing left over, every shape right."""
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    supplied, converted = _renamed(module, stored)
+    for name, tensor in supplied.items():
+        if name in expected and tensor.shape != expected[name]:
+            raise ModelError(
+                f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, "
+                f"config.json makes it {list(expected[name])}; the two are of different models"
+            )
+    tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
+    have = supplied.keys() | converted
+    missing = {name for name in expected.keys() - have if name not in tied or tied[name] not in have}
+    _refuse(directory, "lacks", missing, getattr(module, "_keys_to_ignore_on_load_missing", None))
+    unexpected = supplied.keys() - expected.keys() - converted
+    ignored = {*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
+    _refuse(directory, "has the unexpected", unexpected, ignored)
+
+
+def _refuse(directory: Path, verb: str, names: Iterable[str], ignored: Iterable[str] | None) -> None:
+    left = sorted(name for name in names if not any(re.search(pattern, name) for pattern in ignored or ()))
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ModelError(f"{directory} {verb} tensor {left[0]!r}{more}; its weights do not belong to its config.json")
+
+
+def _renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
+    """Names as transformers will use them. Tensors that it fuses or splits come back as names only."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    transforms = get_model_conversion_mapping(module)
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    expected = module.state_dict()
+    supplied: dict[str, Stored] = {}
+    converted: set[str] = set()
+    for source, tensor in stored.items():
+        name, fused = rename_source_key(source, renamings, converters, module.base_model_prefix, expected)
+        if fused is None:
+            supplied[name] = tensor
+        else:
+            converted |= {name} | _siblings(name, converters, expected)
+    return supplied, converted
+
+
+def _siblings(name: str, converters: Iterable[Any], expected: Mapping[str, Any]) -> set[str]:
+    """A converter with several targets is named by its first: the others come from the same tensor."""
+    found: set[str] = set()
+    for converter in converters:
+        first, *others = converter.target_patterns
+        if first in name:
+            found |= {name.replace(first, other, 1) for other in others} & expected.keys()
+    return found
+
+
+def _read_shards(directory: Path) -> dict[str, Stored]:
+    index = directory / INDEX
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ModelError(f"{index} has no weight_map; copy the model again")
+    shards: dict[str, dict[str, Stored]] = {}
+    for name, shard in places.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ModelError(f"{index} puts tensor {name!r} in {str(shard)[:80]!r}, which is not a file name")
+        if shard not in shards:
+            if not (directory / shard).is_file():
+                raise ModelError(f"{directory} lacks the shard {shard}, which holds tensor {name!r}; copy it again")
+            shards[shard] = read_header(directory / shard)
+        if name not in shards[shard]:
+            raise ModelError(f"{directory / shard} lacks tensor {name!r}, which {INDEX} puts there; copy it again")
+    return {name: tensor for tensors in shards.values() for name, tensor in tensors.items()}
+
+
+def _parse_header(file: Path) -> tuple[dict[str, Any], int]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            if start == b"version ":
+                raise ModelError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` where it came from")
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(size - 8, HEADER_LIMIT):
+                raise ModelError(
+                    f"{file} is truncated or not safetensors: {size} bytes, header of {length}; copy it again"
+                )
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} has a header that is not JSON ({error}); copy it again") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{file} has a header that is not a JSON object; copy it again")
+    return header, size - 8 - length
+
+
+def _entry(file: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (TypeError, KeyError, ValueError):
+        whole = False
+    if not whole:
+        raise ModelError(f"{file}: tensor {name!r} has a broken header entry {str(entry)[:120]}; copy the file again")
+    if dtype not in BITS:
+        raise ModelError(f"{file}: tensor {name!r} has dtype {str(dtype)[:20]!r}; known: {', '.join(BITS)}")
+    return dtype, shape, begin, end
+
+
+def _check_spans(file: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
+    reached = 0
+    for begin, end, name in sorted(spans):
+        if end > data_bytes:
+            raise ModelError(
+                f"{file} is truncated: tensor {name!r} ends at byte {end} of the data, which has {data_bytes}; "
+                "copy it again"
+            )
+        if begin != reached:
+            raise ModelError(f"{file}: tensor {name!r} begins at byte {begin}, expected {reached}; copy the file again")
+        reached = end
+    if reached != data_bytes:
+        raise ModelError(f"{file} has {data_bytes - reached} bytes that belong to no tensor; copy it again")
