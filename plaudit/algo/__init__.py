@@ -1,0 +1,1 @@
+"""Arithmetic only: tensors in, tensors out. No models, no files, no network."""

@@ -1,0 +1,30 @@
+"""Losses of reward models.
+
+Bradley and Terry (1952), as used for reward models by Ouyang et al. (2022). Deviations:
+1. A margin may be asked of the pair (Llama 2, Touvron et al. 2023).
+2. Scores may be kept around zero with a penalty on (chosen + rejected)² (Eisenstein et al. 2023): the loss itself
+   does not see a shift.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, centring: float = 0.0) -> Tensor:
+    """The summed loss of N pairs. chosen, rejected, margin: (N,)."""
+    lead = chosen - rejected
+    if margin is not None:
+        lead = lead - margin
+    loss = -F.logsigmoid(lead).sum()
+    if centring:
+        loss = loss + centring * (chosen + rejected).square().sum()
+    return loss
+
+
+def attribute_error(scores: Tensor, ratings: Tensor) -> Tensor:
+    """The summed squared error of N × A ratings; a rating that is NaN was not given and costs nothing."""
+    given = ~ratings.isnan()
+    return torch.where(given, scores - torch.where(given, ratings, 0.0), 0.0).square().sum()

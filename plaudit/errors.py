@@ -1,0 +1,74 @@
+"""Every error a user can meet. The message is one line: what was found, what was expected, and the cure.
+
+    PlauditError
+    ├── ConfigError        a recipe, an override or an option that cannot be
+    ├── DataError          a data file, a line of it, or a world that cannot give what was asked
+    ├── ModelError         a model directory that cannot be loaded
+    │   └── UnsafeModel    ... because loading it would run somebody's code
+    ├── RequestError       a prompt, a score request or sampling options the engine refuses
+    │   └── Aborted        work that was cancelled or ran past its deadline
+    ├── RunError           a run directory that cannot be used
+    │   ├── RunBusy        ... because another process is using it
+    │   └── BadCheckpoint  ... because a checkpoint in it is damaged
+    └── StorageError       the disk refused a write; what was there before is intact
+
+`cli.main` prints any of these as one line and exits 2. Anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PlauditError(Exception):
+    """The root: catch this to catch everything Plaudit raises on purpose."""
+
+
+class ConfigError(PlauditError):
+    pass
+
+
+class DataError(PlauditError):
+    pass
+
+
+class ModelError(PlauditError):
+    pass
+
+
+class UnsafeModel(ModelError):
+    pass
+
+
+class RequestError(PlauditError):
+    pass
+
+
+class Aborted(RequestError):
+    pass
+
+
+class RunError(PlauditError):
+    pass
+
+
+class RunBusy(RunError):
+    pass
+
+
+class BadCheckpoint(RunError):
+    pass
+
+
+class StorageError(PlauditError):
+    pass
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The tail of an "unknown name" message: the closest known name, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(names)}" if names else "none is known"

@@ -1,0 +1,145 @@
+"""One append-only event log per run. Everything that shows, plots or forwards a run reads only this.
+
+Each line is one JSON object: `t` (seconds since the log was opened, monotonic), `kind`, then `step`, `version`, `role`,
+`rank` where they apply, then the fields of the kind:
+
+    metric  values: {name: number}              span    name, seconds
+    memory  phase, bytes: {what: count}         sample  prompt, response, ...
+    note    text, ...                           plan    ...
+
+A line reaches the file in one write, so a reader never sees half of one, except the last line of a writer that was
+killed; readers skip it and the next writer ends it. A run that resumes at step k writes a `resume` note: what an
+earlier, killed attempt logged for later steps is then void, and `read_events` leaves it out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from plaudit.errors import StorageError
+
+Kind = Literal["metric", "span", "memory", "sample", "note", "plan"]
+Event = dict[str, Any]
+
+START, RESUME = "start", "resume"
+
+
+class EventLog:
+    """The writer: one per process and file."""
+
+    def __init__(self, directory: Path, role: str = "main", rank: int = 0) -> None:
+        self.path = directory / ("events.jsonl" if role == "main" else f"events-{role}-{rank}.jsonl")
+        self._common: Event = {} if role == "main" else {"role": role, "rank": rank}
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._end_torn_line()
+        self._start = time.monotonic()
+        self.note(START, wall=time.time(), pid=os.getpid())
+
+    def write(self, kind: Kind, *, step: int | None = None, version: int | None = None, **fields: Any) -> None:
+        event: Event = {"t": round(time.monotonic() - self._start, 6), "kind": kind, **self._common}
+        if step is not None:
+            event["step"] = step
+        if version is not None:
+            event["version"] = version
+        line = json.dumps(_finite({**event, **fields}), ensure_ascii=False, separators=(",", ":")) + "\n"
+        data = line.encode("utf-8", errors="backslashreplace")
+        try:
+            written = os.write(self._file, data)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}; free some space and --resume") from error
+        if written != len(data):
+            self._end_torn_line()
+            raise StorageError(f"cannot write {self.path}: the disk is full; free some space and --resume")
+
+    def metric(self, values: Mapping[str, float], *, step: int | None = None, version: int | None = None) -> None:
+        self.write("metric", step=step, version=version, values=dict(values))
+
+    def note(self, text: str, *, step: int | None = None, **fields: Any) -> None:
+        self.write("note", step=step, text=text, **fields)
+
+    @contextmanager
+    def span(self, name: str, *, step: int | None = None) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.write("span", step=step, name=name, seconds=round(time.monotonic() - begin, 6))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _end_torn_line(self) -> None:
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            end = _last_newline(self._file, size)
+            os.ftruncate(self._file, end)
+
+
+def _last_newline(file: int, size: int) -> int:
+    """The offset just after the last newline, reading backwards."""
+    block = 1 << 16
+    while size > 0:
+        start = max(0, size - block)
+        found = os.pread(file, size - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        size = start
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they are written as strings, and `float()` of those gives them back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_lines(path: Path) -> Iterator[Event]:
+    """The complete events of one file, as written. Safe while the writer is at work and after it was killed."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and line.strip():
+                yield json.loads(line)
+
+
+def read_events(directory: Path) -> list[Event]:
+    """The events of a run that hold: all writers merged in time, voided attempts left out."""
+    events: list[Event] = []
+    for path in sorted(directory.glob("events*.jsonl")):
+        kept: list[Event] = []
+        wall = 0.0
+        for event in read_lines(path):
+            if event["kind"] == "note" and event["text"] == START:
+                wall = float(event["wall"])
+            if event["kind"] == "note" and event["text"] == RESUME:
+                kept = [old for old in kept if old.get("step", 0) <= event["step"]]
+            kept.append({**event, "wall": wall + float(event["t"])})
+        events += kept
+    return sorted(events, key=lambda event: float(event["wall"]))
+
+
+def follow(path: Path, poll_seconds: float = 0.2, until_idle: float | None = None) -> Iterator[Event]:
+    """Events as they are written, for a live view. Ends after `until_idle` seconds without a new one (None: never)."""
+    with path.open("rb") as file:
+        partial, quiet = b"", 0.0
+        while True:
+            chunk = file.readline()
+            if not chunk:
+                if until_idle is not None and quiet >= until_idle:
+                    return
+                time.sleep(poll_seconds)
+                quiet += poll_seconds
+                continue
+            quiet, partial = 0.0, partial + chunk
+            if partial.endswith(b"\n"):
+                yield json.loads(partial)
+                partial = b""

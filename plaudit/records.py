@@ -1,0 +1,108 @@
+"""The nouns that all parts share. Frozen, slotted, free of torch: they cross process and HTTP borders as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a policy is asked. `truth` is whatever the task's rule needs to check an answer."""
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
+    truth: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemError:
+    """Why one item failed. A failed item is never a number."""
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response of a policy, token for token as it was sampled; nothing is ever re-tokenised.
+
+    logprobs      under the distribution that was sampled (temperature, top-p, ... applied)
+    raw_logprobs  under the model's own distribution (temperature 1, nothing applied)
+    versions      the weight version that produced each token
+    mask          1 = the policy's token, 0 = a tool's or the environment's
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    mask: tuple[int, ...]
+    finish_reason: FinishReason
+    group: int = 0
+    index: int = 0
+    reward: float | None = None
+    error: ItemError | None = None
+    token_rewards: tuple[float, ...] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {
+            name: len(getattr(self, name)) for name in ("token_ids", "logprobs", "raw_logprobs", "versions", "mask")
+        }
+        if self.token_rewards is not None:
+            counts["token_rewards"] = len(self.token_rewards)
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"a Sample needs one entry per token in every list, got {counts}")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """An outcome reward: a finite `value`, or an `error`."""
+
+    value: float | None = None
+    error: ItemError | None = None
+    attributes: Mapping[str, float] = field(default_factory=dict)
+    version: str = ""
+    truncated: bool = False
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.error is None):
+            raise ValueError("a Score has either a value or an error")
+
+
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """Process rewards: one value per step and their aggregate, or an `error`."""
+
+    values: tuple[float, ...] = ()
+    aggregate: float | None = None
+    error: ItemError | None = None
+    version: str = ""
+    truncated: bool = False
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.aggregate is None) == (self.error is None):
+            raise ValueError("StepScores have either an aggregate or an error")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Scored samples of whole groups, in a fixed order."""
+
+    samples: tuple[Sample, ...]
+    version: int = 0
+
+    def groups(self) -> dict[int, list[Sample]]:
+        by_group: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            by_group.setdefault(sample.group, []).append(sample)
+        return by_group

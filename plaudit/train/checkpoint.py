@@ -1,0 +1,146 @@
+"""Checkpoints that are whole or absent.
+
+    checkpoints/step-000200/  model/ (a plain HF directory), optimizer.safetensors, state.json, manifest.json
+    checkpoints/latest        the name of the newest complete one
+
+Everything is written to a temporary directory and synced; the manifest, with the SHA-256 of each file, comes last;
+then one rename, then the pointer. A process killed anywhere leaves the previous checkpoint in place. Reading verifies
+the hashes and, where a file is damaged, falls back to the checkpoint before and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plaudit.errors import BadCheckpoint, StorageError
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def optimizer(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = load_file(self.path / "optimizer.safetensors")
+        return tensors
+
+
+class Checkpoints:
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory = directory
+        self.keep = keep
+
+    def save(
+        self, step: int, save_model: Callable[[Path], object], optimizer: dict[str, Tensor], state: dict[str, Any]
+    ) -> Path:
+        final = self.directory / f"step-{step:06d}"
+        temporary = self.directory / f"{final.name}.tmp"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            save_model(temporary / "model")
+            save_file(optimizer, temporary / "optimizer.safetensors")
+            _write(temporary / "state.json", json.dumps({"step": step, **state}))
+            _write(temporary / "manifest.json", json.dumps(_manifest(temporary), indent=1))
+            for path in (*temporary.rglob("*"), temporary):
+                sync(path)
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            sync(self.directory)
+            write_atomically(self.directory / LATEST, final.name)
+        except (OSError, StorageError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise StorageError(
+                f"cannot write the checkpoint {final}: {reason}; earlier checkpoints are intact: "
+                "free some space and --resume"
+            ) from error
+        self._prune()
+        return final
+
+    def load(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that is whole, or None if there is none at all."""
+        names = self._names()
+        for name in reversed(names):
+            try:
+                return _open(self.directory / name)
+            except BadCheckpoint as error:
+                warn(str(error))
+        if names:
+            raise BadCheckpoint(f"no checkpoint in {self.directory} is whole; start over with --fresh")
+        return None
+
+    def _names(self) -> list[str]:
+        found = [path.name for path in self.directory.glob("step-*") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda name: int(name.removeprefix("step-")))
+
+    def _prune(self) -> None:
+        for name in self._names()[: -self.keep]:
+            shutil.rmtree(self.directory / name)
+        for leftover in self.directory.glob("step-*.tmp"):
+            shutil.rmtree(leftover)
+
+
+def _open(path: Path) -> Checkpoint:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        for name, expected in manifest.items():
+            found = sha256(path / name)
+            if found != expected:
+                hashes = f"SHA-256 {found[:12]}, expected {expected[:12]}"
+                raise BadCheckpoint(f"{path / name} is damaged ({hashes}): {path.name} is left out")
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise BadCheckpoint(f"{path} is not a whole checkpoint ({error}): it is left out") from error
+    return Checkpoint(path, state["step"], state)
+
+
+def _manifest(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): sha256(path) for path in files}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    _write(temporary, text)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,61 @@
+"""What a learner learns from: token ids and targets, ready to be packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A response to imitate: the loss is on the tokens from `answer_at` on."""
+
+    tokens: tuple[int, ...]
+    answer_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """One number per attribute; NaN where none was given."""
+
+    tokens: tuple[int, ...]
+    ratings: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTargets:
+    """`ends[i]` is the index of the token that ends step i, `targets[i]` the chance that the step is sound."""
+
+    tokens: tuple[int, ...]
+    ends: tuple[int, ...]
+    targets: tuple[float, ...]
+
+
+Example = Demonstration | Comparison | Rating | StepTargets
+
+
+def token_count(example: Example) -> int:
+    if isinstance(example, Comparison):
+        return len(example.chosen) + len(example.rejected)
+    return len(example.tokens)
+
+
+def micro_batches(examples: Sequence[Example], budget: int) -> list[list[Example]]:
+    """Whole examples in order, as many to a micro-batch as the token budget holds; one that is larger goes alone."""
+    batches: list[list[Example]] = []
+    room = 0
+    for example in examples:
+        size = token_count(example)
+        if size > room or not batches:
+            batches.append([])
+            room = budget
+        batches[-1].append(example)
+        room -= size
+    return batches

@@ -1,0 +1,151 @@
+"""Where training items come from: a data file or a built-in world. Both give rows of the same shape.
+
+    sft     {"prompt", "response"} or {"messages": [..., {"role": "assistant", "content"}]}
+    reward  {"prompt", "chosen", "rejected"[, "margin"]}, or rated: {"prompt", "response", <attribute>: number, ...}
+    prm     {"prompt", "steps": [text, ...], "labels": [0 or 1, or a chance, ...][, "finished": false]}
+
+The i-th training row is a pure function of (seed, i): a resumed run needs no reader state to see the same data.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from plaudit.config import DataTable
+from plaudit.errors import DataError
+from plaudit.worlds import Sums, get_world
+from plaudit.worlds.sums import STEP_END, Split, split_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    fields: dict[str, Any]
+    origin: str
+    """Where it came from, for messages: `pairs.jsonl:17`."""
+
+    def text(self, key: str) -> str:
+        value = self.fields.get(key)
+        if not isinstance(value, str) or not value:
+            raise DataError(f"{self.origin}: needs a text {key!r}, found {value!r}; its keys are {sorted(self.fields)}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.fields.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DataError(f"{self.origin}: needs a number {key!r}, found {value!r}; keys are {sorted(self.fields)}")
+        return float(value)
+
+
+class Rows(Protocol):
+    def train(self, index: int) -> Row: ...
+
+    def heldout(self) -> list[Row]: ...
+
+
+def open_rows(data: DataTable, task: str, seed: int) -> Rows:
+    if data.world is not None:
+        return WorldRows(get_world(data.world, seed, data.sums), task, data)
+    return FileRows(data, seed)
+
+
+class WorldRows:
+    def __init__(self, world: Sums, task: str, data: DataTable) -> None:
+        self.world = world
+        self.task = task
+        self.data = data
+
+    def train(self, index: int) -> Row:
+        return self._row("train", index % self.data.limit if self.data.limit else index)
+
+    def heldout(self) -> list[Row]:
+        return [self._row("heldout", index) for index in range(self.data.eval_items)]
+
+    def _row(self, split: Split, index: int) -> Row:
+        origin = f"{self.data.world}[{split}, {index}]"
+        if self.task == "sft":
+            problem, response = self.world.demonstration(split, index)
+            return Row({"prompt": problem.prompt, "response": response}, origin)
+        if self.task == "reward":
+            pair = self.world.pair(split, index)
+            return Row({name: getattr(pair, name) for name in ("prompt", "chosen", "rejected", "margin")}, origin)
+        problem, response, verdict = self.world.judged(split, index)
+        labels = [float(ok) for ok in verdict.sound]
+        finished = not response.endswith(STEP_END)
+        steps = split_steps(response)
+        return Row({"prompt": problem.prompt, "steps": steps, "labels": labels, "finished": finished}, origin)
+
+
+class FileRows:
+    def __init__(self, data: DataTable, seed: int) -> None:
+        assert data.path is not None
+        rows = read_rows(Path(data.path))[: data.limit]
+        if data.eval_path is not None:
+            self.rows, held = rows, read_rows(Path(data.eval_path))
+        else:
+            count = min(data.eval_items, max(1, len(rows) // 10))
+            self.rows, held = rows[:-count], rows[-count:]
+        if not self.rows:
+            raise DataError(f"{data.path} has {len(rows)} item(s): too few to train on and hold one out")
+        self.held = held[: data.eval_items]
+        self.seed = seed
+
+    def train(self, index: int) -> Row:
+        epoch, position = divmod(index, len(self.rows))
+        return self.rows[_shuffled(len(self.rows), f"{self.seed} {epoch}")[position]]
+
+    def heldout(self) -> list[Row]:
+        return self.held
+
+
+@lru_cache(maxsize=2)
+def _shuffled(count: int, key: str) -> list[int]:
+    order = list(range(count))
+    random.Random(key).shuffle(order)
+    return order
+
+
+def read_rows(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise DataError(f"no data file at {path}")
+    if path.suffix == ".parquet":
+        rows = list(_parquet(path))
+    elif path.suffix in (".jsonl", ".json"):
+        rows = list(_jsonl(path))
+    else:
+        raise DataError(f"{path}: expected a .jsonl or .parquet file, not {path.suffix or 'a name without ending'!r}")
+    if not rows:
+        raise DataError(f"{path} is empty: it needs at least one item")
+    return rows
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            origin = f"{path.name}:{number}"
+            try:
+                fields = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DataError(f"{origin}: not JSON ({error}); each line must be one JSON object") from None
+            if not isinstance(fields, dict):
+                raise DataError(f"{origin}: a JSON object is needed, found {type(fields).__name__}")
+            yield Row(fields, origin)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not a parquet file: {str(error).splitlines()[0]}") from None
+    for number, fields in enumerate(table.to_pylist(), 1):
+        yield Row(fields, f"{path.name}[{number}]")

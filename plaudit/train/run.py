@@ -1,0 +1,93 @@
+"""A run directory: one writer at a time, its recipe, events, checkpoints and summary.
+
+runs/<name>/  recipe.toml  events.jsonl  checkpoints/  final/ (the trained model)  summary.json  lock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tomllib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from plaudit.config import BaseRecipe, differences, parse_recipe, to_toml
+from plaudit.errors import RunBusy, RunError, StorageError
+from plaudit.events import EventLog
+from plaudit.train.checkpoint import Checkpoints, write_atomically
+
+# A resumed run may go on for longer, look more often and keep more; all else decides the numbers.
+MAY_CHANGE_ON_RESUME = ("train.steps", "train.eval_every", "train.checkpoint", "data.eval_items", "model.device")
+
+
+class Run:
+    """Holds the directory's lock from `with` to its end."""
+
+    def __init__(self, directory: Path, recipe: BaseRecipe, *, resume: bool = False, fresh: bool = False) -> None:
+        self.directory = directory
+        self.recipe = recipe
+        self.resume = resume
+        self.fresh = fresh
+        self.checkpoints = Checkpoints(directory / "checkpoints", recipe.train.checkpoint.keep)
+        self.final = directory / "final"
+        self.events: EventLog
+
+    def __enter__(self) -> Self:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StorageError(f"cannot use the run directory {self.directory}: {error.strerror}") from error
+        try:
+            self._take_lock()
+            self._prepare()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.events = EventLog(self.directory)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.events.close()
+        os.close(self._lock)  # the lock goes with the file, also when the process is killed
+
+    def summarise(self, figures: dict[str, Any]) -> None:
+        write_atomically(self.directory / "summary.json", json.dumps(figures, indent=2) + "\n")
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode() or "unknown"
+            raise RunBusy(
+                f"{self.directory} is in use by process {holder}; wait for it, or name another directory with --out"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def _prepare(self) -> None:
+        stored = self.directory / "recipe.toml"
+        if self.fresh:
+            for name in ("checkpoints", "final"):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+            for path in (stored, self.directory / "summary.json", *self.directory.glob("events*.jsonl")):
+                path.unlink(missing_ok=True)
+        if not stored.exists():
+            write_atomically(stored, to_toml(self.recipe))
+            return
+        if not self.resume:
+            raise RunError(
+                f"{self.directory} already holds a run: --resume goes on with it, --fresh starts it over, "
+                "--out names another directory"
+            )
+        before = parse_recipe(tomllib.loads(stored.read_text()), str(stored))
+        for key, (old, new) in differences(before, self.recipe, MAY_CHANGE_ON_RESUME).items():
+            raise RunError(
+                f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
+            )
+        write_atomically(stored, to_toml(self.recipe))

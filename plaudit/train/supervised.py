@@ -1,0 +1,180 @@
+"""SFT, reward-model and process-model training: one loop, three objectives."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from plaudit.config import NewModel, PrmRecipe, Regression, RewardRecipe, SftRecipe
+from plaudit.core.packing import use_packed_attention
+from plaudit.errors import ConfigError, RunError
+from plaudit.events import RESUME
+from plaudit.models import Kind, Loaded, load_policy, load_reward, load_steps, new_llama, save
+from plaudit.train import randomness
+from plaudit.train.encode import encoder
+from plaudit.train.evaluate import evaluate_comparisons, evaluate_policy, evaluate_ratings, evaluate_steps
+from plaudit.train.examples import Example
+from plaudit.train.learner import Learner
+from plaudit.train.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
+from plaudit.train.optimizer import Optimizer
+from plaudit.train.progress import Progress
+from plaudit.train.rows import open_rows
+from plaudit.train.run import Run
+from plaudit.worlds.tokenizer import sums_tokenizer
+
+KINDS: dict[str, Kind] = {"sft": "policy", "reward": "reward", "prm": "steps"}
+SupervisedRecipe = SftRecipe | RewardRecipe | PrmRecipe
+
+
+class Interrupted(RunError):
+    """SIGTERM came: the state is saved, `--resume` goes on."""
+
+
+class SupervisedTraining:
+    def __init__(self, recipe: SupervisedRecipe, run: Run, progress: Progress) -> None:
+        self.recipe = recipe
+        self.run = run
+        self.progress = progress
+        randomness.seed_everything(recipe.seed)
+        checkpoint = run.checkpoints.load(progress.warn) if run.resume else None
+        self.loaded = load_model(recipe, checkpoint.model if checkpoint else None)
+        use_packed_attention(self.loaded.module)
+        self.loaded.module.train()
+        self.optimizer = Optimizer(self.loaded.module, recipe.train)
+        self.learner = Learner(self.loaded.module, _objective(recipe), self.optimizer, recipe.train.micro_batch_tokens)
+        config: Any = self.loaded.module.config
+        self.encode = encoder(recipe, self.loaded.tokenizer, config.max_position_embeddings)
+        self.rows = open_rows(recipe.data, recipe.task, recipe.seed)
+        self.heldout = [self.encode(row) for row in self.rows.heldout()]
+        self.step = 0
+        self.seconds = 0.0
+        if checkpoint:
+            self.step = checkpoint.step
+            self.seconds = checkpoint.state["seconds"]
+            self.optimizer.load(checkpoint.optimizer())
+            randomness.restore(checkpoint.state["random"])
+            run.events.note(RESUME, step=self.step)
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the last step, save the model, and return the final figures."""
+        steps = self.recipe.train.steps
+        begin = time.monotonic() - self.seconds
+        with _interruptible() as interrupted, self.progress.bar(self.step, steps):
+            while self.step < steps:
+                metrics = self.learner.update(self._batch(self.step), self.step)
+                self.step += 1
+                self.seconds = time.monotonic() - begin
+                self.run.events.metric(metrics, step=self.step)
+                self.progress.step(self.step, metrics)
+                if interrupted:
+                    self.save_checkpoint()
+                    raise Interrupted(f"stopped at step {self.step} of {steps}, state saved: --resume goes on")
+                if self.step % self.recipe.train.eval_every == 0 and self.step < steps:
+                    self.evaluate(quick=True)
+                if self.step % self.recipe.train.checkpoint.every == 0:
+                    self.save_checkpoint()
+        figures = self.evaluate(quick=False)
+        save(self.loaded.module, self.loaded.tokenizer, self.run.final)
+        summary = {"task": self.recipe.task, "seed": self.recipe.seed, "steps": steps, **figures}
+        summary |= {"seconds": round(self.seconds, 1), "parameters": _parameters(self.loaded)}
+        self.run.summarise(summary)
+        return summary
+
+    def evaluate(self, quick: bool) -> dict[str, float]:
+        """Held-out figures. A quick look leaves out what needs generation."""
+        module, budget = self.loaded.module, self.recipe.train.micro_batch_tokens
+        module.eval()
+        with self.run.events.span("evaluate", step=self.step):
+            figures = {"heldout_loss": self.learner.mean_loss(self.heldout)}
+            if self.recipe.task == "prm":
+                figures |= evaluate_steps(module, self.heldout, budget)
+            elif isinstance(self.recipe.algorithm, Regression):
+                figures |= evaluate_ratings(module, self.heldout, self.recipe.algorithm, budget)
+            elif self.recipe.task == "reward":
+                figures |= evaluate_comparisons(module, self.heldout, budget)
+            elif self.recipe.data.world is not None and not quick:
+                figures |= evaluate_policy(self.loaded, self.recipe.seed, self.recipe.data.eval_items)
+                use_packed_attention(module)
+        module.train()
+        self.run.events.metric({f"heldout/{name}": value for name, value in figures.items()}, step=self.step)
+        self.progress.figures(self.step, figures)
+        return figures
+
+    def save_checkpoint(self) -> None:
+        with self.run.events.span("checkpoint", step=self.step):
+            self.run.checkpoints.save(
+                self.step,
+                lambda directory: save(self.loaded.module, self.loaded.tokenizer, directory),
+                self.optimizer.state(),
+                {"seconds": self.seconds, "random": randomness.capture(), "threads": torch.get_num_threads()},
+            )
+
+    def _batch(self, step: int) -> list[Example]:
+        size = self.recipe.train.batch
+        return [self.encode(self.rows.train(step * size + i)) for i in range(size)]
+
+
+def load_model(recipe: SupervisedRecipe, checkpoint: Path | None) -> Loaded:
+    """The checkpoint's model, else the recipe's: loaded from its path or new."""
+    table, kind = recipe.model, KINDS[recipe.task]
+    device = table.device if table.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    labels = len(recipe.algorithm.attributes) if isinstance(recipe.algorithm, Regression) else None
+    source = checkpoint or table.path
+    if source is None:
+        assert table.new is not None
+        if recipe.data.world is None:
+            raise ConfigError("[model.new] takes its tokenizer from data.world; with data.path give model.path")
+        return _new_model(table.new, kind, recipe.seed, labels, device)
+    if kind == "policy":
+        return load_policy(source, table.dtype, device)
+    fresh = checkpoint is None
+    if kind == "reward":
+        return load_reward(source, table.dtype, device, labels=labels or 1, fresh_head=fresh, seed=recipe.seed)
+    return load_steps(source, table.dtype, device, fresh_head=fresh, seed=recipe.seed)
+
+
+def _new_model(shape: NewModel, kind: Kind, seed: int, labels: int | None, device: str) -> Loaded:
+    tokenizer = sums_tokenizer()
+    module = new_llama(
+        kind, vocab_size=len(tokenizer), hidden_size=shape.hidden, layers=shape.layers, heads=shape.heads,
+        kv_heads=shape.kv_heads, intermediate_size=shape.ffn, max_positions=shape.positions, seed=seed, labels=labels,
+        tie_embeddings=shape.tie_embeddings, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return Loaded(module.to(device), tokenizer, Path(), kind)
+
+
+def _objective(recipe: SupervisedRecipe) -> Objective:
+    if recipe.task == "sft":
+        return Imitate()
+    if recipe.task == "prm":
+        return JudgeSteps()
+    return Rate() if isinstance(recipe.algorithm, Regression) else Prefer(recipe.algorithm)
+
+
+def _parameters(loaded: Loaded) -> int:
+    return sum(parameter.numel() for parameter in loaded.module.parameters())
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """A list that stops being empty when SIGTERM or SIGINT comes; a second one ends the process at once."""
+    came: list[int] = []
+
+    def remember(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

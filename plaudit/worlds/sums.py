@@ -1,0 +1,239 @@
+"""Chains of additions written out step by step: the task in which everything can be checked against the truth.
+
+    prompt    7+8+4=
+    response  7+8=15;15+4=19;#19
+
+A step ends at `;`, the answer starts at `#`. Every item is a pure function of (seed, split, index), so data needs no
+state and no file. A problem is held out if a hash of its text says so: training and held-out sets cannot overlap.
+
+The demonstrator errs in two ways: random slips, and a habit: adding 7 with a carry, he mostly forgets the carry. A
+policy that imitates him is wrong on such chains even when decoded greedily, so there is something for RL to gain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from plaudit.config import SumsTable
+
+Split = Literal["train", "heldout"]
+
+STEP_END, ANSWER = ";", "#"
+SYMBOLS = "0123456789+=" + STEP_END + ANSWER
+HARD_OPERANDS = (8, 10)
+HABIT_DIGIT = 7
+HELDOUT_SHARE = 0.1
+
+_STEP = re.compile(r"(\d{1,9})\+(\d{1,9})=(\d{1,9});")
+_ANSWER = re.compile(r"#(\d{1,9})")
+_PROMPT = re.compile(r"\d+(\+\d+)+=")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    operands: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        return "+".join(map(str, self.operands)) + "="
+
+    @property
+    def answer(self) -> int:
+        return sum(self.operands)
+
+    @property
+    def solution(self) -> str:
+        """The shortest right response."""
+        total, text = self.operands[0], ""
+        for operand in self.operands[1:]:
+            text += f"{total}+{operand}={total + operand};"
+            total += operand
+        return f"{text}#{total}"
+
+    @staticmethod
+    def parse(prompt: str) -> Problem:
+        if not _PROMPT.fullmatch(prompt):
+            raise ValueError(f"{prompt!r} is no problem of the sums world, such as '7+8+4='")
+        return Problem(tuple(int(part) for part in prompt[:-1].split("+")))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The truth about a response.
+
+    sound   per step: this step and all before it are right (the answer counts as the last step)
+    right   the answer given is the sum
+    needed  how many steps the shortest right response has
+    """
+
+    sound: tuple[bool, ...]
+    right: bool
+    needed: int
+
+    @property
+    def first_wrong(self) -> int:
+        """Index of the first wrong step; -1 if there is none."""
+        return next((i for i, ok in enumerate(self.sound) if not ok), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prompt: str
+    chosen: str
+    rejected: str
+    margin: float
+
+
+def split_steps(response: str) -> list[str]:
+    """The steps of a response, each with the `;` that ends it; what follows the last `;` is a step of its own."""
+    return [part for part in re.split(r"(?<=;)", response) if part]
+
+
+def judge(problem: Problem, response: str) -> Verdict:
+    """Check every step and the answer. A step may also be needless but true (`15+0=15;`)."""
+    total, following = problem.operands[0], 1
+    sound: list[bool] = []
+    answer: int | None = None
+    for step in split_steps(response):
+        ok = not sound or sound[-1]
+        if found := _STEP.fullmatch(step):
+            left, right, result = map(int, found.groups())
+            advances = following < len(problem.operands) and right == problem.operands[following]
+            ok = ok and left == total and left + right == result and (advances or right == 0)
+            total, following = result, following + advances
+        elif found := _ANSWER.fullmatch(step):
+            answer = int(found[1])
+            ok = ok and answer == total and following == len(problem.operands)
+        else:
+            ok = False
+        sound.append(ok)
+    return Verdict(tuple(sound), answer == problem.answer, len(problem.operands))
+
+
+class Sums:
+    def __init__(self, table: SumsTable, seed: int = 1) -> None:
+        self.table = table
+        self.seed = seed
+
+    def problem(self, split: Split, index: int) -> Problem:
+        return self._draw(self._random(split, "problem", index), split)
+
+    def heldout(self, count: int) -> list[Problem]:
+        """`count` different held-out problems, or as many as there are."""
+        found: dict[Problem, None] = {}
+        for index in range(50 * count):
+            found.setdefault(self.problem("heldout", index))
+            if len(found) == count:
+                break
+        return list(found)
+
+    def demonstration(self, split: Split, index: int) -> tuple[Problem, str]:
+        rng = self._random(split, "demonstration", index)
+        problem = self._draw(rng, split)
+        return problem, self._demonstrate(problem, rng, self.table.slip)
+
+    def pair(self, split: Split, index: int) -> Pair:
+        """Right over wrong; and, one time in four, short over rambling. The margin is 1 and 0.5."""
+        rng = self._random(split, "pair", index)
+        problem = self._draw(rng, split)
+        if rng.random() < 0.25:
+            return Pair(problem.prompt, problem.solution, self._ramble(problem, rng), 0.5)
+        right = problem.solution if rng.random() < 0.8 else self._ramble(problem, rng)
+        return Pair(problem.prompt, right, self._wrong(problem, rng), 1.0)
+
+    def judged(self, split: Split, index: int) -> tuple[Problem, str, Verdict]:
+        """A solution with the truth of every step; about half go wrong somewhere."""
+        rng = self._random(split, "judged", index)
+        problem = self._draw(rng, split)
+        response = self._wrong(problem, rng) if rng.random() < 0.5 else self._demonstrate(problem, rng, 0.0)
+        return problem, response, judge(problem, response)
+
+    def _random(self, split: Split, kind: str, index: int) -> random.Random:
+        return random.Random(f"{self.seed} {split} {kind} {index}")
+
+    def _draw(self, rng: random.Random, split: Split) -> Problem:
+        low, high = HARD_OPERANDS if rng.random() < self.table.hard_share else self.table.operands
+        while True:
+            count = rng.randint(low, high)
+            problem = Problem(tuple(rng.randrange(10**self.table.digits) for _ in range(count)))
+            if is_heldout(problem) == (split == "heldout"):
+                return problem
+
+    def _demonstrate(self, problem: Problem, rng: random.Random, slip: float) -> str:
+        total, text = problem.operands[0], ""
+        for operand in problem.operands[1:]:
+            if rng.random() < self.table.ramble:
+                text += f"{total}+0={total};"
+            result = total + operand
+            if _habitual(total, operand) and rng.random() < self.table.habit:
+                result -= 10
+            elif rng.random() < slip:
+                result = _slip(result, rng)
+            text += f"{total}+{operand}={result};"
+            total = result
+        if rng.random() < slip / 4:
+            total = _slip(total, rng)
+        return f"{text}#{total}"
+
+    def _ramble(self, problem: Problem, rng: random.Random) -> str:
+        """A right response with one to three needless steps."""
+        steps = split_steps(problem.solution)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(steps))
+            total = steps[at - 1].split("=")[1][:-1] if at else str(problem.operands[0])
+            steps.insert(at, f"{total}+0={total};")
+        return "".join(steps)
+
+    def _wrong(self, problem: Problem, rng: random.Random) -> str:
+        """A response whose answer is not the sum, gone wrong in one of the ways a policy goes wrong."""
+        while True:
+            response = "".join(self._corrupt(problem, rng))
+            if not judge(problem, response).right:
+                return response
+
+    def _corrupt(self, problem: Problem, rng: random.Random) -> Iterator[str]:
+        how = rng.choice(["noise", "noise", "slip", "slip", "carry", "operand", "skip", "answer", "unfinished"])
+        if how == "noise":
+            yield self._demonstrate(problem, rng, max(self.table.slip, 0.15))
+            return
+        total, last = problem.operands[0], len(problem.operands) - 1
+        fault = rng.randint(1, last)
+        for i, operand in enumerate(problem.operands[1:], 1):
+            if rng.random() < self.table.ramble / 2:
+                yield f"{total}+0={total};"
+            if i == fault and how == "skip":
+                continue
+            if i == fault and how == "operand":
+                operand = (operand + rng.randint(1, 9)) % 10**self.table.digits
+            result = total + operand
+            if i == fault and how == "carry" and result >= 10:
+                result -= 10
+            elif i == fault and how in ("slip", "carry"):
+                result = _slip(result, rng)
+            yield f"{total}+{operand}={result};"
+            total = result
+            if i == fault and how == "unfinished":
+                return
+        yield f"#{_slip(total, rng) if how == 'answer' else total}"
+
+
+def is_heldout(problem: Problem) -> bool:
+    digest = hashlib.sha256(problem.prompt.encode()).digest()
+    return int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32
+
+
+def _habitual(total: int, operand: int) -> bool:
+    return operand % 10 == HABIT_DIGIT and total % 10 + HABIT_DIGIT >= 10
+
+
+def _slip(result: int, rng: random.Random) -> int:
+    """A nearby wrong number: mostly off by one or two, sometimes by ten."""
+    while True:
+        wrong = result + rng.choice([-1, 1, -1, 1, -2, 2, -10, 10])
+        if wrong >= 0:
+            return wrong

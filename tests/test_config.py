@@ -1,0 +1,116 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plaudit.config import NewModel, Table, differences, load_recipe, parse_recipe, to_toml
+from plaudit.errors import ConfigError
+
+RECIPES = sorted(Path("recipes").glob("*.toml"))
+SFT = Path("recipes/sums-sft.toml")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_resolved_recipe_reads_back_as_itself(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert parse_recipe(tomllib.loads(to_toml(recipe)), "again") == recipe
+
+
+def test_the_users_choice_is_kept_and_only_defaults_are_added() -> None:
+    given_tree = tomllib.loads(SFT.read_text())
+    resolved = load_recipe(SFT).model_dump()
+    for table in ("data", "train"):
+        for key, value in given_tree[table].items():
+            if not isinstance(value, dict):
+                assert resolved[table][key] == value
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.lr=0.5", lambda r: r.train.lr, 0.5),
+        ("train.lr=1", lambda r: r.train.lr, 1.0),
+        ("data.sums.operands=[2, 9]", lambda r: r.data.sums.operands, (2, 9)),
+        ("data.world=sums-hard", lambda r: r.data.world, "sums-hard"),
+        ('data.world="sums"', lambda r: r.data.world, "sums"),
+        ("model.new.tie_embeddings=false", lambda r: r.model.new.tie_embeddings, False),
+    ],
+)
+def test_set_overrides_one_key(override: str, key: object, value: object) -> None:
+    assert key(load_recipe(SFT, [override])) == value  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.stepz=3"], "unknown key 'train.stepz'; did you mean 'steps'?"),
+        (["trian.lr=1"], "unknown key 'trian'; did you mean 'train'?"),
+        (["data.sums.operand=[2,3]"], "unknown key 'data.sums.operand'; did you mean 'operands'?"),
+        (["train.checkpoint.evry=3"], "unknown key 'train.checkpoint.evry'; did you mean 'every'?"),
+        (["task=reward", "algorithm.centering=1.0"], "unknown key 'algorithm.centering'; did you mean 'centring'?"),
+        (["train.steps='many'"], "train.steps = 'many': input should be a valid integer"),
+        (["train.batch=true"], "train.batch = True: input should be a valid integer"),
+        (["train.lr=-1"], "train.lr = -1: input should be greater than 0"),
+        (["data.world=5"], "data.world = 5: input should be a valid string"),
+        (["data.sums=3"], "data.sums = 3: expected a table"),
+        (["task=reward", "algorithm=3"], "algorithm = 3: expected a table"),
+        (["task=reward", "algorithm.name=x"], "algorithm.name = 'x': expected 'bradley-terry' or 'regression'"),
+        (["task=dance"], "task is 'dance'; expected one of sft, reward, prm"),
+        (["data.sums.operands=[6,3]"], "[data.sums] operands must be [fewest, most]"),
+        (["model.path=x"], "give either model.path or a [model.new] table, and not both"),
+        (["model.new.heads=5"], "hidden (64) must be a multiple of heads (5)"),
+        (["data.path=x.jsonl"], "give either data.world"),
+        (["train.steps"], "--set 'train.steps' is not of the form table.key=value"),
+        (["train.steps.x=1"], "train.steps is a value, not a table"),
+    ],
+)
+def test_refusals_name_the_key_the_value_and_the_cure(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(SFT, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_key_file_and_syntax(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'recipes/sums-sft\.toml'"):
+        load_recipe(Path("recipes/sum-sft.toml"))
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('task = "sft"\n[model]\npath = "x"\n[data]\nworld = "sums"\n[train]\nbatch = 1\nlr = 1.0\n')
+    with pytest.raises(ConfigError, match=r"the key 'train\.steps' is missing"):
+        load_recipe(recipe)
+    recipe.write_text("task = ")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_recipe(recipe)
+    recipe.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_recipe(recipe)
+    recipe.write_text("seed = 1")
+    with pytest.raises(ConfigError, match="task is missing; expected one of sft, reward, prm"):
+        load_recipe(recipe)
+
+
+def test_recipes_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_recipe(SFT).seed = 2
+
+
+def test_differences_names_keys_and_respects_ignore() -> None:
+    a, b = load_recipe(SFT), load_recipe(SFT, ["train.lr=0.5", "train.checkpoint.keep=9"])
+    assert set(differences(a, b)) == {"train.lr", "train.checkpoint.keep"}
+    assert set(differences(a, b, ["train.checkpoint"])) == {"train.lr"}
+
+
+class Holder(Table):
+    text: str
+    numbers: tuple[float, ...]
+    shape: NewModel = NewModel()
+
+
+@given(st.text(), st.lists(st.floats(allow_nan=False, allow_infinity=False)))
+def test_toml_writer_round_trips_any_text_and_number(text: str, numbers: list[float]) -> None:
+    holder = Holder(text=text, numbers=tuple(numbers))
+    tree = tomllib.loads(to_toml(holder))
+    assert tree["text"] == text
+    assert tree["numbers"] == numbers

@@ -1,0 +1,151 @@
+"""Gradients do not depend on how a batch is split, and equal those of plain transformers."""
+
+import math
+
+import pytest
+import torch
+
+from plaudit.config import BradleyTerry, TrainTable, load_recipe
+from plaudit.core.packing import use_packed_attention
+from plaudit.errors import RunError
+from plaudit.models import new_llama
+from plaudit.train.examples import Comparison, Demonstration, Example, Rating, StepTargets, micro_batches, token_count
+from plaudit.train.learner import Learner
+from plaudit.train.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
+from plaudit.train.optimizer import Optimizer, learning_rate
+
+TABLE = TrainTable(steps=100, batch=8, lr=1e-3, warmup=10)
+RAGGED = (5, 17, 9, 30, 2, 11, 23, 8)
+
+
+def tokens(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(4, 20, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def case(name: str) -> tuple[str, Objective, list[Example], int | None]:
+    ids = [tokens(n, i) for i, n in enumerate(RAGGED)]
+    others = [tokens(n, 100 + i) for i, n in enumerate(reversed(RAGGED))]
+    if name == "sft":
+        return "policy", Imitate(), [Demonstration(t, max(1, len(t) // 3)) for t in ids], None
+    if name == "pairs":
+        pairs: list[Example] = [Comparison(a, b, 0.1 * i) for i, (a, b) in enumerate(zip(ids, others, strict=True))]
+        return "reward", Prefer(BradleyTerry(use_margins=True, centring=0.02)), pairs, None
+    if name == "ratings":
+        rated: list[Example] = [Rating(t, (0.5 * i, math.nan if i % 3 else 1.0)) for i, t in enumerate(ids)]
+        return "reward", Rate(), rated, 2
+    return "steps", JudgeSteps(), [StepTargets(t, (len(t) // 2, len(t) - 1), (1.0, 0.3)) for t in ids], None
+
+
+def learner(name: str, micro_batch_tokens: int) -> tuple[Learner, list[Example]]:
+    kind, objective, examples, labels = case(name)
+    model = new_llama(
+        kind, vocab_size=20, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=64, max_positions=64,
+        seed=3, labels=labels,
+    )  # fmt: skip
+    use_packed_attention(model)
+    return Learner(model, objective, Optimizer(model, TABLE), micro_batch_tokens), examples
+
+
+def gradients(name: str, micro_batch_tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
+    teacher, examples = learner(name, micro_batch_tokens)
+    loss = teacher.gradient(examples)
+    return loss, {n: p.grad.clone() for n, p in teacher.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["sft", "pairs", "ratings", "steps"])
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_the_gradient_is_the_same_however_the_batch_is_split(name: str, splits: int) -> None:
+    examples = case(name)[2]
+    whole = sum(map(token_count, examples))
+    budget = next(b for b in range(whole, 0, -1) if len(micro_batches(examples, b)) >= splits)
+    loss, expected = gradients(name, whole)
+    split_loss, found = gradients(name, budget)
+    assert split_loss == pytest.approx(loss, rel=1e-6)
+    for parameter, gradient in expected.items():
+        difference = (found[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        assert difference < 1e-6, parameter
+
+
+@pytest.mark.parametrize("name", ["sft", "pairs", "steps"])
+def test_loss_and_gradient_equal_plain_transformers_one_by_one(name: str) -> None:
+    loss, found = gradients(name, 10_000)
+    teacher, examples = learner(name, 10_000)
+    model = teacher.model
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    total = torch.zeros(())
+    for example in examples:
+        if isinstance(example, Demonstration):
+            logits = model(torch.tensor([example.tokens])).logits[0].log_softmax(-1)
+            picked = logits[:-1].gather(1, torch.tensor(example.tokens)[1:, None])[:, 0]
+            total = total - picked[example.answer_at - 1 :].sum()
+        elif isinstance(example, Comparison):
+            a, b = (
+                model.score(model.model(torch.tensor([t])).last_hidden_state[0, -1])[0]  # type: ignore[operator]
+                for t in (example.chosen, example.rejected)
+            )
+            total = total - torch.nn.functional.logsigmoid(a - b - example.margin) + 0.02 * (a + b) ** 2
+        elif isinstance(example, StepTargets):
+            logits = model(torch.tensor([example.tokens])).logits[0, list(example.ends)].log_softmax(-1)
+            targets = torch.tensor(example.targets)
+            total = total - (targets * logits[:, 1] + (1 - targets) * logits[:, 0]).sum()
+    mean = total / teacher.objective.count(examples)
+    assert loss == pytest.approx(mean.item(), rel=1e-5)
+    teacher.optimizer.zero()
+    mean.backward()  # type: ignore[no-untyped-call]
+    for parameter, value in model.named_parameters():
+        assert value.grad is not None
+        torch.testing.assert_close(found[parameter], value.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_example_above_the_budget_goes_alone() -> None:
+    examples: list[Example] = [Rating(tokens(n, n), (0.0,)) for n in (3, 50, 4, 4)]
+    assert [[token_count(e) for e in micro] for micro in micro_batches(examples, 10)] == [[3], [50], [4, 4]]
+
+
+def test_a_loss_that_is_not_finite_changes_nothing() -> None:
+    teacher, examples = learner("sft", 10_000)
+    with torch.no_grad():
+        teacher.model.model.norm.weight[0] = math.nan  # type: ignore[union-attr, index, operator]
+    before = {name: value.clone() for name, value in teacher.model.named_parameters()}
+    with pytest.raises(RunError, match=r"the loss is nan at step 7.*lower train\.lr"):
+        teacher.update(examples, 7)
+    for name, value in teacher.model.named_parameters():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num())
+
+
+def test_an_empty_batch_is_refused() -> None:
+    teacher, _ = learner("ratings", 10_000)
+    with pytest.raises(RunError, match="nothing to learn from"):
+        teacher.gradient([Rating((5, 6), (math.nan, math.nan))])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "share"),
+    [
+        ("constant", 0, 0.1), ("constant", 9, 1.0), ("constant", 99, 1.0),
+        ("linear", 10, 1.0), ("linear", 55, 0.05 + 0.95 / 2), ("linear", 100, 0.05),
+        ("cosine", 10, 1.0), ("cosine", 55, 0.05 + 0.95 / 2), ("cosine", 100, 0.05),
+    ],
+)  # fmt: skip
+def test_learning_rate_by_hand(schedule: str, step: int, share: float) -> None:
+    table = TABLE.model_copy(update={"schedule": schedule})
+    assert learning_rate(table, step) == pytest.approx(1e-3 * share)
+
+
+def test_optimizer_state_survives_as_plain_tensors() -> None:
+    a, examples = learner("sft", 10_000)
+    for step in range(3):
+        a.update(examples, step)
+    b, _ = learner("sft", 10_000)
+    b.model.load_state_dict(a.model.state_dict())
+    b.optimizer.load({name: value.clone() for name, value in a.optimizer.state().items()})
+    for teacher in (a, b):
+        teacher.update(examples, 3)
+    for (name, x), (_, y) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_recipes_of_the_house_parse() -> None:
+    from pathlib import Path
+
+    assert {load_recipe(path).task for path in Path("recipes").glob("sums-*.toml")} >= {"sft", "reward", "prm"}
