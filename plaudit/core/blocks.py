@@ -1,0 +1,50 @@
+"""The pool of KV blocks: who holds which, never more than there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """Reference counts over a fixed number of blocks. It knows nothing of what the blocks hold."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.refs = [0] * blocks
+        self._free = list(range(blocks - 1, -1, -1))  # a stack: the block freed last is warm and goes out first
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def in_use(self) -> int:
+        return self.blocks - len(self._free)
+
+    def take(self) -> int:
+        block = self._free.pop()
+        self.refs[block] = 1
+        return block
+
+    def retain(self, block: int) -> None:
+        if self.refs[block] == 0:
+            raise RuntimeError(f"block {block} is free and cannot be shared")
+        self.refs[block] += 1
+
+    def release(self, block: int) -> None:
+        if self.refs[block] == 0:
+            raise RuntimeError(f"block {block} was released twice")
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self._free.append(block)
+
+    def check(self, holders: Iterable[Iterable[int]]) -> None:
+        """Every reference belongs to a holder, every block without one is free, and no block is free twice."""
+        held = Counter(block for blocks in holders for block in blocks)
+        for block, refs in enumerate(self.refs):
+            if held[block] != refs:
+                raise RuntimeError(f"block {block} counts {refs} references and has {held[block]} holders")
+        idle = [block for block, refs in enumerate(self.refs) if refs == 0]
+        if sorted(self._free) != idle:
+            raise RuntimeError(f"the free list has {len(self._free)} blocks, {len(idle)} have no holder")

@@ -1,0 +1,370 @@
+"""The engine: generate, score and take log-probs on a module that it does not own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from plaudit.core.backend import Backend
+from plaudit.core.cpu import CpuBackend
+from plaudit.core.intake import Intake
+from plaudit.core.memory import blocks_for
+from plaudit.core.reads import Read
+from plaudit.core.runner import Runner
+from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.scoring import read_rows
+from plaudit.core.sequence import Request, Update
+from plaudit.core.support import inspect
+from plaudit.errors import PlauditError, RequestError
+from plaudit.records import ItemError, Sample
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the engine was made, and what it holds now."""
+
+    tokens_computed: int
+    tokens_shared: int
+    tokens_resident: int
+    blocks_in_use: int
+    blocks_total: int
+    kv_bytes: int
+    running: int
+    waiting: int
+    preemptions: int
+    evictions: int
+    steps: int
+    version: int
+
+
+class Engine:
+    """Runs one decoder without gradients. Not thread-safe: one thread calls it at a time.
+
+    kv_bytes     KV pool in bytes, or as a fraction of the free memory; taken when first needed, never exceeded
+    budget       tokens per step
+    max_running  sequences that decode together
+    look_every   decode steps between two looks of the host: stop strings, callbacks and new requests wait for it
+    seed         gives requests without a seed of their own theirs, by submission number
+    """
+
+    def __init__(
+        self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None, budget: int = 2048,
+        max_running: int = 256, look_every: int = 8, seed: int = 0, version: int = 0,
+    ) -> None:  # fmt: skip
+        if not 1 <= max_running <= budget:
+            raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
+        self.decoder = inspect(module)
+        self.tokenizer = tokenizer
+        self.backend: Backend = _backend(self.decoder)
+        self.budget = budget
+        blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running)
+        self._runner = Runner(
+            self.decoder, self.backend, blocks, budget=budget, max_running=max_running, look_every=look_every,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        self._runner.version = version
+        self._intake = Intake(self.decoder, tokenizer, blocks * self.backend.block_size, seed)
+        self._requests: dict[int, Request] = {}
+        self._outbox: list[Update] = []
+        self._paused = False
+        self._asleep = False
+        self._home: torch.device | None = None
+        self._extra_computed = 0
+        self._extra_shared = 0
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_bytes: int | float | None = None,
+        **options: Any,
+    ) -> Engine:  # fmt: skip
+        """A model directory, or the name of a model that comes with Plaudit."""
+        from plaudit.models import load_any
+
+        loaded = load_any(path, dtype=dtype, device=device)
+        return cls(loaded.module, loaded.tokenizer, kv_bytes=kv_bytes, **options)
+
+    # Generating
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Sample]:
+        """n samples of each prompt, in order: all of the first prompt's, then the second's. `group` is the prompt's
+        index, `index` the sample's."""
+        asked = _as_list(prompts)
+        options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asked)
+        if len(options) != len(asked):
+            raise RequestError(f"{len(asked)} prompts and {len(options)} SamplingParams: give one for all, or one each")
+        self._ready()
+        requests = [
+            self._intake.generation(prompt, option, group=group)
+            for group, (prompt, option) in enumerate(zip(asked, options, strict=True))
+        ]
+        for request in requests:
+            self._enqueue(request)
+        finished: dict[tuple[int, int], Sample] = {}
+        for update in self._drain(requests):
+            if update.sample is not None:
+                finished[update.request, update.index] = update.sample
+        return [finished[r.number, s.index] for r in requests for s in r.sequences]
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *,
+        on_update: Callable[[Update], None] | None = None, stop_when: Callable[[list[int], str], bool] | None = None,
+    ) -> int:  # fmt: skip
+        """Queue a request and return its number. `step()` advances it and reports; `on_update` hears of it too.
+
+        stop_when   asked after every token with the tokens and the text so far; True ends the sample
+        """
+        request = self._intake.generation(prompt, params or SamplingParams(), stream=True)
+        request.on_update, request.stop_when = on_update, stop_when
+        self._enqueue(request)
+        return request.number
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+        """Updates of one request as they come; closing the iterator aborts it."""
+        self._ready()
+        number = self.submit(prompt, params)
+        request = self._requests[number]
+        try:
+            yield from self._drain([request])
+        finally:
+            self.abort(number)
+
+    def step(self) -> list[Update]:
+        """Compute one step for whatever is queued, and report what is new. Empty if there is nothing to do."""
+        if self._paused or self._asleep:
+            return self._collect()
+        self._expire()
+        training = self.decoder.module.training
+        if training:
+            self.decoder.module.eval()
+        try:
+            with torch.inference_mode():
+                self._outbox += self._runner.step(self._key())
+        finally:
+            if training:
+                self.decoder.module.train()
+        if self._runner.scheduler.idle:
+            self._runner.check()
+        return self._collect()
+
+    def abort(self, number: int) -> None:
+        """End a request now; its samples come with the next step, finish_reason "abort". Unknown numbers are over."""
+        request = self._requests.get(number)
+        if request is not None:
+            self._outbox += self._stop(request, None)
+
+    @property
+    def busy(self) -> bool:
+        return not self._runner.scheduler.idle
+
+    # Scoring
+
+    def score(
+        self, sequences: Prompt | Sequence[Prompt], *, positions: Sequence[Sequence[int]] | None = None,
+        columns: Sequence[int] | None = None, cache: bool = False,
+    ) -> list[np.ndarray]:  # fmt: skip
+        """What the head says, in float32, per sequence.
+
+        positions   None: the last token, giving (labels,); else the tokens to read, giving (positions, labels)
+        columns     of a causal LM: the token ids whose logits to read, in place of a class head's labels
+        cache       keep the KV, so that a later call computes only what is new (a search does this); without it
+                    sequences of this call still share what they have in common
+        """
+        ids = [self._intake.tokens(s) for s in _as_list(sequences)]
+        reads = self._intake.reads(ids, positions, columns)
+        values = self._read(ids, reads, cache)
+        return [v[0] for v in values] if positions is None else values
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], *, cache: bool = False) -> list[np.ndarray]:
+        """Per sequence, the log-prob of each token after the first, at temperature 1."""
+        ids = [self._intake.tokens(s) for s in sequences]
+        reads = [Read("logprobs", tuple(range(len(s) - 1))) for s in ids]
+        return self._read(ids, reads, cache)
+
+    def submit_score(
+        self, sequence: Prompt, *, positions: Sequence[int] | None = None, columns: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+    ) -> int:  # fmt: skip
+        """Queue one sequence for scoring among everything else; `step()` reports its `values`. Of `params` only
+        priority and deadline count."""
+        ids = self._intake.tokens(sequence)
+        read = self._intake.reads([ids], None if positions is None else [positions], columns)[0]
+        request = self._intake.scoring(ids, read, params or SamplingParams())
+        self._enqueue(request)
+        return request.number
+
+    def _read(self, ids: list[list[int]], reads: list[Read], cache: bool) -> list[np.ndarray]:
+        self._ready()
+        if not ids:
+            return []
+        if cache:
+            requests = [self._intake.scoring(s, r, SamplingParams()) for s, r in zip(ids, reads, strict=True)]
+            for request in requests:
+                self._enqueue(request)
+            by_number = {u.request: u for u in self._drain(requests)}
+            return [_values(by_number[r.number]) for r in requests]
+        training = self.decoder.module.training
+        self.decoder.module.eval()
+        try:
+            with torch.inference_mode():
+                values, computed, shared = read_rows(self.backend, ids, reads, self.budget)
+        finally:
+            self.decoder.module.train(training)
+        self._extra_computed += computed
+        self._extra_shared += shared
+        for value in values:
+            _finite(value, self.decoder.name)
+        return values
+
+    # Weights and memory
+
+    @property
+    def version(self) -> int:
+        return self._runner.version
+
+    def pause(self) -> None:
+        """step() computes nothing until resume(); requests stay where they are."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def new_version(self, version: int | None = None, keep: Literal["recompute", "continue"] = "recompute") -> int:
+        """The module's weights have changed: nothing cached before counts any more.
+
+        keep   what happens to sequences in flight, whose tokens stay: "recompute" reads them again with the new
+               weights, "continue" goes on with the KV they have
+        """
+        if keep not in ("recompute", "continue"):
+            raise RequestError(f"keep is {keep!r}, and must be 'recompute' or 'continue'")
+        if keep == "recompute":
+            self._runner.forget()
+        else:
+            self._runner.detach()
+        self._runner.version = self._runner.version + 1 if version is None else version
+        return self._runner.version
+
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the KV, and with `weights` move the module to host memory. Requests in flight keep their tokens."""
+        self._runner.close()
+        self._asleep = True
+        if weights and self.decoder.device.type != "cpu":
+            self._home = self.decoder.device
+            self.decoder.module.to("cpu")
+
+    def wake(self) -> None:
+        if self._home is not None:
+            self.decoder.module.to(self._home)
+            self._home = None
+        self._asleep = False
+
+    def stats(self) -> Stats:
+        runner, scheduler = self._runner, self._runner.scheduler
+        private = sum(max(0, s.computed - sum(len(n.tokens) for n in s.chain.nodes)) for s in scheduler.running)
+        return Stats(
+            tokens_computed=runner.tokens_computed + self._extra_computed,
+            tokens_shared=scheduler.tokens_shared + self._extra_shared,
+            tokens_resident=runner.tree.tokens + private,
+            blocks_in_use=runner.pool.in_use,
+            blocks_total=runner.pool.blocks,
+            kv_bytes=runner.pool.blocks * self.backend.block_size * self.decoder.token_bytes(),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            preemptions=scheduler.preemptions,
+            evictions=runner.tree.evictions,
+            steps=runner.steps,
+            version=runner.version,
+        )
+
+    def check(self) -> None:
+        """Raise if blocks, tree and sequences disagree. Also run whenever the queue has become empty."""
+        self._runner.check()
+
+    # Inside
+
+    def _key(self) -> tuple[int, str, int]:
+        return id(self.decoder.module), self._intake.adapter_state(), self._runner.version
+
+    def _ready(self) -> None:
+        if self._paused or self._asleep:
+            state, cure = ("asleep", "wake()") if self._asleep else ("paused", "resume()")
+            raise RequestError(f"the engine is {state}: call {cure} first")
+
+    def _enqueue(self, request: Request) -> None:
+        self._requests[request.number] = request
+        for sequence in request.sequences:
+            self._runner.scheduler.add(sequence)
+
+    def _drain(self, requests: Sequence[Request]) -> Iterator[Update]:
+        """Step until these requests are over; news of others stays for step()."""
+        mine = {r.number for r in requests}
+        others: list[Update] = []
+        try:
+            while any(r.number in self._requests for r in requests):
+                updates = self.step()
+                others += [u for u in updates if u.request not in mine]
+                yield from (u for u in updates if u.request in mine)
+        finally:
+            self._outbox[:0] = others
+
+    def _collect(self) -> list[Update]:
+        updates, self._outbox = self._outbox, []
+        for update in updates:
+            if update.sample is None and update.values is None:
+                continue
+            request = self._requests.get(update.request)
+            if request is not None:
+                request.open -= 1
+                if request.open == 0:
+                    del self._requests[update.request]
+        return updates
+
+    def _expire(self) -> None:
+        now: float | None = None
+        for request in list(self._requests.values()):
+            if request.deadline is None:
+                continue
+            now = time.monotonic() if now is None else now
+            if now > request.deadline:
+                seconds = request.params.deadline
+                self._outbox += self._stop(request, ItemError("Aborted", f"ran past its deadline of {seconds} s"))
+
+    def _stop(self, request: Request, error: ItemError | None) -> list[Update]:
+        scheduler = self._runner.scheduler
+        live = [s for s in request.sequences if s in scheduler.running or s in scheduler.waiting]
+        return [self._runner.end(s, error, abort=True) for s in live]
+
+
+def _backend(decoder: Any) -> Backend:
+    if decoder.device.type == "cpu":
+        return CpuBackend(decoder)
+    raise PlauditError(f"no back end for {decoder.device}: load the model on the CPU")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text or one list of token ids stands for itself."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _values(update: Update) -> np.ndarray:
+    if update.values is None:
+        error = update.sample.error if update.sample is not None else None
+        raise RequestError(f"scoring failed: {error.message if error else 'aborted'}")
+    return update.values
+
+
+def _finite(values: np.ndarray, name: str) -> None:
+    if not np.isfinite(values).all():
+        raise RequestError(f"{name} gave scores that are not finite numbers")

@@ -1,0 +1,148 @@
+"""What comes in: texts to token ids, and every refusal before anything reaches the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from plaudit.core.decoder import Decoder
+from plaudit.core.reads import Read
+from plaudit.core.sampler import mix64
+from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.sequence import Request
+from plaudit.core.sequence import Sequence as Seq
+from plaudit.core.text import TextStream
+from plaudit.errors import RequestError
+
+
+class Intake:
+    def __init__(self, decoder: Decoder, tokenizer: Any, pool_tokens: int, seed: int) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.pool_tokens = pool_tokens
+        self.seed = seed
+        self._numbers = count()
+        self._eos = _end_tokens(decoder.module, tokenizer)
+        self._adapters = [m for m in decoder.module.modules() if hasattr(m, "active_adapters")]
+
+    def generation(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False
+    ) -> Request:
+        if self.decoder.kind != "causal":
+            raise RequestError(f"{self.decoder.name} has no vocabulary head: it scores, it does not generate")
+        ids = self.tokens(prompt)
+        self._check_params(params)
+        room = self.decoder.max_positions - len(ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and {self.decoder.name} {self.decoder.max_positions} positions: "
+                "no room for a token more; shorten the prompt"
+            )
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        # The last token drawn is never stored.
+        self._check_pool(len(ids) + most - 1, f"a prompt of {len(ids)} tokens and {most} more")
+        number = next(self._numbers)
+        request = Request(
+            number, ids, params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            max_tokens=most, group=group, deadline=_deadline(params), open=params.n,
+        )  # fmt: skip
+        for index in range(params.n):
+            sequence = Seq(request, index, list(ids))
+            if self.tokenizer is not None and (stream or params.stop):
+                sequence.stream = TextStream(self.tokenizer, params.stop, params.min_tokens)
+            request.sequences.append(sequence)
+        return request
+
+    def scoring(self, ids: list[int], read: Read, params: SamplingParams) -> Request:
+        self._check_pool(len(ids), f"a sequence of {len(ids)} tokens")
+        request = Request(next(self._numbers), ids, params, read=read, deadline=_deadline(params), open=1)
+        request.sequences.append(Seq(request, 0, list(ids)))
+        return request
+
+    def tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the engine has no tokenizer: give token ids instead of text")
+            ids: list[int] = self.tokenizer.encode(prompt)
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids:
+            raise RequestError("the prompt is empty: give it at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.decoder.vocab_size:
+            wrong = low if low < 0 else high
+            raise RequestError(
+                f"token id {wrong} at {ids.index(wrong)} is outside the vocabulary 0..{self.decoder.vocab_size - 1} "
+                f"of {self.decoder.name}"
+            )
+        if len(ids) > self.decoder.max_positions:
+            raise RequestError(
+                f"{len(ids)} tokens are more than the {self.decoder.max_positions} positions of {self.decoder.name}: "
+                "shorten the text"
+            )
+        return ids
+
+    def reads(
+        self, ids: Sequence[list[int]], positions: Sequence[Sequence[int]] | None, columns: Sequence[int] | None
+    ) -> list[Read]:
+        name = self.decoder.name
+        if columns is None and self.decoder.kind == "causal":
+            raise RequestError(f"{name} has a vocabulary head and no class head: name the columns to read")
+        if columns is not None and self.decoder.kind != "causal":
+            raise RequestError(f"{name} has a class head and no vocabulary head: leave out columns")
+        for token in columns or ():
+            if not 0 <= token < self.decoder.vocab_size:
+                raise RequestError(f"column {token} is outside the vocabulary 0..{self.decoder.vocab_size - 1}")
+        if positions is None:
+            positions = [[len(s) - 1] for s in ids]
+        if len(positions) != len(ids):
+            raise RequestError(f"{len(ids)} sequences and {len(positions)} lists of positions: give one each")
+        for s, at in zip(ids, positions, strict=True):
+            if list(at) != sorted(set(at)) or (at and not 0 <= at[0] <= at[-1] < len(s)):
+                raise RequestError(f"positions {list(at)} must rise and lie in 0..{len(s) - 1}, the sequence's tokens")
+        if columns is None:
+            return [Read("head", tuple(at)) for at in positions]
+        return [Read("columns", tuple(at), tuple(columns)) for at in positions]
+
+    def adapter_state(self) -> str:
+        """Which adapters act now; "" without any."""
+        return ";".join(f"{m.active_adapters}{getattr(m, 'disable_adapters', False)}" for m in self._adapters[:1])
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab = self.decoder.vocab_size
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token in ids:
+                if not 0 <= token < vocab:
+                    raise RequestError(f"{name} has token id {token}, outside the vocabulary 0..{vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the engine has none: use stop_token_ids")
+        if params.top_k > vocab:
+            raise RequestError(f"top_k {params.top_k} is more than the vocabulary of {vocab} tokens")
+
+    def _check_pool(self, tokens: int, what: str) -> None:
+        if tokens > self.pool_tokens:
+            needed = tokens * self.decoder.token_bytes()
+            raise RequestError(
+                f"{what} need KV for {tokens} tokens and the pool holds {self.pool_tokens}: "
+                f"ask for fewer tokens, or raise kv_bytes to {needed} or more"
+            )
+
+
+def _deadline(params: SamplingParams) -> float | None:
+    return None if params.deadline is None else time.monotonic() + params.deadline
+
+
+def _end_tokens(module: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids of the tokenizer and of the model's generation config, which may be several."""
+    found: set[int] = set()
+    sources = (tokenizer, getattr(module, "generation_config", None), getattr(module, "config", None))
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if isinstance(ids, int):
+            found.add(ids)
+        elif ids:
+            found.update(ids)
+    return frozenset(found)

@@ -1,0 +1,38 @@
+"""How many KV blocks an engine may have."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from plaudit.core.decoder import Decoder
+from plaudit.errors import RequestError
+
+DEFAULT_BYTES = 512 * 2**20
+
+
+def blocks_for(decoder: Decoder, block_size: int, kv_bytes: int | float | None, max_running: int) -> int:
+    """Blocks that fit in `kv_bytes` (a whole number: bytes; below 1: that part of the free memory; None: a modest
+    default, less where a full house of the longest sequences needs less)."""
+    block_bytes = decoder.token_bytes() * block_size
+    if kv_bytes is None:
+        full_house = -(-decoder.max_positions // block_size) * max_running
+        return max(1, min(DEFAULT_BYTES // block_bytes, full_house))
+    if isinstance(kv_bytes, float) and 0 < kv_bytes < 1:
+        size = int(kv_bytes * free_bytes(decoder.device))
+    elif kv_bytes >= 1 and kv_bytes == int(kv_bytes):
+        size = int(kv_bytes)
+    else:
+        raise RequestError(f"kv_bytes is {kv_bytes}, and must be a whole number of bytes or a fraction between 0 and 1")
+    if size < block_bytes:
+        raise RequestError(
+            f"kv_bytes gives {size} bytes and one block of {block_size} tokens needs {block_bytes}: raise kv_bytes"
+        )
+    return size // block_bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

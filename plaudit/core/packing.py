@@ -1,0 +1,130 @@
+"""Packed forward: the tokens of many sequences lie end to end in one row, so linear layers see no padding.
+
+An unmodified transformers decoder runs on the row; its attention is ours and learns from `layout` which tokens belong
+together. Gradients flow through it, so training uses the same forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.attention import ATTENTION, Group, Layout, group_spans, use_packed_attention
+
+__all__ = ["ATTENTION", "Packed", "PackedTree", "hidden_rows", "pack", "pack_tree", "trunk", "use_packed_attention"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    input_ids: Tensor  # (1, T)
+    position_ids: Tensor  # (1, T)
+    layout: Layout
+    starts: tuple[int, ...]  # offset in the row of each sequence's own tokens
+    lengths: tuple[int, ...]  # how many those are
+
+
+@dataclass(frozen=True)
+class PackedTree:
+    """A row in which sequences share the tokens of a common beginning."""
+
+    packed: Packed
+    rows: tuple[np.ndarray, ...]  # per sequence, the row of each of its tokens, shared ones included
+
+    @property
+    def tokens(self) -> int:
+        return self.packed.input_ids.shape[1]
+
+
+def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Packed:
+    lengths = tuple(len(ids) for ids in sequences)
+    if not lengths or min(lengths) == 0:
+        raise ValueError(f"cannot pack {len(lengths)} sequences of lengths {lengths}: each needs a token")
+    ends = np.cumsum(lengths)
+    starts = tuple((ends - lengths).tolist())
+    rows = tuple(np.arange(start, end) for start, end in zip(starts, ends, strict=True))
+    return _packed(sequences, [0] * len(lengths), rows, starts, device)
+
+
+def pack_tree(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> PackedTree:
+    """Pack sequences given in lexical order; each shares the rows of its common beginning with the one before it."""
+    rows: list[np.ndarray] = []
+    shared: list[int] = []
+    starts: list[int] = []
+    total = 0
+    for i, ids in enumerate(sequences):
+        # The last token is always the sequence's own, so that every sequence has a query of its own.
+        common = min(common_prefix(sequences[i - 1], ids), len(ids) - 1) if i else 0
+        own = len(ids) - common
+        rows.append(np.concatenate([rows[-1][:common] if i else [], np.arange(total, total + own)]).astype(np.int64))
+        shared.append(common)
+        starts.append(total)
+        total += own
+    return PackedTree(_packed(sequences, shared, tuple(rows), tuple(starts), device), tuple(rows))
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    low, high = 0, limit  # a[:low] equals b[:low], a[:high] does not: slices compare faster than a loop over tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _packed(
+    sequences: Sequence[Sequence[int]], shared: Sequence[int], rows: tuple[np.ndarray, ...], starts: tuple[int, ...],
+    device: torch.device | str,
+) -> Packed:  # fmt: skip
+    own = tuple(len(ids) - before for ids, before in zip(sequences, shared, strict=True))
+    tokens = [token for ids, before in zip(sequences, shared, strict=True) for token in ids[before:]]
+    positions = np.concatenate([np.arange(b, b + n) for b, n in zip(shared, own, strict=True)])
+    layout = packed_layout(list(zip(starts, own, shared, strict=True)), rows, device)
+    return Packed(
+        torch.tensor([tokens], device=device), torch.from_numpy(positions)[None].to(device), layout, starts, own
+    )
+
+
+def packed_layout(
+    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str
+) -> Layout:
+    """The layout of spans (first row, new tokens, tokens before) whose keys lie at `rows`, one row per token."""
+    groups: list[Group] = []
+    restore = np.empty(sum(new for _, new, _ in spans), dtype=np.int64)
+    done = 0
+    for members in group_spans(spans):
+        first, new, before = (np.array([spans[i][f] for i in members])[:, None] for f in range(3))
+        longest, most = int(new.max()), int((new + before).max())
+        steps = np.minimum(np.arange(longest)[None], new - 1)
+        keys = np.zeros((len(members), most), dtype=np.int64)
+        for row, i in enumerate(members):
+            keys[row, : len(rows[i])] = rows[i]
+        restore[first + steps] = done + np.arange(len(members))[:, None] * longest + steps
+        queries, at, positions = (torch.from_numpy(x).to(device) for x in (first + steps, keys, before + steps))
+        groups.append(Group(queries, at, positions, whole=not before.any()))
+        done += len(members) * longest
+    return Layout(tuple(groups), torch.from_numpy(restore).to(device))
+
+
+def trunk(model: nn.Module) -> nn.Module:
+    """The decoder without its head, for any transformers model class."""
+    return getattr(model, model.base_model_prefix)  # type: ignore[no-any-return, call-overload]
+
+
+def hidden_rows(model: nn.Module, packed: Packed) -> Tensor:
+    """Final hidden states of every packed token, (T, hidden)."""
+    out = trunk(model)(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
+        layout=packed.layout,
+    )  # fmt: skip
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden

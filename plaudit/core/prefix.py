@@ -1,0 +1,189 @@
+"""The prefix tree: which blocks hold the KV of which tokens.
+
+A node is one block and the tokens it holds, full or partly filled; only full nodes have children. Roots are keyed by
+(module, adapter state, weight version), so a new version makes everything older unreachable. Children are kept in
+lexical order: the child with the longest common beginning is a neighbour of the place where the tokens would go.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from plaudit.core.blocks import BlockPool
+from plaudit.core.packing import common_prefix
+from plaudit.core.sequence import Chain
+
+
+@dataclass(eq=False)
+class Node:
+    tokens: tuple[int, ...]
+    block: int
+    parent: Node | None
+    keys: list[tuple[int, ...]] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    used: int = 0
+
+    def insert(self, child: Node) -> None:
+        at = bisect_left(self.keys, child.tokens)
+        self.keys.insert(at, child.tokens)
+        self.children.insert(at, child)
+
+    def remove(self, child: Node) -> None:
+        at = bisect_left(self.keys, child.tokens)
+        while self.children[at] is not child:
+            at += 1
+        del self.keys[at], self.children[at]
+
+
+@dataclass(frozen=True)
+class Match:
+    nodes: list[Node]  # full blocks that can be shared as they are
+    partial: Node | None = None  # a block whose first `partial_tokens` can be copied
+    partial_tokens: int = 0
+
+
+class PrefixTree:
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.evictions = 0
+        self.tokens = 0  # tokens that nodes hold
+        self._roots: dict[Hashable, Node] = {}
+        self._clock = count(1)
+        self._leaves: list[tuple[int, int, Node]] = []  # a heap of eviction candidates; stale entries are skipped
+        self._order = count()
+
+    def match(self, key: Hashable, tokens: Sequence[int], limit: int) -> Match:
+        """The longest stored beginning of tokens[:limit]."""
+        node = self._roots.get(key)
+        nodes: list[Node] = []
+        if node is None:
+            return Match(nodes)
+        now = next(self._clock)
+        while True:
+            start = len(nodes) * self.block_size
+            want = tuple(tokens[start : min(start + self.block_size, limit)])
+            best, common = self._closest(node, want)
+            if best is None or common == 0:
+                return Match(nodes)
+            best.used = now
+            if common < self.block_size:
+                return Match(nodes, best, common)
+            nodes.append(best)
+            node = best
+
+    @staticmethod
+    def _closest(node: Node, want: tuple[int, ...]) -> tuple[Node | None, int]:
+        best: Node | None = None
+        common = 0
+        at = bisect_left(node.keys, want)
+        for i in (at, at - 1):
+            if 0 <= i < len(node.keys) and (shared := common_prefix(node.keys[i], want)) > common:
+                best, common = node.children[i], shared
+        return best, common
+
+    def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
+        """Enter tokens[:upto] of a sequence. Where the tree already has a full block with the same tokens, the sequence
+        takes that one and gives back its own, once its own is `stored` (before that, it is still to be written)."""
+        size = self.block_size
+        node = chain.nodes[-1] if chain.nodes else self._roots.setdefault(key, Node((), -1, None))
+        if chain.nodes and len(node.tokens) < size:
+            self._lengthen(node, tuple(tokens[(len(chain.nodes) - 1) * size : min(upto, len(chain.nodes) * size)]))
+        while len(node.tokens) in (0, size) and (start := len(chain.nodes) * size) < upto:
+            want = tuple(tokens[start : min(start + size, upto)])
+            twin, common = self._closest(node, want)
+            if twin is not None and common == len(want):
+                if not stored or common < size:
+                    return
+                self.pool.retain(twin.block)
+                self.pool.release(chain.blocks[len(chain.nodes)])
+                chain.blocks[len(chain.nodes)] = twin.block
+            else:
+                twin = Node(want, chain.blocks[len(chain.nodes)], node)
+                self.pool.retain(twin.block)
+                self.tokens += len(want)
+                node.insert(twin)
+            twin.used = next(self._clock)
+            chain.nodes.append(twin)
+            node = twin
+
+    def _lengthen(self, node: Node, tokens: tuple[int, ...]) -> None:
+        if len(tokens) > len(node.tokens) and node.parent is not None:
+            node.parent.remove(node)
+            self.tokens += len(tokens) - len(node.tokens)
+            node.tokens = tokens
+            node.parent.insert(node)
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """A sequence let go of these nodes: those that nobody else holds may be evicted."""
+        for node in nodes:
+            self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        if node.parent is not None and not node.children and self.pool.refs[node.block] == 1:
+            heapq.heappush(self._leaves, (node.used, next(self._order), node))
+
+    def evict(self, blocks: int) -> int:
+        """Free up to this many blocks, least recently used first; returns how many were freed."""
+        freed = 0
+        while freed < blocks and self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            if node.parent is None or node.children or self.pool.refs[node.block] != 1:
+                continue
+            if node.used != used:
+                self._offer(node)
+                continue
+            parent = node.parent
+            self._unlink(node)
+            freed += 1
+            self._offer(parent)
+        self.evictions += freed
+        return freed
+
+    def _unlink(self, node: Node) -> None:
+        assert node.parent is not None
+        node.parent.remove(node)
+        node.parent = None
+        self.tokens -= len(node.tokens)
+        self.pool.release(node.block)
+
+    def clear(self) -> None:
+        """Forget every key. Blocks that sequences hold stay theirs."""
+        for node in list(self.nodes()):
+            node.parent = None
+            self.pool.release(node.block)
+        self._roots.clear()
+        self._leaves.clear()
+        self.tokens = 0
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children)
+
+    def check(self) -> None:
+        """The shape of the tree: order, fullness, parents, live blocks, token count."""
+        total = 0
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.keys != sorted(node.keys) or node.keys != [child.tokens for child in node.children]:
+                raise RuntimeError(f"the children of block {node.block} are out of order")
+            for child in node.children:
+                if child.parent is not node or not child.tokens or len(child.tokens) > self.block_size:
+                    raise RuntimeError(f"block {child.block} holds {len(child.tokens)} tokens under a wrong parent")
+                if child.children and len(child.tokens) != self.block_size:
+                    raise RuntimeError(f"block {child.block} has children and only {len(child.tokens)} tokens")
+                if self.pool.refs[child.block] == 0:
+                    raise RuntimeError(f"block {child.block} is in the tree and free")
+                total += len(child.tokens)
+            stack.extend(node.children)
+        if total != self.tokens:
+            raise RuntimeError(f"the tree counts {self.tokens} tokens and holds {total}")

@@ -1,0 +1,268 @@
+"""One step: plan, compute, take in what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from plaudit.core.backend import Backend, DecodeBatch, Span
+from plaudit.core.blocks import BlockPool
+from plaudit.core.decoder import Decoder
+from plaudit.core.prefix import PrefixTree
+from plaudit.core.reads import Reading, take
+from plaudit.core.sampler import Sampler, row_key, token_hashes
+from plaudit.core.scheduler import Chunk, Plan, Scheduler
+from plaudit.core.sequence import Sequence as Seq
+from plaudit.core.sequence import Update
+from plaudit.records import ItemError
+
+
+class Runner:
+    """Owns the scheduler, the blocks and the tree; computes on the back end. `version` is the weights' version."""
+
+    def __init__(
+        self, decoder: Decoder, backend: Backend, blocks: int, *, budget: int, max_running: int, look_every: int,
+        tokenizer: Any,
+    ) -> None:  # fmt: skip
+        self.decoder = decoder
+        self.backend = backend
+        self.pool = BlockPool(blocks)
+        self.tree = PrefixTree(self.pool, backend.block_size)
+        self.scheduler = Scheduler(self.pool, self.tree, budget=budget, max_running=max_running, look_every=look_every)
+        self.tokenizer = tokenizer
+        self.version = 0
+        self.tokens_computed = 0
+        self.steps = 0
+        self._opened = False
+        self._hashes = token_hashes(decoder.vocab_size, decoder.device)
+        self._sampler: tuple[list[Seq], Sampler] | None = None
+
+    def step(self, key: Hashable) -> list[Update]:
+        plan = self.scheduler.plan(key)
+        if not plan.chunks:
+            return []
+        if not self._opened:
+            self.backend.open(self.pool.blocks)
+            self._opened = True
+        self.steps += 1
+        try:
+            if plan.decode_steps:
+                self._decode(plan)
+            else:
+                self._forward(plan)
+        except Exception as error:
+            return self._failed(plan, error)
+        self.scheduler.done(plan)
+        return [update for chunk in plan.chunks if (update := self._settle(chunk.sequence, key)) is not None]
+
+    def close(self) -> None:
+        """Free the KV; sequences that run will be computed again from their tokens."""
+        self.forget()
+        self.backend.close()
+        self._opened = False
+
+    def forget(self) -> None:
+        """Send every running sequence back to wait, and empty the tree."""
+        for sequence in list(self.scheduler.running):
+            self.scheduler.preempt(sequence)
+        self.tree.clear()
+
+    def detach(self) -> None:
+        """Empty the tree, but let running sequences keep their KV, which the tree must then never see again."""
+        for sequence in self.scheduler.running:
+            sequence.cacheable = False
+            sequence.chain.nodes.clear()
+        self.tree.clear()
+
+    def end(self, sequence: Seq, error: ItemError | None, *, abort: bool = False) -> Update:
+        """End a sequence now."""
+        sequence.finish = "abort" if abort else "error"
+        sequence.error = error
+        self.scheduler.release(sequence)
+        return self._update(sequence)
+
+    def _forward(self, plan: Plan) -> None:
+        spans = [_span(chunk) for chunk in plan.chunks]
+        rows = self.backend.forward(spans, plan.copies)
+        drawing: list[tuple[Seq, int]] = []
+        readings: list[tuple[Seq, Reading]] = []
+        read_rows: list[int] = []
+        at = 0
+        for chunk, span in zip(plan.chunks, spans, strict=True):
+            sequence = chunk.sequence
+            sequence.computed += chunk.tokens
+            self.tokens_computed += chunk.tokens
+            if sequence.request.read is not None:
+                positions = [span.start + w for w in span.wanted]
+                readings.append((sequence, Reading(sequence.request.read, sequence.tokens, positions)))
+                read_rows += range(at, at + len(span.wanted))
+            elif span.wanted:
+                drawing.append((sequence, at))
+            at += len(span.wanted)
+        if readings:
+            values = take(self.decoder, rows[torch.tensor(read_rows, dtype=torch.long)], [r for _, r in readings])
+            for (sequence, _), value in zip(readings, values, strict=True):
+                sequence.values.append(value)
+        if drawing:
+            self._draw([s for s, _ in drawing], rows[torch.tensor([i for _, i in drawing])])
+
+    def _draw(self, sequences: list[Seq], rows: torch.Tensor) -> None:
+        sampler = self._sampler_of(sequences)
+        drawn_before = torch.tensor([s.generated for s in sequences], device=rows.device)
+        drawn = sampler.draw(self.decoder.logits(rows), drawn_before)
+        columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.raw_logprobs.tolist())
+        for sequence, token, logprob, raw in zip(sequences, *columns, strict=True):
+            self._accept(sequence, [token], [logprob], [raw])
+
+    def _sampler_of(self, sequences: list[Seq]) -> Sampler:
+        if self._sampler is not None and self._sampler[0] == sequences:
+            return self._sampler[1]
+        sampler = Sampler(
+            [s.request.params for s in sequences],
+            [row_key(s.request.seed, s.index) for s in sequences],
+            [s.request.stop_ids for s in sequences],
+            self._hashes,
+        )
+        self._sampler = (sequences, sampler)
+        return sampler
+
+    def _decode(self, plan: Plan) -> None:
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        batch = self._batch(sequences)
+        decoded = self.backend.decode(batch, plan.decode_steps)
+        counts = decoded.alive.sum(dim=0).tolist()
+        tokens, logprobs, raws = (x.T.tolist() for x in (decoded.tokens, decoded.logprobs, decoded.raw_logprobs))
+        for row, sequence in enumerate(sequences):
+            count = counts[row]
+            taken = self._accept(sequence, tokens[row][:count], logprobs[row][:count], raws[row][:count])
+            sequence.computed += taken
+            self.tokens_computed += taken
+
+    def _batch(self, sequences: list[Seq]) -> DecodeBatch:
+        device = self._hashes.device
+        lengths = [len(s.tokens) for s in sequences]
+        most = max(len(s.chain.blocks) for s in sequences)
+        tables = np.zeros((len(sequences), most), dtype=np.int64)
+        stops = np.full((len(sequences), max(1, *(len(s.request.stop_ids) for s in sequences))), -1, dtype=np.int64)
+        for row, s in enumerate(sequences):
+            tables[row, : len(s.chain.blocks)] = s.chain.blocks
+            stops[row, : len(s.request.stop_ids)] = sorted(s.request.stop_ids)
+
+        def column(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return DecodeBatch(
+            tokens=column([s.tokens[-1] for s in sequences]),
+            positions=column([n - 1 for n in lengths]),
+            drawn=column([s.generated for s in sequences]),
+            left=column([s.remaining for s in sequences]),
+            alive=torch.ones(len(sequences), dtype=torch.bool, device=device),
+            stops=torch.from_numpy(stops).to(device),
+            tables=torch.from_numpy(tables).to(device),
+            sampler=self._sampler_of(sequences),
+            lengths=lengths,
+        )
+
+    def _accept(self, sequence: Seq, tokens: list[int], logprobs: list[float], raws: list[float]) -> int:
+        """Add drawn tokens until one ends the sequence; returns how many were added."""
+        request = sequence.request
+        for i, token in enumerate(tokens):
+            if raws[i] != raws[i]:
+                sequence.finish = "error"
+                sequence.error = ItemError("NotANumber", f"{self.decoder.name} gave logits that are not numbers")
+                return i
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprobs[i])
+            sequence.raw_logprobs.append(raws[i])
+            sequence.versions.append(self.version)
+            stopped = token in request.stop_ids
+            if sequence.stream is not None and not stopped:
+                stopped = sequence.stream.push(token)
+            if request.stop_when is not None and not stopped:
+                stopped = self._ask(sequence)
+            if stopped or sequence.remaining == 0:
+                sequence.finish = sequence.finish or ("stop" if stopped else "length")
+                return i + 1
+        return len(tokens)
+
+    def _ask(self, sequence: Seq) -> bool:
+        assert sequence.request.stop_when is not None
+        try:
+            text = sequence.stream.text if sequence.stream is not None else ""
+            return bool(sequence.request.stop_when(sequence.tokens[sequence.prompt_len :], text))
+        except Exception as error:
+            sequence.finish = "error"
+            sequence.error = ItemError(type(error).__name__, f"the stop test failed: {error}")
+            return True
+
+    def _settle(self, sequence: Seq, key: Hashable) -> Update | None:
+        """After a step: enter full blocks in the tree, let a finished sequence go, and say what is new."""
+        done = sequence.request.read is not None and sequence.pending == 0
+        finished = sequence.finish is not None or done
+        full = sequence.computed // self.backend.block_size > len(sequence.chain.nodes)
+        if sequence.cacheable and (full or finished):
+            self.tree.extend(key, sequence.chain, sequence.tokens, sequence.computed, stored=True)
+        if finished:
+            self.scheduler.release(sequence)
+        if done:
+            return Update(sequence.request.number, 0, (), "", values=np.concatenate(sequence.values))
+        if not finished and sequence.generated == sequence.seen:
+            return None
+        return self._update(sequence)
+
+    def _update(self, sequence: Seq) -> Update:
+        request, stream = sequence.request, sequence.stream
+        new = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :])
+        sequence.seen = sequence.generated
+        finished = sequence.finish is not None
+        whole = self._text(sequence) if finished else ""
+        piece = stream.give(last=finished) if stream is not None else ""
+        update = Update(request.number, sequence.index, new, piece, sample=sequence.sample(whole) if finished else None)
+        if request.on_update is None or sequence.error is not None:
+            return update
+        try:
+            request.on_update(update)
+        except Exception as error:
+            sequence.finish = "error"
+            sequence.error = ItemError(type(error).__name__, f"the callback failed: {error}")
+            self.scheduler.release(sequence)
+            return Update(request.number, sequence.index, new, piece, sample=sequence.sample(self._text(sequence)))
+        return update
+
+    def _text(self, sequence: Seq) -> str:
+        if sequence.stream is not None:
+            return sequence.stream.finish()
+        if self.tokenizer is None:
+            return ""
+        tokens = sequence.tokens[sequence.prompt_len :]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+        return text
+
+    def _failed(self, plan: Plan, error: Exception) -> list[Update]:
+        """The device failed in the middle of a step: what it was to compute ends with the error, the rest starts
+        again, and nothing that may be half-written can be found in the tree."""
+        self.scheduler.done(plan)
+        failure = ItemError(type(error).__name__, f"the step failed: {error}")
+        updates = [self.end(chunk.sequence, failure) for chunk in plan.chunks]
+        self.forget()
+        return updates
+
+    def check(self) -> None:
+        """Blocks, tree and sequences agree."""
+        holders = [s.chain.blocks for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        self.pool.check([*holders, [node.block for node in self.tree.nodes()]])
+        self.tree.check()
+        self.scheduler.check()
+
+
+def _span(chunk: Chunk) -> Span:
+    sequence = chunk.sequence
+    start, end = sequence.computed, sequence.computed + chunk.tokens
+    if sequence.request.read is not None:
+        wanted = [p - start for p in sequence.request.read.within(start, end)]
+    else:
+        wanted = [chunk.tokens - 1] if end == len(sequence.tokens) else []
+    return Span(sequence.tokens[start:end], start, sequence.chain.blocks, wanted)

@@ -1,0 +1,89 @@
+"""What to sample and when to stop; checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from plaudit.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """One request's options.
+
+    n               samples per prompt
+    temperature     0 takes the most likely token; the distribution that was sampled then gives it log-prob 0
+    top_k, top_p, min_p   applied after the temperature, in this order; 0, 1 and 0 switch them off
+    stop            strings that end the text; the text ends before them, the tokens keep them
+    stop_token_ids  tokens that end the sample, besides the model's end-of-sequence tokens; they are kept as tokens
+    max_tokens      None: as far as the model's positions reach
+    min_tokens      no end-of-sequence or stop token before this many; stop strings count from there on too
+    logit_bias      token id -> what is added to its logit
+    seed            None: from the engine's seed and the number of the request
+    priority        higher goes first; waiting makes up for it, so that nothing starves
+    deadline        seconds after submission at which the request is aborted
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    ignore_eos: bool = False
+    priority: int = 0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _texts(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_numbers()
+        self._check_conflicts()
+
+    def _check_numbers(self) -> None:
+        _need(self.n >= 1, "n", self.n, "at least 1")
+        _need(0 <= self.temperature <= 100, "temperature", self.temperature, "from 0 to 100")
+        _need(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _need(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _need(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        _need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
+        _need(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        _need(self.deadline is None or self.deadline > 0, "deadline", self.deadline, "above 0 seconds")
+        _need(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2**63 - 1")
+        for token, bias in self.logit_bias.items():
+            _need(math.isfinite(bias), f"logit_bias[{token}]", bias, "finite (use -100 to forbid a token)")
+
+    def _check_conflicts(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower one or raise the other"
+            )
+        filters = [
+            f"{name}={getattr(self, name)}"
+            for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+            if getattr(self, name) != off
+        ]
+        if self.temperature == 0 and filters:
+            raise RequestError(
+                f"temperature 0 takes the most likely token, so {', '.join(filters)} cannot matter: leave it out, "
+                "or set a temperature above 0"
+            )
+
+
+def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in texts:
+        raise RequestError("stop holds an empty string, which ends every text at once: take it out")
+    return texts
+
+
+def _need(right: bool, name: str, value: object, rule: str) -> None:
+    if not right:
+        raise RequestError(f"{name} is {value}, and must be {rule}")

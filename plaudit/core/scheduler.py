@@ -1,0 +1,253 @@
+"""Who computes how many tokens in the next step, and in which blocks.
+
+Work is admitted by tokens. Sequences that decode go first (a token each), then waiting and half-read prompts, the
+shortest first, where every step of waiting counts as if the prompt were a quarter of a budget shorter; so short ones
+are not stuck behind long ones and long ones do not starve. When blocks run out, unused parts of the prefix tree go
+first, then whole sequences, the last come first; their tokens are kept and computed again. Decisions depend on the
+order of submission and on the step count, never on the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from plaudit.core.backend import Copy
+from plaudit.core.blocks import BlockPool
+from plaudit.core.prefix import Node, PrefixTree
+from plaudit.core.sequence import Chain, Sequence
+
+PRIORITY_STEPS = 64  # one level of priority is worth this many steps of waiting
+PATIENCE = 16  # a sequence that has found no room for this many steps is no longer passed by
+
+
+@dataclass
+class Chunk:
+    sequence: Sequence
+    tokens: int
+
+
+@dataclass
+class Plan:
+    """decode_steps > 0: every chunk is the one next token of a generating sequence, and there are blocks for that many
+    steps. `pinned` are the nodes that blocks are copied from, held until the step is done."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    pinned: list[Node] = field(default_factory=list)
+    decode_steps: int = 0
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, tree: PrefixTree, *, budget: int, max_running: int, look_every: int) -> None:
+        self.pool = pool
+        self.tree = tree
+        self.budget = budget
+        self.max_running = max_running
+        self.look_every = look_every
+        self.waiting: dict[Sequence, None] = {}
+        self.running: dict[Sequence, None] = {}
+        self.preemptions = 0
+        self.tokens_shared = 0
+        self.step = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.since = self.step
+        self.waiting[sequence] = None
+
+    def plan(self, key: Hashable) -> Plan:
+        self.step += 1
+        plan = Plan()
+        decoding = sorted((s for s in self.running if s.decoding), key=lambda s: s.order)
+        for sequence in decoding[: self.budget]:
+            if sequence in self.running and self._grow(sequence, len(sequence.tokens)):
+                plan.chunks.append(Chunk(sequence, 1))
+        decodes = len(plan.chunks)
+        self._read_prompts(key, plan, self.budget - decodes)
+        if not plan.chunks and self.running:
+            self._force(key, plan)
+        elif len(plan.chunks) == decodes and decodes:
+            plan.decode_steps = self._window([c.sequence for c in plan.chunks])
+        return plan
+
+    def done(self, plan: Plan) -> None:
+        """The step was computed: let go of what only the step needed."""
+        for node in plan.pinned:
+            self._unpin(node)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back a sequence's blocks; those in the tree stay there until somebody needs the room."""
+        self.running.pop(sequence, None)
+        self.waiting.pop(sequence, None)
+        chain, sequence.chain, sequence.computed = sequence.chain, Chain(), 0
+        for block in chain.blocks:
+            self.pool.release(block)
+        self.tree.released(chain.nodes)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to waiting, tokens kept. It waits from now on: its turn comes by order, not by size."""
+        self.release(sequence)
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _read_prompts(self, key: Hashable, plan: Plan, left: int) -> None:
+        for sequence in self._queue():
+            if left <= 0:
+                return
+            fresh = sequence in self.waiting
+            chunk = self._admit(sequence, left, key, plan) if fresh else self._read_on(sequence, left)
+            if chunk is not None:
+                plan.chunks.append(chunk)
+                left -= chunk.tokens
+                self._enter(key, chunk)
+            elif self.step - sequence.since > PATIENCE:
+                return
+
+    def _queue(self) -> list[Sequence]:
+        def rank(s: Sequence) -> tuple[int, tuple[int, int, int]]:
+            waited = self.step - s.since + PRIORITY_STEPS * s.request.params.priority
+            return s.pending - waited * (self.budget // 4), s.order
+
+        return sorted([*(s for s in self.running if not s.decoding), *self.waiting], key=rank)
+
+    def _enter(self, key: Hashable, chunk: Chunk) -> None:
+        """Enter a chunk in the tree before it is computed: what is planned behind it in this step can share it."""
+        sequence = chunk.sequence
+        if sequence.cacheable:
+            upto = sequence.computed + chunk.tokens
+            self.tree.extend(key, sequence.chain, sequence.tokens, upto, stored=False)
+
+    def _admit(self, sequence: Sequence, left: int, key: Hashable, plan: Plan) -> Chunk | None:
+        """Start a waiting sequence, if its first chunk fits and leaves a block for each of those that run: to throw one
+        out soon after costs its whole prompt."""
+        if len(self.running) >= self.max_running:
+            return None
+        reserve = len(self.running)
+        self._share(sequence, key, plan, reserve)
+        count = min(sequence.pending, left)
+        if not self._cover(sequence, sequence.computed + count, reserve):
+            room = (len(sequence.chain.blocks) + self.pool.free) * self.tree.block_size - sequence.computed
+            count = 0 if self.running else min(count, room)
+            if count <= 0 or not self._cover(sequence, sequence.computed + count, 0):
+                self._unshare(sequence, plan)
+                return None
+        self.tokens_shared += sequence.computed
+        del self.waiting[sequence]
+        self.running[sequence] = None
+        return Chunk(sequence, count)
+
+    def _share(self, sequence: Sequence, key: Hashable, plan: Plan, reserve: int) -> None:
+        """Take what the tree has of a sequence's beginning; a partly shared block is copied."""
+        match = self.tree.match(key, sequence.tokens, sequence.shareable)
+        for node in match.nodes:
+            self.pool.retain(node.block)
+        sequence.chain = Chain([n.block for n in match.nodes], list(match.nodes))
+        sequence.computed = len(match.nodes) * self.tree.block_size
+        if match.partial is None:
+            return
+        self.pool.retain(match.partial.block)  # so that making room for the copy does not evict its source
+        if self._cover(sequence, sequence.computed + match.partial_tokens, reserve):
+            plan.pinned.append(match.partial)
+            plan.copies += _copies(plan, match.partial.block, sequence.chain.blocks[-1], match.partial_tokens)
+            sequence.computed += match.partial_tokens
+        else:
+            self._unpin(match.partial)
+
+    def _unpin(self, node: Node) -> None:
+        self.pool.release(node.block)
+        self.tree.released([node])
+
+    def _unshare(self, sequence: Sequence, plan: Plan) -> None:
+        if plan.copies and plan.copies[-1].target in sequence.chain.blocks:
+            target = plan.copies[-1].target
+            plan.copies = [c for c in plan.copies if c.target != target]
+            self._unpin(plan.pinned.pop())
+        since = sequence.since
+        self.release(sequence)
+        self.add(sequence)
+        sequence.since = since
+
+    def _read_on(self, sequence: Sequence, left: int) -> Chunk | None:
+        """Continue a half-read prompt by what the budget and the free blocks allow."""
+        count = min(sequence.pending, left)
+        if not self._cover(sequence, sequence.computed + count, 0):
+            room = (len(sequence.chain.blocks) + self.pool.free) * self.tree.block_size - sequence.computed
+            count = min(count, room)
+            if count <= 0 or not self._cover(sequence, sequence.computed + count, 0):
+                return None
+        return Chunk(sequence, count)
+
+    def _force(self, key: Hashable, plan: Plan) -> None:
+        """Only half-read prompts run and none finds a block: the first takes what it needs from the last."""
+        first = min(self.running, key=lambda s: s.order)
+        if self._grow(first, first.computed + 1):
+            chunk = self._read_on(first, self.budget)
+            if chunk is not None:
+                plan.chunks.append(chunk)
+                self._enter(key, chunk)
+
+    def _cover(self, sequence: Sequence, tokens: int, reserve: int) -> bool:
+        """Give a sequence blocks for this many tokens, if that leaves `reserve` free ones."""
+        need = -(-tokens // self.tree.block_size) - len(sequence.chain.blocks)
+        if need > 0 and self.pool.free < need + reserve:
+            self.tree.evict(need + reserve - self.pool.free)
+            if self.pool.free < need + reserve:
+                return False
+        for _ in range(need):
+            sequence.chain.blocks.append(self.pool.take())
+        return True
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for this many tokens, if need be from sequences that come later; else it is itself sent to wait."""
+        while not self._cover(sequence, tokens, 0):
+            last = max(self.running, key=lambda s: s.order)
+            self.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _window(self, sequences: list[Sequence]) -> int:
+        """How many decode steps can be taken at once: blocks for all of them, or one step."""
+        steps = min(self.look_every, max(s.remaining for s in sequences))
+        ends = [s.computed + min(steps, s.remaining) for s in sequences]
+        size = self.tree.block_size
+        blocks = [-(-end // size) - len(s.chain.blocks) for s, end in zip(sequences, ends, strict=True)]
+        need = sum(max(0, n) for n in blocks)
+        if self.pool.free < need:
+            self.tree.evict(need - self.pool.free)
+        if self.pool.free < need:
+            return 1
+        for sequence, end in zip(sequences, ends, strict=True):
+            self._cover(sequence, end, 0)
+        return steps
+
+    def check(self) -> None:
+        """Every sequence has the blocks its tokens need, and its nodes are those of its first blocks."""
+        for sequence in self.running:
+            chain = sequence.chain
+            if len(chain.blocks) * self.tree.block_size < sequence.computed:
+                raise RuntimeError(f"{sequence.computed} tokens in {len(chain.blocks)} blocks")
+            if [n.block for n in chain.nodes] != chain.blocks[: len(chain.nodes)]:
+                raise RuntimeError("a sequence's blocks are not those of its nodes")
+        for sequence in self.waiting:
+            if sequence.chain.blocks or sequence.computed:
+                raise RuntimeError("a waiting sequence holds blocks")
+
+
+def _copies(plan: Plan, source: int, target: int, tokens: int) -> list[Copy]:
+    """The first `tokens` tokens of a block into another. All copies of a step happen at once, so what the source itself
+    gets by a copy in this step is taken from where that comes from."""
+    copies = []
+    own = 0
+    for earlier in plan.copies:
+        if earlier.target == source and earlier.first < tokens:
+            end = min(earlier.first + earlier.tokens, tokens)
+            copies.append(Copy(earlier.source, target, earlier.first, end - earlier.first))
+            own = max(own, end)
+    if own < tokens:
+        copies.append(Copy(source, target, own, tokens - own))
+    return copies

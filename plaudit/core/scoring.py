@@ -1,0 +1,70 @@
+"""Scoring without a cache: read rows of whole sequences, computing what they share once per batch.
+
+Sequences in lexical order share the longest beginnings with their neighbours, so sorting finds every group without
+being told. Where little is shared they are sorted by length instead: attention then runs on full rectangles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from plaudit.core.backend import Backend
+from plaudit.core.packing import PackedTree, common_prefix, pack, pack_tree
+from plaudit.core.reads import Read, Reading, take
+
+WORTH_SHARING = 0.1  # of all tokens; below this the masks and gathers of sharing cost more than it saves
+
+
+def read_rows(
+    backend: Backend, sequences: Sequence[Sequence[int]], reads: Sequence[Read], budget: int
+) -> tuple[list[np.ndarray], int, int]:
+    """What each read asks for, the tokens computed, and the tokens shared."""
+    results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(sequences)
+    computed = 0
+    for batch, shared in _batches(sequences, budget):
+        chosen = [sequences[i] for i in batch]
+        tree = pack_tree(chosen, backend.decoder.device) if shared else _flat(chosen, backend)
+        computed += tree.tokens
+        wanted = [rows[list(reads[i].positions)] for i, rows in zip(batch, tree.rows, strict=True)]
+        at = torch.from_numpy(np.concatenate(wanted)).to(backend.decoder.device)
+        rows = backend.rows(tree.packed, at)
+        readings = [Reading(reads[i], sequences[i], reads[i].positions) for i in batch]
+        for i, values in zip(batch, take(backend.decoder, rows, readings), strict=True):
+            results[i] = values
+    return results, computed, sum(map(len, sequences)) - computed
+
+
+def _flat(sequences: Sequence[Sequence[int]], backend: Backend) -> PackedTree:
+    packed = pack(sequences, backend.decoder.device)
+    rows = tuple(np.arange(s, s + n) for s, n in zip(packed.starts, packed.lengths, strict=True))
+    return PackedTree(packed, rows)
+
+
+def _batches(sequences: Sequence[Sequence[int]], budget: int) -> list[tuple[list[int], bool]]:
+    """Indices by batch, and whether the batch shares beginnings."""
+    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
+    common = [0] + [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    total = sum(map(len, sequences))
+    if sum(common) < WORTH_SHARING * total:
+        by_length = sorted(range(len(sequences)), key=lambda i: (len(sequences[i]), i))
+        return [(b, False) for b in _cut(by_length, [len(sequences[i]) for i in by_length], [0] * len(order), budget)]
+    return [(b, True) for b in _cut(order, [len(sequences[i]) for i in order], common, budget)]
+
+
+def _cut(order: Sequence[int], lengths: Sequence[int], common: Sequence[int], budget: int) -> list[list[int]]:
+    """Slice by new tokens. A group that shares a lot is not torn while it stays under twice the budget."""
+    batches: list[list[int]] = [[]]
+    tokens = 0
+    for i, length, shared in zip(order, lengths, common, strict=True):
+        new = length - shared
+        limit = 2 * budget if shared > length // 3 else budget
+        if batches[-1] and tokens + new > limit:
+            batches.append([])
+            tokens, new = 0, length
+        batches[-1].append(i)
+        tokens += new
+    return batches

@@ -1,0 +1,129 @@
+"""One sequence on its way through the engine, and the request it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from plaudit.core.sampling_params import SamplingParams
+from plaudit.records import FinishReason, ItemError, Sample
+
+if TYPE_CHECKING:
+    from plaudit.core.prefix import Node
+    from plaudit.core.reads import Read
+    from plaudit.core.text import TextStream
+
+N = TypeVar("N")
+
+
+@dataclass
+class Chain(Generic[N]):
+    """The blocks a sequence holds, in order, and the tree nodes its first ones are entered under."""
+
+    blocks: list[int] = field(default_factory=list)
+    nodes: list[N] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one sample: the tokens and text since the last update, and the whole sample once it is finished."""
+
+    request: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    sample: Sample | None = None
+    values: np.ndarray | None = None  # of a scoring request, which has no sample
+
+
+@dataclass(eq=False)
+class Request:
+    """What was asked. `index`ed sequences of one request share its prompt."""
+
+    number: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    max_tokens: int = 1
+    group: int = 0
+    deadline: float | None = None  # on the monotonic clock
+    on_update: Callable[[Update], None] | None = None
+    stop_when: Callable[[list[int], str], bool] | None = None
+    read: Read | None = None  # set for scoring: what to read instead of sampling
+    sequences: list[Sequence] = field(default_factory=list)
+    open: int = 1  # samples or scores not yet reported
+
+
+@dataclass(eq=False)
+class Sequence:
+    """tokens are the prompt and what was generated; the first `computed` of them have their KV in `chain.blocks`."""
+
+    request: Request
+    index: int
+    tokens: list[int]
+    computed: int = 0
+    chain: Chain[Node] = field(default_factory=Chain)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stream: TextStream | None = None
+    finish: FinishReason | None = None
+    error: ItemError | None = None
+    values: list[np.ndarray] = field(default_factory=list)  # what scoring has read so far
+    cacheable: bool = True  # False once its KV mixes two weight versions
+    since: int = 0  # the scheduler's step at which it began to wait
+    seen: int = 0  # generated tokens already reported in an update
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """One more token and it draws the next."""
+        return self.pending == 1 and self.request.read is None
+
+    @property
+    def shareable(self) -> int:
+        """How many leading tokens may come from the tree: all that need no hidden row of their own."""
+        if self.request.read is not None:
+            return self.request.read.first_position
+        return len(self.tokens) - 1
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes before whom when blocks are short."""
+        return (-self.request.params.priority, self.request.number, self.index)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.request.max_tokens - self.generated
+
+    def sample(self, text: str) -> Sample:
+        return Sample(
+            prompt_ids=tuple(self.request.prompt_ids),
+            token_ids=tuple(self.tokens[self.prompt_len :]),
+            text=text,
+            logprobs=tuple(self.logprobs),
+            raw_logprobs=tuple(self.raw_logprobs),
+            versions=tuple(self.versions),
+            mask=(1,) * self.generated,
+            finish_reason=self.finish or "abort",
+            group=self.request.group,
+            index=self.index,
+            error=self.error,
+        )

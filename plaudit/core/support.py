@@ -1,0 +1,120 @@
+"""Which models the core can run. Known misfits are refused by name; the rest must pass a small trial at load.
+
+The trial packs two short sequences, counts the layers that came to our attention, and compares every row with the same
+sequences run alone. A model that mixes tokens in any other way fails it, whatever it is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.attention import Layout
+from plaudit.core.decoder import Decoder, LayerShape, kind_of
+from plaudit.core.packing import Packed, pack
+from plaudit.errors import ModelError
+
+RECURRENT = frozenset({
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+})  # fmt: skip
+ENCODERS = frozenset({
+    "albert", "bert", "big_bird", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie",
+    "esm", "funnel", "ibert", "longformer", "luke", "modernbert", "mpnet", "roberta", "roformer", "squeezebert",
+    "xlm-roberta", "xlm-roberta-xl", "xlnet",
+})  # fmt: skip
+SHIFTING_ROPE = frozenset({"dynamic", "longrope"})
+
+
+class _Trial(Layout):
+    """Records what each layer hands to attention."""
+
+    shapes: dict[int, LayerShape]
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        return key, value
+
+
+def inspect(module: nn.Module) -> Decoder:
+    """The module as a Decoder, or a ModelError that says why not."""
+    inner: Any = getattr(module, "get_base_model", None)  # an adapter's layers live inside the model it adapts
+    base: nn.Module = inner() if inner is not None else module
+    config: Any = getattr(base, "config", None)
+    if config is None:
+        raise ModelError(f"{type(base).__name__} is not a transformers model: it has no config")
+    _refuse_by_name(type(base).__name__, config)
+    kind = kind_of(base)
+    if kind is None:
+        raise ModelError(f"{type(base).__name__} has no head to read: load it as a causal LM or a classifier")
+    was_training = base.training
+    base.eval()
+    try:
+        with torch.inference_mode():
+            return _tried(Decoder(base, kind))
+    finally:
+        base.train(was_training)
+
+
+def _refuse_by_name(name: str, config: Any) -> None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    family = text.model_type
+    layers = set(getattr(text, "layer_types", None) or ())
+    if family in RECURRENT or any("mamba" in t or "linear" in t or "conv" in t or "recurrent" in t for t in layers):
+        raise ModelError(f"{name} ({family}) mixes tokens with recurrent layers; the core runs attention decoders only")
+    if family in ENCODERS or getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} ({family}) attends in both directions; the core runs causal decoders only")
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    if found := kinds & SHIFTING_ROPE:
+        raise ModelError(
+            f"{name} uses {found.pop()!r} rotary positions, which change with the longest sequence of a batch; "
+            "the core needs positions that do not"
+        )
+
+
+def _tried(decoder: Decoder) -> Decoder:
+    ids = [t % decoder.vocab_size for t in (3, 1, 4, 1, 5, 9, 2, 6)]
+    first, second = ids[:5], ids[5:]
+    try:
+        together, shapes = _run(decoder, pack([first, second], decoder.device))
+    except Exception as error:
+        raise ModelError(f"{decoder.name} cannot run packed: {type(error).__name__}: {error}") from error
+    layers = decoder.config.num_hidden_layers
+    if sorted(shapes) != list(range(layers)):
+        raise ModelError(
+            f"{decoder.name}: {len(shapes)} of {layers} layers go through transformers' attention registry; "
+            "the core needs all of them"
+        )
+    alone = torch.cat([_run(decoder, pack([part], decoder.device))[0] for part in (first, second)])
+    _compare(decoder, together, alone, "gives other hidden rows packed than alone: it mixes tokens outside attention")
+    if decoder.kind == "causal":
+        plain = _plain_logits(decoder, first)
+        _compare(decoder, decoder.logits(alone[: len(first)]), plain, "does something to its logits that is not known")
+    return Decoder(decoder.module, decoder.kind, [shapes[i] for i in range(layers)])
+
+
+def _run(decoder: Decoder, packed: Packed) -> tuple[Tensor, dict[int, LayerShape]]:
+    layout = _Trial(packed.layout.groups, packed.layout.restore)
+    layout.shapes = {}
+    return decoder.hidden(packed.input_ids, packed.position_ids, layout), layout.shapes
+
+
+def _plain_logits(decoder: Decoder, ids: list[int]) -> Tensor:
+    """The module's own logits, through its own forward."""
+    packed = pack([ids], decoder.device)
+    out = decoder.module(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, layout=packed.layout
+    )
+    logits: Tensor = out.logits[0]
+    return logits
+
+
+def _compare(decoder: Decoder, got: Tensor, expected: Tensor, fault: str) -> None:
+    tolerance = 1e-3 if decoder.dtype in (torch.float32, torch.float64) else 5e-2
+    error = (got.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6)
+    if not bool(error < tolerance):
+        raise ModelError(f"{decoder.name} {fault} (relative difference {float(error):.2g})")

@@ -1,0 +1,66 @@
+"""From tokens to text while they come, and stop strings across token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class TextStream:
+    """The text of one sample, piece by piece. A piece is held back while its last character is incomplete, and while
+    its end could be the beginning of a stop string."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], minimum: int) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._minimum = minimum
+        self._tokens: list[int] = []
+        self._settled = 0  # tokens whose text is in `text`
+        self._context = 0  # where decoding begins, so that leading spaces come out as they do in the whole
+        self.text = ""
+        self._given = 0  # characters already given out
+        self.stopped = False
+
+    def push(self, token: int) -> bool:
+        """Add a token. True if a stop string is now complete; the text then ends before it."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._context : self._settled])
+        now = self._decode(self._tokens[self._context :])
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return False
+        start = len(self.text)
+        self.text += now[len(before) :]
+        self._context, self._settled = self._settled, len(self._tokens)
+        return len(self._tokens) > self._minimum and self._find_stop(start)
+
+    def _find_stop(self, start: int) -> bool:
+        places = [at for stop in self._stops if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+            self.stopped = True
+        return self.stopped
+
+    def give(self, *, last: bool) -> str:
+        """The text since the last call that can no longer change."""
+        end = len(self.text)
+        if not last:
+            end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
+        piece = self.text[self._given : end]
+        self._given = max(self._given, end)
+        return piece
+
+    def finish(self) -> str:
+        """The whole text; a character that never became complete shows as it decodes."""
+        if not self.stopped:
+            whole = self._decode(self._tokens)
+            self.text = whole if whole.startswith(self.text[: self._given]) else self.text
+        return self.text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,108 @@
+"""Every family gives what plain transformers gives: alone, in a batch, from the cache, after preemption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.packing import hidden_rows, pack, use_packed_attention
+from tests.core import tiny
+
+FAMILIES = sorted(tiny.CONFIGS)
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def close(got: np.ndarray, expected: np.ndarray) -> None:
+    error = np.abs(got - expected).max() / max(np.abs(expected).max(), 1e-6)
+    assert error < 1e-4, f"relative error {error}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_alone_batched_and_cached(family: str) -> None:
+    module = tiny.model(family)
+    engine = Engine(module)
+    ids = tiny.sequences(1, 7, 2, 50)
+    expected = [tiny.plain_logprobs(module, s) for s in ids]
+    for got in (engine.logprobs(ids), engine.logprobs(ids, cache=True), [engine.logprobs([s])[0] for s in ids]):
+        for g, e in zip(got, expected, strict=True):
+            close(g, e)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    module = tiny.model(family)
+    prompts = tiny.sequences(2, 6, 1, 40)
+    expected = [tiny.plain_greedy(module, p, 24) for p in prompts]
+    engine = Engine(module)
+    assert [list(s.token_ids) for s in engine.generate(prompts, GREEDY)] == expected
+    # again, now from the tree; and through a pool so small that sequences throw each other out
+    assert [list(s.token_ids) for s in engine.generate(prompts, GREEDY)] == expected
+    small = Engine(module, kv_bytes=engine.decoder.token_bytes() * 80, budget=32, max_running=8)
+    assert [list(s.token_ids) for s in small.generate(prompts, GREEDY)] == expected
+    assert small.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_raw_logprobs_of_samples_are_the_models(family: str) -> None:
+    module = tiny.model(family)
+    engine = Engine(module)
+    for sample in engine.generate(tiny.sequences(3, 4, 3, 20), SamplingParams(max_tokens=12, seed=5)):
+        whole = [*sample.prompt_ids, *sample.token_ids]
+        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, whole)[len(sample.prompt_ids) - 1 :])
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_neox"])
+@pytest.mark.parametrize("labels", [1, 3])
+def test_sequence_scores(family: str, labels: int) -> None:
+    module = tiny.model(family, "sequence", labels=labels)
+    engine = Engine(module)
+    prompts = tiny.sequences(4, 3, 20, 40)
+    groups = [p + r for p in prompts for r in tiny.sequences(5, 4, 1, 20)]
+    expected = [tiny.plain(module, s).numpy().reshape(-1) for s in groups]
+    for cache in (False, True, True):
+        for got, e in zip(engine.score(groups, cache=cache), expected, strict=True):
+            assert got.dtype == np.float32
+            close(got, e)
+    assert engine.stats().tokens_shared > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt_neox"])
+def test_step_scores_at_positions(family: str) -> None:
+    module = tiny.model(family, "token", labels=2)
+    engine = Engine(module)
+    ids = tiny.sequences(6, 6, 8, 40)
+    positions = [[2, len(s) // 2, len(s) - 1] for s in ids]
+    for cache in (False, True):
+        for got, s, at in zip(engine.score(ids, positions=positions, cache=cache), ids, positions, strict=True):
+            close(got, tiny.plain(module, s)[at].numpy())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+def test_vocabulary_columns(family: str) -> None:
+    module = tiny.model(family)
+    engine = Engine(module)
+    ids = tiny.sequences(7, 5, 8, 40)
+    for got, s in zip(engine.score(ids, columns=[5, 11]), ids, strict=True):
+        close(got, tiny.plain(module, s)[-1, [5, 11]].numpy())
+    cached = engine.score(ids, positions=[[0, 3]] * 5, columns=[5, 11], cache=True)
+    for g, s in zip(cached, ids, strict=True):
+        close(g, tiny.plain(module, s)[[0, 3]][:, [5, 11]].numpy())
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_gradients_flow_through_the_packed_row(family: str) -> None:
+    module = tiny.model(family)
+    use_packed_attention(module)
+    ids = tiny.sequences(8, 4, 3, 20)
+    weights = torch.linspace(-1, 1, sum(map(len, ids)) * 32).sin().reshape(-1, 32)
+    torch.autograd.backward((hidden_rows(module, pack(ids)) * weights).sum())
+    together = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    for s, share in zip(ids, torch.split(weights, [len(s) for s in ids]), strict=True):
+        torch.autograd.backward((hidden_rows(module, pack([s])) * share).sum())
+    for name, parameter in module.named_parameters():
+        if name in together and parameter.grad is not None:
+            close(together[name].numpy(), parameter.grad.numpy())
+    assert len(together) > 5
