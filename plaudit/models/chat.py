@@ -5,7 +5,7 @@
 3. What is still a whole control string was written by the template. The text between loses its marks and is read
    literally.
 
-Where nothing had to be guarded this is exactly `tokenizer.apply_chat_template`.
+Where no content would have become a control token this is exactly `tokenizer.apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def render_chat(
     guarded = [guard.value(dict(message)) for message in messages]
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
     rendered = RENDERER.render(template, guarded, add_generation_prompt, names, seconds)
-    if not guard.used:
-        ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
-        return ids
-    return _encode_guarded(tokenizer, codec, rendered, guard.mark)
+    if guard.used or codec.unknown_ends:
+        return _encode_guarded(tokenizer, codec, rendered, guard.mark)
+    ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
+    return ids
 
 
 class _Guard:
@@ -94,18 +94,29 @@ class _Guard:
 
 
 def _encode_guarded(tokenizer: PreTrainedTokenizerFast, codec: Codec, rendered: str, mark: str) -> list[int]:
-    found = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)
+    controls = _controls(tokenizer, codec, rendered)
+    freed = [(token, *(len(_unmarked(rendered[:at], mark)) for at in span)) for token, *span in controls]
+    text = _unmarked(rendered, mark)
+    # If the same control tokens stand at the same places without the marks, the guard was not needed.
+    if not codec.unknown_ends and _controls(tokenizer, codec, text) == freed:
+        whole: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return whole
     ids: list[int] = []
     done = 0
-    for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):
-        if token not in codec.controls:
-            continue
-        if token == codec.unknown and rendered[begin:end].strip() != codec.controls[token]:
-            continue
-        ids += codec.literal(_unmarked(rendered[done:begin], mark)) if begin > done else []
-        ids.append(token)
+    for token, begin, end in freed:
+        ids += [*codec.literal(text[done:begin]), token]
         done = end
-    return ids + (codec.literal(_unmarked(rendered[done:], mark)) if done < len(rendered) else [])
+    return ids + codec.literal(text[done:])
+
+
+def _controls(tokenizer: PreTrainedTokenizerFast, codec: Codec, text: str) -> list[tuple[int, ...]]:
+    """Control tokens written out in the text, each with its span."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        (token, begin, end)
+        for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        if token in codec.controls and (token != codec.unknown or text[begin:end].strip() == codec.controls[token])
+    ]
 
 
 def _unmarked(text: str, mark: str) -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import struct
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from plaudit.errors import ModelError, nearest
+from plaudit.models.fresh import seeded
 from plaudit.models.load import DTYPES
 from plaudit.models.quiet import one_line, quiet
 from plaudit.models.saving import save
@@ -39,10 +44,12 @@ def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "floa
     _check(source)
     options = {"gguf_file": source.name, "local_files_only": True, "trust_remote_code": False}
     try:
-        with quiet():
-            loaded = AutoModelForCausalLM.from_pretrained(source.parent, dtype=DTYPES[dtype], **options)
+        # Not from_pretrained: it keeps the weights packed and fetches kernels for them from a hub where it can.
+        with quiet(), seeded(0), redirect_stderr(io.StringIO()):
+            config = AutoConfig.from_pretrained(source.parent, **options)
+            module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=False)
+            _fill(module, source, DTYPES[dtype])
             tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
-            module = _plain(loaded)
     except Exception as error:
         raise ModelError(f"cannot import {source}: {one_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.eos_token is None:
@@ -52,14 +59,13 @@ def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "floa
     return save(module, tokenizer, directory)
 
 
-def _plain(loaded: Any) -> Any:
-    """The same weights in a module that does not remember where they came from: a GGUF module saves as quantised."""
-    config = type(loaded.config).from_dict(
-        {name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"}
-    )
-    module = type(loaded)(config).to(loaded.dtype)
-    module.load_state_dict(loaded.state_dict())
-    return module.eval()
+def _fill(module: Any, source: Path, dtype: torch.dtype) -> None:
+    found = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=module, torch_dtype=dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in found["tensors"].items()}
+    report = module.load_state_dict(tensors, strict=False)
+    lost = [*(set(report.missing_keys) - module.all_tied_weights_keys.keys()), *report.unexpected_keys]
+    if lost:
+        raise ModelError(f"tensor {min(lost)!r} is in the file or in the model, but not in both")
 
 
 def _check(file: Path) -> None:

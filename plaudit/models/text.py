@@ -73,15 +73,18 @@ def refuse_surrogates(text: str) -> None:
 class Codec:
     """A tokenizer's second face, for text that is not trusted.
 
-    backend     a copy that reads special-token strings as text; a copy, because the switch is a field of the shared
-                object and another thread's call could flip it between our setting and our use
-    controls    control token ids and their strings
-    unknown     the id of the unknown token, which any text may yield, unless it is also one that ends or begins
+    backend       a copy that reads special-token strings as text; a copy, because the switch is a field of the shared
+                  object and another thread's call could flip it between our setting and our use
+    controls      control token ids and their strings
+    unknown       the id of the unknown token, which any text may yield ...
+    unknown_ends  ... unless it is also the token that begins, ends or pads
+    normalized    whether control strings are looked for after normalising
     """
 
     backend: Tokenizer
     controls: dict[int, str]
     unknown: int | None
+    unknown_ends: bool
     normalized: bool
 
     @cached_property
@@ -92,7 +95,7 @@ class Codec:
 
     @cached_property
     def forbidden(self) -> frozenset[int]:
-        return frozenset(self.controls) - {self.unknown}
+        return frozenset(self.controls) - (frozenset() if self.unknown_ends else {self.unknown})
 
     def literal(self, text: str) -> list[int]:
         encoding = self.backend.encode(text, add_special_tokens=False)
@@ -135,6 +138,6 @@ def _new_codec(tokenizer: PreTrainedTokenizerFast) -> Codec:
     controls = {i: token.content for i, token in added.items() if token.special}
     controls |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in ends else None
+    unknown = tokenizer.unk_token_id
     normalized = backend.normalizer is not None and any(added[i].normalized for i in controls if i in added)
-    return Codec(backend, controls, unknown, normalized)
+    return Codec(backend, controls, unknown, unknown is not None and unknown in ends, normalized)
