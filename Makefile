@@ -33,8 +33,16 @@ bench: $(INSTALLED)
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 # The models shipped in the package, made again from their recipes.
-embedded: run
-	@$(BIN)/python -m plaudit.worlds.ship
+embedded: $(INSTALLED)
+	$(call ship,sums-sft,sums-policy)
+	$(call ship,sums-reward,sums)
+	$(call ship,sums-prm,sums-steps)
+
+define ship
+	@$(BIN)/plaudit train recipes/$(1).toml --fresh --out build/$(1)
+	@rm -rf plaudit/embedded/$(2) && mkdir -p plaudit/embedded && cp -r build/$(1)/final plaudit/embedded/$(2)
+	@cp build/$(1)/recipe.toml build/$(1)/summary.json plaudit/embedded/$(2)/
+endef
 
 install: $(INSTALLED)
 

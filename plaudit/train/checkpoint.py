@@ -103,16 +103,24 @@ class Checkpoints:
 
 def _open(path: Path) -> Checkpoint:
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = _json(path / "manifest.json")
         for name, expected in manifest.items():
             found = sha256(path / name)
             if found != expected:
                 hashes = f"SHA-256 {found[:12]}, expected {expected[:12]}"
                 raise BadCheckpoint(f"{path / name} is damaged ({hashes}): {path.name} is left out")
-        state = json.loads((path / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise BadCheckpoint(f"{path} is not a whole checkpoint ({error}): it is left out") from error
+        state = _json(path / "state.json")
+    except OSError as error:
+        raise BadCheckpoint(f"{error.filename} cannot be read ({error.strerror}): {path.name} is left out") from error
     return Checkpoint(path, state["step"], state)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree: dict[str, Any] = json.loads(path.read_text())
+        return tree
+    except ValueError as error:
+        raise BadCheckpoint(f"{path} is damaged ({error}): {path.parent.name} is left out") from error
 
 
 def _manifest(directory: Path) -> dict[str, str]:

@@ -3,96 +3,90 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-from plaudit.config import BaseRecipe, Regression
+from plaudit.config import PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.errors import DataError
 from plaudit.models import encode, render_chat
-from plaudit.train.examples import Comparison, Demonstration, Example, Rating, StepTargets, token_count
+from plaudit.train.examples import Comparison, Demonstration, Example, Rating, StepTargets
 from plaudit.train.rows import Row
 
 
-def encoder(recipe: BaseRecipe, tokenizer: Any, longest: int) -> Callable[[Row], Example]:
-    """The function that turns a row of this recipe's task into an example of at most `longest` tokens."""
-    task = recipe.task  # type: ignore[attr-defined]
-    algorithm = recipe.algorithm  # type: ignore[attr-defined]
+class Encoder:
+    """Turns the rows of a recipe's task into examples of at most `longest` tokens a sequence."""
 
-    def turn(row: Row) -> Example:
-        example: Example
-        if task == "sft":
-            example = _demonstration(row, tokenizer)
-        elif task == "prm":
-            example = _steps(row, tokenizer)
-        elif isinstance(algorithm, Regression):
-            example = _rating(row, tokenizer, algorithm.attributes)
-        else:
-            example = _comparison(row, tokenizer)
-        most = (
-            max(len(example.chosen), len(example.rejected)) if isinstance(example, Comparison) else token_count(example)
-        )
-        if most > longest:
-            raise DataError(f"{row.origin}: {most} tokens, but the model takes {longest}; shorten or remove this item")
+    def __init__(self, recipe: SftRecipe | RewardRecipe | PrmRecipe, tokenizer: Any, longest: int) -> None:
+        self.recipe = recipe
+        self.tokenizer = tokenizer
+        self.longest = longest
+        # What the tokenizer itself puts before a text: its begin token, or nothing.
+        added = tokenizer.encode("")
+        self.begin = added[:1] if added[:1] == [tokenizer.bos_token_id] else []
+
+    def __call__(self, row: Row) -> Example:
+        example = self._example(row)
+        sequences = (example.chosen, example.rejected) if isinstance(example, Comparison) else (example.tokens,)
+        most = max(map(len, sequences))
+        if most > self.longest:
+            raise DataError(f"{row.origin}: {most} tokens, but the model takes {self.longest}; shorten or remove it")
         return example
 
-    return turn
+    def _example(self, row: Row) -> Example:
+        if self.recipe.task == "sft":
+            return self._demonstration(row)
+        if self.recipe.task == "prm":
+            return self._steps(row)
+        if isinstance(self.recipe.algorithm, Regression):
+            return self._rating(row, self.recipe.algorithm.attributes)
+        return self._comparison(row)
 
+    def _prompt(self, row: Row) -> list[int]:
+        if "messages" in row.fields:
+            return render_chat(self.tokenizer, row.fields["messages"], add_generation_prompt=True)
+        return [*self.begin, *encode(self.tokenizer, row.text("prompt"))]
 
-def prompt_ids(row: Row, tokenizer: Any) -> list[int]:
-    if "messages" in row.fields:
-        return render_chat(tokenizer, row.fields["messages"], add_generation_prompt=True)
-    return [*bos_ids(tokenizer), *encode(tokenizer, row.text("prompt"))]
+    def _finished(self, text: str) -> list[int]:
+        return [*encode(self.tokenizer, text), self.tokenizer.eos_token_id]
 
+    def _demonstration(self, row: Row) -> Demonstration:
+        messages = row.fields.get("messages")
+        if messages is None:
+            prompt, response = self._prompt(row), row.text("response")
+        else:
+            prompt, response = self._conversation(row, messages)
+        return Demonstration((*prompt, *self._finished(response)), len(prompt))
 
-def bos_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text: its begin token, or nothing."""
-    added = tokenizer.encode("")
-    return [tokenizer.bos_token_id] if added and added[0] == tokenizer.bos_token_id else []
-
-
-def _finished(tokenizer: Any, text: str) -> list[int]:
-    return [*encode(tokenizer, text), tokenizer.eos_token_id]
-
-
-def _demonstration(row: Row, tokenizer: Any) -> Demonstration:
-    messages = row.fields.get("messages")
-    if messages is not None:
-        if not isinstance(messages, list) or not messages or messages[-1].get("role") != "assistant":
+    def _conversation(self, row: Row, messages: Any) -> tuple[list[int], str]:
+        answered = isinstance(messages, list) and messages and isinstance(messages[-1], dict)
+        if not answered or messages[-1].get("role") != "assistant" or not isinstance(messages[-1].get("content"), str):
             raise DataError(f"{row.origin}: messages must be a list that ends with the assistant's answer")
-        prompt = render_chat(tokenizer, messages[:-1], add_generation_prompt=True)
-        response = _finished(tokenizer, messages[-1]["content"])
-    else:
-        prompt, response = prompt_ids(row, tokenizer), _finished(tokenizer, row.text("response"))
-    return Demonstration((*prompt, *response), len(prompt))
+        return render_chat(self.tokenizer, messages[:-1], add_generation_prompt=True), messages[-1]["content"]
 
+    def _comparison(self, row: Row) -> Comparison:
+        prompt = self._prompt(row)
+        chosen, rejected = (self._finished(row.text(key)) for key in ("chosen", "rejected"))
+        return Comparison((*prompt, *chosen), (*prompt, *rejected), row.number("margin", 0.0))
 
-def _comparison(row: Row, tokenizer: Any) -> Comparison:
-    prompt = prompt_ids(row, tokenizer)
-    chosen, rejected = (_finished(tokenizer, row.text(key)) for key in ("chosen", "rejected"))
-    return Comparison((*prompt, *chosen), (*prompt, *rejected), row.number("margin", 0.0))
+    def _rating(self, row: Row, attributes: tuple[str, ...]) -> Rating:
+        ratings = tuple(row.number(name) if row.fields.get(name) is not None else math.nan for name in attributes)
+        if all(map(math.isnan, ratings)):
+            raise DataError(f"{row.origin}: needs a number for at least one of {list(attributes)}")
+        return Rating((*self._prompt(row), *self._finished(row.text("response"))), ratings)
 
-
-def _rating(row: Row, tokenizer: Any, attributes: tuple[str, ...]) -> Rating:
-    ratings = tuple(row.number(name) if row.fields.get(name) is not None else math.nan for name in attributes)
-    if all(map(math.isnan, ratings)):
-        raise DataError(f"{row.origin}: needs a number for at least one of {list(attributes)}")
-    return Rating((*prompt_ids(row, tokenizer), *_finished(tokenizer, row.text("response"))), ratings)
-
-
-def _steps(row: Row, tokenizer: Any) -> StepTargets:
-    """A step is read at its last token, the last step of a finished solution at the end-of-text token after it."""
-    steps, labels = row.fields.get("steps"), row.fields.get("labels")
-    if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
-        raise DataError(f"{row.origin}: needs lists 'steps' and 'labels' of the same length, at least 1")
-    tokens, ends = prompt_ids(row, tokenizer), []
-    for step, label in zip(steps, labels, strict=True):
-        if not isinstance(step, str) or not step:
-            raise DataError(f"{row.origin}: each step must be a text that is not empty, found {step!r}")
-        if isinstance(label, str) or label is None or not 0 <= label <= 1:
-            raise DataError(f"{row.origin}: each label must be between 0 and 1, found {label!r}")
-        tokens += encode(tokenizer, step)
-        ends.append(len(tokens) - 1)
-    if row.fields.get("finished", True):
-        tokens.append(tokenizer.eos_token_id)
-        ends[-1] = len(tokens) - 1
-    return StepTargets(tuple(tokens), tuple(ends), tuple(float(label) for label in labels))
+    def _steps(self, row: Row) -> StepTargets:
+        """A step is read at its last token, the last step of a finished solution at the end-of-text token after it."""
+        steps, labels = row.fields.get("steps"), row.fields.get("labels")
+        if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels) or not steps:
+            raise DataError(f"{row.origin}: needs lists 'steps' and 'labels' of the same length, at least 1")
+        tokens, ends = self._prompt(row), []
+        for step, label in zip(steps, labels, strict=True):
+            if not isinstance(step, str) or not step:
+                raise DataError(f"{row.origin}: each step must be a text that is not empty, found {step!r}")
+            if not isinstance(label, int | float) or not 0 <= label <= 1:
+                raise DataError(f"{row.origin}: each label must be between 0 and 1, found {label!r}")
+            tokens += encode(self.tokenizer, step)
+            ends.append(len(tokens) - 1)
+        if row.fields.get("finished", True):
+            tokens.append(self.tokenizer.eos_token_id)
+            ends[-1] = len(tokens) - 1
+        return StepTargets(tuple(tokens), tuple(ends), tuple(float(label) for label in labels))

@@ -18,7 +18,7 @@ from plaudit.errors import ConfigError, RunError
 from plaudit.events import RESUME
 from plaudit.models import Kind, Loaded, load_policy, load_reward, load_steps, new_llama, save
 from plaudit.train import randomness
-from plaudit.train.encode import encoder
+from plaudit.train.encode import Encoder
 from plaudit.train.evaluate import evaluate_comparisons, evaluate_policy, evaluate_ratings, evaluate_steps
 from plaudit.train.examples import Example
 from plaudit.train.learner import Learner
@@ -50,7 +50,10 @@ class SupervisedTraining:
         self.optimizer = Optimizer(self.loaded.module, recipe.train)
         self.learner = Learner(self.loaded.module, _objective(recipe), self.optimizer, recipe.train.micro_batch_tokens)
         config: Any = self.loaded.module.config
-        self.encode = encoder(recipe, self.loaded.tokenizer, config.max_position_embeddings)
+        if names := _label_names(recipe):
+            config.id2label = dict(enumerate(names))
+            config.label2id = {name: i for i, name in enumerate(names)}
+        self.encode = Encoder(recipe, self.loaded.tokenizer, config.max_position_embeddings)
         self.rows = open_rows(recipe.data, recipe.task, recipe.seed)
         self.heldout = [self.encode(row) for row in self.rows.heldout()]
         self.step = 0
@@ -157,6 +160,15 @@ def _objective(recipe: SupervisedRecipe) -> Objective:
     if recipe.task == "prm":
         return JudgeSteps()
     return Rate() if isinstance(recipe.algorithm, Regression) else Prefer(recipe.algorithm)
+
+
+def _label_names(recipe: SupervisedRecipe) -> tuple[str, ...]:
+    """What the outputs of the model mean; it is saved with the model."""
+    if recipe.task == "sft":
+        return ()
+    if recipe.task == "prm":
+        return ("wrong", "right")
+    return recipe.algorithm.attributes if isinstance(recipe.algorithm, Regression) else ("reward",)
 
 
 def _parameters(loaded: Loaded) -> int:

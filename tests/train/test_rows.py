@@ -7,7 +7,7 @@ import pytest
 
 from plaudit.config import DataTable, load_recipe
 from plaudit.errors import DataError
-from plaudit.train.encode import encoder
+from plaudit.train.encode import Encoder
 from plaudit.train.examples import Comparison, Demonstration, Example, Rating, StepTargets
 from plaudit.train.rows import Row, open_rows, read_rows
 from plaudit.worlds.tokenizer import sums_tokenizer
@@ -23,7 +23,7 @@ def write(path: Path, *rows: object) -> Path:
 
 def encode(fields: dict[str, object], *overrides: str, longest: int = 64) -> Example:
     recipe = load_recipe(Path("recipes/sums-sft.toml"), overrides)
-    return encoder(recipe, TOKENIZER, longest)(Row(fields, "x.jsonl:1"))
+    return Encoder(recipe, TOKENIZER, longest)(Row(fields, "x.jsonl:1"))
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ def test_held_out_items_of_their_own_and_limits(tmp_path: Path) -> None:
 def test_a_worlds_rows_encode(task: str) -> None:
     recipe = load_recipe(Path("recipes/sums-sft.toml"), [f"task={task}"])
     rows = open_rows(recipe.data, task, 1)
-    turn = encoder(recipe, TOKENIZER, 256)
+    turn = Encoder(recipe, TOKENIZER, 256)
     for i in range(50):
         turn(rows.train(i))
     assert len(rows.heldout()) == recipe.data.eval_items

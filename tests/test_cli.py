@@ -1,0 +1,57 @@
+"""The command line as a user meets it: real processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def plaudit(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plaudit", *arguments], capture_output=True, text=True, timeout=120, cwd=cwd
+    )
+
+
+def test_help_and_version() -> None:
+    done = plaudit("--help")
+    assert done.returncode == 0
+    for verb in ("train", "report", "import"):
+        assert verb in done.stdout
+    assert plaudit("--version").stdout.startswith("plaudit 0.")
+    assert plaudit().returncode != 0
+
+
+def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(Path("recipes/sums-sft.toml").read_text())
+    done = plaudit("train", str(recipe), "--set", "train.lr=0.125", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "lr = 0.125" in done.stdout
+    assert 'schedule = "linear"' in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "recipes/none.toml"], "no recipe at recipes/none.toml"),
+        (["train", "recipes/sums-sft.toml", "--set", "train.stepz=1"], "did you mean 'steps'?"),
+        (["train", "recipes/sums-sft.toml", "--resume", "--fresh"], "contradict each other"),
+        (
+            ["train", "recipes/sums-reward.toml", "--out", "{tmp}/r", "--set", "model.path=sums-polcy"],
+            "no model 'sums-polcy'",
+        ),
+        (["train", "recipes/sums-sft.toml", "--out", "{tmp}/r", "--set", "data.world=sum"], "did you mean 'sums'?"),
+        (["report", "{tmp}"], "is no run directory"),
+        (["import", "{tmp}/none.gguf", "{tmp}/out"], "none.gguf"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = plaudit(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert done.stderr.startswith("plaudit: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()

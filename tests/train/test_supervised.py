@@ -1,0 +1,164 @@
+"""Training through the real command line: resuming to the bit, refusing what cannot be, losing nothing."""
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plaudit.events import read_events
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+TINY = [
+    "model.new.hidden=32", "model.new.heads=2", "model.new.ffn=32", "train.batch=8", "train.warmup=2",
+    "data.eval_items=12", "train.eval_every=4", "train.checkpoint.every=4",
+]  # fmt: skip
+
+
+def command(*arguments: str, sets: list[str]) -> list[str]:
+    overrides = [part for each in sets for part in ("--set", each)]
+    return [sys.executable, "-m", "plaudit", "train", *arguments, *overrides]
+
+
+def plaudit(*arguments: str, sets: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments, sets=sets), capture_output=True, text=True, timeout=240, env=ENV)
+
+
+def losses(run: Path) -> list[float]:
+    return [e["values"]["loss"] for e in read_events(run) if e["kind"] == "metric" and "loss" in e["values"]]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy trained for 12 steps without a break."""
+    run = tmp_path_factory.mktemp("runs") / "straight"
+    done = plaudit("recipes/sums-sft.toml", "--out", str(run), sets=[*TINY, "train.steps=12"])
+    assert done.returncode == 0, done.stderr
+    assert str(run / "final") in done.stdout
+    return run
+
+
+def killed_at(run: Path, step: int, *arguments: str, sets: list[str]) -> None:
+    """Start a run and kill -9 it once it has logged a step past `step`."""
+    child = subprocess.Popen(command(*arguments, "--out", str(run), sets=sets), env=ENV, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and child.poll() is None:
+        if (run / "events.jsonl").exists() and len(losses(run)) > step and (run / "checkpoints" / "latest").exists():
+            break
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    child.wait(30)
+
+
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: str) -> None:
+    run = tmp_path / "broken"
+    sets = [*TINY, "train.steps=12"]
+    if how == "kill":
+        killed_at(run, 5, "recipes/sums-sft.toml", sets=sets)
+    else:
+        child = subprocess.Popen(
+            command("recipes/sums-sft.toml", "--out", str(run), sets=sets), env=ENV, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and losses(run)):
+            time.sleep(0.002)
+        child.terminate()
+        _, said = child.communicate(timeout=60)
+        assert child.returncode == 2
+        assert "state saved: --resume goes on" in said
+    assert not (run / "summary.json").exists(), "the run ended before it could be stopped"
+    done = plaudit("recipes/sums-sft.toml", "--out", str(run), "--resume", sets=sets)
+    assert done.returncode == 0, done.stderr
+    assert losses(run) == losses(straight)
+    expected, found = (load_file(path / "final" / "model.safetensors") for path in (straight, run))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    one, other = (json.loads((path / "summary.json").read_text()) for path in (straight, run))
+    assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "figures"), [("reward", ["pair_accuracy"]), ("prm", ["step_auc", "first_wrong_f1"])]
+)
+def test_reward_and_process_models_start_from_a_policys_run(
+    straight: Path, tmp_path: Path, recipe: str, figures: list[str]
+) -> None:
+    sets = [f"model.path={straight}", "train.batch=8", "train.steps=3", "data.eval_items=12", "train.warmup=1"]
+    done = plaudit(f"recipes/sums-{recipe}.toml", "--out", str(tmp_path / "run"), sets=sets)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {*figures, "heldout_loss", "seconds", "parameters"} <= set(summary)
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    kind = AutoModelForSequenceClassification if recipe == "reward" else AutoModelForTokenClassification
+    kind.from_pretrained(tmp_path / "run" / "final")
+
+
+def test_regression_with_attributes_from_a_file(straight: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rated.jsonl"
+    rows = ({"prompt": "1+2=", "response": f"#{i}", "help": float(i), "truth": i % 2 or None} for i in range(40))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "rated.toml"
+    recipe.write_text(
+        f'task = "reward"\n[model]\npath = "{straight}"\n[data]\npath = "{data}"\n'
+        '[algorithm]\nname = "regression"\nattributes = ["help", "truth"]\n[train]\nsteps = 3\nbatch = 4\nlr = 1e-3\n'
+    )
+    done = plaudit(str(recipe), "--out", str(tmp_path / "run"), sets=[])
+    assert done.returncode == 0, done.stderr
+    assert {"help/mse", "truth/mse"} <= set(json.loads((tmp_path / "run" / "summary.json").read_text()))
+    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["id2label"] == {"0": "help", "1": "truth"}
+
+
+def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(straight: Path) -> None:
+    sets = [*TINY, "train.steps=12"]
+    before = (straight / "events.jsonl").read_bytes()
+    done = plaudit("recipes/sums-sft.toml", "--out", str(straight), sets=sets)
+    assert done.returncode == 2
+    assert "already holds a run: --resume goes on with it, --fresh starts it over" in done.stderr
+    done = plaudit("recipes/sums-sft.toml", "--out", str(straight), "--resume", sets=[*sets, "train.lr=0.5"])
+    assert done.returncode == 2
+    assert "it was begun with train.lr = 0.004, the recipe says 0.5" in done.stderr
+    with (straight / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = plaudit("recipes/sums-sft.toml", "--out", str(straight), "--resume", sets=sets)
+    assert done.returncode == 2
+    assert "is in use by process" in done.stderr
+    assert (straight / "events.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_may_be_given_more_steps(straight: Path, tmp_path: Path) -> None:
+    import shutil
+
+    run = tmp_path / "longer"
+    shutil.copytree(straight, run)
+    sets = [*TINY, "train.steps=14"]
+    done = plaudit("recipes/sums-sft.toml", "--out", str(run), "--resume", sets=sets)
+    assert done.returncode == 0, done.stderr
+    assert losses(run)[:12] == losses(straight)
+    assert len(losses(run)) == 14
+
+
+def limited() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+
+
+def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("recipes/sums-sft.toml", "--out", str(tmp_path / "run"), sets=[*TINY, "train.steps=12"]),
+        capture_output=True, text=True, timeout=240, env=ENV, preexec_fn=limited,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("plaudit: cannot write the checkpoint")
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    done = plaudit("recipes/sums-sft.toml", "--out", str(tmp_path / "run"), "--resume", sets=[*TINY, "train.steps=12"])
+    assert done.returncode == 0, done.stderr
