@@ -18,6 +18,7 @@ LAYERS = [
     {"reward"},
     {"serve"},
     {"train", "place", "search"},
+    {"generate"},
     {"report"},
     {"cli", "__main__"},
 ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from plaudit.models.gguf_import import smollm2_gguf as smollm2_gguf
     from plaudit.models.load import Kind as Kind
     from plaudit.models.load import Loaded as Loaded
+    from plaudit.models.load import choose_device as choose_device
     from plaudit.models.load import load_any as load_any
     from plaudit.models.load import load_policy as load_policy
     from plaudit.models.load import load_reward as load_reward
@@ -30,6 +31,7 @@ _HOMES = {
     "Loaded": "load",
     "ValueModel": "value_head",
     "bos_ids": "text",
+    "choose_device": "load",
     "embedded_names": "catalog",
     "encode": "text",
     "import_gguf": "gguf_import",

@@ -46,6 +46,11 @@ class Loaded:
     kind: Kind
 
 
+def choose_device(device: str) -> str:
+    """`auto` is the GPU if there is one."""
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_policy(path: str | Path, dtype: str = "float32", device: str = "cpu") -> Loaded:
     return _load(catalog.resolve(path), "policy", dtype, device)
 

@@ -16,7 +16,7 @@ from plaudit.config import NewModel, PrmRecipe, Regression, RewardRecipe, SftRec
 from plaudit.core.packing import use_packed_attention
 from plaudit.errors import ConfigError, RunError
 from plaudit.events import RESUME
-from plaudit.models import Kind, Loaded, load_policy, load_reward, load_steps, new_llama, save
+from plaudit.models import Kind, Loaded, choose_device, load_policy, load_reward, load_steps, new_llama, save
 from plaudit.train import randomness
 from plaudit.train.encode import Encoder
 from plaudit.train.evaluate import evaluate_comparisons, evaluate_policy, evaluate_ratings, evaluate_steps
@@ -127,7 +127,7 @@ class SupervisedTraining:
 def load_model(recipe: SupervisedRecipe, checkpoint: Path | None) -> Loaded:
     """The checkpoint's model, else the recipe's: loaded from its path or new."""
     table, kind = recipe.model, KINDS[recipe.task]
-    device = table.device if table.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(table.device)
     labels = len(recipe.algorithm.attributes) if isinstance(recipe.algorithm, Regression) else None
     source = checkpoint or table.path
     if source is None:

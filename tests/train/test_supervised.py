@@ -114,7 +114,10 @@ def test_regression_with_attributes_from_a_file(straight: Path, tmp_path: Path) 
     done = plaudit(str(recipe), "--out", str(tmp_path / "run"), sets=[])
     assert done.returncode == 0, done.stderr
     assert {"help/mse", "truth/mse"} <= set(json.loads((tmp_path / "run" / "summary.json").read_text()))
-    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["id2label"] == {"0": "help", "1": "truth"}
+    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["id2label"] == {
+        "0": "help",
+        "1": "truth",
+    }
 
 
 def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(straight: Path) -> None:

@@ -1,0 +1,82 @@
+"""Prompts in, samples out: what `plaudit generate` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import DataError, StorageError
+from plaudit.models import bos_ids, choose_device, encode, load_policy, render_chat
+from plaudit.records import Sample
+from plaudit.train.checkpoint import write_atomically
+from plaudit.train.rows import Row, read_rows
+
+
+def given_prompts(texts: Sequence[str], file: Path | None) -> list[Row]:
+    """The prompts of the command line, or the rows of a file: {"prompt": text} or {"messages": [...]}."""
+    if (file is None) == (not texts):
+        raise DataError("give either prompts or --input FILE" + (", and not both" if texts else ""))
+    if file is not None:
+        return read_rows(file)
+    return [Row({"prompt": text}, f"prompt {number}") for number, text in enumerate(texts, 1)]
+
+
+def prompt_ids(tokenizer: Any, row: Row) -> list[int]:
+    """The tokens a policy is trained on: a prompt's text never becomes control tokens."""
+    if "messages" in row.fields:
+        return render_chat(tokenizer, row.fields["messages"], add_generation_prompt=True)
+    return [*bos_ids(tokenizer), *encode(tokenizer, row.text("prompt"))]
+
+
+def generate(
+    model: str, rows: Sequence[Row], params: SamplingParams, *, seed: int, device: str, dtype: str, out: Path | None,
+    stream: bool,
+) -> Iterator[str]:  # fmt: skip
+    """What to print: with `stream` and one sample to make its text as it comes, else a JSON line per sample; nothing
+    where `out` takes the lines."""
+    if out is not None:
+        check_writable(out)
+    loaded = load_policy(model, dtype, choose_device(device))
+    engine = Engine(loaded.module, loaded.tokenizer, seed=seed)
+    if stream and out is None and len(rows) == params.n == 1:
+        for update in engine.stream(prompt_ids(engine.tokenizer, rows[0]), params):
+            yield update.text
+        yield "\n"
+        return
+    lines = [f"{line}\n" for line in sample_lines(engine, rows, params)]
+    if out is not None:
+        write_lines(lines, out)
+    else:
+        yield from lines
+
+
+def sample_lines(engine: Engine, rows: Sequence[Row], params: SamplingParams) -> list[str]:
+    """One JSON object per sample, in the order of the prompts."""
+    samples = engine.generate([prompt_ids(engine.tokenizer, row) for row in rows], params)
+    return [_line(rows[sample.group], sample) for sample in samples]
+
+
+def _line(row: Row, sample: Sample) -> str:
+    asked = {key: row.fields[key] for key in ("prompt", "messages") if key in row.fields}
+    got = {"text": sample.text, "tokens": len(sample.token_ids), "finish_reason": sample.finish_reason}
+    return json.dumps({**asked, "index": sample.index, **got}, ensure_ascii=False)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse before the work, not after it."""
+    if out.is_dir():
+        raise StorageError(f"cannot write {out}: it is a directory; name a file in it")
+    if not out.parent.is_dir():
+        raise StorageError(f"cannot write {out}: there is no directory {out.parent}; make it first")
+
+
+def write_lines(lines: Sequence[str], out: Path) -> None:
+    """All lines or, where the disk refuses, what was there before."""
+    try:
+        write_atomically(out, "".join(lines))
+    except OSError as error:
+        out.with_name(out.name + ".tmp").unlink(missing_ok=True)
+        raise StorageError(f"cannot write {out}: {error.strerror}; what was there before is intact") from error
