@@ -176,7 +176,8 @@ class CpuBackend(Backend):
 
     def _decode_layout(self, batch: DecodeBatch, steps: int) -> DecodeLayout:
         """Group rows so that none gathers more than about twice what it needs."""
-        needs = [-(-(length + steps - 1) // self.block_size) for length in batch.lengths]
+        held = batch.tables.shape[1]
+        needs = [min(-(-(length + steps - 1) // self.block_size), held) for length in batch.lengths]
         order = sorted(range(len(needs)), key=lambda i: (needs[i], i))
         members: list[list[int]] = []
         for i in order:

@@ -306,7 +306,7 @@ class Engine:
             self._runner.scheduler.add(sequence)
 
     def _drain(self, requests: Sequence[Request]) -> Iterator[Update]:
-        """Step until these requests are over; news of others stays for step()."""
+        """Step until these requests are over; news of others stays for step(). A step that fails raises here."""
         mine = {r.number for r in requests}
         others: list[Update] = []
         try:
@@ -314,6 +314,8 @@ class Engine:
                 updates = self.step()
                 others += [u for u in updates if u.request not in mine]
                 yield from (u for u in updates if u.request in mine)
+                if self._runner.failure is not None:
+                    raise self._runner.failure
         finally:
             self._outbox[:0] = others
 

@@ -36,11 +36,13 @@ class Runner:
         self.version = 0
         self.tokens_computed = 0
         self.steps = 0
+        self.failure: Exception | None = None  # of the last step
         self._opened = False
         self._hashes = token_hashes(decoder.vocab_size, decoder.device)
         self._sampler: tuple[list[Seq], Sampler] | None = None
 
     def step(self, key: Hashable) -> list[Update]:
+        self.failure = None
         plan = self.scheduler.plan(key)
         if not plan.chunks:
             return []
@@ -245,6 +247,7 @@ class Runner:
         """The device failed in the middle of a step: what it was to compute ends with the error, the rest starts
         again, and nothing that may be half-written can be found in the tree."""
         self.scheduler.done(plan)
+        self.failure = error
         failure = ItemError(type(error).__name__, f"the step failed: {error}")
         updates = [self.end(chunk.sequence, failure) for chunk in plan.chunks]
         self.forget()

@@ -127,44 +127,44 @@ class Scheduler:
         if len(self.running) >= self.max_running:
             return None
         reserve = len(self.running)
-        self._share(sequence, key, plan, reserve)
+        copied = self._share(sequence, key, plan, reserve)
         count = min(sequence.pending, left)
         if not self._cover(sequence, sequence.computed + count, reserve):
             room = (len(sequence.chain.blocks) + self.pool.free) * self.tree.block_size - sequence.computed
             count = 0 if self.running else min(count, room)
             if count <= 0 or not self._cover(sequence, sequence.computed + count, 0):
-                self._unshare(sequence, plan)
+                self._unshare(sequence, plan, copied)
                 return None
         self.tokens_shared += sequence.computed
         del self.waiting[sequence]
         self.running[sequence] = None
         return Chunk(sequence, count)
 
-    def _share(self, sequence: Sequence, key: Hashable, plan: Plan, reserve: int) -> None:
-        """Take what the tree has of a sequence's beginning; a partly shared block is copied."""
+    def _share(self, sequence: Sequence, key: Hashable, plan: Plan, reserve: int) -> bool:
+        """Take what the tree has of a sequence's beginning; True if the last block of it is a copy of its own."""
         match = self.tree.match(key, sequence.tokens, sequence.shareable)
         for node in match.nodes:
             self.pool.retain(node.block)
         sequence.chain = Chain([n.block for n in match.nodes], list(match.nodes))
         sequence.computed = len(match.nodes) * self.tree.block_size
         if match.partial is None:
-            return
+            return False
         self.pool.retain(match.partial.block)  # so that making room for the copy does not evict its source
         if self._cover(sequence, sequence.computed + match.partial_tokens, reserve):
             plan.pinned.append(match.partial)
             plan.copies += _copies(plan, match.partial.block, sequence.chain.blocks[-1], match.partial_tokens)
             sequence.computed += match.partial_tokens
-        else:
-            self._unpin(match.partial)
+            return True
+        self._unpin(match.partial)
+        return False
 
     def _unpin(self, node: Node) -> None:
         self.pool.release(node.block)
         self.tree.released([node])
 
-    def _unshare(self, sequence: Sequence, plan: Plan) -> None:
-        if plan.copies and plan.copies[-1].target in sequence.chain.blocks:
-            target = plan.copies[-1].target
-            plan.copies = [c for c in plan.copies if c.target != target]
+    def _unshare(self, sequence: Sequence, plan: Plan, copied: bool) -> None:
+        if copied:
+            plan.copies = [c for c in plan.copies if c.target != sequence.chain.blocks[-1]]
             self._unpin(plan.pinned.pop())
         since = sequence.since
         self.release(sequence)
