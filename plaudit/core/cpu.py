@@ -9,19 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plaudit.core.attention import Layout, Rule, attend_group
+from plaudit.core.attention import Layout
 from plaudit.core.backend import Backend, Copy, DecodeBatch, Decoded, Span
+from plaudit.core.cpu_decode import DecodeWindow, KVCache
 from plaudit.core.decoder import Decoder
 from plaudit.core.packing import Packed, packed_layout
 from plaudit.core.wanted import WantedRows
-
-
-@dataclass
-class KVCache:
-    """Per layer, keys and values as (slots, kv heads, dim); block b is slots b * size .. (b + 1) * size - 1."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
 
 
 @dataclass
@@ -45,68 +38,11 @@ class PagedLayout(Layout):
         return keys, values
 
 
-@dataclass
-class DecodeGroup:
-    """Rows of the decode batch with like lengths."""
-
-    rows: Tensor | None  # (B,) which rows; None: all, in order
-    blocks: Tensor  # (B * N,) their blocks, flattened
-    count: int  # N
-
-
-class DecodeLayout(Layout):
-    """One query per sequence. Whole blocks are gathered, which is several times faster than token by token."""
-
-    def __init__(self, cache: KVCache, block_size: int, groups: Sequence[DecodeGroup], restore: Tensor | None) -> None:
-        super().__init__((), torch.empty(0))
-        self.cache = cache
-        self.block_size = block_size
-        self.decode_groups = groups
-        self.back = restore
-        self.slots = torch.empty(0)
-        self.positions = torch.empty(0)
-
-    def at(self, slots: Tensor, positions: Tensor) -> None:
-        self.slots, self.positions = slots, positions
-        self._masks.clear()
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.index_copy_(0, self.slots, key)
-        values.index_copy_(0, self.slots, value)
-        outputs = []
-        for i, group in enumerate(self.decode_groups):
-            q = query if group.rows is None else query.index_select(0, group.rows)
-            k, v = self._gather(keys, group), self._gather(values, group)
-            outputs.append(attend_group(q[:, None], k, v, self._mask(i, rule.window, query.dtype), rule)[:, 0])
-        out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return out if self.back is None else out.index_select(0, self.back)
-
-    def _gather(self, cache: Tensor, group: DecodeGroup) -> Tensor:
-        """(B, N * block_size, heads, dim)."""
-        heads, dim = cache.shape[1:]
-        whole = cache.view(-1, self.block_size * heads * dim).index_select(0, group.blocks)
-        return whole.view(-1, group.count * self.block_size, heads, dim)
-
-    def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        group = self.decode_groups[index]
-        length = group.count * self.block_size
-        if window is not None and window >= length:
-            window = None
-        made = self._masks.get((index, window, dtype))
-        if made is None:
-            at = self.positions if group.rows is None else self.positions.index_select(0, group.rows)
-            key = torch.arange(length)
-            hidden = key > at[:, None]
-            if window is not None:
-                hidden |= key <= at[:, None] - window
-            made = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
-            self._masks[index, window, dtype] = made
-        return made
-
-
 class CpuBackend(Backend):
     block_size = 16
+    budget = 2048
+    max_running = 256
+    look_every = 8
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
@@ -158,12 +94,11 @@ class CpuBackend(Backend):
         )  # fmt: skip
 
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
-        layout = self._decode_layout(batch, steps)
+        window = DecodeWindow(self.cache, batch, steps, self.block_size)
         tokens, logprobs, raw, alive = [], [], [], []
         for _ in range(steps):
-            blocks = batch.tables.gather(1, (batch.positions // self.block_size)[:, None])[:, 0]
-            layout.at(blocks * self.block_size + batch.positions % self.block_size, batch.positions)
-            hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], layout)
+            window.at(batch.positions)
+            hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
             drawn = batch.sampler.draw(self.decoder.logits(hidden), batch.drawn)
             tokens.append(drawn.tokens)
             logprobs.append(drawn.logprobs)
@@ -172,29 +107,5 @@ class CpuBackend(Backend):
             batch.advance(drawn.tokens)
             if not bool(batch.alive.any()):
                 break
+        window.store()
         return Decoded(torch.stack(tokens), torch.stack(logprobs), torch.stack(raw), torch.stack(alive))
-
-    def _decode_layout(self, batch: DecodeBatch, steps: int) -> DecodeLayout:
-        """Group rows so that none gathers more than about twice what it needs."""
-        held = batch.tables.shape[1]
-        needs = [min(-(-(length + steps - 1) // self.block_size), held) for length in batch.lengths]
-        order = sorted(range(len(needs)), key=lambda i: (needs[i], i))
-        members: list[list[int]] = []
-        for i in order:
-            if members and needs[i] <= needs[members[-1][0]] * 1.5 + 2:
-                members[-1].append(i)
-            else:
-                members.append([i])
-        if len(members) == 1:
-            count = max(needs)
-            return DecodeLayout(
-                self.cache, self.block_size, [DecodeGroup(None, batch.tables[:, :count].flatten(), count)], None
-            )
-        groups = []
-        for rows in members:
-            count = max(needs[i] for i in rows)
-            at = torch.tensor(rows)
-            groups.append(DecodeGroup(at, batch.tables[at, :count].flatten(), count))
-        back = torch.empty(len(needs), dtype=torch.long)
-        back[torch.tensor([i for rows in members for i in rows])] = torch.arange(len(needs))
-        return DecodeLayout(self.cache, self.block_size, groups, back)

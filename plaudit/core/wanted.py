@@ -1,17 +1,145 @@
-"""Hidden rows of a few tokens only."""
+"""The last layer on wanted rows only.
+
+Every token's keys and values are needed in the last layer, but its output only where somebody reads it. The layer runs
+twice: once on all rows as far as its attention, which takes keys and values and breaks off, then on the wanted rows
+alone. No layer code is known here; a trial when the engine is made shows whether a model takes it, and if not, all rows
+are computed.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+from contextlib import suppress
+from typing import Any
 
-from plaudit.core.attention import Layout
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.attention import Layout, Rule, attend_group
 from plaudit.core.decoder import Decoder
+from plaudit.core.packing import pack
+
+WORTH = 4  # narrow if wanted rows are at most one in this many
+
+
+class _BrokenOff(Exception):
+    """Keys and values of the last layer are stored; the rest of it is not needed."""
+
+
+class _Narrow(Layout):
+    """Stands before a layout while the last layer runs twice. Earlier layers go straight through."""
+
+    def __init__(self, inner: Layout, wanted: Tensor, last: int) -> None:
+        super().__init__(inner.groups, inner.restore)
+        self.inner = inner
+        self.wanted = wanted
+        self.last = last
+        self.stored: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if layer != self.last:
+            return self.inner.attend(layer, query, key, value, rule)
+        if self.stored is None:
+            self.stored = self.inner.context(layer, key, value)
+            raise _BrokenOff
+        return self._attend_wanted(query, *self.stored, rule)
+
+    def _attend_wanted(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+        """Each wanted row is a sequence of one query."""
+        place = self.restore[self.wanted]
+        out = torch.empty(len(query), query.shape[1], values.shape[2], dtype=query.dtype, device=query.device)
+        start = 0
+        for group in self.groups:
+            size = group.queries.numel()
+            here = ((place >= start) & (place < start + size)).nonzero()[:, 0]
+            if len(here):
+                at = place[here] - start
+                rows = group.keys[at // group.queries.shape[1]]
+                position = group.positions.reshape(-1)[at]
+                mask = _mask(position, rows.shape[1], rule.window, query.dtype)
+                out[here] = attend_group(query[here][:, None], keys[rows], values[rows], mask, rule)[:, 0]
+            start += size
+        return out
+
+
+def _mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    key = torch.arange(keys, device=position.device)
+    hidden = key > position[:, None]
+    if window is not None:
+        hidden |= key <= position[:, None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=position.device).masked_fill_(hidden, float("-inf"))[
+        :, None, None
+    ]
 
 
 class WantedRows:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self.last = len(decoder.layers) - 1
+        self.layer = _last_layer(decoder)
+        with torch.inference_mode():
+            if self.layer is not None and not self._works():
+                self.layer = None
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
         """(W, hidden): the rows `wanted` of the packed row."""
-        return self.decoder.hidden(input_ids, position_ids, layout)[wanted]
+        if self.layer is None or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
+            return self.decoder.hidden(input_ids, position_ids, layout)[wanted]
+        return self._narrow(input_ids, position_ids, layout, wanted)
+
+    def _narrow(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+        assert self.layer is not None
+        layer, tokens = self.layer, input_ids.shape[1]
+        narrow = _Narrow(layout, wanted, self.last)
+
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            with suppress(_BrokenOff):
+                layer.forward(*args, **kwargs)
+            cut = _Cut(wanted, tokens)
+            return tuple(cut(a) for a in args), {name: cut(value) for name, value in kwargs.items()}
+
+        handle = layer.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            return self.decoder.hidden(input_ids, position_ids, narrow)
+        finally:
+            handle.remove()
+
+    def _works(self) -> bool:
+        ids = [[t % self.decoder.vocab_size for t in part] for part in ([3, 1, 4, 1, 5, 9], [2, 6, 5])]
+        packed = pack(ids, self.decoder.device)
+        wanted = torch.tensor([5, 8], device=self.decoder.device)
+        module = self.decoder.module
+        training = module.training
+        module.eval()
+        try:
+            whole = self.decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)[wanted]
+            part = self._narrow(packed.input_ids, packed.position_ids, packed.layout, wanted)
+        except Exception:  # whatever a strange layer trips over, it can still be run on all rows
+            return False
+        finally:
+            module.train(training)
+        tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 5e-2
+        return part.shape == whole.shape and bool((part - whole).abs().max() <= tolerance * whole.abs().max())
+
+
+class _Cut:
+    """Takes the wanted rows of whatever is (1, T, ...)."""
+
+    def __init__(self, wanted: Tensor, tokens: int) -> None:
+        self.wanted = wanted
+        self.tokens = tokens
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape[:2] == (1, self.tokens):
+            return value[:, self.wanted]
+        if isinstance(value, tuple):
+            return tuple(self(v) for v in value)
+        return value
+
+
+def _last_layer(decoder: Decoder) -> nn.Module | None:
+    for module in decoder.trunk.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(decoder.layers) > 1:
+            return module[-1]
+    return None
