@@ -86,6 +86,10 @@ class Decoded:
 
 class Backend(ABC):
     block_size: int
+    # What an engine takes unless it is told otherwise; see Engine.
+    budget: int
+    max_running: int
+    look_every: int
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

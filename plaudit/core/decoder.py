@@ -68,6 +68,11 @@ class Decoder:
         """(W, hidden) -> (W, vocabulary), float32 or wider."""
         return self._finish(_wide(self._vocabulary_head()(rows)))
 
+    def narrow_logits(self, rows: Tensor) -> Tensor:
+        """The same values in the module's own dtype, where nothing is done to them after the head."""
+        narrow: Tensor = self._vocabulary_head()(rows)
+        return narrow if self._plain_logits() else self._finish(_wide(narrow))
+
     def columns(self, rows: Tensor, tokens: Sequence[int]) -> Tensor:
         """The logits of a few tokens only, in float32: (W, hidden) -> (W, len(tokens))."""
         head = self._vocabulary_head()
@@ -98,6 +103,10 @@ class Decoder:
         if self.kind != "causal":
             raise RequestError(f"{self.name} has no vocabulary head: it scores, it does not generate")
         return self.module.get_output_embeddings()  # type: ignore[no-any-return, operator]
+
+    def _plain_logits(self) -> bool:
+        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        return all(getattr(self.config, name, None) is None for name in names)
 
     def _finish(self, logits: Tensor) -> Tensor:
         """What some families do to their logits; `support.inspect` compares the result with the module's own."""

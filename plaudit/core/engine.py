@@ -57,14 +57,18 @@ class Engine:
     """
 
     def __init__(
-        self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None, budget: int = 2048,
-        max_running: int = 256, look_every: int = 8, seed: int = 0, version: int = 0,
+        self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None,
+        budget: int | None = None, max_running: int | None = None, look_every: int | None = None, seed: int = 0,
+        version: int = 0,
     ) -> None:  # fmt: skip
-        if not 1 <= max_running <= budget:
-            raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
         self.decoder = inspect(module)
         self.tokenizer = tokenizer
         self.backend: Backend = _backend(self.decoder)
+        budget = self.backend.budget if budget is None else budget
+        max_running = min(self.backend.max_running, budget) if max_running is None else max_running
+        look_every = self.backend.look_every if look_every is None else look_every
+        if not 1 <= max_running <= budget:
+            raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
         self.budget = budget
         blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running)
         self._runner = Runner(
@@ -350,6 +354,10 @@ class Engine:
 def _backend(decoder: Any) -> Backend:
     if decoder.device.type == "cpu":
         return CpuBackend(decoder)
+    if decoder.device.type == "cuda":
+        from plaudit.core.cuda import CudaBackend  # needs Triton, which a CPU build of torch comes without
+
+        return CudaBackend(decoder)
     raise PlauditError(f"no back end for {decoder.device}: load the model on the CPU")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.core.attention import ATTENTION, Group, Layout, group_spans, use_packed_attention
+from plaudit.core.varlen import VarlenLayout
 
 __all__ = ["ATTENTION", "Packed", "PackedTree", "hidden_rows", "pack", "pack_tree", "trunk", "use_packed_attention"]
 
@@ -98,6 +99,15 @@ def packed_layout(
     spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str
 ) -> Layout:
     """The layout of spans (first row, new tokens, tokens before) whose keys lie at `rows`, one row per token."""
+    if torch.device(device).type == "cuda":
+        return VarlenLayout(spans, rows, device, lambda: grouped_layout(spans, rows, device))
+    return grouped_layout(spans, rows, device)
+
+
+def grouped_layout(
+    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str
+) -> Layout:
+    """The same, for attention over groups of like length."""
     groups: list[Group] = []
     restore = np.empty(sum(new for _, new, _ in spans), dtype=np.int64)
     done = 0

@@ -1,0 +1,252 @@
+"""The CUDA back end: flash attention for prompts, a paged kernel for decoding, whole decode steps as CUDA graphs.
+
+In a decode window the host does nothing but replay: the model, sampling, stop tests and length counts run on the device
+for all steps of the window, and one copy brings the result back. Graphs hold addresses, so they are captured again
+whenever the cache or the weights have moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.core import kernels
+from plaudit.core.attention import Layout, Rule
+from plaudit.core.backend import Backend, Copy, DecodeBatch, Decoded, Span
+from plaudit.core.cpu import PagedLayout
+from plaudit.core.cpu_decode import KVCache
+from plaudit.core.decoder import Decoder
+from plaudit.core.fusion import Fusion
+from plaudit.core.packing import Packed, grouped_layout
+from plaudit.core.sampler import Sampler
+from plaudit.core.varlen import VarlenLayout
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
+WINDOW = 64  # most steps between two looks of the host
+PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows is split
+
+
+class StoredLayout(VarlenLayout):
+    """New keys and values go into the cache first; attention reads them from there."""
+
+    def __init__(
+        self, spans: Sequence[tuple[int, int, int]], slots: Sequence[np.ndarray], cache: KVCache, new: Tensor,
+        copies: tuple[Tensor, Tensor] | None, device: torch.device,
+    ) -> None:  # fmt: skip
+        def grouped() -> Layout:
+            plain = grouped_layout(spans, slots, device)
+            return PagedLayout(plain.groups, plain.restore, cache=cache, slots=new, copies=copies)
+
+        self.paged = PagedLayout((), torch.empty(0), cache=cache, slots=new, copies=copies)
+        super().__init__(spans, slots, device, grouped)
+        if copies is None and not any(before for _, _, before in spans):
+            self.key_rows = None  # nothing was cached before: the new keys are all there is
+
+    @property
+    def stored(self) -> bool:
+        return True
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        stored = self.paged.context(layer, key, value)
+        return stored if self.key_rows is not None else (key, value)
+
+
+class DecodeLayout(Layout):
+    """One query per row, over the pages of its table."""
+
+    def __init__(self, cache: KVCache, size: int, tables: Tensor, positions: Tensor, splits: int) -> None:
+        super().__init__((), torch.empty(0))
+        self.cache, self.size, self.tables, self.positions, self.splits = cache, size, tables, positions, splits
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        kernels.store_decoded(key, value, keys, values, self.tables, self.positions, self.size)
+        return kernels.decode_attention(
+            query, keys, values, self.tables, self.positions, self.size, scale=rule.scale or query.shape[-1] ** -0.5,
+            splits=self.splits, window=rule.window, softcap=rule.softcap, sinks=rule.sinks,
+        )  # fmt: skip
+
+
+class DecodeGraph:
+    """A decode step for up to `rows` rows, captured as two graphs: the model, and the draw that advances the rows."""
+
+    def __init__(self, backend: CudaBackend, rows: int, blocks: int) -> None:
+        device = backend.decoder.device
+        self.backend, self.rows = backend, rows
+        self.tokens, self.positions, self.drawn, self.left = (
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.alive = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.stops = torch.full((rows, STOPS), -1, dtype=torch.int64, device=device)
+        self.tables = torch.full((rows, blocks), backend.scratch, dtype=torch.int32, device=device)
+        self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.inverse = torch.ones(rows, device=device)
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.outputs = (
+            torch.zeros(WINDOW, rows, dtype=torch.int64, device=device), torch.zeros(WINDOW, rows, device=device),
+            torch.zeros(WINDOW, rows, device=device), torch.zeros(WINDOW, rows, dtype=torch.bool, device=device),
+        )  # fmt: skip
+        kv_heads = max(layer.kv_heads for layer in backend.decoder.layers)
+        splits = max(1, min(16, PROGRAMS // (rows * kv_heads)))
+        self.layout = DecodeLayout(backend.cache, backend.block_size, self.tables, self.positions, splits)
+        self._capture()
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels compile and libraries choose before anything is recorded
+            for _ in range(2):
+                self.logits = self._model()
+                self._draw()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.model_graph, self.draw_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.model_graph, pool=self.backend.pool):
+            self.logits = self._model()
+        with torch.cuda.graph(self.draw_graph, pool=self.backend.pool):
+            self._draw()
+
+    def _model(self) -> Tensor:
+        decoder = self.backend.decoder
+        with self.backend.fusion.applied():
+            hidden = decoder.hidden(self.tokens[None], self.positions[None], self.layout)
+        return decoder.narrow_logits(hidden)
+
+    def _draw(self) -> None:
+        state = (self.tokens, self.positions, self.drawn, self.left, self.alive)
+        kernels.sample(self.logits, self.keys, self.inverse, self.greedy, state, self.stops, self.step, self.outputs)
+        self.step += 1
+
+    def load(self, batch: DecodeBatch) -> None:
+        rows = len(batch.lengths)
+        for mine, theirs in (
+            (self.tokens, batch.tokens), (self.positions, batch.positions), (self.drawn, batch.drawn),
+            (self.left, batch.left), (self.alive, batch.alive), (self.keys, batch.sampler.keys),
+            (self.inverse, batch.sampler.inverse[:, 0]), (self.greedy, batch.sampler.greedy),
+        ):  # fmt: skip
+            mine[:rows].copy_(theirs)
+        self.alive[rows:] = False
+        self.positions[rows:] = 0
+        self.tables[:rows, : batch.tables.shape[1]].copy_(batch.tables)
+        self.tables[rows:, 0] = self.backend.scratch
+        self.stops.fill_(-1)
+        if batch.stops.shape[1] <= STOPS:
+            self.stops[:rows, : batch.stops.shape[1]].copy_(batch.stops)
+
+    def run(self, batch: DecodeBatch, steps: int) -> Decoded:
+        """All steps on the device."""
+        self.load(batch)
+        self.step.zero_()
+        for _ in range(steps):
+            self.model_graph.replay()
+            self.draw_graph.replay()
+        rows = len(batch.lengths)
+        tokens, logprobs, raw, alive = (each[:steps, :rows].cpu() for each in self.outputs)
+        return Decoded(tokens, logprobs, raw, alive)
+
+    def run_slowly(self, batch: DecodeBatch, steps: int) -> Decoded:
+        """Options that the kernel does not know: the model on the device, the sampler in torch, a step at a time."""
+        self.load(batch)
+        rows = len(batch.lengths)
+        noted: list[tuple[Tensor, ...]] = []
+        for _ in range(steps):
+            self.model_graph.replay()
+            drawn = batch.sampler.draw(self.logits[:rows].float(), batch.drawn)
+            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
+            batch.advance(drawn.tokens)
+            self.tokens[:rows].copy_(batch.tokens)
+            self.positions[:rows].copy_(batch.positions)
+        tokens, logprobs, raw, alive = (torch.stack(each).cpu() for each in zip(*noted, strict=True))
+        return Decoded(tokens, logprobs, raw, alive)
+
+
+class CudaBackend(Backend):
+    block_size = 16
+    budget = 16384
+    max_running = 1024
+    look_every = 32
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self.fusion = Fusion(decoder)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.scratch = 0
+        self._cache: KVCache | None = None
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._addresses: tuple[int, ...] = ()
+
+    @property
+    def cache(self) -> KVCache:
+        if self._cache is None:
+            raise RuntimeError("the KV cache is closed")
+        return self._cache
+
+    def open(self, blocks: int) -> None:
+        # One block more than the pool has: rows that only pad a graph's batch write there.
+        self.scratch = blocks
+        slots, device = (blocks + 1) * self.block_size, self.decoder.device
+        layers, dtype = self.decoder.layers, self.decoder.dtype
+        self._cache = KVCache(
+            [torch.zeros(slots, layer.kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers],
+            [torch.zeros(slots, layer.kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers],
+        )
+        reach = min(self.decoder.max_positions, blocks * self.block_size)
+        self._table_width = -(-reach // self.block_size)
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self._cache = None
+
+    def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
+        with self.fusion.applied():
+            return self.decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)[wanted]
+
+    def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
+        device, size = self.decoder.device, self.block_size
+        counts = np.array([len(s.tokens) for s in spans])
+        starts = counts.cumsum() - counts
+        offsets = np.arange(size)
+        slots = [(np.array(s.blocks)[:, None] * size + offsets).ravel()[: s.start + len(s.tokens)] for s in spans]
+        new = np.concatenate([at[s.start :] for at, s in zip(slots, spans, strict=True)])
+        pairs = [(c.source * size + i, c.target * size + i) for c in copies for i in range(c.first, c.first + c.tokens)]
+        both = torch.tensor(pairs, device=device).T.contiguous() if pairs else None
+        shapes = [(int(first), len(s.tokens), s.start) for first, s in zip(starts, spans, strict=True)]
+        layout = StoredLayout(
+            shapes, slots, self.cache, _send(new, device), None if both is None else (both[0], both[1]), device
+        )
+        tokens = np.fromiter((t for s in spans for t in s.tokens), dtype=np.int64, count=int(counts.sum()))
+        positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
+        wanted = [int(first) + row for first, s in zip(starts, spans, strict=True) for row in s.wanted]
+        with self.fusion.applied():
+            hidden = self.decoder.hidden(_send(tokens, device)[None], _send(positions, device)[None], layout)
+        return hidden[torch.tensor(wanted, dtype=torch.long, device=device)]
+
+    def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
+        graph = self._graph(len(batch.lengths))
+        steps = min(steps, WINDOW)
+        if _plain(batch.sampler) and batch.stops.shape[1] <= STOPS:
+            return graph.run(batch, steps)
+        return graph.run_slowly(batch, steps)
+
+    def _graph(self, rows: int) -> DecodeGraph:
+        addresses = tuple(p.data_ptr() for p in self.decoder.module.parameters())
+        if addresses != self._addresses:
+            self._graphs.clear()
+            self._addresses = addresses
+        bucket = next((b for b in BUCKETS if b >= rows), -(-rows // 256) * 256)
+        if bucket not in self._graphs:
+            self._graphs[bucket] = DecodeGraph(self, bucket, self._table_width)
+        return self._graphs[bucket]
+
+
+def _plain(sampler: Sampler) -> bool:
+    """Temperature alone: what the sampling kernel knows."""
+    return sampler.bias is None and sampler.endings is None and not len(sampler.filtered)
+
+
+def _send(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)

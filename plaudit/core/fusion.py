@@ -1,0 +1,118 @@
+"""Fused kernels for parts of a model that every family writes the same way, found by what they compute.
+
+Norms, gated MLPs and rotary embeddings cost many small launches in eager mode. A part is replaced only if a kernel gave
+what the part itself gives on random input, so nothing depends on a model's name; what is not recognised runs as it is.
+Replacements hold inside `applied()` alone: the module itself is not changed, and training never sees them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.core import kernels
+from plaudit.core.decoder import Decoder
+
+Call = Callable[..., Any]
+
+
+class Fusion:
+    def __init__(self, decoder: Decoder) -> None:
+        self.forwards: list[tuple[nn.Module, Call]] = []
+        self.functions: list[tuple[Any, str, Call]] = []
+        known: dict[tuple[type, Any], str | None] = {}
+        for module in decoder.trunk.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                self._norm(module, known)
+            elif _is_gated(module):
+                self._gated(module, known)
+        for home in {sys.modules[type(module).__module__] for module in decoder.trunk.modules()}:
+            original = getattr(home, "apply_rotary_pos_emb", None)
+            if original is not None and _same_rotary(original, decoder):
+                self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(original)))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
+        for module, forward in self.forwards:
+            module.__dict__["forward"] = forward
+        for home, name, function in self.functions:
+            setattr(home, name, function)
+        try:
+            yield
+        finally:
+            for module, _ in self.forwards:
+                del module.__dict__["forward"]
+            for home, name, original in originals:
+                setattr(home, name, original)
+
+    def _norm(self, module: nn.Module, known: dict[tuple[type, Any], str | None]) -> None:
+        weight = getattr(module, "weight", None)
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
+            return
+        key = (type(module), weight.dtype)
+        if key not in known:
+            probe = torch.randn(4, weight.shape[0], device=weight.device).to(weight.dtype)
+            kinds = {"llama": False, "gemma": True}
+            known[key] = next(
+                (k for k, g in kinds.items() if _same(kernels.rms_norm(probe, weight, epsilon, g), module(probe))), None
+            )
+        kind = known[key]
+        if kind is not None:
+            gemma = kind == "gemma"
+            self.forwards.append((module, lambda x: kernels.rms_norm(x, weight, epsilon, gemma)))
+
+    def _gated(self, module: Any, known: dict[tuple[type, Any], str | None]) -> None:
+        def fused(x: Tensor) -> Tensor:
+            down: Tensor = module.down_proj(kernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
+            return down
+
+        weight = module.gate_proj.weight
+        key = (type(module), weight.dtype)
+        if key not in known:
+            probe = torch.randn(4, weight.shape[1], device=weight.device).to(weight.dtype)
+            known[key] = "gated" if _same(fused(probe), module(probe)) else None
+        if known[key] is not None:
+            self.forwards.append((module, fused))
+
+
+def _is_gated(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def _rotary_or(original: Call) -> Call:
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() or rest or named or not query.is_cuda or cos.shape[-1] != query.shape[-1]:
+            return original(query, key, cos, sin, *rest, **named)
+        return kernels.rotary(query, key, cos, sin)
+
+    return rotate
+
+
+def _same_rotary(original: Call, decoder: Decoder) -> bool:
+    dim = decoder.layers[0].key_dim
+    if dim % 2:
+        return False
+    query, key = (torch.randn(1, 5, n, dim, device=decoder.device).to(decoder.dtype).transpose(1, 2) for n in (4, 2))
+    angle = torch.randn(1, 5, dim // 2, device=decoder.device).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(decoder.dtype), angle.sin().to(decoder.dtype)
+    try:
+        expected = original(query, key, cos, sin)
+    except (TypeError, RuntimeError):  # another signature or another layout of the angles
+        return False
+    return all(_same(a, b) for a, b in zip(kernels.rotary(query, key, cos, sin), expected, strict=True))
+
+
+def _same(found: Tensor, expected: Any) -> bool:
+    """Equal to the rounding of the dtype."""
+    if not isinstance(expected, Tensor) or found.shape != expected.shape:
+        return False
+    scale = expected.float().abs().max().clamp_min(1e-6)
+    tolerance = 4 * torch.finfo(expected.dtype).eps
+    return bool((found.float() - expected.float()).abs().max() <= tolerance * scale)

@@ -1,0 +1,156 @@
+"""The CUDA back end against the CPU's and against plain transformers. Needs a GPU; skipped, loudly, elsewhere."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from plaudit.core import Engine, SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "mistral": MistralConfig(**GROUPED, sliding_window=20),
+    "gemma2": Gemma2Config(**GROUPED, head_dim=16, sliding_window=20, query_pre_attn_scalar=16),
+    "gpt-neox": GPTNeoXConfig(**SHAPE),
+}
+PROMPTS = [[5 + (7 * i + j * j) % 290 for j in range(3 + 9 * i)] for i in range(8)]
+
+
+def causal(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype).eval()
+
+
+def engine(module: torch.nn.Module, **options: object) -> Engine:
+    return Engine(module.cuda(), **{"kv_bytes": 64 * 2**20, "max_running": 32, "budget": 256, **options})
+
+
+def tokens(samples: list) -> list[tuple[int, ...]]:
+    return [sample.token_ids for sample in samples]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str) -> None:
+    model = causal(name)
+    runs = engine(model).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    model.set_attn_implementation("eager")
+    for prompt, sample in zip(PROMPTS, runs, strict=True):
+        whole = torch.tensor([prompt + list(sample.token_ids)], device="cuda")
+        with torch.no_grad():
+            logits = model(whole).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        best, found = logits.max(-1).values, logits.gather(1, whole[0, len(prompt) :, None])[:, 0]
+        assert (best - found).max() < 1e-4  # greedy, ties in the last digit aside
+        torch.testing.assert_close(torch.tensor(sample.raw_logprobs), found.cpu(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_samples_and_scores_equal_the_cpus(name: str) -> None:
+    params = SamplingParams(n=3, temperature=0.8, max_tokens=30, seed=5)
+    model = causal(name)
+    on_cpu = Engine(model, kv_bytes=64 * 2**20)
+    expected, logprobs = on_cpu.generate(PROMPTS, params), on_cpu.logprobs(PROMPTS)
+    on_gpu = engine(model)
+    found = on_gpu.generate(PROMPTS, params)
+    same = sum(a == b for a, b in zip(tokens(found), tokens(expected), strict=True))
+    assert same >= len(expected) - 1  # one may fall on the other side of a tie
+    for a, b in zip(on_gpu.logprobs(PROMPTS), logprobs, strict=True):
+        assert abs(a - b).max() < 1e-4
+
+
+def test_alone_batched_cached_preempted_and_after_sleep_are_one() -> None:
+    model = causal("llama")
+    params = SamplingParams(temperature=1.0, max_tokens=60, seed=3, ignore_eos=True)
+    whole = engine(model)
+    expected = whole.generate(PROMPTS, params)
+    assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
+    assert whole.stats().tokens_shared > 0
+    alone = [whole.generate([p], dataclasses.replace(params))[0] for p in PROMPTS]
+    for a, b in zip(alone, expected, strict=True):
+        assert a.token_ids == b.token_ids
+    whole.sleep()
+    whole.wake()
+    assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
+    whole.sleep(weights=True)
+    assert next(model.parameters()).device.type == "cpu"
+    whole.wake()
+    assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
+    block = whole.stats().kv_bytes // whole.stats().blocks_total
+    small = engine(model, kv_bytes=16 * block)
+    assert tokens(small.generate(PROMPTS, params)) == tokens(expected)
+    assert small.stats().preemptions > 0
+
+
+def test_options_the_kernel_does_not_know_and_stops() -> None:
+    model = causal("llama")
+    options = [
+        SamplingParams(temperature=0.9, top_k=20, max_tokens=20, seed=1),
+        SamplingParams(temperature=0.9, top_p=0.7, max_tokens=20, seed=1),
+        SamplingParams(temperature=1.0, min_tokens=5, max_tokens=20, seed=1, logit_bias={2: 9.0}),
+        SamplingParams(temperature=1.0, max_tokens=20, seed=1, stop_token_ids=tuple(range(30, 200))),
+        SamplingParams(temperature=0.0, max_tokens=20),
+    ]
+    on_cpu, on_gpu = Engine(model, kv_bytes=64 * 2**20), None
+    expected = [on_cpu.generate(PROMPTS[:3], each) for each in options]
+    on_gpu = engine(model)
+    for each, samples in zip(options, expected, strict=True):
+        found = on_gpu.generate(PROMPTS[:3], each)
+        assert tokens(found) == tokens(samples)
+        assert [s.finish_reason for s in found] == [s.finish_reason for s in samples]
+
+
+def test_new_weights_in_place_are_used_at_once() -> None:
+    model = causal("llama")
+    on_gpu = engine(model)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    before = on_gpu.generate(PROMPTS, params)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    on_gpu.new_version()
+    after = on_gpu.generate(PROMPTS, params)
+    assert tokens(before) != tokens(after)
+    assert {v for s in after for v in s.versions} == {1}
+    assert tokens(engine(model).generate(PROMPTS, params)) == tokens(after)
+
+
+def test_bf16_scores_are_no_worse_than_those_of_transformers() -> None:
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        **{**GROUPED, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_labels": 1}
+    )
+    exact = AutoModelForSequenceClassification.from_config(config).eval().cuda()
+    half = AutoModelForSequenceClassification.from_config(config).eval().cuda()
+    half.load_state_dict(exact.state_dict())
+    half.to(torch.bfloat16)
+    sequences = [[5 + (7 * i + j * j) % 290 for j in range(20 + 3 * i)] for i in range(64)]
+    with torch.no_grad():
+        truth = torch.stack([exact(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
+        theirs = torch.stack([half(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
+    ours = torch.tensor([v.tolist() for v in Engine(half, kv_bytes=2**24).score(sequences)])
+    assert (ours - truth).abs().mean() <= 1.2 * (theirs - truth).abs().mean()
+
+
+def test_training_is_not_touched_by_the_kernels() -> None:
+    model = causal("llama")
+    on_gpu = engine(model)
+    on_gpu.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
+    model.set_attn_implementation("sdpa")
+    model(torch.tensor([PROMPTS[3]], device="cuda")).logits.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,185 @@
+"""Triton kernels against plain torch, on fresh random inputs. Without a GPU they run in Triton's interpreter."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+triton = pytest.importorskip("triton")
+kernels = pytest.importorskip("plaudit.core.kernels")
+
+from plaudit.core.sampler import Sampler, row_key, token_hashes  # noqa: E402
+from plaudit.core.sampling_params import SamplingParams  # noqa: E402
+
+if not GPU:
+    # Triton 3.6 interprets loop bounds with int(array of one element), which numpy 2.4 refuses.
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-5 if found.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gemma", [False, True])
+def test_rms_norm(dtype: torch.dtype, gemma: bool) -> None:
+    x, weight = randn(5, 3, 80, dtype=dtype), randn(80, dtype=dtype)
+    wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = wide * (1 + weight.float()) if gemma else wide * weight.float()
+    close(kernels.rms_norm(x, weight, 1e-5, gemma), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    gate, up = randn(7, 1000, dtype=dtype), randn(7, 1000, dtype=dtype)
+    close(kernels.silu_mul(gate, up), torch.nn.functional.silu(gate.float()) * up.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (5, 5, 20)])
+def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    query, key = (randn(1, 11, n, dim, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads))
+    angle = torch.randn(1, 11, dim // 2, device=DEVICE).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    for found, expected in zip(
+        kernels.rotary(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True
+    ):
+        assert found.shape == expected.shape
+        assert found.transpose(1, 2).is_contiguous()
+        close(found, expected)
+
+
+def paged(
+    rows: int, kv_heads: int, dim: int, lengths: list[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caches whose unused slots are poisoned, and tables that scatter each row's blocks."""
+    size, most = 16, -(-max(lengths) // 16)
+    keys, values = (torch.full((rows * most * size, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2))
+    tables = torch.randperm(rows * most, device=DEVICE).view(rows, most).int()
+    for row, length in enumerate(lengths):
+        for i in range(length):
+            slot = int(tables[row, i // size]) * size + i % size
+            keys[slot], values[slot] = torch.randn(2, kv_heads, dim, device=DEVICE)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    return keys.to(dtype), values.to(dtype), tables, positions
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "options"),
+    [
+        (4, 2, 16, {}),
+        (3, 1, 20, {"window": 9}),
+        (4, 4, 32, {"softcap": 5.0}),
+        (6, 2, 16, {"sinks": True}),
+        (4, 2, 16, {"window": 20, "softcap": 5.0, "sinks": True}),
+    ],
+)
+def test_decode_attention(
+    dtype: torch.dtype, splits: int, heads: int, kv_heads: int, dim: int, options: dict[str, object]
+) -> None:
+    lengths = [1, 5, 16, 17, 130]
+    keys, values, tables, positions = paged(len(lengths), kv_heads, dim, lengths, dtype)
+    query = randn(len(lengths), heads, dim, dtype=dtype)
+    sinks = randn(heads) if options.get("sinks") else None
+    window, softcap = options.get("window"), options.get("softcap")
+    found = kernels.decode_attention(
+        query, keys, values, tables, positions, 16, scale=0.3, splits=splits, sinks=sinks, window=window, softcap=softcap
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        first = max(0, length - window) if isinstance(window, int) else 0
+        slots = [int(tables[row, i // 16]) * 16 + i % 16 for i in range(first, length)]
+        k, v = (x[slots].float().repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
+        scores = torch.einsum("hd,nhd->hn", query[row].float(), k) * 0.3
+        if isinstance(softcap, float):
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None]], 1)
+        weights = scores.softmax(-1)[:, : len(slots)]
+        close(found[row], torch.einsum("hn,nhd->hd", weights, v).to(dtype))
+
+
+def test_store_decoded_writes_one_token_a_row_and_nothing_else() -> None:
+    keys, values, tables, positions = paged(3, 2, 16, [4, 17, 33], torch.float32)
+    before = keys.clone(), values.clone()
+    key, value = randn(3, 2, 16), randn(3, 2, 16)
+    kernels.store_decoded(key, value, keys, values, tables, positions, 16)
+    for row in range(3):
+        at = int(positions[row])
+        slot = int(tables[row, at // 16]) * 16 + at % 16
+        assert torch.equal(keys[slot], key[row])
+        assert torch.equal(values[slot], value[row])
+        before[0][slot], before[1][slot] = key[row], value[row]
+    assert torch.equal(keys.nan_to_num(), before[0].nan_to_num())
+    assert torch.equal(values.nan_to_num(), before[1].nan_to_num())
+
+
+@pytest.mark.parametrize("vocabulary", [18, 5000])
+def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
+    temperatures = [1.0, 0.7, 0.0, 2.0, 1.0]
+    rows = len(temperatures)
+    sampler = Sampler(
+        [SamplingParams(temperature=t) for t in temperatures], [row_key(9, i) for i in range(rows)],
+        [frozenset()] * rows, token_hashes(vocabulary, torch.device(DEVICE)),
+    )  # fmt: skip
+    tokens, positions, drawn = (
+        torch.tensor(x, device=DEVICE) for x in ([3] * rows, [10, 20, 30, 40, 50], [0, 1, 2, 3, 4])
+    )
+    left, alive = torch.tensor([9, 9, 9, 1, 9], device=DEVICE), torch.ones(rows, dtype=torch.bool, device=DEVICE)
+    outputs = (
+        torch.zeros(2, rows, dtype=torch.int64, device=DEVICE), torch.zeros(2, rows, device=DEVICE),
+        torch.zeros(2, rows, device=DEVICE), torch.zeros(2, rows, dtype=torch.bool, device=DEVICE),
+    )  # fmt: skip
+    step = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    inverse = sampler.inverse[:, 0].contiguous()
+    expected_drawn, logits = drawn.clone(), [randn(rows, vocabulary) * 3 for _ in range(2)]
+    first = sampler.draw(logits[0], expected_drawn)
+    stops = torch.full((rows, 2), -1, device=DEVICE)
+    stops[0, 1] = first.tokens[0]
+    for each in logits:
+        state = (tokens, positions, drawn, left, alive)
+        kernels.sample(each, sampler.keys, inverse, sampler.greedy, state, stops, step, outputs)
+        step += 1
+    assert torch.equal(outputs[0][0], first.tokens)
+    torch.testing.assert_close(outputs[1][0], first.logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs[2][0], first.raw_logprobs, rtol=1e-4, atol=1e-5)
+    # row 0 stopped, row 3 had one token left: both stay where they were
+    assert alive.tolist() == [False, True, True, False, True]
+    assert outputs[3].tolist() == [[True] * 5, [False, True, True, False, True]]
+    assert positions.tolist() == [10, 22, 32, 40, 52]
+    assert drawn.tolist() == [0, 3, 4, 3, 6]
+    assert left.tolist() == [9, 7, 7, 1, 7]
+    second = sampler.draw(logits[1], torch.tensor([0, 2, 3, 3, 5], device=DEVICE))
+    for row in (1, 2, 4):
+        assert outputs[0][1, row] == second.tokens[row] == tokens[row]
+
+
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+def test_these_ran_on_the_gpu() -> None:
+    assert os.environ.get("TRITON_INTERPRET") != "1", f"{sys.executable} in {Path.cwd()} is interpreting"
