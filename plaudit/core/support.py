@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plaudit.core.attention import Layout
+from plaudit.core.attention import Layout, Rule
 from plaudit.core.decoder import Decoder, LayerShape, kind_of
 from plaudit.core.packing import Packed, pack
 from plaudit.errors import ModelError
@@ -32,11 +32,14 @@ SHIFTING_ROPE = frozenset({"dynamic", "longrope"})
 class _Trial(Layout):
     """Records what each layer hands to attention."""
 
-    shapes: dict[int, LayerShape]
+    def __init__(self, inner: Layout) -> None:
+        super().__init__(inner.groups, inner.restore)
+        self.inner = inner
+        self.shapes: dict[int, LayerShape] = {}
 
-    def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
-        return key, value
+        return self.inner.attend(layer, query, key, value, rule)
 
 
 def inspect(module: nn.Module) -> Decoder:
@@ -98,8 +101,7 @@ def _tried(decoder: Decoder) -> Decoder:
 
 
 def _run(decoder: Decoder, packed: Packed) -> tuple[Tensor, dict[int, LayerShape]]:
-    layout = _Trial(packed.layout.groups, packed.layout.restore)
-    layout.shapes = {}
+    layout = _Trial(packed.layout)
     return decoder.hidden(packed.input_ids, packed.position_ids, layout), layout.shapes
 
 
