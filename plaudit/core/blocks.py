@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+
+import numpy as np
 
 
 class BlockPool:
@@ -41,10 +42,13 @@ class BlockPool:
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
         """Every reference belongs to a holder, every block without one is free, and no block is free twice."""
-        held = Counter(block for blocks in holders for block in blocks)
-        for block, refs in enumerate(self.refs):
-            if held[block] != refs:
-                raise RuntimeError(f"block {block} counts {refs} references and has {held[block]} holders")
-        idle = [block for block, refs in enumerate(self.refs) if refs == 0]
-        if sorted(self._free) != idle:
+        refs = np.array(self.refs, dtype=np.int64)
+        blocks = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
+        held = np.bincount(blocks, minlength=self.blocks)
+        wrong = np.flatnonzero(held != refs)
+        if len(wrong):
+            block = int(wrong[0])
+            raise RuntimeError(f"block {block} counts {refs[block]} references and has {held[block]} holders")
+        idle = np.flatnonzero(refs == 0)
+        if not np.array_equal(np.sort(self._free), idle):
             raise RuntimeError(f"the free list has {len(self._free)} blocks, {len(idle)} have no holder")

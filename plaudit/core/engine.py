@@ -76,7 +76,7 @@ class Engine:
             tokenizer=tokenizer,
         )  # fmt: skip
         self._runner.version = version
-        self._intake = Intake(self.decoder, tokenizer, blocks * self.backend.block_size, seed)
+        self._intake = Intake(self.decoder, tokenizer, blocks, self.backend.block_size, seed)
         self._requests: dict[int, Request] = {}
         self._outbox: list[Update] = []
         self._paused = False

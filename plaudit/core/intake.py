@@ -18,10 +18,11 @@ from plaudit.errors import RequestError
 
 
 class Intake:
-    def __init__(self, decoder: Decoder, tokenizer: Any, pool_tokens: int, seed: int) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: Any, blocks: int, block_size: int, seed: int) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
-        self.pool_tokens = pool_tokens
+        self.pool_tokens = blocks * block_size
+        self.block_size = block_size
         self.seed = seed
         self._numbers = count()
         self._eos = _end_tokens(decoder.module, tokenizer)
@@ -124,7 +125,7 @@ class Intake:
 
     def _check_pool(self, tokens: int, what: str) -> None:
         if tokens > self.pool_tokens:
-            needed = tokens * self.decoder.token_bytes()
+            needed = -(-tokens // self.block_size) * self.block_size * self.decoder.token_bytes()
             raise RequestError(
                 f"{what} need KV for {tokens} tokens and the pool holds {self.pool_tokens}: "
                 f"ask for fewer tokens, or raise kv_bytes to {needed} or more"

@@ -57,6 +57,8 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> list[np
         else:
             at = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in members])
             chosen = rows[torch.from_numpy(at).to(rows.device)]
+        if len(chosen) == 0:
+            continue
         values = _values(decoder, chosen, what, columns, [readings[i] for i in members]).cpu().numpy()
         start = 0
         for i in members:

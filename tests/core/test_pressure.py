@@ -35,7 +35,7 @@ def workload(random: np.random.Generator) -> tuple[list[list[int]], list[Samplin
                 priority=int(random.integers(0, 2)),
                 stop_token_ids=tuple(random.integers(3, tiny.VOCAB, 2).tolist()),
                 min_tokens=0,
-            )  # fmt: skip
+            )
         )
     return prompts, options
 

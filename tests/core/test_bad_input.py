@@ -1,0 +1,154 @@
+"""Everything that cannot be is refused with the value and the limit, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    MambaConfig,
+    RecurrentGemmaConfig,
+)
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.support import inspect
+from plaudit.errors import ModelError, RequestError
+from tests.core import tiny
+
+ENGINE = Engine(tiny.model("llama"), kv_bytes=16 * 4 * 256 * 2)
+REWARD = Engine(tiny.model("llama", "sequence"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n is 0, and must be at least 1"),
+        ({"temperature": -0.1}, "temperature is -0.1, and must be from 0 to 100"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0, and must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": 2.0}, "min_p is 2.0, and must be from 0 to 1"),
+        ({"max_tokens": 0}, "max_tokens is 0, and must be at least 1"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens 5 is above max_tokens 4"),
+        ({"temperature": 0, "top_p": 0.9}, r"temperature 0 takes the most likely token, so top_p=0.9 cannot matter"),
+        ({"deadline": 0.0}, "deadline is 0.0, and must be above 0 seconds"),
+        ({"seed": -1}, "seed is -1"),
+        ({"logit_bias": {3: float("-inf")}}, r"logit_bias\[3\] is -inf, and must be finite"),
+        ({"stop": ("x", "")}, "stop holds an empty string"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: ENGINE.generate([[]]), "the prompt is empty"),
+        (lambda: ENGINE.generate([[3, 89]]), r"token id 89 at 1 is outside the vocabulary 0..88 of LlamaForCausalLM"),
+        (lambda: ENGINE.generate([[-1]]), "token id -1 at 0"),
+        (lambda: ENGINE.generate([[3] * 257]), "257 tokens are more than the 256 positions"),
+        (lambda: ENGINE.generate([[3] * 256]), "the prompt has 256 tokens and LlamaForCausalLM 256 positions"),
+        (lambda: ENGINE.generate(["text"]), "the engine has no tokenizer"),
+        (lambda: ENGINE.generate([[3]], SamplingParams(stop=("x",))), "stop strings need a tokenizer"),
+        (lambda: ENGINE.generate([[3]], SamplingParams(stop_token_ids=(89,))), "stop_token_ids has token id 89"),
+        (lambda: ENGINE.generate([[3]], SamplingParams(logit_bias={-2: 1.0})), "logit_bias has token id -2"),
+        (lambda: ENGINE.generate([[3]], SamplingParams(top_k=90)), "top_k 90 is more than the vocabulary of 89"),
+        (lambda: ENGINE.generate([[3], [4]], [SamplingParams()]), "2 prompts and 1 SamplingParams"),
+        (
+            lambda: ENGINE.generate([[3] * 40], SamplingParams(max_tokens=100)),
+            "need KV for 139 tokens and the pool holds",
+        ),
+        (lambda: ENGINE.score([[3]]), "no class head: name the columns"),
+        (lambda: ENGINE.score([[3]], columns=[89]), "column 89 is outside the vocabulary"),
+        (lambda: ENGINE.score([[3, 4]], positions=[[2]], columns=[1]), r"positions \[2\] must rise and lie in 0..1"),
+        (lambda: ENGINE.score([[3, 4]], positions=[[1, 0]], columns=[1]), "must rise"),
+        (lambda: ENGINE.score([[3]], positions=[], columns=[1]), "1 sequences and 0 lists of positions"),
+        (lambda: ENGINE.new_version(keep="both"), "keep is 'both'"),  # type: ignore[arg-type]
+        (lambda: REWARD.generate([[3]]), "has no vocabulary head: it scores, it does not generate"),
+        (lambda: REWARD.logprobs([[3, 4]]), "has no vocabulary head"),
+        (lambda: REWARD.score([[3]], columns=[1]), "leave out columns"),
+        (lambda: Engine(tiny.model("llama"), kv_bytes=10), "kv_bytes gives 10 bytes and one block of 16 tokens needs"),
+        (lambda: Engine(tiny.model("llama"), kv_bytes=-0.5), "kv_bytes is -0.5"),
+        (
+            lambda: Engine(tiny.model("llama"), budget=8, max_running=9),
+            "max_running 9 must be from 1 to the budget of 8",
+        ),
+    ],
+)
+def test_requests(act: Callable[[], object], message: str) -> None:
+    before = ENGINE.stats()
+    with pytest.raises(RequestError, match=message):
+        act()
+    assert ENGINE.stats() == before
+    assert not ENGINE.busy
+
+
+def test_one_bad_prompt_keeps_the_others_out() -> None:
+    with pytest.raises(RequestError, match="token id 200"):
+        ENGINE.generate([[3], [200]], SamplingParams(max_tokens=5))
+    assert not ENGINE.busy
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2),
+            r"\(mamba\) mixes tokens with recurrent layers",
+        ),
+        (
+            RecurrentGemmaConfig(
+                vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, lru_width=16
+            ),
+            "recurrent layers",
+        ),
+    ],
+)
+def test_recurrent_models_are_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        inspect(AutoModelForCausalLM.from_config(config))
+
+
+def test_encoders_are_refused_by_name() -> None:
+    config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    with pytest.raises(ModelError, match=r"\(bert\) attends in both directions"):
+        inspect(BertForSequenceClassification(config))
+
+
+def test_rotary_positions_that_move_with_the_batch_are_refused() -> None:
+    config = tiny.CONFIGS["llama"].__class__(
+        **tiny.GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
+    with pytest.raises(ModelError, match="'dynamic' rotary positions"):
+        inspect(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_that_mixes_tokens_elsewhere_fails_the_trial() -> None:
+    module = tiny.model("llama")
+    norm = module.model.norm
+    plain = norm.forward  # type: ignore[union-attr]
+    norm.forward = lambda x: plain(x + x.mean(dim=1, keepdim=True))  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="mixes tokens outside attention"):
+        inspect(module)
+
+
+def test_a_head_that_does_more_fails_the_trial() -> None:
+    module = tiny.model("llama")
+    forward = module.forward
+
+    def louder(**options: Any) -> Any:
+        out = forward(**options)
+        out.logits = torch.relu(out.logits)
+        return out
+
+    module.forward = louder
+    with pytest.raises(ModelError, match="does something to its logits"):
+        inspect(module)

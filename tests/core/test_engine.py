@@ -1,0 +1,326 @@
+"""What the engine promises to its callers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.core import Engine, SamplingParams, Update
+from plaudit.errors import PlauditError, RequestError
+from tests.core import tiny
+
+MODULE = tiny.model("llama")
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """Token 3 + i is the i-th of these pieces; some are halves of others, so that stop strings cross borders."""
+    pieces = [
+        "<pad>",
+        "<s>",
+        "</s>",
+        *"abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,;:!?",
+        "ab",
+        "cd",
+    ]
+    pieces += [f"w{i}" for i in range(tiny.VOCAB - len(pieces))]
+    tokenizer = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>", bos_token="<s>")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(MODULE, letters())
+
+
+PROMPTS = tiny.sequences(1, 5, 3, 30)
+
+
+def test_groups_and_indices(engine: Engine) -> None:
+    samples = engine.generate(PROMPTS, SamplingParams(n=3, max_tokens=5, ignore_eos=True))
+    assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(5) for i in range(3)]
+    assert all(len(s.token_ids) == 5 and s.finish_reason == "length" and s.mask == (1,) * 5 for s in samples)
+    assert [s.prompt_ids for s in samples[::3]] == [tuple(p) for p in PROMPTS]
+    assert len({s.token_ids for s in samples[:3]}) == 3
+
+
+def test_the_prompt_of_n_samples_is_computed_once() -> None:
+    fresh = Engine(MODULE)
+    prompt = tiny.sequences(3, 1, 50, 50)[0]
+    fresh.generate([prompt], SamplingParams(n=8, max_tokens=1))
+    assert fresh.stats().tokens_computed == 50 + 7  # each further sample reads the last token again, for its row
+    assert fresh.stats().tokens_shared == 7 * 49
+
+
+def test_the_same_seed_gives_the_same_sample_in_any_company(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=20, seed=11, n=2)
+    alone = engine.generate([PROMPTS[0]], params)
+    crowd = engine.generate([PROMPTS[0], *PROMPTS], [params, *[SamplingParams(max_tokens=9)] * 5])
+    assert [s.token_ids for s in crowd[:2]] == [s.token_ids for s in alone]
+    small = Engine(MODULE, kv_bytes=engine.decoder.token_bytes() * 80, budget=16, max_running=3)
+    assert [s.token_ids for s in small.generate([PROMPTS[0]], params)] == [s.token_ids for s in alone]
+
+
+def test_two_engines_with_one_seed_give_the_same_bits() -> None:
+    params = SamplingParams(n=2, max_tokens=10)
+    first, second = (Engine(MODULE, seed=5).generate(PROMPTS, params) for _ in range(2))
+    assert first == second
+    assert Engine(MODULE, seed=6).generate(PROMPTS, params) != first
+
+
+def test_stop_tokens_and_minimum(engine: Engine) -> None:
+    free = engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    cut = engine.generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    )[0]
+    assert cut.token_ids == free.token_ids[: first + 1]
+    assert cut.finish_reason == "stop"
+    late = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(stop,), min_tokens=15)
+    assert len(engine.generate([PROMPTS[0]], late)[0].token_ids) > 15 - 1
+
+
+@pytest.mark.parametrize("look_every", [1, 8])
+def test_stop_strings_across_token_borders(look_every: int) -> None:
+    engine = Engine(MODULE, letters(), look_every=look_every)
+    free = engine.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0]
+    stop = free.text[7:10]
+    at = free.text.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,))
+    cut = engine.generate([PROMPTS[1]], params)[0]
+    assert cut.text == free.text[:at]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    streamed = list(engine.stream(PROMPTS[1], params))
+    assert "".join(u.text for u in streamed) == cut.text
+    assert streamed[-1].sample is not None
+    assert streamed[-1].sample.text == cut.text
+    assert sum((u.token_ids for u in streamed), ()) == cut.token_ids
+
+
+def test_streaming_gives_what_generate_gives(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=12, seed=3, n=2)
+    expected = engine.generate(["abc d"], params)
+    heard: list[Update] = []
+    number = engine.submit("abc d", params, on_update=heard.append)
+    seen: list[Update] = []
+    while engine.busy:
+        seen += engine.step()
+    assert seen == heard
+    assert all(u.request == number for u in seen)
+    for i in range(2):
+        mine = [u for u in seen if u.index == i]
+        assert mine[-1].sample is not None
+        assert mine[-1].sample.token_ids == expected[i].token_ids
+        assert "".join(u.text for u in mine) == expected[i].text
+    assert engine.step() == []
+
+
+def test_a_failing_callback_or_stop_test_ends_its_request_alone(engine: Engine) -> None:
+    def fail(*_: object) -> Any:
+        raise ValueError("no such thing")
+
+    params = SamplingParams(max_tokens=12, seed=3)
+    good = engine.submit(PROMPTS[0], params)
+    callback = engine.submit(PROMPTS[1], params, on_update=fail)
+    test = engine.submit(PROMPTS[2], params, stop_when=fail)
+    samples: dict[int, Any] = {}
+    while engine.busy:
+        samples |= {u.request: u.sample for u in engine.step() if u.sample is not None}
+    assert samples[good].finish_reason in ("length", "stop")
+    for number, what in ((callback, "callback"), (test, "stop test")):
+        assert samples[number].finish_reason == "error"
+        assert samples[number].error.type == "ValueError"
+        assert f"the {what} failed: no such thing" in samples[number].error.message
+    engine.check()
+
+
+def test_a_stop_test_ends_a_sample(engine: Engine) -> None:
+    number = engine.submit(
+        PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True), stop_when=lambda tokens, _: len(tokens) == 5
+    )
+    updates = []
+    while engine.busy:
+        updates += engine.step()
+    sample = updates[-1].sample
+    assert sample is not None
+    assert (updates[-1].request, len(sample.token_ids), sample.finish_reason) == (number, 5, "stop")
+
+
+def test_a_step_that_fails_is_raised_and_the_engine_goes_on() -> None:
+    engine = Engine(MODULE, look_every=2)
+    expected = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=6, seed=1))
+    forward = engine.backend.forward
+    engine.backend.forward = lambda *_: (_ for _ in ()).throw(MemoryError("full"))  # type: ignore[method-assign, assignment]
+    with pytest.raises(MemoryError, match="full"):
+        engine.generate([PROMPTS[1]])
+    engine.backend.forward = forward  # type: ignore[method-assign]
+    engine.check()
+    assert engine.stats().blocks_in_use == 0
+    assert engine.generate([PROMPTS[0]], SamplingParams(max_tokens=6, seed=1)) == expected
+
+
+def test_abort_and_deadline(engine: Engine) -> None:
+    number = engine.submit(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True, n=2))
+    late = engine.submit(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True, deadline=0.001))
+    engine.step()
+    engine.abort(number)
+    time.sleep(0.002)
+    updates = engine.step()
+    ended: dict[tuple[int, int], Any] = {(u.request, u.index): u.sample for u in updates if u.sample is not None}
+    assert [ended[key].finish_reason for key in ((number, 0), (number, 1), (late, 0))] == ["abort"] * 3
+    assert "deadline of 0.001 s" in ended[late, 0].error.message
+    assert not engine.busy
+    engine.abort(number)  # over already: nothing happens
+    assert engine.step() == []
+
+
+def test_short_requests_pass_a_long_prompt_and_the_long_one_finishes() -> None:
+    engine = Engine(MODULE, budget=16, max_running=16, look_every=1)
+    long = engine.submit(tiny.sequences(5, 1, 200, 200)[0], SamplingParams(max_tokens=1))
+    order = []
+    for round_ in range(40):
+        if round_ < 12:
+            engine.submit(tiny.sequences(60 + round_, 1, 8, 8)[0], SamplingParams(max_tokens=1))
+        order += [u.request for u in engine.step() if u.sample is not None]
+    assert not engine.busy
+    assert order.index(long) > 3
+    assert len(order) == 13
+
+
+def test_priority_goes_first() -> None:
+    engine = Engine(MODULE, budget=16, max_running=1, look_every=1)
+    low = engine.submit(PROMPTS[0][:5], SamplingParams(max_tokens=2, ignore_eos=True))
+    high = engine.submit(PROMPTS[1][:5], SamplingParams(max_tokens=2, ignore_eos=True, priority=1))
+    order = []
+    while engine.busy:
+        order += [u.request for u in engine.step() if u.sample is not None]
+    assert order == [high, low]
+
+
+def test_a_new_version_is_computed_anew_and_marked() -> None:
+    module = tiny.model("llama")
+    engine = Engine(module)
+    before = engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=8))[0]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.1)
+    assert engine.new_version() == 1
+    after = engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=8))[0]
+    assert list(after.token_ids) == tiny.plain_greedy(module, PROMPTS[0], 8)
+    assert (set(before.versions), set(after.versions)) == ({0}, {1})
+    assert engine.new_version(7) == engine.version == 7
+
+
+@pytest.mark.parametrize("keep", ["recompute", "continue"])
+def test_a_new_version_in_flight(keep: str) -> None:
+    module = tiny.model("llama")
+    engine = Engine(module, look_every=4)
+    engine.submit(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    engine.step()
+    engine.step()
+    kept = engine.stats().tokens_resident
+    with torch.no_grad():
+        module.lm_head.weight.mul_(-1)  # type: ignore[union-attr, operator]
+    engine.pause()
+    assert engine.step() == []
+    with pytest.raises(RequestError, match=r"paused: call resume\(\)"):
+        engine.generate([PROMPTS[0]])
+    engine.new_version(keep=keep)  # type: ignore[arg-type]
+    engine.resume()
+    assert engine.stats().tokens_resident == (0 if keep == "recompute" else kept)
+    updates = []
+    while engine.busy:
+        updates += engine.step()
+    sample = updates[-1].sample
+    assert sample is not None
+    assert sample.versions == (0,) * 5 + (1,) * 7
+    assert len(sample.token_ids) == 12
+    again = engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=3))[0]
+    assert list(again.token_ids) == tiny.plain_greedy(module, PROMPTS[0], 3)
+
+
+def test_sleep_and_wake(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=10, seed=2)
+    before = engine.generate(PROMPTS, params)
+    number = engine.submit(PROMPTS[0], SamplingParams(max_tokens=10, seed=2))
+    engine.step()
+    engine.sleep()
+    assert engine.stats().blocks_in_use == 0
+    assert engine.step() == []
+    with pytest.raises(RequestError, match=r"asleep: call wake\(\)"):
+        engine.score([[1]], columns=[1])
+    engine.wake()
+    updates: list[Update] = []
+    while engine.busy:
+        updates += engine.step()
+    assert updates[-1].request == number
+    assert updates[-1].sample is not None
+    assert updates[-1].sample.token_ids == before[0].token_ids
+    assert [s.token_ids for s in engine.generate(PROMPTS, params)] == [s.token_ids for s in before]
+
+
+def test_a_module_in_training_mode_is_given_back_so() -> None:
+    module = tiny.model("llama").train()
+    engine = Engine(module)
+    engine.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
+    engine.logprobs([PROMPTS[0]])
+    assert module.training
+
+
+def test_scores_in_the_queue(engine: Engine) -> None:
+    direct = engine.score([PROMPTS[0], PROMPTS[1]], columns=[4, 5])
+    first = engine.submit_score(PROMPTS[0], columns=[4, 5])
+    other = engine.submit(PROMPTS[2], SamplingParams(max_tokens=3))
+    second = engine.submit_score(PROMPTS[1], columns=[4, 5])
+    updates: dict[int, Update] = {}
+    while engine.busy:
+        updates |= {u.request: u for u in engine.step()}
+    for number, expected in ((first, direct[0]), (second, direct[1])):
+        values = updates[number].values
+        assert values is not None
+        assert abs(values[0] - expected).max() < 1e-4
+    assert updates[other].sample is not None
+
+
+def test_a_search_computes_only_new_tokens() -> None:
+    engine = Engine(tiny.model("llama", "token", labels=2))
+    path = tiny.sequences(9, 1, 37, 37)[0]
+    engine.score([path], positions=[[36]], cache=True)
+    assert engine.stats().tokens_computed == 37
+    children = [[*path, *step] for step in tiny.sequences(10, 4, 5, 5)]
+    engine.score(children, positions=[[41]] * 4, cache=True)
+    assert engine.stats().tokens_computed == 37 + 4 * 5
+
+
+def test_logprobs_never_make_a_whole_table_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(MODULE)
+    ids = tiny.sequences(11, 4, 20, 60)
+    whole = engine.logprobs(ids)
+    monkeypatch.setattr("plaudit.core.decoder.LOGIT_BYTES", tiny.VOCAB * 4 * 3)
+    largest = 0
+    logits = engine.decoder.logits
+
+    def watched(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, len(rows))
+        return logits(rows)
+
+    monkeypatch.setattr(engine.decoder, "logits", watched)
+    for a, b in zip(engine.logprobs(ids), whole, strict=True):
+        assert abs(a - b).max() < 1e-5
+    assert largest == 3
+
+
+def test_nothing_to_do(engine: Engine) -> None:
+    assert engine.generate([]) == []
+    assert engine.logprobs([]) == []
+    assert [len(x) for x in engine.logprobs([[5]])] == [0]
+    assert issubclass(RequestError, PlauditError)

@@ -1,0 +1,99 @@
+"""Draws follow the distribution, the filters do what they say, and the noise is the function that is written down."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.core.sampler import MASK64, Sampler, gumbel, mix64, row_key, token_hashes
+from plaudit.core.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def written_down(seed: int, index: int, position: int, token: int) -> float:
+    """The module's docstring, in plain integers."""
+    step = mix64((mix64(mix64(seed) + index) + (position + 1) * 0x9E3779B97F4A7C15) & MASK64)
+    low, high, mask = step & 0xFFFFFFFF, step >> 32, 0xFFFFFFFF
+    x = low ^ (token * 0x9E3779B1 & mask)
+    x = (x ^ x >> 16) * 0x85EBCA6B & mask
+    x ^= high
+    x = (x ^ x >> 13) * 0xC2B2AE35 & mask
+    x ^= x >> 16
+    u = min(((x & 0x7FFFFFFF) + 0.5) / 2**31, 1 - 2**-24)
+    return -math.log(-math.log1p(-u))
+
+
+def sampler(params: list[SamplingParams], vocab: int, seeds: list[int] | None = None) -> Sampler:
+    keys = [row_key(seed, 0) for seed in (seeds or range(len(params)))]
+    return Sampler(params, keys, [frozenset({0})] * len(params), token_hashes(vocab, CPU))
+
+
+def test_the_noise_is_the_written_function() -> None:
+    seeds, positions = [0, 1, 2**63 - 1, 77], [0, 3, 10_000, 1]
+    keys = torch.tensor([row_key(s, i) for i, s in enumerate(seeds)])
+    noise = gumbel(keys, torch.tensor(positions), token_hashes(300, CPU)).numpy()
+    expected = [
+        [written_down(s, i, p, t) for t in range(300)] for i, (s, p) in enumerate(zip(seeds, positions, strict=True))
+    ]
+    np.testing.assert_allclose(noise, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    rows = 40_000
+    drawn = sampler([SamplingParams()] * rows, 5).draw(logits.expand(rows, 5), torch.zeros(rows, dtype=torch.long))
+    share = torch.bincount(drawn.tokens, minlength=5) / rows
+    expected = torch.softmax(logits, 0)
+    assert float((share - expected).abs().max()) < 4 * math.sqrt(0.25 / rows)
+    torch.testing.assert_close(drawn.logprobs, expected.log()[drawn.tokens])
+
+
+def test_a_row_does_not_depend_on_the_rows_around_it() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(8, 50)
+    params = [
+        SamplingParams(temperature=t, top_k=k, top_p=p)
+        for t, k, p in zip([0.5, 1, 2, 1] * 2, [0, 5, 0, 9] * 2, [1.0, 0.9, 0.7, 1] * 2, strict=True)
+    ]
+    together = sampler(params, 50).draw(logits, torch.arange(8))
+    for i in range(8):
+        alone = sampler([params[i]], 50, [i]).draw(logits[i : i + 1], torch.tensor([i]))
+        assert alone.tokens[0] == together.tokens[i]
+        torch.testing.assert_close(alone.logprobs[0], together.logprobs[i])
+        torch.testing.assert_close(alone.raw_logprobs[0], together.raw_logprobs[i])
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        (SamplingParams(top_k=2), {1, 2}),
+        (SamplingParams(top_p=0.6), {2}),  # the most likely alone has 0.62
+        (SamplingParams(top_p=0.7), {1, 2}),
+        (SamplingParams(min_p=0.3), {1, 2}),
+        (SamplingParams(temperature=0.1, top_p=0.99), {2}),
+        (SamplingParams(logit_bias={3: 50.0}), {3}),
+        (SamplingParams(temperature=0), {2}),
+        (SamplingParams(temperature=0, logit_bias={2: -100.0}), {1}),
+    ],
+)
+def test_filters_keep_the_right_tokens(params: SamplingParams, allowed: set[int]) -> None:
+    logits = torch.tensor([-1.0, 1.0, 2.0, 0.0]).expand(400, 4)
+    drawn = sampler([params] * 400, 4).draw(logits, torch.zeros(400, dtype=torch.long))
+    assert set(drawn.tokens.tolist()) == allowed
+    kept = torch.full((4,), -math.inf)
+    kept[list(allowed)] = 0
+    if params.temperature == 1 and not params.logit_bias:
+        torch.testing.assert_close(drawn.logprobs, torch.log_softmax(logits[0] + kept, 0)[drawn.tokens])
+    torch.testing.assert_close(drawn.raw_logprobs, torch.log_softmax(logits[0], 0)[drawn.tokens])
+
+
+def test_endings_are_barred_until_min_tokens() -> None:
+    logits = torch.tensor([[9.0, 0.0, 0.0]]).expand(2, 3)
+    s = sampler([SamplingParams(temperature=0, min_tokens=3)] * 2, 3)
+    tokens = s.draw(logits, torch.tensor([2, 3])).tokens.tolist()
+    assert tokens[0] != 0
+    assert tokens[1] == 0
