@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plaudit.errors import ConfigError, nearest
-from plaudit.events import read_events
+from plaudit.report.source import run_events
 
 
 class Sink(Protocol):
@@ -36,7 +36,11 @@ class Tracker:
 
     def __init__(self, package: str, run: Path) -> None:
         self.module = _need(package, package)
-        self.module.init(project="plaudit", name=run.name)
+        try:
+            self.module.init(project="plaudit", name=run.resolve().name)
+        except Exception as error:  # a tracker's own errors: no key, no network, no disk
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{package} did not start: {reason or type(error).__name__}") from error
 
     def metrics(self, step: int, values: Mapping[str, float], wall: float) -> None:
         self.module.log(dict(values), step=step)
@@ -57,7 +61,7 @@ def forward(run: Path, name: str) -> int:
     if name not in SINKS:
         raise ConfigError(f"unknown tracker {name!r}; {nearest(name, SINKS)}")
     by_step: dict[int, tuple[dict[str, float], float]] = {}
-    for event in read_events(run):
+    for event in run_events(run):
         if event["kind"] == "metric" and "step" in event:
             values, _ = by_step.setdefault(event["step"], ({}, event["wall"]))
             values.update({key: float(value) for key, value in event["values"].items()})

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from plaudit.errors import RunError
-from plaudit.events import Event, read_events
+from plaudit.events import Event
+from plaudit.report.source import run_events
 
 # What the figures mean, in the order in which they are shown.
 FIGURES = {
@@ -34,10 +34,10 @@ def print_report(runs: Sequence[Path], console: Console | None = None) -> None:
         table.add_column(heading)
     table.add_column("value", justify="right")
     for run in runs:
-        events = _events(run)
+        events = run_events(run)
         curve = [float(e["values"]["loss"]) for e in events if e["kind"] == "metric" and "loss" in e["values"]]
         figures = final_figures(events)
-        label = run.name
+        label = run.resolve().name
         for name in [*FIGURES, *sorted(set(figures) - set(FIGURES))]:
             if name in figures:
                 table.add_row(label, FIGURES.get(name, name), f"{figures[name]:.3f}")
@@ -69,12 +69,6 @@ def sparkline(values: Sequence[float]) -> str:
     low, high = min(means), max(means)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
-
-
-def _events(run: Path) -> list[Event]:
-    if not (run / "events.jsonl").is_file():
-        raise RunError(f"{run} is no run directory: it has no events.jsonl; `plaudit train RECIPE` makes one")
-    return read_events(run)
 
 
 def _seconds(events: Sequence[Event]) -> float:

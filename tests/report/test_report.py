@@ -1,3 +1,4 @@
+import importlib.util
 import io
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def test_sparkline() -> None:
 def test_no_run_there(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"it has no events\.jsonl"):
         print_report([tmp_path])
+    with pytest.raises(RunError, match=r"it has no events\.jsonl"):
+        forward(tmp_path, "tensorboard")
 
 
 def test_tensorboard_receives_every_step(run: Path) -> None:
@@ -60,3 +63,17 @@ def test_tensorboard_receives_every_step(run: Path) -> None:
 def test_unknown_and_absent_trackers(run: Path) -> None:
     with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'; did you mean 'tensorboard'"):
         forward(run, "tensorbord")
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers_receive_every_step_where_they_are_installed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if importlib.util.find_spec(name) is None:
+        with pytest.raises(ConfigError, match=f"{name} is not installed: pip install 'plaudit\\[track\\]'"):
+            forward(run, name)
+        return
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    assert forward(run, name) == 50
