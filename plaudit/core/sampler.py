@@ -68,8 +68,9 @@ def gumbel(keys: Tensor, positions: Tensor, hashes: Tensor) -> Tensor:
     x ^= (x >> 13).bitwise_and_(0x7FFFF)
     x *= _signed(0xC2B2AE35, 32)
     x ^= (x >> 16).bitwise_and_(0xFFFF)
-    u = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    # -u in two steps: a power of two scales exactly, so this rounds as (x + 0.5) / 2**31 does
+    minus_u = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=2.0**-24 - 1)
+    return minus_u.log1p_().neg_().log_().neg_()
 
 
 @dataclass(frozen=True)
