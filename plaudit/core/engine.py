@@ -315,6 +315,7 @@ class Engine:
         others: list[Update] = []
         try:
             while any(r.number in self._requests for r in requests):
+                self._ready()  # somebody may have paused the engine between two updates
                 updates = self.step()
                 others += [u for u in updates if u.request not in mine]
                 yield from (u for u in updates if u.request in mine)

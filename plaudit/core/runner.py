@@ -210,7 +210,11 @@ class Runner:
         if finished:
             self.scheduler.release(sequence)
         if done:
-            return Update(sequence.request.number, 0, (), "", values=np.concatenate(sequence.values))
+            values = np.concatenate(sequence.values)
+            if np.isfinite(values).all():
+                return Update(sequence.request.number, 0, (), "", values=values)
+            sequence.finish = "error"
+            sequence.error = ItemError("NotANumber", f"{self.decoder.name} gave scores that are not finite numbers")
         if not finished and sequence.generated == sequence.seen:
             return None
         return self._update(sequence)

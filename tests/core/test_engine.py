@@ -319,6 +319,28 @@ def test_logprobs_never_make_a_whole_table_of_logits(monkeypatch: pytest.MonkeyP
     assert largest == 3
 
 
+def test_a_score_that_is_no_number_is_an_error() -> None:
+    module = tiny.model("llama", "sequence")
+    engine = Engine(module)
+    with torch.no_grad():
+        module.score.weight.fill_(float("nan"))  # type: ignore[union-attr, operator]
+    for cache in (False, True):
+        with pytest.raises(RequestError, match="not finite numbers"):
+            engine.score([PROMPTS[0]], cache=cache)
+    assert not engine.busy
+
+
+def test_a_pause_between_two_updates_is_an_error_and_not_a_hang(engine: Engine) -> None:
+    updates = engine.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+    next(updates)
+    engine.pause()
+    with pytest.raises(RequestError, match="paused"):
+        list(updates)
+    engine.resume()
+    engine.step()
+    assert not engine.busy
+
+
 def test_nothing_to_do(engine: Engine) -> None:
     assert engine.generate([]) == []
     assert engine.logprobs([]) == []
