@@ -69,6 +69,25 @@ class Layout:
             flat.append(out.flatten(0, 1))
         return (torch.cat(flat) if len(flat) > 1 else flat[0])[self.restore]
 
+    def attend_wanted(
+        self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
+    ) -> Tensor:
+        """Attention of the rows `wanted` alone, each a sequence of one query: query (W, H, D) -> (W, H, D). keys and
+        values are what `context` gave."""
+        place = self.restore[wanted]
+        out = torch.empty(len(query), query.shape[1], values.shape[2], dtype=query.dtype, device=query.device)
+        start = 0
+        for group in self.groups:
+            size = group.queries.numel()
+            here = ((place >= start) & (place < start + size)).nonzero()[:, 0]
+            if len(here):
+                at = place[here] - start
+                rows = group.keys[at // group.queries.shape[1]]
+                mask = row_mask(group.positions.reshape(-1)[at], rows.shape[1], rule.window, query.dtype)
+                out[here] = attend_group(query[here][:, None], keys[rows], values[rows], mask, rule)[:, 0]
+            start += size
+        return out
+
     def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What `Group.keys` points into: here the row itself, in a paged layout the cache."""
         return key, value
@@ -84,6 +103,16 @@ class Layout:
         if made is None:
             made = self._masks[index, window, dtype] = group.mask(window, dtype)
         return made
+
+
+def row_mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(B, 1, 1, keys) for one query a row at these positions: 0 where it sees a key and -inf elsewhere."""
+    key = torch.arange(keys, device=position.device)
+    hidden = key > position[:, None]
+    if window is not None:
+        hidden |= key <= position[:, None] - window
+    blank = torch.zeros(hidden.shape, dtype=dtype, device=position.device)
+    return blank.masked_fill_(hidden, float("-inf"))[:, None, None]
 
 
 def attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:

@@ -20,9 +20,10 @@ from plaudit.core.cpu import PagedLayout
 from plaudit.core.cpu_decode import KVCache
 from plaudit.core.decoder import Decoder
 from plaudit.core.fusion import Fusion
-from plaudit.core.packing import Packed, grouped_layout
+from plaudit.core.packing import Packed, grouped_layout, send
 from plaudit.core.sampler import Sampler
-from plaudit.core.varlen import VarlenLayout
+from plaudit.core.varlen import VarlenLayout, known
+from plaudit.core.wanted import WantedRows
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
@@ -41,14 +42,18 @@ class StoredLayout(VarlenLayout):
             plain = grouped_layout(spans, slots, device)
             return PagedLayout(plain.groups, plain.restore, cache=cache, slots=new, copies=copies)
 
+        self.cache = cache
         self.paged = PagedLayout((), torch.empty(0), cache=cache, slots=new, copies=copies)
-        super().__init__(spans, slots, device, grouped)
-        if copies is None and not any(before for _, _, before in spans):
-            self.key_rows = None  # nothing was cached before: the new keys are all there is
+        # Where nothing was cached before, the new keys are all there is, and they lie end to end.
+        alone = copies is None and not any(before for _, _, before in spans)
+        super().__init__(spans, slots, device, grouped, end_to_end=alone)
 
-    @property
-    def stored(self) -> bool:
-        return True
+    def attend_wanted(
+        self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
+    ) -> Tensor:
+        if not known(query, values, rule):  # the groups count their keys by slots of the cache
+            keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return super().attend_wanted(layer, wanted, query, keys, values, rule)
 
     def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         stored = self.paged.context(layer, key, value)
@@ -165,14 +170,15 @@ class DecodeGraph:
 
 
 class CudaBackend(Backend):
-    block_size = 16
-    budget = 16384
+    block_size = 64
+    budget = 32768
     max_running = 1024
     look_every = 32
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
         self.fusion = Fusion(decoder)
+        self._wanted = WantedRows(decoder)
         self.pool = torch.cuda.graph_pool_handle()
         self.scratch = 0
         self._cache: KVCache | None = None
@@ -203,7 +209,7 @@ class CudaBackend(Backend):
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         with self.fusion.applied():
-            return self.decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)[wanted]
+            return self._wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         device, size = self.decoder.device, self.block_size
@@ -213,17 +219,19 @@ class CudaBackend(Backend):
         slots = [(np.array(s.blocks)[:, None] * size + offsets).ravel()[: s.start + len(s.tokens)] for s in spans]
         new = np.concatenate([at[s.start :] for at, s in zip(slots, spans, strict=True)])
         pairs = [(c.source * size + i, c.target * size + i) for c in copies for i in range(c.first, c.first + c.tokens)]
-        both = torch.tensor(pairs, device=device).T.contiguous() if pairs else None
+        both = send(np.array(pairs).T, device) if pairs else None
         shapes = [(int(first), len(s.tokens), s.start) for first, s in zip(starts, spans, strict=True)]
         layout = StoredLayout(
-            shapes, slots, self.cache, _send(new, device), None if both is None else (both[0], both[1]), device
+            shapes, slots, self.cache, send(new, device), None if both is None else (both[0], both[1]), device
         )
         tokens = np.fromiter((t for s in spans for t in s.tokens), dtype=np.int64, count=int(counts.sum()))
         positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
         wanted = [int(first) + row for first, s in zip(starts, spans, strict=True) for row in s.wanted]
         with self.fusion.applied():
-            hidden = self.decoder.hidden(_send(tokens, device)[None], _send(positions, device)[None], layout)
-        return hidden[torch.tensor(wanted, dtype=torch.long, device=device)]
+            return self._wanted.hidden(
+                send(tokens, device)[None], send(positions, device)[None], layout,
+                send(np.array(wanted, dtype=np.int64), device),
+            )  # fmt: skip
 
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
         graph = self._graph(len(batch.lengths))
@@ -246,7 +254,3 @@ class CudaBackend(Backend):
 def _plain(sampler: Sampler) -> bool:
     """Temperature alone: what the sampling kernel knows."""
     return sampler.bias is None and sampler.endings is None and not len(sampler.filtered)
-
-
-def _send(values: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from plaudit.errors import PlauditError, RequestError
 from plaudit.records import ItemError, Sample
 
 Prompt = str | Sequence[int]
+
+CHECK_EVERY = 5.0  # seconds between two integrity checks of an idle engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Engine:
         self._intake = Intake(self.decoder, tokenizer, blocks, self.backend.block_size, seed)
         self._requests: dict[int, Request] = {}
         self._outbox: list[Update] = []
+        self._checked = float("-inf")
         self._paused = False
         self._asleep = False
         self._home: torch.device | None = None
@@ -157,8 +161,9 @@ class Engine:
         finally:
             if training:
                 self.decoder.module.train()
-        if self._runner.scheduler.idle:
+        if self._runner.scheduler.idle and time.monotonic() - self._checked > CHECK_EVERY:
             self._runner.check()
+            self._checked = time.monotonic()
         return self._collect()
 
     def abort(self, number: int) -> None:
@@ -291,7 +296,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise if blocks, tree and sequences disagree. Also run whenever the queue has become empty."""
+        """Raise if blocks, tree and sequences disagree. Also run now and then when the queue has become empty."""
         self._runner.check()
 
     # Inside
@@ -313,6 +318,7 @@ class Engine:
         """Step until these requests are over; news of others stays for step(). A step that fails raises here."""
         mine = {r.number for r in requests}
         others: list[Update] = []
+        frozen = _freeze()
         try:
             while any(r.number in self._requests for r in requests):
                 self._ready()  # somebody may have paused the engine between two updates
@@ -323,6 +329,8 @@ class Engine:
                     raise self._runner.failure
         finally:
             self._outbox[:0] = others
+            if frozen:
+                gc.unfreeze()
 
     def _collect(self) -> list[Update]:
         updates, self._outbox = self._outbox, []
@@ -360,6 +368,15 @@ def _backend(decoder: Any) -> Backend:
 
         return CudaBackend(decoder)
     raise PlauditError(f"no back end for {decoder.device}: load the model on the CPU")
+
+
+def _freeze() -> bool:
+    """Take everything that exists out of the garbage collector's sight: the many small lists of a generation make it
+    run often, and each run would look at all of transformers again. True if it must be undone."""
+    if gc.get_freeze_count():
+        return False
+    gc.freeze()
+    return True
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

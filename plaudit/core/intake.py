@@ -26,7 +26,12 @@ class Intake:
         self.seed = seed
         self._numbers = count()
         self._eos = _end_tokens(decoder.module, tokenizer)
-        self._adapters = [m for m in decoder.module.modules() if hasattr(m, "active_adapters")]
+        self._adapters = [
+            # of an adapter's layers it is a list; every transformers model has a method of that name
+            m
+            for m in decoder.module.modules()
+            if isinstance(getattr(m, "active_adapters", None), list | str)
+        ]
 
     def generation(
         self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False

@@ -6,6 +6,9 @@ Letters: T tokens, B rows of a decode batch, H query heads, K key-value heads, G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -242,13 +245,110 @@ def decode_attention(
         GP=max(16, triton.next_power_of_2(group)), D=dim, DP=max(16, triton.next_power_of_2(dim)), E=width,
         EP=max(16, triton.next_power_of_2(width)), BLOCK_SIZE=size, TILE=32 if exact or dim > 128 else 64,
         SPLITS=splits, WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, EXACT=exact,
-        num_warps=4, num_stages=2,
+        num_warps=2 if dim <= 64 else 4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(batch * heads,)](
             target, peaks, sums, out, E=width, EP=triton.next_power_of_2(width), SPLITS=splits,
             SP=triton.next_power_of_2(splits), num_warps=1,
         )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _varlen_attention(
+    query, keys, values, out, query_ends, key_starts, key_counts, key_rows, tiles, scale_log2, window, query_row,
+    query_head, key_row, key_head, value_row, value_head, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr,
+):  # fmt: skip
+    # A tile is M queries of one sequence; `tiles` names the sequence and the first query of each, longest first.
+    sequence = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    kv_head = head // G
+    q_begin, k_begin = tl.load(query_ends + sequence), tl.load(key_starts + sequence)
+    q_count = tl.load(query_ends + sequence + 1) - q_begin
+    k_count = tl.load(key_counts + sequence)
+    before = k_count - q_count
+
+    at_d = tl.arange(0, DP)
+    row = first + tl.arange(0, M)
+    inside = (row < q_count)[:, None] & (at_d < D)[None, :]
+    q_at = (q_begin + row).to(tl.int64)[:, None] * query_row + head * query_head + at_d[None, :]
+    q = tl.load(query + q_at, mask=inside, other=0.0)
+    position = before + row
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    gathered = tl.zeros([M, DP], tl.float32)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(before + first - window + 1, 0) // N * N
+    end = tl.minimum(before + first + M, k_count)
+    clear = tl.maximum(begin, (before + first + 1) // N * N)  # tiles before this need no causal mask
+    if WINDOW:
+        clear = begin
+    for start in range(begin, end, N):
+        key = start + tl.arange(0, N)
+        known = key < k_count
+        place = (k_begin + key).to(tl.int64)
+        if SCATTERED:
+            place = tl.load(key_rows + place, mask=known, other=0)
+        k_at = place[:, None] * key_row + kv_head * key_head + at_d[None, :]
+        k = tl.load(keys + k_at, mask=known[:, None] & (at_d < D)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k)) * scale_log2
+        if start >= clear:
+            seen = (key[None, :] <= position[:, None]) & known[None, :]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing of a tile
+        chance = tl.exp2(score - safe[:, None])
+        keep = tl.exp2(peak - safe)
+        total = total * keep + tl.sum(chance, axis=1)
+        v_at = place[:, None] * value_row + kv_head * value_head + at_d[None, :]
+        v = tl.load(values + v_at, mask=known[:, None] & (at_d < D)[None, :], other=0.0)
+        gathered = gathered * keep[:, None] + tl.dot(chance.to(v.dtype), v)
+        peak = higher
+    result = gathered / tl.where(total == 0.0, 1.0, total)[:, None]  # rows past the end have seen nothing
+    o_at = ((q_begin + row).to(tl.int64)[:, None] * H + head) * D + at_d[None, :]
+    tl.store(out + o_at, result.to(out.dtype.element_ty), mask=inside)
+
+
+QUERY_TILE = 64
+LOG2_E = 1.4426950408889634
+
+
+def query_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """(programs, 2) int32: the sequence and the first query of each tile, the tiles with most to read first."""
+    counts = np.asarray(counts)
+    tiles = -(-counts // QUERY_TILE)
+    sequence = np.repeat(np.arange(len(counts)), tiles)
+    first = (np.arange(len(sequence)) - np.repeat(tiles.cumsum() - tiles, tiles)) * QUERY_TILE
+    order = np.argsort(-first, kind="stable")
+    return np.ascontiguousarray(np.stack([sequence[order], first[order]], axis=1).astype(np.int32))
+
+
+def varlen_attention(
+    query: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_starts: Tensor, key_counts: Tensor,
+    tiles: Tensor, *, scale: float, window: int | None = None, key_rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of packed sequences: query (Tq, H, D) over keys and values (Tk or more, K, D) -> (Tq, H, D).
+
+    query_ends              cumulative counts of queries, one more than there are sequences
+    key_starts, key_counts  which keys a sequence has; its last query sees the last of them
+    key_rows                where each key lies, if not end to end
+    tiles                   (programs, 2): sequence and first query of every QUERY_TILE queries
+    """
+    _, heads, dim = query.shape
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _varlen_attention[(tiles.shape[0], heads)](
+        query, keys, values, out, query_ends, key_starts, key_counts, tiles if key_rows is None else key_rows, tiles,
+        scale * LOG2_E, window or 0, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1),
+        values.stride(0), values.stride(1), H=heads, G=heads // keys.shape[1], D=dim,
+        DP=max(16, triton.next_power_of_2(dim)), M=QUERY_TILE, N=64 if dim <= 128 else 32, WINDOW=window is not None,
+        SCATTERED=key_rows is not None, num_warps=4, num_stages=3 if dim <= 64 else 2,
+    )  # fmt: skip
     return out
 
 
@@ -303,9 +403,12 @@ def _sample(
         higher = tl.maximum(raw_peak, tl.max(raw, axis=0))
         raw_sum = raw_sum * tl.exp(raw_peak - higher) + tl.sum(tl.exp(raw - higher), axis=0)
         raw_peak = higher
-        higher = tl.maximum(peak, tl.max(shaped, axis=0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(shaped - higher), axis=0)
-        peak = higher
+        if scale != 1.0:
+            higher = tl.maximum(peak, tl.max(shaped, axis=0))
+            total = total * tl.exp(peak - higher) + tl.sum(tl.exp(shaped - higher), axis=0)
+            peak = higher
+    if scale == 1.0:
+        peak, total = raw_peak, raw_sum
     raw_logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32)
     place = tl.load(step) * rows + row
     was_alive = tl.load(alive + row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -87,12 +88,12 @@ def _packed(
     device: torch.device | str,
 ) -> Packed:  # fmt: skip
     own = tuple(len(ids) - before for ids, before in zip(sequences, shared, strict=True))
-    tokens = [token for ids, before in zip(sequences, shared, strict=True) for token in ids[before:]]
+    tokens = np.fromiter(
+        chain.from_iterable(ids[before:] for ids, before in zip(sequences, shared, strict=True)), np.int64, sum(own)
+    )
     positions = np.concatenate([np.arange(b, b + n) for b, n in zip(shared, own, strict=True)])
     layout = packed_layout(list(zip(starts, own, shared, strict=True)), rows, device)
-    return Packed(
-        torch.tensor([tokens], device=device), torch.from_numpy(positions)[None].to(device), layout, starts, own
-    )
+    return Packed(send(tokens, device)[None], send(positions, device)[None], layout, starts, own)
 
 
 def packed_layout(
@@ -123,6 +124,12 @@ def grouped_layout(
         groups.append(Group(queries, at, positions, whole=not before.any()))
         done += len(members) * longest
     return Layout(tuple(groups), torch.from_numpy(restore).to(device))
+
+
+def send(values: np.ndarray, device: torch.device | str) -> Tensor:
+    """To the device; to a GPU from pinned memory, so that the host does not wait for what the GPU is still doing."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def trunk(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plaudit.core.decoder import Decoder
+from plaudit.core.packing import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,29 @@ class Reading:
     positions: Sequence[int]
 
 
-def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> list[np.ndarray]:
-    """Read each sequence's rows (they lie end to end in `rows`): (positions, values) or, for log-probs, (positions,).
+@dataclass(frozen=True)
+class Taken:
+    """What was read, still on its device: a GPU goes on with the next batch until somebody asks for `arrays`."""
 
-    Sequences that want the same thing share one product.
-    """
+    readings: Sequence[Reading]
+    parts: list[tuple[list[int], Tensor]]  # which readings, and their values end to end
+
+    def arrays(self) -> list[np.ndarray]:
+        """Per sequence, (positions, values) or, for log-probs, (positions,)."""
+        results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(self.readings)
+        for members, tensor in self.parts:
+            values, start = tensor.cpu().numpy(), 0
+            for i in members:
+                count = len(self.readings[i].positions)
+                results[i] = values[start : start + count]
+                start += count
+        return results
+
+
+def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Taken:
+    """Read each sequence's rows, which lie end to end in `rows`. Sequences that want the same share one product."""
     offsets = np.cumsum([0, *(len(r.positions) for r in readings)])
-    results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(readings)
+    parts: list[tuple[list[int], Tensor]] = []
     wants: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, reading in enumerate(readings):
         wants.setdefault((reading.read.what, reading.read.columns), []).append(i)
@@ -59,13 +76,8 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> list[np
             chosen = rows[torch.from_numpy(at).to(rows.device)]
         if len(chosen) == 0:
             continue
-        values = _values(decoder, chosen, what, columns, [readings[i] for i in members]).cpu().numpy()
-        start = 0
-        for i in members:
-            count = len(readings[i].positions)
-            results[i] = values[start : start + count]
-            start += count
-    return results
+        parts.append((members, _values(decoder, chosen, what, columns, [readings[i] for i in members])))
+    return Taken(readings, parts)
 
 
 def _values(decoder: Decoder, rows: Tensor, what: str, columns: tuple[int, ...], readings: Sequence[Reading]) -> Tensor:
@@ -73,5 +85,5 @@ def _values(decoder: Decoder, rows: Tensor, what: str, columns: tuple[int, ...],
         return decoder.head(rows)
     if what == "columns":
         return decoder.columns(rows, columns)
-    targets = [r.tokens[p + 1] for r in readings for p in r.positions]
-    return decoder.logprobs(rows, torch.tensor(targets, device=rows.device))
+    targets = np.array([r.tokens[p + 1] for r in readings for p in r.positions])
+    return decoder.logprobs(rows, send(targets, rows.device))

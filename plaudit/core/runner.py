@@ -11,6 +11,7 @@ import torch
 from plaudit.core.backend import Backend, DecodeBatch, Span
 from plaudit.core.blocks import BlockPool
 from plaudit.core.decoder import Decoder
+from plaudit.core.packing import send
 from plaudit.core.prefix import PrefixTree
 from plaudit.core.reads import Reading, take
 from plaudit.core.sampler import Sampler, row_key, token_hashes
@@ -105,15 +106,16 @@ class Runner:
                 drawing.append((sequence, at))
             at += len(span.wanted)
         if readings:
-            values = take(self.decoder, rows[torch.tensor(read_rows, dtype=torch.long)], [r for _, r in readings])
-            for (sequence, _), value in zip(readings, values, strict=True):
+            chosen = rows[send(np.array(read_rows, dtype=np.int64), rows.device)]
+            taken = take(self.decoder, chosen, [r for _, r in readings])
+            for (sequence, _), value in zip(readings, taken.arrays(), strict=True):
                 sequence.values.append(value)
         if drawing:
-            self._draw([s for s, _ in drawing], rows[torch.tensor([i for _, i in drawing])])
+            self._draw([s for s, _ in drawing], rows[send(np.array([i for _, i in drawing]), rows.device)])
 
     def _draw(self, sequences: list[Seq], rows: torch.Tensor) -> None:
         sampler = self._sampler_of(sequences)
-        drawn_before = torch.tensor([s.generated for s in sequences], device=rows.device)
+        drawn_before = send(np.array([s.generated for s in sequences]), rows.device)
         drawn = sampler.draw(self.decoder.logits(rows), drawn_before)
         columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.raw_logprobs.tolist())
         for sequence, token, logprob, raw in zip(sequences, *columns, strict=True):
@@ -135,11 +137,14 @@ class Runner:
         sequences = [chunk.sequence for chunk in plan.chunks]
         batch = self._batch(sequences)
         decoded = self.backend.decode(batch, plan.decode_steps)
-        counts = decoded.alive.sum(dim=0).tolist()
-        tokens, logprobs, raws = (x.T.tolist() for x in (decoded.tokens, decoded.logprobs, decoded.raw_logprobs))
+        counts = decoded.alive.numpy().sum(axis=0).tolist()
+        columns = (decoded.tokens, decoded.logprobs, decoded.raw_logprobs)
+        tokens, logprobs, raws = (np.ascontiguousarray(x.numpy().T).tolist() for x in columns)
+        sound = bool(decoded.raw_logprobs.isfinite().all())
         for row, sequence in enumerate(sequences):
             count = counts[row]
-            taken = self._accept(sequence, tokens[row][:count], logprobs[row][:count], raws[row][:count])
+            accept = self._accept_all if sound and sequence.plain else self._accept
+            taken = accept(sequence, tokens[row][:count], logprobs[row][:count], raws[row][:count])
             sequence.computed += taken
             self.tokens_computed += taken
 
@@ -154,7 +159,7 @@ class Runner:
             stops[row, : len(s.request.stop_ids)] = sorted(s.request.stop_ids)
 
         def column(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            return send(np.array(values, dtype=np.int64), device)
 
         return DecodeBatch(
             tokens=column([s.tokens[-1] for s in sequences]),
@@ -162,11 +167,23 @@ class Runner:
             drawn=column([s.generated for s in sequences]),
             left=column([s.remaining for s in sequences]),
             alive=torch.ones(len(sequences), dtype=torch.bool, device=device),
-            stops=torch.from_numpy(stops).to(device),
-            tables=torch.from_numpy(tables).to(device),
+            stops=send(stops, device),
+            tables=send(tables, device),
             sampler=self._sampler_of(sequences),
             lengths=lengths,
         )
+
+    def _accept_all(self, sequence: Seq, tokens: list[int], logprobs: list[float], raws: list[float]) -> int:
+        """The same for tokens that the back end has tested already, where nobody on the host has a say."""
+        sequence.tokens += tokens
+        sequence.logprobs += logprobs
+        sequence.raw_logprobs += raws
+        sequence.versions += [self.version] * len(tokens)
+        if tokens and tokens[-1] in sequence.request.stop_ids:
+            sequence.finish = "stop"
+        elif sequence.remaining == 0:
+            sequence.finish = "length"
+        return len(tokens)
 
     def _accept(self, sequence: Seq, tokens: list[int], logprobs: list[float], raws: list[float]) -> int:
         """Add drawn tokens until one ends the sequence; returns how many were added."""

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import torch
 
 from plaudit.core.backend import Backend
-from plaudit.core.packing import PackedTree, common_prefix, pack, pack_tree
-from plaudit.core.reads import Read, Reading, take
+from plaudit.core.packing import PackedTree, common_prefix, pack, pack_tree, send
+from plaudit.core.reads import Read, Reading, Taken, take
 
 WORTH_SHARING = 0.1  # of all tokens; below this the masks and gathers of sharing cost more than it saves
 
@@ -25,15 +24,17 @@ def read_rows(
     """What each read asks for, the tokens computed, and the tokens shared."""
     results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(sequences)
     computed = 0
+    pending: list[tuple[list[int], Taken]] = []
     for batch, shared in _batches(sequences, budget):
         chosen = [sequences[i] for i in batch]
         tree = pack_tree(chosen, backend.decoder.device) if shared else _flat(chosen, backend)
         computed += tree.tokens
         wanted = [rows[list(reads[i].positions)] for i, rows in zip(batch, tree.rows, strict=True)]
-        at = torch.from_numpy(np.concatenate(wanted)).to(backend.decoder.device)
-        rows = backend.rows(tree.packed, at)
+        rows = backend.rows(tree.packed, send(np.concatenate(wanted), backend.decoder.device))
         readings = [Reading(reads[i], sequences[i], reads[i].positions) for i in batch]
-        for i, values in zip(batch, take(backend.decoder, rows, readings), strict=True):
+        pending.append((batch, take(backend.decoder, rows, readings)))
+    for batch, taken in pending:
+        for i, values in zip(batch, taken.arrays(), strict=True):
             results[i] = values
     return results, computed, sum(map(len, sequences)) - computed
 

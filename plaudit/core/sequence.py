@@ -78,9 +78,8 @@ class Sequence:
     since: int = 0  # the scheduler's step at which it began to wait
     seen: int = 0  # generated tokens already reported in an update
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_ids)
 
     @property
     def generated(self) -> int:
@@ -95,6 +94,11 @@ class Sequence:
     def decoding(self) -> bool:
         """One more token and it draws the next."""
         return self.pending == 1 and self.request.read is None
+
+    @property
+    def plain(self) -> bool:
+        """Only stop tokens and lengths end it, which the back end tests itself."""
+        return self.stream is None and self.request.stop_when is None
 
     @property
     def shareable(self) -> int:

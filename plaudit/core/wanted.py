@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plaudit.core.attention import Layout, Rule, attend_group
+from plaudit.core.attention import Layout, Rule
 from plaudit.core.decoder import Decoder
 from plaudit.core.packing import pack
 
@@ -41,34 +41,7 @@ class _Narrow(Layout):
         if self.stored is None:
             self.stored = self.inner.context(layer, key, value)
             raise _BrokenOff
-        return self._attend_wanted(query, *self.stored, rule)
-
-    def _attend_wanted(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-        """Each wanted row is a sequence of one query."""
-        place = self.restore[self.wanted]
-        out = torch.empty(len(query), query.shape[1], values.shape[2], dtype=query.dtype, device=query.device)
-        start = 0
-        for group in self.groups:
-            size = group.queries.numel()
-            here = ((place >= start) & (place < start + size)).nonzero()[:, 0]
-            if len(here):
-                at = place[here] - start
-                rows = group.keys[at // group.queries.shape[1]]
-                position = group.positions.reshape(-1)[at]
-                mask = _mask(position, rows.shape[1], rule.window, query.dtype)
-                out[here] = attend_group(query[here][:, None], keys[rows], values[rows], mask, rule)[:, 0]
-            start += size
-        return out
-
-
-def _mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    key = torch.arange(keys, device=position.device)
-    hidden = key > position[:, None]
-    if window is not None:
-        hidden |= key <= position[:, None] - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=position.device).masked_fill_(hidden, float("-inf"))[
-        :, None, None
-    ]
+        return self.inner.attend_wanted(layer, self.wanted, query, *self.stored, rule)
 
 
 class WantedRows:

@@ -92,7 +92,7 @@ def test_alone_batched_cached_preempted_and_after_sleep_are_one() -> None:
     whole.wake()
     assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
     block = whole.stats().kv_bytes // whole.stats().blocks_total
-    small = engine(model, kv_bytes=16 * block)
+    small = engine(model, kv_bytes=6 * block)
     assert tokens(small.generate(PROMPTS, params)) == tokens(expected)
     assert small.stats().preemptions > 0
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("plaudit.core.kernels")
 
@@ -110,7 +108,8 @@ def test_decode_attention(
     sinks = randn(heads) if options.get("sinks") else None
     window, softcap = options.get("window"), options.get("softcap")
     found = kernels.decode_attention(
-        query, keys, values, tables, positions, 16, scale=0.3, splits=splits, sinks=sinks, window=window, softcap=softcap
+        query, keys, values, tables, positions, 16, scale=0.3, splits=splits, sinks=sinks, window=window,
+        softcap=softcap,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         first = max(0, length - window) if isinstance(window, int) else 0
@@ -123,6 +122,37 @@ def test_decode_attention(
             scores = torch.cat([scores, sinks[:, None]], 1)
         weights = scores.softmax(-1)[:, : len(slots)]
         close(found[row], torch.einsum("hn,nhd->hd", weights, v).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 20)])
+def test_varlen_attention(
+    dtype: torch.dtype, window: int | None, scattered: bool, heads: int, kv_heads: int, dim: int
+) -> None:
+    new, before = [1, 5, 200, 64], ([3, 0, 70, 0] if scattered else [0, 0, 0, 0])
+    whole = [a + b for a, b in zip(new, before, strict=True)]
+    query = randn(sum(new), heads, dim, dtype=dtype)
+    keys, values = (randn(sum(whole) + 9, kv_heads, dim, dtype=dtype) for _ in range(2))
+    rows = torch.randperm(sum(whole) + 9, device=DEVICE)[: sum(whole)] if scattered else None
+    ends = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in (new, whole)]
+    tiles = torch.from_numpy(kernels.query_tiles(new)).to(DEVICE)
+    spans = (ends[0], ends[1][:-1], ends[1].diff())
+    found = kernels.varlen_attention(query, keys, values, *spans, tiles, scale=0.3, window=window, key_rows=rows)
+    for i, (count, total) in enumerate(zip(new, whole, strict=True)):
+        at = torch.arange(int(ends[1][i]), int(ends[1][i + 1]), device=DEVICE)
+        at = at if rows is None else rows[at]
+        k, v = (x[at].float().repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
+        q = query[int(ends[0][i]) : int(ends[0][i + 1])].float()
+        position = torch.arange(total - count, total, device=DEVICE)[:, None]
+        key = torch.arange(total, device=DEVICE)[None]
+        seen = key <= position
+        if window is not None:
+            seen &= key > position - window
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * 0.3).masked_fill(~seen, float("-inf"))
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(dtype)
+        close(found[int(ends[0][i]) : int(ends[0][i + 1])], expected)
 
 
 def test_store_decoded_writes_one_token_a_row_and_nothing_else() -> None:
