@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -119,9 +120,10 @@ class Engine:
         for request in requests:
             self._enqueue(request)
         finished: dict[tuple[int, int], Sample] = {}
-        for update in self._drain(requests):
-            if update.sample is not None:
-                finished[update.request, update.index] = update.sample
+        with _uncollected():
+            for update in self._drain(requests):
+                if update.sample is not None:
+                    finished[update.request, update.index] = update.sample
         return [finished[r.number, s.index] for r in requests for s in r.sequences]
 
     def submit(
@@ -318,7 +320,6 @@ class Engine:
         """Step until these requests are over; news of others stays for step(). A step that fails raises here."""
         mine = {r.number for r in requests}
         others: list[Update] = []
-        frozen = _freeze()
         try:
             while any(r.number in self._requests for r in requests):
                 self._ready()  # somebody may have paused the engine between two updates
@@ -329,8 +330,6 @@ class Engine:
                     raise self._runner.failure
         finally:
             self._outbox[:0] = others
-            if frozen:
-                gc.unfreeze()
 
     def _collect(self) -> list[Update]:
         updates, self._outbox = self._outbox, []
@@ -370,13 +369,18 @@ def _backend(decoder: Any) -> Backend:
     raise PlauditError(f"no back end for {decoder.device}: load the model on the CPU")
 
 
-def _freeze() -> bool:
-    """Take everything that exists out of the garbage collector's sight: the many small lists of a generation make it
-    run often, and each run would look at all of transformers again. True if it must be undone."""
-    if gc.get_freeze_count():
-        return False
-    gc.freeze()
-    return True
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: the many small lists of a generation make it run often, each time over all of
+    transformers, and there are no cycles among them."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -124,7 +124,7 @@ def test_decode_attention(
         close(found[row], torch.einsum("hn,nhd->hd", weights, v).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[-1:])  # on a GPU it is used in half precision alone
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 20)])
