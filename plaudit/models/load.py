@@ -188,6 +188,8 @@ def _build(directory: Path, kind: Kind, config: Any, dtype: str, *, new_head: bo
             module, report = AUTO[kind].from_pretrained(
                 directory, config=config, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
                 use_safetensors=True, output_loading_info=True,
+                # A head of another kind may have the new head's name and another shape; all shapes but its are checked.
+                ignore_mismatched_sizes=new_head,
             )  # fmt: skip
     except Exception as error:
         raise ModelError(f"cannot load {directory}: {one_line(error)}") from error

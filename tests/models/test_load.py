@@ -199,3 +199,21 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     models.save(loaded.module, loaded.tokenizer, tmp_path / "b")
     models.load_steps(tmp_path / "a", fresh_head=True)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("found", "wanted"), [("steps", "reward"), ("reward", "steps")])
+def test_a_judge_lends_its_trunk_to_a_head_of_the_same_name_and_another_shape(
+    found: str, wanted: str, tmp_path: Path
+) -> None:
+    module = models.new_llama(found, **SHAPE, seed=1)
+    models.save(module, byte_tokenizer(), tmp_path / "judge")
+    load = {"reward": models.load_reward, "steps": models.load_steps}[wanted]
+    with pytest.raises(ModelError, match=f"holds a {found} model, expected a {wanted} model"):
+        load(tmp_path / "judge")
+    loaded = load(tmp_path / "judge", fresh_head=True, seed=3)
+    assert same(loaded.module.model, module.model)
+    expected = models.new_llama(wanted, **SHAPE, seed=1).score.weight.shape
+    assert loaded.module.score.weight.shape == expected
+    assert torch.equal(
+        loaded.module.score.weight, load(tmp_path / "judge", fresh_head=True, seed=3).module.score.weight
+    )
