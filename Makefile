@@ -14,9 +14,9 @@ INSTALLED := $(VENV)/.installed
 
 run: $(INSTALLED)
 	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
-	@$(BIN)/plaudit train recipes/sums-reward.toml --fresh --set model.path=runs/sums-sft
 	@$(BIN)/plaudit train recipes/sums-prm.toml --fresh --set model.path=runs/sums-sft
-	@$(BIN)/plaudit report runs/sums-sft runs/sums-reward runs/sums-prm
+	@$(BIN)/plaudit train recipes/sums-reward.toml --fresh --set model.path=runs/sums-prm
+	@$(BIN)/plaudit report runs/sums-sft runs/sums-prm runs/sums-reward
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest -m "not slow"
@@ -35,8 +35,8 @@ bench: $(INSTALLED)
 # The models shipped in the package, made again from their recipes.
 embedded: $(INSTALLED)
 	$(call ship,sums-sft,sums-policy)
-	$(call ship,sums-reward,sums)
 	$(call ship,sums-prm,sums-steps)
+	$(call ship,sums-reward,sums)
 
 define ship
 	@$(BIN)/plaudit train recipes/$(1).toml --fresh --out build/$(1)

@@ -21,6 +21,9 @@ FIGURES = {
     "pair_accuracy": "pairs ordered as the truth orders them",
     "step_auc": "right steps scored above wrong ones (AUC)",
     "first_wrong_f1": "first wrong step found (F1)",
+    "sums-hard/pair_accuracy": "pairs of long chains ordered as the truth orders them",
+    "sums-hard/step_auc": "steps of long chains (AUC)",
+    "sums-hard/first_wrong_f1": "first wrong step of long chains (F1)",
     "heldout_loss": "loss on held-out items",
 }
 _BLOCKS = "▁▂▃▄▅▆▇█"

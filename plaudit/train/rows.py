@@ -61,20 +61,28 @@ class WorldRows:
         self.data = data
 
     def train(self, index: int) -> Row:
-        return self._row("train", index % self.data.limit if self.data.limit else index)
+        return self._row(self.world, "train", index % self.data.limit if self.data.limit else index)
 
     def heldout(self) -> list[Row]:
-        return [self._row("heldout", index) for index in range(self.data.eval_items)]
+        """Items of the world itself, whatever part of the training comes from longer chains."""
+        return self._heldout(Sums(self.world.table.model_copy(update={"hard_share": 0.0}), self.world.seed))
 
-    def _row(self, split: Split, index: int) -> Row:
+    def hard(self) -> list[Row]:
+        """Held-out items of the long chains."""
+        return self._heldout(get_world("sums-hard", self.world.seed, self.world.table))
+
+    def _heldout(self, world: Sums) -> list[Row]:
+        return [self._row(world, "heldout", index) for index in range(self.data.eval_items)]
+
+    def _row(self, world: Sums, split: Split, index: int) -> Row:
         origin = f"{self.data.world}[{split}, {index}]"
         if self.task == "sft":
-            problem, response = self.world.demonstration(split, index)
+            problem, response = world.demonstration(split, index)
             return Row({"prompt": problem.prompt, "response": response}, origin)
         if self.task == "reward":
-            pair = self.world.pair(split, index)
+            pair = world.pair(split, index)
             return Row({name: getattr(pair, name) for name in ("prompt", "chosen", "rejected", "margin")}, origin)
-        problem, response, verdict = self.world.judged(split, index)
+        problem, response, verdict = world.judged(split, index)
         labels = [float(ok) for ok in verdict.sound]
         finished = not response.endswith(STEP_END)
         steps = split_steps(response)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from plaudit.config import BaseRecipe, differences, parse_recipe, to_toml
 from plaudit.errors import RunBusy, RunError, StorageError
-from plaudit.events import EventLog
+from plaudit.events import EventLog, read_lines
 from plaudit.train.checkpoint import Checkpoints, write_atomically
 
 # A resumed run may go on for longer, look more often and keep more; all else decides the numbers.
@@ -72,7 +72,7 @@ class Run:
 
     def _prepare(self) -> None:
         stored = self.directory / "recipe.toml"
-        if self.fresh:
+        if self.fresh or not self._begun():
             for name in ("checkpoints", "final"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
             for path in (stored, self.directory / "summary.json", *self.directory.glob("events*.jsonl")):
@@ -91,3 +91,10 @@ class Run:
                 f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
             )
         write_atomically(stored, to_toml(self.recipe))
+
+    def _begun(self) -> bool:
+        """Whether a step was made. A run that failed before, on its data for instance, has nothing to lose."""
+        if self.checkpoints.directory.exists() or self.final.exists():
+            return True
+        logs = self.directory.glob("events*.jsonl")
+        return any(event["kind"] == "metric" for log in logs for event in read_lines(log))

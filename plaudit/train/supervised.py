@@ -25,11 +25,12 @@ from plaudit.train.learner import Learner
 from plaudit.train.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
 from plaudit.train.optimizer import Optimizer
 from plaudit.train.progress import Progress
-from plaudit.train.rows import open_rows
+from plaudit.train.rows import WorldRows, open_rows
 from plaudit.train.run import Run
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 KINDS: dict[str, Kind] = {"sft": "policy", "reward": "reward", "prm": "steps"}
+ON_LONG_CHAINS = ("pair_accuracy", "step_auc", "first_wrong_f1")
 SupervisedRecipe = SftRecipe | RewardRecipe | PrmRecipe
 
 
@@ -56,6 +57,7 @@ class SupervisedTraining:
         self.encode = Encoder(recipe, self.loaded.tokenizer, config.max_position_embeddings)
         self.rows = open_rows(recipe.data, recipe.task, recipe.seed)
         self.heldout = [self.encode(row) for row in self.rows.heldout()]
+        self.hard = [self.encode(row) for row in self.rows.hard()] if isinstance(self.rows, WorldRows) else []
         self.step = 0
         self.seconds = 0.0
         if checkpoint:
@@ -91,24 +93,30 @@ class SupervisedTraining:
         return summary
 
     def evaluate(self, quick: bool) -> dict[str, float]:
-        """Held-out figures. A quick look leaves out what needs generation."""
-        module, budget = self.loaded.module, self.recipe.train.micro_batch_tokens
+        """Held-out figures. A quick look leaves out long chains and what needs generation."""
+        module = self.loaded.module
         module.eval()
         with self.run.events.span("evaluate", step=self.step):
-            figures = {"heldout_loss": self.learner.mean_loss(self.heldout)}
-            if self.recipe.task == "prm":
-                figures |= evaluate_steps(module, self.heldout, budget)
-            elif isinstance(self.recipe.algorithm, Regression):
-                figures |= evaluate_ratings(module, self.heldout, self.recipe.algorithm, budget)
-            elif self.recipe.task == "reward":
-                figures |= evaluate_comparisons(module, self.heldout, budget)
-            elif self.recipe.data.world is not None and not quick:
+            figures = {"heldout_loss": self.learner.mean_loss(self.heldout), **self._judgement(self.heldout)}
+            if self.hard and not quick:
+                hard = self._judgement(self.hard)
+                figures |= {f"sums-hard/{name}": hard[name] for name in ON_LONG_CHAINS if name in hard}
+            if self.recipe.task == "sft" and self.recipe.data.world is not None and not quick:
                 figures |= evaluate_policy(self.loaded, self.recipe.seed, self.recipe.data.eval_items)
                 use_packed_attention(module)
         module.train()
         self.run.events.metric({f"heldout/{name}": value for name, value in figures.items()}, step=self.step)
         self.progress.figures(self.step, figures)
         return figures
+
+    def _judgement(self, examples: list[Example]) -> dict[str, float]:
+        """How well a judge judges; nothing for a policy."""
+        module, budget = self.loaded.module, self.recipe.train.micro_batch_tokens
+        if self.recipe.task == "prm":
+            return evaluate_steps(module, examples, budget)
+        if isinstance(self.recipe.algorithm, Regression):
+            return evaluate_ratings(module, examples, self.recipe.algorithm, budget)
+        return evaluate_comparisons(module, examples, budget) if self.recipe.task == "reward" else {}
 
     def save_checkpoint(self) -> None:
         with self.run.events.span("checkpoint", step=self.step):

@@ -14,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plaudit.config import load_recipe
+from plaudit.errors import RunBusy, RunError
 from plaudit.events import read_events
+from plaudit.train.run import Run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = [
@@ -121,20 +124,32 @@ def test_regression_with_attributes_from_a_file(straight: Path, tmp_path: Path) 
 
 
 def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(straight: Path) -> None:
-    sets = [*TINY, "train.steps=12"]
+    def enter(*overrides: str, resume: bool) -> None:
+        recipe = load_recipe(Path("recipes/sums-sft.toml"), [*TINY, "train.steps=12", *overrides])
+        with Run(straight, recipe, resume=resume):
+            pass
+
     before = (straight / "events.jsonl").read_bytes()
-    done = plaudit("recipes/sums-sft.toml", "--out", str(straight), sets=sets)
-    assert done.returncode == 2
-    assert "already holds a run: --resume goes on with it, --fresh starts it over" in done.stderr
-    done = plaudit("recipes/sums-sft.toml", "--out", str(straight), "--resume", sets=[*sets, "train.lr=0.5"])
-    assert done.returncode == 2
-    assert "it was begun with train.lr = 0.004, the recipe says 0.5" in done.stderr
+    with pytest.raises(RunError, match="already holds a run: --resume goes on with it, --fresh starts it over"):
+        enter(resume=False)
+    with pytest.raises(RunError, match=r"it was begun with train\.lr = 0\.004, the recipe says 0\.5"):
+        enter("train.lr=0.5", resume=True)
     with (straight / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = plaudit("recipes/sums-sft.toml", "--out", str(straight), "--resume", sets=sets)
-    assert done.returncode == 2
-    assert "is in use by process" in done.stderr
+        with pytest.raises(RunBusy, match="is in use by process"):
+            enter(resume=True)
     assert (straight / "events.jsonl").read_bytes() == before
+
+
+def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path: Path) -> None:
+    first, second = (load_recipe(Path("recipes/sums-sft.toml"), [f"train.lr={lr}"]) for lr in (0.1, 0.2))
+    for recipe in (first, second):
+        with Run(tmp_path / "run", recipe) as run:
+            assert load_recipe(tmp_path / "run" / "recipe.toml") == recipe
+    with Run(tmp_path / "run", second) as run:
+        run.events.metric({"loss": 1.0}, step=1)
+    with pytest.raises(RunError, match="already holds a run"), Run(tmp_path / "run", second):
+        pass
 
 
 def test_a_finished_run_may_be_given_more_steps(straight: Path, tmp_path: Path) -> None:
