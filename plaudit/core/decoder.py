@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plaudit.core.attention import Layout, use_packed_attention
+from plaudit.core.lean import LeanTrunk
 from plaudit.core.packing import trunk
 from plaudit.errors import RequestError
 
@@ -40,6 +41,7 @@ class Decoder:
         self.trunk = trunk(module)
         self.name = type(module).__name__
         self.vocab_size: int = self.config.vocab_size
+        self.lean: LeanTrunk | None = None
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
 
     @property
@@ -57,6 +59,8 @@ class Decoder:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """(1, T) tokens -> (T, hidden)."""
+        if self.lean is not None and not torch.is_grad_enabled():
+            return self.lean.hidden(input_ids, position_ids, layout)
         use_packed_attention(self.module)
         out = self.trunk(
             input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout

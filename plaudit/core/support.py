@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plaudit.core.attention import Layout, Rule
 from plaudit.core.decoder import Decoder, LayerShape, kind_of
+from plaudit.core.lean import LeanTrunk
 from plaudit.core.packing import Packed, pack
 from plaudit.errors import ModelError
 
@@ -36,9 +37,11 @@ class _Trial(Layout):
         super().__init__(inner.groups, inner.restore)
         self.inner = inner
         self.shapes: dict[int, LayerShape] = {}
+        self.rules: dict[int, Rule] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.rules[layer] = rule
         return self.inner.attend(layer, query, key, value, rule)
 
 
@@ -83,13 +86,14 @@ def _tried(decoder: Decoder) -> Decoder:
     ids = [t % decoder.vocab_size for t in (3, 1, 4, 1, 5, 9, 2, 6)]
     first, second = ids[:5], ids[5:]
     try:
-        together, shapes = _run(decoder, pack([first, second], decoder.device))
+        packed = pack([first, second], decoder.device)
+        together, trial = _run(decoder, packed)
     except Exception as error:
         raise ModelError(f"{decoder.name} cannot run packed: {type(error).__name__}: {error}") from error
     layers = decoder.config.num_hidden_layers
-    if sorted(shapes) != list(range(layers)):
+    if sorted(trial.shapes) != list(range(layers)):
         raise ModelError(
-            f"{decoder.name}: {len(shapes)} of {layers} layers go through transformers' attention registry; "
+            f"{decoder.name}: {len(trial.shapes)} of {layers} layers go through transformers' attention registry; "
             "the core needs all of them"
         )
     alone = torch.cat([_run(decoder, pack([part], decoder.device))[0] for part in (first, second)])
@@ -97,12 +101,25 @@ def _tried(decoder: Decoder) -> Decoder:
     if decoder.kind == "causal":
         plain = _plain_logits(decoder, first)
         _compare(decoder, decoder.logits(alone[: len(first)]), plain, "does something to its logits that is not known")
-    return Decoder(decoder.module, decoder.kind, [shapes[i] for i in range(layers)])
+    tried = Decoder(decoder.module, decoder.kind, [trial.shapes[i] for i in range(layers)])
+    tried.lean = _lean(tried, packed, together, [trial.rules[i] for i in range(layers)])
+    return tried
 
 
-def _run(decoder: Decoder, packed: Packed) -> tuple[Tensor, dict[int, LayerShape]]:
+def _lean(decoder: Decoder, packed: Packed, rows: Tensor, rules: list[Rule]) -> LeanTrunk | None:
+    """The trunk in few calls, if it gives the rows that the module gave. A GPU has kernels and graphs instead."""
+    if decoder.device.type != "cpu" or not LeanTrunk.fits(decoder.trunk) or any(r.sinks is not None for r in rules):
+        return None
+    lean = LeanTrunk(decoder.trunk, rules)
+    wanted = torch.tensor([4, 7])
+    whole = lean.hidden(packed.input_ids, packed.position_ids, packed.layout)
+    part = lean.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
+    return lean if _close(decoder, whole, rows) and _close(decoder, part, rows[wanted]) else None
+
+
+def _run(decoder: Decoder, packed: Packed) -> tuple[Tensor, _Trial]:
     layout = _Trial(packed.layout)
-    return decoder.hidden(packed.input_ids, packed.position_ids, layout), layout.shapes
+    return decoder.hidden(packed.input_ids, packed.position_ids, layout), layout
 
 
 def _plain_logits(decoder: Decoder, ids: list[int]) -> Tensor:
@@ -116,7 +133,13 @@ def _plain_logits(decoder: Decoder, ids: list[int]) -> Tensor:
 
 
 def _compare(decoder: Decoder, got: Tensor, expected: Tensor, fault: str) -> None:
-    tolerance = 1e-3 if decoder.dtype in (torch.float32, torch.float64) else 5e-2
-    error = (got.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6)
-    if not bool(error < tolerance):
-        raise ModelError(f"{decoder.name} {fault} (relative difference {float(error):.2g})")
+    if not _close(decoder, got, expected):
+        raise ModelError(f"{decoder.name} {fault} (relative difference {_error(got, expected):.2g})")
+
+
+def _close(decoder: Decoder, got: Tensor, expected: Tensor) -> bool:
+    return _error(got, expected) < (1e-3 if decoder.dtype in (torch.float32, torch.float64) else 5e-2)
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    return float((got.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6))

@@ -50,13 +50,15 @@ class WantedRows:
         self.last = len(decoder.layers) - 1
         self.layer = _last_layer(decoder)
         with torch.inference_mode():
-            if self.layer is not None and not self._works():
+            if self.layer is not None and decoder.lean is None and not self._works():
                 self.layer = None
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
         """(W, hidden): the rows `wanted` of the packed row."""
         if self.layer is None or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
             return self.decoder.hidden(input_ids, position_ids, layout)[wanted]
+        if self.decoder.lean is not None:
+            return self.decoder.lean.hidden(input_ids, position_ids, layout, wanted)
         return self._narrow(input_ids, position_ids, layout, wanted)
 
     def _narrow(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:

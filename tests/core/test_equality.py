@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -106,3 +108,25 @@ def test_gradients_flow_through_the_packed_row(family: str) -> None:
         if name in together and parameter.grad is not None:
             close(together[name].numpy(), parameter.grad.numpy())
     assert len(together) > 5
+
+
+def test_the_lean_trunk_is_taken_where_it_fits_and_sees_new_weights_and_adapters() -> None:
+    """Llama, Qwen and Mistral shapes run in few calls; what differs runs as it is; nothing is copied."""
+    from plaudit.core.support import inspect
+
+    fits = {
+        name: inspect(tiny.model(name)).lean is not None for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+    }
+    assert fits == {"llama": True, "qwen2": True, "qwen3": True, "mistral": True, "gemma2": False}
+    model: Any = tiny.model("llama")
+    engine = Engine(model)
+    ids = [[5, 6, 7, 8, 9, 10]]
+    before = engine.logprobs(ids)[0]
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(3)
+    changed = engine.logprobs(ids)[0]
+    assert abs(changed - before).max() > 1e-4
+    inner = model.model.layers[0].self_attn.q_proj
+    model.model.layers[0].self_attn.q_proj = torch.nn.Sequential(inner, torch.nn.Linear(*[inner.out_features] * 2))
+    fresh = Engine(model)
+    assert fresh.decoder.lean is None
