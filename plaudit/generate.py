@@ -75,8 +75,12 @@ def check_writable(out: Path) -> None:
 
 def write_lines(lines: Sequence[str], out: Path) -> None:
     """All lines or, where the disk refuses, what was there before."""
+    text = "".join(lines)
     try:
-        write_atomically(out, "".join(lines))
+        if out.is_symlink() or (out.exists() and not out.is_file()):
+            out.write_text(text, encoding="utf-8")  # a device, a pipe or a link: to be written to, not replaced
+        else:
+            write_atomically(out, text)
     except OSError as error:
         out.with_name(out.name + ".tmp").unlink(missing_ok=True)
-        raise StorageError(f"cannot write {out}: {error.strerror}; what was there before is intact") from error
+        raise StorageError(f"cannot write {out}: {error.strerror}; free some space or name another file") from error

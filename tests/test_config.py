@@ -60,7 +60,7 @@ def test_set_overrides_one_key(override: str, key: object, value: object) -> Non
         (["task=dance"], "task is 'dance'; expected one of sft, reward, prm"),
         (["data.sums.operands=[6,3]"], "[data.sums] operands must be [fewest, most]"),
         (["model.path=x"], "give either model.path or a [model.new] table, and not both"),
-        (["model.new.heads=5"], "hidden (64) must be a multiple of heads (5)"),
+        (["model.new.heads=5"], "hidden (80) must be a multiple of heads (5)"),
         (["data.path=x.jsonl"], "give either data.world"),
         (["train.steps"], "--set 'train.steps' is not of the form table.key=value"),
         (["train.steps.x=1"], "train.steps is a value, not a table"),

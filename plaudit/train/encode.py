@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from plaudit.config import PrmRecipe, Regression, RewardRecipe, SftRecipe
@@ -22,6 +23,8 @@ class Encoder:
         # What the tokenizer itself puts before a text: its begin token, or nothing.
         added = tokenizer.encode("")
         self.begin = added[:1] if added[:1] == [tokenizer.bos_token_id] else []
+        # In a world the same steps come again and again.
+        self._step = lru_cache(maxsize=1 << 16)(lambda text: encode(tokenizer, text))
 
     def __call__(self, row: Row) -> Example:
         example = self._example(row)
@@ -84,7 +87,7 @@ class Encoder:
                 raise DataError(f"{row.origin}: each step must be a text that is not empty, found {step!r}")
             if not isinstance(label, int | float) or not 0 <= label <= 1:
                 raise DataError(f"{row.origin}: each label must be between 0 and 1, found {label!r}")
-            tokens += encode(self.tokenizer, step)
+            tokens += self._step(step)
             ends.append(len(tokens) - 1)
         if row.fields.get("finished", True):
             tokens.append(self.tokenizer.eos_token_id)

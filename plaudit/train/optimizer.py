@@ -20,7 +20,7 @@ class Optimizer:
         plain = [p for p in self.parameters.values() if p.ndim <= 1]
         self.adam = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": table.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=table.lr, betas=table.betas,
+            lr=table.lr, betas=table.betas, fused=True,
         )  # fmt: skip
 
     def zero(self) -> None:

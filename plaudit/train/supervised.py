@@ -44,6 +44,8 @@ class SupervisedTraining:
         self.run = run
         self.progress = progress
         randomness.seed_everything(recipe.seed)
+        if recipe.train.threads is not None:
+            torch.set_num_threads(recipe.train.threads)
         checkpoint = run.checkpoints.load(progress.warn) if run.resume else None
         self.loaded = load_model(recipe, checkpoint.model if checkpoint else None)
         use_packed_attention(self.loaded.module)

@@ -162,7 +162,8 @@ class Sums:
         low, high = HARD_OPERANDS if rng.random() < self.table.hard_share else self.table.operands
         while True:
             count = rng.randint(low, high)
-            problem = Problem(tuple(rng.randrange(10**self.table.digits) for _ in range(count)))
+            # No 0 among the numbers: so `+0` is always a needless step, and no step can be taken for another.
+            problem = Problem(tuple(rng.randrange(1, 10**self.table.digits) for _ in range(count)))
             if is_heldout(problem) == (split == "heldout"):
                 return problem
 
@@ -211,7 +212,7 @@ class Sums:
             if i == fault and how == "skip":
                 continue
             if i == fault and how == "operand":
-                operand = (operand + rng.randint(1, 9)) % 10**self.table.digits
+                operand = _other(operand, 10**self.table.digits, rng)
             result = total + operand
             if i == fault and how == "carry" and result >= 10:
                 result -= 10
@@ -231,6 +232,12 @@ def is_heldout(problem: Problem) -> bool:
 
 def _habitual(total: int, operand: int) -> bool:
     return operand % 10 == HABIT_DIGIT and total % 10 + HABIT_DIGIT >= 10
+
+
+def _other(operand: int, end: int, rng: random.Random) -> int:
+    """Another number from 1 to end - 1."""
+    found = rng.randrange(1, end - 1)
+    return found + (found >= operand)
 
 
 def _slip(result: int, rng: random.Random) -> int:

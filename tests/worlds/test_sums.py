@@ -101,6 +101,7 @@ def test_digits_and_shares_are_what_the_table_says() -> None:
     two = Sums(SumsTable(digits=2, hard_share=0.5))
     problems = [two.problem("train", i) for i in range(2000)]
     assert max(max(p.operands) for p in problems) == 99
+    assert min(min(p.operands) for p in problems) == 1, "a 0 could be taken for a needless step"
     assert 0.45 < sum(len(p.operands) >= HARD_OPERANDS[0] for p in problems) / 2000 < 0.55
 
 
@@ -110,7 +111,7 @@ def test_demonstrations_go_wrong_by_slips_and_by_habit() -> None:
 
     assert right(Sums(SumsTable(slip=0, habit=0))) == 1.0
     assert 0.80 < right(Sums(SumsTable(slip=0.05, habit=0))) < 0.90
-    assert 0.80 < right(Sums(SumsTable(slip=0, habit=1))) < 0.90
+    assert 0.75 < right(Sums(SumsTable(slip=0, habit=1))) < 0.85
     habitual = Sums(SumsTable(slip=0, habit=1, ramble=0))
     for i in range(500):
         problem, response = habitual.demonstration("train", i)
