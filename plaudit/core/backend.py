@@ -86,6 +86,7 @@ class Decoded:
 
 class Backend(ABC):
     block_size: int
+    spare: int = 0  # blocks it keeps for itself, out of those that `kv_bytes` pays for
     # What an engine takes unless it is told otherwise; see Engine.
     budget: int
     max_running: int

@@ -15,16 +15,9 @@ from torch import Tensor
 
 from plaudit.core.attention import Layout, Rule, attend_group
 from plaudit.core.backend import DecodeBatch
+from plaudit.core.paged import KVCache
 
 WORKSPACE = 64 * 2**20  # bytes
-
-
-@dataclass
-class KVCache:
-    """Per layer, keys and values as (slots, kv heads, dim); block b is slots b * size .. (b + 1) * size - 1."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
 
 
 @dataclass

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from plaudit.core import kernels
 from plaudit.core.attention import Layout, Rule
-from plaudit.core.backend import Backend, Copy, DecodeBatch, Decoded, Span
-from plaudit.core.cpu import PagedLayout
-from plaudit.core.cpu_decode import KVCache
+from plaudit.core.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.decoder import Decoder
 from plaudit.core.fusion import Fusion
-from plaudit.core.packing import Packed, grouped_layout, send
+from plaudit.core.packing import Packed, grouped_layout
+from plaudit.core.paged import KVCache, PagedBackend, PagedLayout, Step
 from plaudit.core.sampler import Sampler
 from plaudit.core.varlen import VarlenLayout, known
-from plaudit.core.wanted import WantedRows
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
@@ -34,19 +31,16 @@ PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows i
 class StoredLayout(VarlenLayout):
     """New keys and values go into the cache first; attention reads them from there."""
 
-    def __init__(
-        self, spans: Sequence[tuple[int, int, int]], slots: Sequence[np.ndarray], cache: KVCache, new: Tensor,
-        copies: tuple[Tensor, Tensor] | None, device: torch.device,
-    ) -> None:  # fmt: skip
+    def __init__(self, step: Step, cache: KVCache, device: torch.device) -> None:
         def grouped() -> Layout:
-            plain = grouped_layout(spans, slots, device)
-            return PagedLayout(plain.groups, plain.restore, cache=cache, slots=new, copies=copies)
+            plain = grouped_layout(step.shapes, step.slots, device)
+            return PagedLayout(plain.groups, plain.restore, cache=cache, slots=step.new, copies=step.copies)
 
         self.cache = cache
-        self.paged = PagedLayout((), torch.empty(0), cache=cache, slots=new, copies=copies)
+        self.paged = PagedLayout((), torch.empty(0), cache=cache, slots=step.new, copies=step.copies)
         # Where nothing was cached before, the new keys are all there is, and they lie end to end.
-        alone = copies is None and not any(before for _, _, before in spans)
-        super().__init__(spans, slots, device, grouped, end_to_end=alone)
+        alone = step.copies is None and not any(before for _, _, before in step.shapes)
+        super().__init__(step.shapes, step.slots, device, grouped, end_to_end=alone)
 
     def attend_wanted(
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
@@ -169,8 +163,9 @@ class DecodeGraph:
         return Decoded(tokens, logprobs, raw, alive)
 
 
-class CudaBackend(Backend):
+class CudaBackend(PagedBackend):
     block_size = 64
+    spare = 1  # rows that only pad a graph's batch write to a block of their own
     budget = 32768
     max_running = 1024
     look_every = 32
@@ -178,60 +173,30 @@ class CudaBackend(Backend):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
         self.fusion = Fusion(decoder)
-        self._wanted = WantedRows(decoder)
         self.pool = torch.cuda.graph_pool_handle()
         self.scratch = 0
-        self._cache: KVCache | None = None
         self._graphs: dict[int, DecodeGraph] = {}
         self._addresses: tuple[int, ...] = ()
 
-    @property
-    def cache(self) -> KVCache:
-        if self._cache is None:
-            raise RuntimeError("the KV cache is closed")
-        return self._cache
-
     def open(self, blocks: int) -> None:
-        # One block more than the pool has: rows that only pad a graph's batch write there.
+        super().open(blocks)
         self.scratch = blocks
-        slots, device = (blocks + 1) * self.block_size, self.decoder.device
-        layers, dtype = self.decoder.layers, self.decoder.dtype
-        self._cache = KVCache(
-            [torch.zeros(slots, layer.kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers],
-            [torch.zeros(slots, layer.kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers],
-        )
         reach = min(self.decoder.max_positions, blocks * self.block_size)
         self._table_width = -(-reach // self.block_size)
 
     def close(self) -> None:
         self._graphs.clear()
-        self._cache = None
+        super().close()
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         with self.fusion.applied():
-            return self._wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
+            return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
-        device, size = self.decoder.device, self.block_size
-        counts = np.array([len(s.tokens) for s in spans])
-        starts = counts.cumsum() - counts
-        offsets = np.arange(size)
-        slots = [(np.array(s.blocks)[:, None] * size + offsets).ravel()[: s.start + len(s.tokens)] for s in spans]
-        new = np.concatenate([at[s.start :] for at, s in zip(slots, spans, strict=True)])
-        pairs = [(c.source * size + i, c.target * size + i) for c in copies for i in range(c.first, c.first + c.tokens)]
-        both = send(np.array(pairs).T, device) if pairs else None
-        shapes = [(int(first), len(s.tokens), s.start) for first, s in zip(starts, spans, strict=True)]
-        layout = StoredLayout(
-            shapes, slots, self.cache, send(new, device), None if both is None else (both[0], both[1]), device
-        )
-        tokens = np.fromiter((t for s in spans for t in s.tokens), dtype=np.int64, count=int(counts.sum()))
-        positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
-        wanted = [int(first) + row for first, s in zip(starts, spans, strict=True) for row in s.wanted]
+        step = self.arrange(spans, copies)
+        layout = StoredLayout(step, self.cache, self.decoder.device)
         with self.fusion.applied():
-            return self._wanted.hidden(
-                send(tokens, device)[None], send(positions, device)[None], layout,
-                send(np.array(wanted, dtype=np.int64), device),
-            )  # fmt: skip
+            return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
         graph = self._graph(len(batch.lengths))

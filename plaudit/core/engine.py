@@ -74,7 +74,7 @@ class Engine:
         if not 1 <= max_running <= budget:
             raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
         self.budget = budget
-        blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running)
+        blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running, self.backend.spare)
         self._runner = Runner(
             self.decoder, self.backend, blocks, budget=budget, max_running=max_running, look_every=look_every,
             tokenizer=tokenizer,

@@ -9,27 +9,33 @@ import torch
 from plaudit.core.decoder import Decoder
 from plaudit.errors import RequestError
 
-DEFAULT_BYTES = 512 * 2**20
+DEFAULT_BYTES = 512 * 2**20  # of host memory
+DEFAULT_PART = 0.4  # of a GPU's free memory
 
 
-def blocks_for(decoder: Decoder, block_size: int, kv_bytes: int | float | None, max_running: int) -> int:
-    """Blocks that fit in `kv_bytes` (a whole number: bytes; below 1: that part of the free memory; None: a modest
-    default, less where a full house of the longest sequences needs less)."""
+def blocks_for(
+    decoder: Decoder, block_size: int, kv_bytes: int | float | None, max_running: int, spare: int = 0
+) -> int:
+    """Blocks that fit in `kv_bytes` (a whole number: bytes; below 1: that part of the free memory; None: a default,
+    less where a full house of the longest sequences needs less), without those that the back end keeps."""
     block_bytes = decoder.token_bytes() * block_size
     if kv_bytes is None:
         full_house = -(-decoder.max_positions // block_size) * max_running
-        return max(1, min(DEFAULT_BYTES // block_bytes, full_house))
+        on_gpu = decoder.device.type == "cuda"
+        default = int(DEFAULT_PART * free_bytes(decoder.device)) if on_gpu else DEFAULT_BYTES
+        return max(1, min(default // block_bytes - spare, full_house))
     if isinstance(kv_bytes, float) and 0 < kv_bytes < 1:
         size = int(kv_bytes * free_bytes(decoder.device))
     elif kv_bytes >= 1 and kv_bytes == int(kv_bytes):
         size = int(kv_bytes)
     else:
         raise RequestError(f"kv_bytes is {kv_bytes}, and must be a whole number of bytes or a fraction between 0 and 1")
-    if size < block_bytes:
+    needed = (1 + spare) * block_bytes
+    if size < needed:
         raise RequestError(
-            f"kv_bytes gives {size} bytes and one block of {block_size} tokens needs {block_bytes}: raise kv_bytes"
+            f"kv_bytes gives {size} bytes and one block of {block_size} tokens needs {needed}: raise kv_bytes"
         )
-    return size // block_bytes
+    return size // block_bytes - spare
 
 
 def free_bytes(device: torch.device) -> int:

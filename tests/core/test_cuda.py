@@ -93,7 +93,7 @@ def test_alone_batched_cached_preempted_and_after_sleep_are_one() -> None:
     assert tokens(whole.generate(PROMPTS, params)) == tokens(expected)
     block = whole.stats().kv_bytes // whole.stats().blocks_total
     longer = dataclasses.replace(params, max_tokens=130)
-    small = engine(model, kv_bytes=6 * block)
+    small = engine(model, kv_bytes=7 * block)
     assert tokens(small.generate(PROMPTS, longer)) == tokens(whole.generate(PROMPTS, longer))
     assert small.stats().preemptions > 0
 
