@@ -27,10 +27,11 @@ MAX_ANSWER_TOKENS = 160
 def policy_accuracy(loaded: Loaded, world: Sums, problems: int, seed: int) -> dict[str, float]:
     """The share of held-out problems answered right: sampled at temperature 1, and greedily."""
     asked = world.heldout(problems)
-    engine = Engine(loaded.module, loaded.tokenizer)
+    # The engine's seed, not the requests': one seed for all of them would have all problems share their luck.
+    engine = Engine(loaded.module, loaded.tokenizer, seed=seed)
     figures = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        params = SamplingParams(temperature=temperature, max_tokens=MAX_ANSWER_TOKENS, seed=seed)
+        params = SamplingParams(temperature=temperature, max_tokens=MAX_ANSWER_TOKENS)
         samples = engine.generate([problem.prompt for problem in asked], params)
         right = [judge(problem, sample.text).right for problem, sample in zip(asked, samples, strict=True)]
         figures[name] = float(np.mean(right))
