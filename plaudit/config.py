@@ -79,7 +79,7 @@ class SumsTable(Table):
     digits: PositiveInt = 1
     hard_share: Share = 0.0
     """Part of the training problems that come from the long chains of sums-hard."""
-    slip: Share = 0.08
+    slip: Share = 0.05
     """Chance that a step's result is off."""
     habit: Share = 0.8
     """Chance that the demonstrator drops the carry where he is used to (adding 7)."""

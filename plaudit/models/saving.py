@@ -53,6 +53,10 @@ def _write(module: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> 
         set_pad(module, tokenizer.pad_token_id)
         module.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+    # safetensors makes its files readable by their owner alone; weights are as open as the config beside them.
+    mode = (directory / "config.json").stat().st_mode & 0o777
+    for weights in directory.glob("*.safetensors"):
+        weights.chmod(mode)
 
 
 def _refuse_foreign(target: Path) -> None:

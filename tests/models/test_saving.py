@@ -119,3 +119,9 @@ def test_reasons_come_from_the_system() -> None:
     assert saving._is_storage(OSError(errno.ENOSPC, "No space left on device"))
     assert saving._is_storage(Exception("No space left on device (os error 28)"))
     assert not saving._is_storage(ValueError("shape"))
+
+
+def test_the_weights_are_as_readable_as_the_config(tmp_path: Path) -> None:
+    models.save(causal(), byte_tokenizer(), tmp_path / "a")
+    modes = {file.stat().st_mode for file in (tmp_path / "a").iterdir() if file.is_file()}
+    assert len(modes) == 1

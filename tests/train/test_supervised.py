@@ -132,7 +132,7 @@ def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(str
     before = (straight / "events.jsonl").read_bytes()
     with pytest.raises(RunError, match="already holds a run: --resume goes on with it, --fresh starts it over"):
         enter(resume=False)
-    with pytest.raises(RunError, match=r"it was begun with train\.lr = 0\.004, the recipe says 0\.5"):
+    with pytest.raises(RunError, match=r"it was begun with train\.lr = 0\.003, the recipe says 0\.5"):
         enter("train.lr=0.5", resume=True)
     with (straight / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

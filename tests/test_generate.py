@@ -1,0 +1,101 @@
+"""`plaudit generate` as a user meets it: real processes, the embedded policy."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plaudit.errors import DataError, StorageError
+from plaudit.generate import check_writable, given_prompts, write_lines
+
+
+def generate(*arguments: str, model: str = "sums-policy") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plaudit", "generate", "--model", model, *arguments],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_one_prompt_prints_its_text() -> None:
+    done = generate("7+8+4=", "--temperature", "0")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7+8=15;15+4=19;#19\n", "")
+
+
+def test_several_samples_are_json_lines_and_the_seed_decides_them(tmp_path: Path) -> None:
+    rows = [{"prompt": "7+8+4="}, {"messages": [{"role": "user", "content": "1+2+3="}]}]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--input", str(prompts), "--n", "3", "--seed", "5", "--top-p", "0.9", "--stop", "#"]
+    printed, written = generate(*options), generate(*options, "--out", str(out))
+    assert printed.returncode == 0, printed.stderr
+    assert (written.returncode, written.stdout) == (0, "")
+    assert out.read_text() == printed.stdout
+    samples = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert [sample["index"] for sample in samples] == [0, 1, 2, 0, 1, 2]
+    assert [{key: s[key] for key in ("prompt", "messages") if key in s} for s in samples] == [rows[0]] * 3 + [
+        rows[1]
+    ] * 3
+    assert all(sample["finish_reason"] == "stop" and "#" not in sample["text"] for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["1+2=", "--temperature", "-1"], "temperature is -1.0, and must be from 0 to 100"),
+        (["1+2=", "--model", "sums"], "holds a reward model, expected a policy model"),
+        (["--input", "{tmp}/bad.jsonl"], "bad.jsonl:1: not JSON"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{prompt}\n")
+    done = generate(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.startswith("plaudit: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_refusals_come_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="give either prompts or --input FILE"):
+        given_prompts([], None)
+    with pytest.raises(DataError, match="and not both"):
+        given_prompts(["1+2="], tmp_path / "x.jsonl")
+    with pytest.raises(DataError, match="no data file at"):
+        given_prompts([], tmp_path / "none.jsonl")
+    with pytest.raises(StorageError, match="there is no directory"):
+        check_writable(tmp_path / "none" / "out.jsonl")
+    with pytest.raises(StorageError, match="it is a directory"):
+        check_writable(tmp_path)
+
+
+def test_a_refusing_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+
+    out = tmp_path / "samples.jsonl"
+    out.write_text("old\n")
+    lines = ["x" * 100 + "\n"]
+    code = (
+        "from pathlib import Path; from plaudit.generate import write_lines; write_lines("
+        f"{lines!r}, Path({str(out)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, preexec_fn=limited)
+    assert "StorageError: cannot write" in done.stderr
+    assert out.read_text() == "old\n"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_link_and_a_device_are_written_to_and_not_replaced(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    write_lines(["a\n"], link)
+    assert link.is_symlink()
+    assert real.read_text() == "a\n"
+    with pytest.raises(StorageError, match="No space left on device"):
+        write_lines(["a\n"], Path("/dev/full"))
+    assert Path("/dev/full").is_char_device()

@@ -1,0 +1,126 @@
+"""The shipped models: as good as their figures say, loadable by plain transformers, and trained again to the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from plaudit.config import DataTable, PrmRecipe, RewardRecipe, SftRecipe, load_recipe
+from plaudit.core.packing import use_packed_attention
+from plaudit.models import load_any, resolve
+from plaudit.train.encode import Encoder
+from plaudit.train.evaluate import evaluate_comparisons, evaluate_steps, policy_accuracy
+from plaudit.train.rows import WorldRows
+from plaudit.worlds import get_world
+
+CLASSES = {
+    "sums-policy": transformers.AutoModelForCausalLM,
+    "sums": transformers.AutoModelForSequenceClassification,
+    "sums-steps": transformers.AutoModelForTokenClassification,
+}
+# Name of the recipe, embedded name, in the order in which each is the start of the next.
+MADE = [("sums-sft", "sums-policy"), ("sums-prm", "sums-steps"), ("sums-reward", "sums")]
+# Lowest and highest value that a figure may have on held-out items.
+TARGETS = {
+    "accuracy/sums/sampled": (0.40, 0.75),
+    "accuracy/sums/greedy": (0.40, 0.85),
+    "pair_accuracy": (0.95, 1.0),
+    "step_auc": (0.97, 1.0),
+    "first_wrong_f1": (0.90, 1.0),
+}
+# How far a figure of a new training may be from the shipped one: seeds differ by less (docs/worlds.md).
+TOLERANCE = {"accuracy/sums/sampled": 0.08, "accuracy/sums/greedy": 0.08}
+OTHERWISE = 0.03
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return figures
+
+
+def check_targets(figures: dict[str, Any]) -> None:
+    known = {name: figures[name] for name in TARGETS if name in figures}
+    assert known
+    for name, value in known.items():
+        low, high = TARGETS[name]
+        assert low <= value <= high, f"{name} is {value}, and must be from {low} to {high}"
+
+
+def recipe_of(name: str) -> SftRecipe | RewardRecipe | PrmRecipe:
+    return load_recipe(resolve(name) / "recipe.toml")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_plain_transformers_loads_it_and_it_is_small(name: str) -> None:
+    directory = resolve(name)
+    model = CLASSES[name].from_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    out = model(**tokenizer("7+8+4=", return_tensors="pt", return_token_type_ids=False))
+    assert torch.isfinite(out.logits).all()
+    files = list(directory.iterdir())
+    assert {"model.safetensors", "tokenizer.json", "config.json", "recipe.toml", "summary.json"} <= {
+        f.name for f in files
+    }
+    assert sum(file.stat().st_size for file in files) < 1_000_000
+    # Two ranks can share the heads.
+    assert model.config.num_attention_heads % 2 == model.config.num_key_value_heads % 2 == 0
+
+
+@pytest.mark.parametrize(("recipe", "name"), MADE)
+def test_its_recipe_is_the_one_in_the_repository_and_its_figures_are_good_enough(recipe: str, name: str) -> None:
+    assert recipe_of(name) == load_recipe(Path("recipes") / f"{recipe}.toml")
+    check_targets(summary(resolve(name)))
+
+
+def test_the_policy_errs_as_often_as_it_should() -> None:
+    loaded = load_any("sums-policy")
+    figures = policy_accuracy(loaded, get_world("sums"), 200, seed=3)
+    # 200 items: two standard errors are 0.07
+    assert 0.40 - 0.07 <= figures["sampled"] <= 0.75 + 0.07
+    assert figures["sampled"] < figures["greedy"] <= 0.85 + 0.05
+
+
+@pytest.mark.parametrize("name", ["sums", "sums-steps"])
+def test_the_judges_agree_with_the_truth(name: str) -> None:
+    loaded, recipe = load_any(name), recipe_of(name)
+    use_packed_attention(loaded.module)
+    # Another seed than the training's: other held-out items.
+    rows = WorldRows(get_world("sums", seed=77), recipe.task, DataTable(world="sums", eval_items=200))
+    examples = [Encoder(recipe, loaded.tokenizer, 256)(row) for row in rows.heldout()]
+    if name == "sums":
+        assert evaluate_comparisons(loaded.module, examples, 8192)["pair_accuracy"] >= 0.93
+    else:
+        figures = evaluate_steps(loaded.module, examples, 8192)
+        assert figures["step_auc"] >= 0.96
+        assert figures["first_wrong_f1"] >= 0.87
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_training_again_gives_the_same_quality(tmp_path: Path) -> None:
+    trained: dict[str, Path] = {}
+    for recipe, name in MADE:
+        start = load_recipe(Path("recipes") / f"{recipe}.toml").model.path
+        sets = ["--set", f"model.path={trained[start]}"] if start else []
+        trained[name] = tmp_path / recipe
+        command = [
+            sys.executable,
+            "-m",
+            "plaudit",
+            "train",
+            f"recipes/{recipe}.toml",
+            "--out",
+            str(trained[name]),
+            *sets,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        again, shipped = summary(trained[name]), summary(resolve(name))
+        check_targets(again)
+        for figure in TARGETS.keys() & again.keys():
+            assert again[figure] == pytest.approx(shipped[figure], abs=TOLERANCE.get(figure, OTHERWISE)), figure
