@@ -1,4 +1,4 @@
-# make run    train the three small models of the sums world and show what they can do (about 4 minutes)
+# make run    train the three small models of the sums world and show what they can do (under 4 minutes)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   every benchmark that runs on this machine
 # make test-gpu  the tests that need a GPU   make soak    the long tests in full
