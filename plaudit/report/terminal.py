@@ -24,6 +24,9 @@ FIGURES = {
     "sums-hard/pair_accuracy": "pairs of long chains ordered as the truth orders them",
     "sums-hard/step_auc": "steps of long chains (AUC)",
     "sums-hard/first_wrong_f1": "first wrong step of long chains (F1)",
+    "lead": "mean lead of the better response",
+    "score_mean": "mean score",
+    "score_std": "spread of scores",
     "heldout_loss": "loss on held-out items",
 }
 _BLOCKS = "▁▂▃▄▅▆▇█"
