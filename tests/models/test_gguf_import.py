@@ -22,6 +22,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow  # the package is installed for the slow stage: 98 MB
 def test_the_package_is_found_without_running_it() -> None:
     pytest.importorskip("gguf")
     path = models.smollm2_gguf()
