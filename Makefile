@@ -19,8 +19,10 @@ run: $(INSTALLED)
 	@$(BIN)/plaudit train recipes/sums-reward.toml --fresh --set model.path=runs/sums-prm
 	@$(BIN)/plaudit report runs/sums-sft runs/sums-prm runs/sums-reward
 
+# One test process per core and one thread in each: the models of the tests are too small for more. A file's tests stay
+# together, for they share what they trained.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -m "not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
 
 slow: $(INSTALLED) $(VENV)/.smollm2
 	@$(BIN)/python -m pytest -m slow --timeout 900
