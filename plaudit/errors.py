@@ -6,7 +6,8 @@
     ├── ModelError         a model directory that cannot be loaded
     │   └── UnsafeModel    ... because loading it would run somebody's code
     ├── RequestError       a prompt, a score request or sampling options the engine refuses
-    │   └── Aborted        work that was cancelled or ran past its deadline
+    │   ├── Aborted        work that was cancelled or ran past its deadline
+    │   └── Refused        one item that cannot be scored; `type` says why in a word
     ├── RunError           a run directory that cannot be used
     │   ├── RunBusy        ... because another process is using it
     │   └── BadCheckpoint  ... because a checkpoint in it is damaged
@@ -47,6 +48,12 @@ class RequestError(PlauditError):
 
 class Aborted(RequestError):
     pass
+
+
+class Refused(RequestError):
+    def __init__(self, type: str, message: str) -> None:
+        super().__init__(message)
+        self.type = type
 
 
 class RunError(PlauditError):

@@ -28,6 +28,35 @@ class ItemError:
 
 
 @dataclass(frozen=True, slots=True)
+class Item:
+    """One response to be scored, in one of four forms: prompt and response, messages, text, tokens.
+
+    prompt    text, or the messages of a conversation so far
+    response  text, or a tuple of texts: its steps, already split
+    messages  a conversation that ends with the assistant's answer
+    text      rendered by the caller: strings of control tokens in it are control tokens
+    tokens    token ids, taken as they are
+    truth     what a rule needs to check the response
+    truncate  the side that may be cut if the item is too long; without it too long is an error
+    """
+
+    prompt: str | tuple[Mapping[str, Any], ...] | None = None
+    response: str | tuple[str, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    truth: Any = None
+    truncate: Literal["left", "right"] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) != (self.response is None):
+            raise ValueError("an Item with a prompt needs a response, and one with a response a prompt")
+        forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(self, name) is not None]
+        if len(forms) != 1:
+            raise ValueError(f"an Item has one of prompt + response, messages, text and tokens; this has {forms}")
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One response of a policy, token for token as it was sampled; nothing is ever re-tokenised.
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, RequestError
 from plaudit.models import catalog
@@ -26,6 +26,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     refuse_code(directory)
     if not any((directory / name).is_file() for name in FILES):
         raise ModelError(f"no tokenizer in {directory}: looked for {', '.join(FILES)}; copy them from the base model")
+    from transformers import AutoTokenizer  # loads torch, which those who only encode do without
+
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -6,33 +6,14 @@ What the user chose is never edited: the resolved recipe is the given one plus d
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PositiveInt,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import Discriminator, Field, PositiveInt, Tag, TypeAdapter, model_validator
 
-from plaudit.errors import ConfigError, nearest
-
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+from plaudit.config.table import NonNegative, Positive, Share, Table, apply, check, read_toml
+from plaudit.errors import ConfigError
 
 
 class NewModel(Table):
@@ -174,11 +155,10 @@ class SftRecipe(BaseRecipe):
     algorithm: SftAlgorithm = SftAlgorithm()
 
 
-def _reward_algorithm(table: Any) -> str | None:
+def algorithm_by_name(table: Any) -> str | None:
     """Which reward algorithm a table means: the first one unless it says otherwise."""
     if isinstance(table, Mapping):
-        name = table.get("name", "bradley-terry")
-        return name if name in ("bradley-terry", "regression") else None
+        return str(table.get("name", "bradley-terry"))
     return getattr(table, "name", None)
 
 
@@ -186,7 +166,7 @@ class RewardRecipe(BaseRecipe):
     task: Literal["reward"]
     algorithm: Annotated[
         Annotated[BradleyTerry, Tag("bradley-terry")] | Annotated[Regression, Tag("regression")],
-        Discriminator(_reward_algorithm),
+        Discriminator(algorithm_by_name),
     ] = BradleyTerry()
 
 
@@ -205,20 +185,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> SftRecipe | Reward
     """The recipe in `path` with `a.b=c` overrides applied, checked."""
     tree = read_toml(path)
     for override in overrides:
-        _apply(tree, override)
+        apply(tree, override)
     return parse_recipe(tree, str(path))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        known = sorted(str(found) for found in Path("recipes").glob("*.toml"))
-        raise ConfigError(f"no recipe at {path}; {nearest(str(path), known)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def parse_recipe(tree: Mapping[str, Any], source: str) -> SftRecipe | RewardRecipe | PrmRecipe:
@@ -226,111 +194,5 @@ def parse_recipe(tree: Mapping[str, Any], source: str) -> SftRecipe | RewardReci
     if task not in TASKS:
         found = "is missing" if task is None else f"is {task!r}"
         raise ConfigError(f"{source}: task {found}; expected one of {', '.join(TASKS)}")
-    try:
-        return _RECIPE.validate_python(_tuples(tree))
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error.errors()[0], TASKS[task])}") from None
-
-
-def _tuples(value: Any) -> Any:
-    """TOML has lists where the tree, being frozen, has tuples."""
-    if isinstance(value, Mapping):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"--set {override!r} is not of the form table.key=value")
-    for depth, part in enumerate(parts[:-1]):
-        tree = tree.setdefault(part, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} is a value, not a table")
-    try:
-        tree[parts[-1]] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        tree[parts[-1]] = text.strip()
-
-
-def _explain(error: ErrorDetails, root: type[BaseModel]) -> str:
-    # Discriminated unions put the chosen tag into the location; it is no key of the user's.
-    location = [str(part) for part in error["loc"] if part not in TAGS]
-    key = ".".join(location)
-    if error["type"] == "extra_forbidden":
-        keys = _keys_beside(root, location)
-        return f"unknown key {key!r}; {nearest(location[-1], keys)}"
-    if error["type"] == "missing":
-        return f"the key {key!r} is missing"
-    tagless = error["type"] == "union_tag_not_found"
-    if error["type"] == "model_type" or (tagless and not isinstance(error["input"], Mapping)):
-        return f"{key} = {error['input']!r}: expected a table"
-    if tagless:
-        return f"{key}.name = {error['input'].get('name')!r}: expected 'bradley-terry' or 'regression'"
-    if error["type"] == "value_error":
-        message = error["msg"].removeprefix("Value error, ")
-        return f"[{key}] {message}" if key else message
-    return f"{key} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
-def _keys_beside(root: type[BaseModel], location: list[str]) -> Iterator[str]:
-    tables: list[type[BaseModel]] = [root]
-    for part in location[:-1]:
-        fields = [table.model_fields[part].annotation for table in tables if part in table.model_fields]
-        tables = [found for annotation in fields for found in _tables_in(annotation)]
-    for table in tables:
-        yield from table.model_fields
-
-
-def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from _tables_in(argument)
-
-
-def to_toml(table: BaseModel) -> str:
-    """The resolved configuration as TOML that `load_recipe` reads back to the same tree."""
-    return "\n".join(_toml_lines(table.model_dump(exclude_none=True), ())) + "\n"
-
-
-def _toml_lines(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
-    if path and (values or not tree):
-        yield ""
-        yield f"[{'.'.join(path)}]"
-    for key, value in values.items():
-        yield f"{key} = {_toml_value(value)}"
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _toml_lines(value, (*path, key))
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml_value(item) for item in value)}]"
-    return repr(value)
-
-
-def differences(old: BaseModel, new: BaseModel, ignore: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ, as {"a.b": (old, new)}."""
-    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
-    return {
-        key: (before.get(key), after.get(key))
-        for key in sorted({*before, *after})
-        if before.get(key) != after.get(key) and not any(key == i or key.startswith(i + ".") for i in ignore)
-    }
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    recipe: SftRecipe | RewardRecipe | PrmRecipe = check(_RECIPE, tree, source, TASKS[task], TAGS)
+    return recipe

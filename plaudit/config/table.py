@@ -1,0 +1,158 @@
+"""What every configuration has in common: typed tables, TOML in and out, and messages that name the key and the cure.
+
+An unknown key is refused with the nearest right one, a wrong value with the key, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from plaudit.errors import ConfigError, nearest
+
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = sorted(str(found) for found in (Path("recipes") if what == "recipe" else path.parent).glob("*.toml"))
+        raise ConfigError(f"no {what} at {path}; {nearest(str(path), known)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def check(
+    adapter: TypeAdapter[Any], tree: Mapping[str, Any], source: str, root: type[BaseModel], tags: Collection[str] = ()
+) -> Any:
+    """The typed tree of `tree`. `root` is the table in which a message looks up keys; `tags` are the names by which
+    unions of tables are told apart: they stand in pydantic's locations and are no keys of the user's."""
+    try:
+        return adapter.validate_python(_tuples(tree))
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error.errors()[0], root, tags)}") from None
+
+
+def _tuples(value: Any) -> Any:
+    """TOML has lists where the tree, being frozen, has tuples."""
+    if isinstance(value, Mapping):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override!r} is not of the form table.key=value")
+    for depth, part in enumerate(parts[:-1]):
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} is a value, not a table")
+    try:
+        tree[parts[-1]] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        tree[parts[-1]] = text.strip()
+
+
+def _explain(error: ErrorDetails, root: type[BaseModel], tags: Collection[str]) -> str:
+    location = [str(part) for part in error["loc"] if part not in tags]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        keys = _keys_beside(root, location)
+        return f"unknown key {key!r}; {nearest(location[-1], keys)}"
+    if error["type"] == "missing":
+        return f"the key {key!r} is missing"
+    tagless = error["type"] in ("union_tag_not_found", "union_tag_invalid")
+    if error["type"] == "model_type" or (tagless and not isinstance(error["input"], Mapping)):
+        return f"{key} = {error['input']!r}: expected a table"
+    if tagless:
+        by = _discriminator(error)
+        known = str(error.get("ctx", {}).get("expected_tags", "")) or "one of the known names"
+        return f"{key}.{by} = {error['input'].get(by)!r}: expected {known.replace(', ', ' or ')}"
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"[{key}] {message}" if key else message
+    return f"{key} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _discriminator(error: ErrorDetails) -> str:
+    """The key that tells the tables of a union apart; where a function does, its name ends with the key's."""
+    found = str(error.get("ctx", {}).get("discriminator", "name")).strip("'()")
+    return found.rpartition("_by_")[2]
+
+
+def _keys_beside(root: type[BaseModel], location: list[str]) -> Iterator[str]:
+    tables: list[type[BaseModel]] = [root]
+    for part in location[:-1]:
+        fields = [table.model_fields[part].annotation for table in tables if part in table.model_fields]
+        tables = [found for annotation in fields for found in _tables_in(annotation)]
+    for table in tables:
+        yield from table.model_fields
+
+
+def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _tables_in(argument)
+
+
+def to_toml(table: BaseModel) -> str:
+    """The resolved configuration as TOML that `load_recipe` reads back to the same tree."""
+    return "\n".join(_toml_lines(table.model_dump(exclude_none=True), ())) + "\n"
+
+
+def _toml_lines(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
+    if path and (values or not tree):
+        yield ""
+        yield f"[{'.'.join(path)}]"
+    for key, value in values.items():
+        yield f"{key} = {_toml_value(value)}"
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _toml_lines(value, (*path, key))
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    return repr(value)
+
+
+def differences(old: BaseModel, new: BaseModel, ignore: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, as {"a.b": (old, new)}."""
+    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and not any(key == i or key.startswith(i + ".") for i in ignore)
+    }
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
