@@ -34,12 +34,26 @@ def render_chat(
     codec = codec_of(tokenizer)
     guard = _Guard(codec, _choose_mark(template, messages))
     guarded = [guard.value(dict(message)) for message in messages]
-    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    rendered = RENDERER.render(template, guarded, add_generation_prompt, names, seconds)
+    rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds)
     if guard.used or codec.unknown_ends:
         return _encode_guarded(tokenizer, codec, rendered, guard.mark)
     ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
     return ids
+
+
+def render_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, seconds: float = 5.0) -> str:
+    """What the template writes of messages whose contents are trusted."""
+    template = _template(tokenizer)
+    _check_messages(messages, template)
+    return _render(tokenizer, template, messages, False, seconds)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerFast, template: str, messages: Sequence[Message], add_generation_prompt: bool,
+    seconds: float,
+) -> str:  # fmt: skip
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    return RENDERER.render(template, messages, add_generation_prompt, names, seconds)
 
 
 class _Guard:

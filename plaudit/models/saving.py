@@ -20,14 +20,17 @@ from plaudit.models.quiet import one_line, quiet
 OURS = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.*",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates",
-    "spiece.model", "README.md", ".gitattributes",
+    "spiece.model", "reward.toml", "README.md", ".gitattributes",
 )  # fmt: skip
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100
 
 
-def save(module: nn.Module, tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> Path:
-    """Write config, safetensors and tokenizer to `directory`, replacing a model that is there."""
+def save(
+    module: nn.Module, tokenizer: PreTrainedTokenizerFast, directory: str | Path, *, reward: str | None = None
+) -> Path:
+    """Write config, safetensors and tokenizer to `directory`, replacing a model that is there. `reward` is the text of
+    its reward.toml, which says how its scores are read."""
     target = Path(os.path.realpath(directory))
     _refuse_foreign(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
@@ -35,6 +38,8 @@ def save(module: nn.Module, tokenizer: PreTrainedTokenizerFast, directory: str |
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         _write(module, tokenizer, temporary)
+        if reward is not None:
+            (temporary / "reward.toml").write_text(reward, encoding="utf-8")
         _sync(temporary)
         _move(temporary, target)
     except BaseException as error:

@@ -103,19 +103,29 @@ class Codec:
         encoding = self.backend.encode(text, add_special_tokens=False)
         if self.forbidden.isdisjoint(encoding.ids):
             return list(encoding.ids)
+        return self._broken(text)[0]
+
+    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The same ids, and the characters that each stands for."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        if self.forbidden.isdisjoint(encoding.ids):
+            return list(encoding.ids), list(encoding.offsets)
         return self._broken(text)
 
-    def _broken(self, text: str) -> list[int]:
+    def _broken(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """A vocabulary may hold control strings as ordinary pieces: cut the text inside each and encode the parts."""
         cuts = [match.start() + 1 for match in self.pattern.finditer(text)]
         ids: list[int] = []
+        spans: list[tuple[int, int]] = []
         for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            ids += self.backend.encode(text[begin:end], add_special_tokens=False).ids
+            encoding = self.backend.encode(text[begin:end], add_special_tokens=False)
+            ids += encoding.ids
+            spans += [(begin + a, begin + b) for a, b in encoding.offsets]
         bad = self.forbidden.intersection(ids)
         if bad:
             name = self.controls[min(bad)]
             raise RequestError(f"the text yields the control token {name!r} and cannot be cut to avoid it; remove it")
-        return ids
+        return ids, spans
 
 
 _CODECS: weakref.WeakKeyDictionary[PreTrainedTokenizerFast, tuple[int, Codec]] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from plaudit.train.optimizer import Optimizer
 from plaudit.train.progress import Progress
 from plaudit.train.rows import WorldRows, open_rows
 from plaudit.train.run import Run
+from plaudit.worlds.sums import STEP_END
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 KINDS: dict[str, Kind] = {"sft": "policy", "reward": "reward", "prm": "steps"}
@@ -88,7 +90,7 @@ class SupervisedTraining:
                 if self.step % self.recipe.train.checkpoint.every == 0:
                     self.save_checkpoint()
         figures = self.evaluate(quick=False)
-        save(self.loaded.module, self.loaded.tokenizer, self.run.final)
+        self.save_model(self.run.final)
         summary = {"task": self.recipe.task, "seed": self.recipe.seed, "steps": steps, **figures}
         summary |= {"seconds": round(self.seconds, 1), "parameters": _parameters(self.loaded)}
         self.run.summarise(summary)
@@ -120,11 +122,14 @@ class SupervisedTraining:
             return evaluate_ratings(module, examples, self.recipe.algorithm, budget)
         return evaluate_comparisons(module, examples, budget) if self.recipe.task == "reward" else {}
 
+    def save_model(self, directory: Path) -> Path:
+        return save(self.loaded.module, self.loaded.tokenizer, directory, reward=reward_toml(self.recipe))
+
     def save_checkpoint(self) -> None:
         with self.run.events.span("checkpoint", step=self.step):
             self.run.checkpoints.save(
                 self.step,
-                lambda directory: save(self.loaded.module, self.loaded.tokenizer, directory),
+                self.save_model,
                 self.optimizer.state(),
                 {"seconds": self.seconds, "random": randomness.capture(), "threads": torch.get_num_threads()},
             )
@@ -179,6 +184,23 @@ def _label_names(recipe: SupervisedRecipe) -> tuple[str, ...]:
     if recipe.task == "prm":
         return ("wrong", "right")
     return recipe.algorithm.attributes if isinstance(recipe.algorithm, Regression) else ("reward",)
+
+
+def reward_toml(recipe: SupervisedRecipe) -> str | None:
+    """How the scores of the trained model are read; nothing for a policy."""
+    if recipe.task == "sft":
+        return None
+    lines = ["# How this model's scores are read; `plaudit train` writes it."]
+    if recipe.task == "prm":
+        lines += ['kind = "process"']
+        if recipe.data.world is not None:
+            lines += ["", "[format]", f'split = "{STEP_END}"']
+    else:
+        lines += ['kind = "outcome"', 'answer = "apart"']
+        if isinstance(recipe.algorithm, Regression) and len(recipe.algorithm.attributes) > 1:
+            names = recipe.algorithm.attributes
+            lines += ["", "[weights]", *(f"{json.dumps(name)} = {1 / len(names)!r}" for name in names)]
+    return "\n".join(lines) + "\n"
 
 
 def _parameters(loaded: Loaded) -> int:

@@ -1,0 +1,204 @@
+"""What gives a score: one table per kind of reward. Imports no torch.
+
+`plaudit.reward.complete` first adds what a model directory says about itself: its `reward.toml`, or its architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
+
+from plaudit.config.formats import PLAIN, Format
+from plaudit.config.table import NonNegative, Positive, Table, check, read_toml
+from plaudit.errors import ConfigError, nearest
+
+
+class Standardise(Table):
+    """(score - mean) / std"""
+
+    mean: float = 0.0
+    std: Positive = 1.0
+
+
+class ReadByEngine(Table):
+    """What every reward has that is a model run here."""
+
+    path: str
+    """A model directory, a run directory, or the name of an embedded model."""
+    max_tokens: PositiveInt | None = None
+    """A lower limit than the model's own."""
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: PositiveInt | None = None
+    kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """KV pool in bytes, or as a part of the free memory."""
+    budget: PositiveInt | None = None
+    """Tokens computed in one step."""
+
+
+class OutcomeTable(ReadByEngine):
+    """A sequence classifier: one score for a response."""
+
+    kind: Literal["outcome"] = "outcome"
+    pool: Literal["last", "mean"] = "last"
+    """Read at the last token, or the mean over all tokens."""
+    weights: Mapping[str, float] | None = None
+    """Of a head with several labels: what each counts. Labels that are not named count nothing."""
+    standardise: Standardise | None = None
+    end: bool = True
+    """Whether the end token follows a response."""
+    answer: Literal["template", "apart"] = "template"
+    """messages: the chat template writes the answer too, or, as `plaudit train` does, only what is before it."""
+
+
+class ProcessTable(ReadByEngine):
+    """A score for every step of a response."""
+
+    kind: Literal["process"] = "process"
+    format: Format = PLAIN
+    aggregate: Literal["last", "min", "mean", "prod"] = "last"
+
+
+class RuleTable(Table):
+    """A program that checks a response.
+
+    regex     the pattern is found in the response
+    exact     the answer equals the truth, white space around both aside
+    math      the answer equals the truth as mathematics (extra `verify`)
+    function  what a Python function returns: f(prompt, response, truth) -> float
+    """
+
+    kind: Literal["rule"] = "rule"
+    rule: Literal["regex", "exact", "math", "function"]
+    pattern: str | None = None
+    answer: str | None = None
+    """exact, math: a regex whose first group, in its last match, is the answer; without it the whole response is."""
+    function: str | None = None
+    """package.module:name or file.py:name"""
+    right: float = 1.0
+    wrong: float = 0.0
+    timeout: Positive = 5.0
+    """Seconds for one response."""
+    processes: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _keys_of_rule(self) -> Self:
+        needed = {"regex": "pattern", "function": "function"}.get(self.rule)
+        for key in ("pattern", "function"):
+            if (getattr(self, key) is not None) != (key == needed):
+                raise ValueError(f'rule = "{self.rule}" {"needs" if key == needed else "takes no"} {key}')
+        if self.answer is not None and self.rule not in ("exact", "math"):
+            raise ValueError(f'rule = "{self.rule}" takes no answer; it is for exact and math')
+        if self.answer is not None and re.compile(self.answer).groups < 1:
+            raise ValueError(f"answer = {self.answer!r} has no group; put ( ) around the answer")
+        if self.function is not None and not all(self.function.rpartition(":")[::2]):
+            raise ValueError(f"function = {self.function!r}: expected package.module:name or file.py:name")
+        return self
+
+    @field_validator("pattern", "answer")
+    @classmethod
+    def _regex(cls, value: str | None) -> str | None:
+        return None if value is None else checked_regex(value)
+
+
+class JudgeTable(Table):
+    """A language model that is asked for a number."""
+
+    kind: Literal["judge"] = "judge"
+    template: str
+    """The user's message. {prompt}, {response} and {truth} stand for the item's."""
+    system: str | None = None
+    url: str | None = None
+    """Of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"""
+    model: str | None = None
+    key_env: str | None = None
+    """Name of the environment variable that holds the API key."""
+    path: str | None = None
+    """A model directory that our own engine runs, in place of a url."""
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    pattern: str = r"(-?\d+(?:\.\d+)?)"
+    """Regex with one group; the number in its last match is the score."""
+    low: float = 0.0
+    high: float = 10.0
+    temperature: NonNegative = 0.0
+    max_tokens: PositiveInt = 512
+    timeout: Positive = 60.0
+    """Seconds for one answer, retries included."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    concurrency: PositiveInt = 16
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.url is None) == (self.path is None):
+            raise ValueError("give either url and model, or path, and not both")
+        if self.url is not None and (self.model is None or not re.match(r"https?://[^/]", self.url)):
+            raise ValueError(
+                f"url = {self.url!r}, model = {self.model!r}: expected http(s)://host/v1 and a model's name"
+            )
+        if "{response}" not in self.template:
+            raise ValueError("template has no {response}: the judge would not see what it judges")
+        if not self.low < self.high:
+            raise ValueError(f"low ({self.low}) must be under high ({self.high})")
+        return self
+
+    @field_validator("pattern")
+    @classmethod
+    def _regex(cls, value: str) -> str:
+        if re.compile(checked_regex(value)).groups != 1:
+            raise ValueError(f"{value!r} must have exactly one group, around the number")
+        return value
+
+
+class BlendTable(Table):
+    """Several rewards as one."""
+
+    kind: Literal["blend"] = "blend"
+    members: Annotated[Mapping[str, float], Field(min_length=1)]
+    """Name of a reward -> its weight."""
+    combine: Literal["sum", "min", "mean-minus-deviation"] = "sum"
+    deviation: NonNegative = 1.0
+    """mean-minus-deviation: how many standard deviations are taken off the mean."""
+
+
+RewardTable = OutcomeTable | ProcessTable | RuleTable | JudgeTable | BlendTable
+KINDS: dict[str, type[Table]] = {
+    "outcome": OutcomeTable,
+    "process": ProcessTable,
+    "rule": RuleTable,
+    "judge": JudgeTable,
+    "blend": BlendTable,
+}
+_REWARD: TypeAdapter[RewardTable] = TypeAdapter(Annotated[RewardTable, Field(discriminator="kind")])
+
+
+def parse_reward(tree: Mapping[str, Any], source: str) -> RewardTable:
+    kind = tree.get("kind")
+    if kind not in KINDS:
+        found = "is missing" if kind is None else f"is {kind!r}, {nearest(str(kind), KINDS)}"
+        raise ConfigError(f"{source}: kind {found}; expected one of {', '.join(KINDS)}")
+    table: RewardTable = check(_REWARD, tree, source, KINDS[kind], KINDS)
+    return table
+
+
+def read_reward_toml(path: Path) -> dict[str, Any]:
+    """The keys of a model directory's `reward.toml`, checked: a reward without a path."""
+    tree = read_toml(path, "reward table")
+    if "path" in tree:
+        raise ConfigError(f"{path}: takes no path; it speaks of the directory it is in")
+    table = parse_reward({**tree, "path": "."}, str(path))
+    if not isinstance(table, OutcomeTable | ProcessTable):
+        raise ConfigError(f"{path}: kind is {table.kind!r}; a model's own table says outcome or process")
+    return tree
+
+
+def checked_regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern

@@ -1,0 +1,36 @@
+"""What a score is: outcome, process, rules, judges, blends. Names resolve on first use: most of them need no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plaudit.reward.directory import complete as complete
+    from plaudit.reward.load import load_reward as load_reward
+    from plaudit.reward.load import load_worker as load_worker
+    from plaudit.reward.model import ModelReward as ModelReward
+    from plaudit.reward.outcome import OutcomeReading as OutcomeReading
+    from plaudit.reward.process import ProcessReading as ProcessReading
+    from plaudit.reward.reward import Reward as Reward
+    from plaudit.reward.work import Facts as Facts
+    from plaudit.reward.work import Work as Work
+
+_HOMES = {
+    "Facts": "work",
+    "ModelReward": "model",
+    "OutcomeReading": "outcome",
+    "ProcessReading": "process",
+    "Reward": "reward",
+    "Work": "work",
+    "complete": "directory",
+    "load_reward": "load",
+    "load_worker": "load",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

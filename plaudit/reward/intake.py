@@ -1,0 +1,128 @@
+"""From an item's texts, messages and token ids to token ids that may be scored. Torch-free; any thread may call it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.errors import ModelError, PlauditError, Refused, RequestError
+from plaudit.models import bos_ids, encode, render_chat
+from plaudit.reward.work import Facts
+
+PROMPTS_KEPT = 64  # many responses to one prompt come in a row
+Message = Mapping[str, Any]
+
+
+class Intake:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, facts: Facts, max_tokens: int | None, bos: bool = False
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.limit = min(facts.max_positions, max_tokens or facts.max_positions)
+        self.begin = bos_ids(tokenizer)
+        if bos and not self.begin:
+            if tokenizer.bos_token_id is None:
+                raise ModelError(f"the tokenizer of {facts.name} has no begin token, and the format needs one; set it")
+            self.begin = [tokenizer.bos_token_id]
+        self._prompt = lru_cache(maxsize=PROMPTS_KEPT)(self._encode_prompt)
+        self._opening = lru_cache(maxsize=PROMPTS_KEPT)(self._render_opening)
+
+    def content(self, text: str) -> list[int]:
+        """Text of somebody else, in which nothing is a control token."""
+        if not isinstance(text, str):
+            raise Refused("bad_text", f"expected text, found {type(text).__name__}")
+        try:
+            return encode(self.tokenizer, text)
+        except RequestError as error:
+            raise Refused("bad_text", str(error)) from error
+
+    def prompt(self, text: str) -> list[int]:
+        """The begin token and a prompt that is not a conversation."""
+        if text == "" and not self.begin:
+            raise Refused("empty", f"the prompt is empty and {self.facts.name} has no begin token to stand for it")
+        return list(self._prompt(text))
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation up to where the assistant begins to answer."""
+        return list(self._opening(_as_json(messages)))
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        return self._render(messages, add_generation_prompt=False)
+
+    def text(self, text: str) -> list[int]:
+        """What the caller has rendered: control strings in it are control tokens. The begin token is not doubled."""
+        if text == "":
+            raise Refused("empty", "the text is empty; give it at least one character")
+        try:
+            ids = encode(self.tokenizer, text, control=True)
+        except RequestError as error:
+            raise Refused("bad_text", str(error)) from error
+        begin = self.begin
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
+
+    def tokens(self, ids: Sequence[Any]) -> list[int]:
+        if not ids:
+            raise Refused("empty", "the list of tokens is empty; give it at least one")
+        size = self.facts.vocab_size
+        for place, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < size:
+                raise Refused(
+                    "bad_tokens", f"token {place} is {str(token)[:40]}; {self.facts.name} takes integers 0..{size - 1}"
+                )
+        return list(ids)
+
+    def cut(
+        self, tokens: list[int], first_read: int, last_read: int, truncate: Literal["left", "right"] | None
+    ) -> tuple[list[int], int]:
+        """The tokens that fit, and how many were cut before the first that is read."""
+        over = len(tokens) - self.limit
+        if over <= 0:
+            return tokens, 0
+        found = f"{len(tokens)} tokens are more than the {self.limit} that {self.facts.name} is given"
+        if truncate is None:
+            raise Refused("too_long", f"{found}; shorten it, or say which side may be cut with truncate")
+        if truncate == "right":
+            if last_read >= self.limit:
+                raise Refused("too_long", f"{found}, and a cut on the right would lose what is read at {last_read}")
+            return tokens[: self.limit], 0
+        kept = len(self.begin) if tokens[: len(self.begin)] == self.begin else 0
+        if kept + over > first_read:
+            raise Refused("too_long", f"{found}, and a cut on the left would lose what is read at {first_read}")
+        return [*tokens[:kept], *tokens[kept + over :]], over
+
+    def answer(self, messages: Sequence[Message]) -> str:
+        """The content of the last message, which must be the assistant's."""
+        last = messages[-1] if messages else None
+        if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            raise Refused("bad_messages", "messages must end with the assistant's answer, whose content is text")
+        if len(messages) < 2:
+            raise Refused("bad_messages", "messages hold only the assistant's answer; give what it answers too")
+        return str(last["content"])
+
+    def _encode_prompt(self, text: str) -> tuple[int, ...]:
+        return (*self.begin, *self.content(text))
+
+    def _render_opening(self, messages: str) -> tuple[int, ...]:
+        return tuple(self._render(json.loads(messages), add_generation_prompt=True))
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise Refused(
+                "unsupported_form", f"{self.facts.name} has no chat template; give prompt and response as text"
+            )
+        try:
+            return render_chat(self.tokenizer, messages, add_generation_prompt)
+        except PlauditError as error:
+            raise Refused("bad_messages", str(error)) from error
+
+
+def _as_json(messages: Sequence[Message]) -> str:
+    try:
+        return json.dumps([dict(message) for message in messages], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise Refused("bad_messages", f"messages must be objects of text, numbers and lists: {error}") from error

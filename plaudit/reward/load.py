@@ -1,0 +1,85 @@
+"""Rewards from their tables."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.config.formats import FormatTable
+from plaudit.config.reward import OutcomeTable, ProcessTable, RewardTable
+from plaudit.core import Engine
+from plaudit.errors import ConfigError, ModelError
+from plaudit.models import Loaded, ValueModel, choose_device, load_any
+from plaudit.reward.directory import complete
+from plaudit.reward.model import ModelReward
+from plaudit.reward.outcome import OutcomeReading
+from plaudit.reward.process import ProcessReading
+from plaudit.reward.reward import Reward
+from plaudit.reward.work import Facts
+
+
+def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTable] | None = None) -> Reward:
+    """The reward of a table, of a model directory, or of an embedded model's name. A blend looks up its `members`."""
+    table = complete({"path": str(source)}, str(source)) if isinstance(source, str | Path) else source
+    if isinstance(table, OutcomeTable | ProcessTable):
+        engine, facts, tokenizer, version = load_worker(table)
+        return ModelReward(engine, new_reading(table, tokenizer, facts), f"0-{version}")
+    raise ConfigError(f"no reward of kind {table.kind!r}")
+
+
+def new_reading(
+    table: OutcomeTable | ProcessTable, tokenizer: PreTrainedTokenizerFast, facts: Facts
+) -> OutcomeReading | ProcessReading:
+    if isinstance(table, OutcomeTable):
+        return OutcomeReading(table, tokenizer, facts)
+    return ProcessReading(table, tokenizer, facts)
+
+
+def load_worker(table: RewardTable) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:
+    """The engine, what its model is, its tokenizer, and the first 12 hex digits of the SHA-256 of its weights."""
+    if not isinstance(table, OutcomeTable | ProcessTable):
+        raise ConfigError(f"a reward of kind {table.kind!r} has no model to load")
+    if table.threads is not None:
+        torch.set_num_threads(table.threads)
+    loaded = load_any(table.path, dtype=table.dtype, device=choose_device(table.device))
+    if isinstance(table, ProcessTable) and table.format.tiled:
+        _check_tiled(loaded.module, table.format)
+    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, budget=table.budget)
+    return engine, _facts(loaded, engine), loaded.tokenizer, weights_hash(loaded.path)
+
+
+def weights_hash(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()[:12]
+
+
+def _facts(loaded: Loaded, engine: Engine) -> Facts:
+    decoder = engine.decoder
+    config: Any = loaded.module.config
+    labels: tuple[str, ...] = ()
+    if isinstance(loaded.module, ValueModel):
+        labels = ("value",)
+    elif decoder.kind != "causal":
+        labels = tuple(str(config.id2label[i]) for i in range(config.num_labels))
+    return Facts(decoder.name, decoder.vocab_size, decoder.max_positions, labels, decoder.kind == "causal")
+
+
+def _check_tiled(module: nn.Module, form: FormatTable) -> None:
+    head: Any = module.get_output_embeddings()  # type: ignore[operator]
+    rows = head.weight[list(form.columns)]
+    count, period = head.weight.shape[0], len(form.columns)
+    if count % period or not torch.equal(head.weight, rows.repeat(count // period, 1)):
+        raise ModelError(
+            f"the format reads columns {list(form.columns)} for all of the vocabulary, but the head's rows do not "
+            "repeat them; give an inline format with the columns this model was trained on"
+        )

@@ -1,0 +1,302 @@
+"""A score for every step of a response. Torch-free: the HTTP process runs this, not the model.
+
+Where steps end is known from how the input is put together here, never guessed from what it looks like; only inputs
+that come rendered, as text or token ids, are searched for their tags.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.config.formats import FormatTable
+from plaudit.config.reward import ProcessTable
+from plaudit.errors import ConfigError, ModelError, Refused, RequestError, nearest
+from plaudit.models import encode
+from plaudit.models.text import codec_of, refuse_surrogates
+from plaudit.records import Item, ItemError, StepScores
+from plaudit.reward.intake import Intake
+from plaudit.reward.turns import read_turns
+from plaudit.reward.work import Facts, Work
+
+Prompt = str | Sequence[Mapping[str, Any]]
+AGGREGATE: dict[str, Callable[[np.ndarray], float]] = {
+    "last": lambda scores: float(scores[-1]),
+    "min": lambda scores: float(scores.min()),
+    "mean": lambda scores: float(scores.mean()),
+    "prod": lambda scores: float(scores.prod()),
+}
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens so far, and where steps are read."""
+
+    tokens: list[int]
+    positions: list[int] = field(default_factory=list)
+
+    def mark(self) -> None:
+        self.positions.append(len(self.tokens) - 1)
+
+
+class ProcessReading:
+    def __init__(self, table: ProcessTable, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> None:
+        self.table = table
+        self.format = table.format
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.intake = Intake(tokenizer, facts, table.max_tokens, self.format.bos)
+        self.columns, self.good = _what_is_read(self.format, tokenizer, facts)
+        self.tag = [] if self.format.tag is None else _tag_ids(self.format.tag, tokenizer)
+        self.turns = read_turns(tokenizer, self.format.system) if self.format.chat == "turns" else None
+        self.end = tokenizer.eos_token_id
+        if self.format.end and self.end is None:
+            raise ConfigError(f"format.end = true, but the tokenizer of {facts.name} has no end token; set it to false")
+        self._piece = lru_cache(maxsize=1 << 12)(lambda token: tokenizer.backend_tokenizer.decode([token]))
+
+    def prepare(self, item: Item) -> Work:
+        draft = self._draft(item)
+        if not draft.positions:
+            raise Refused("no_steps", f"found no step: nothing ends with {self.format.tag or self.format.split!r}")
+        if any(b <= a for a, b in zip(draft.positions, draft.positions[1:], strict=False)):
+            raise Refused("bad_steps", "two steps end in the same token; separate them by more than they are now")
+        tokens, cut = self.intake.cut(draft.tokens, draft.positions[0], draft.positions[-1], item.truncate)
+        positions = tuple(position - cut for position in draft.positions)
+        return Work(tokens, positions, self.columns, len(positions), len(tokens) < len(draft.tokens))
+
+    def finish(self, work: Work, values: np.ndarray) -> StepScores:
+        if len(values) != work.steps:
+            raise RuntimeError(f"{len(values)} rows were read for {work.steps} steps")
+        scores = self._activate(values.astype(np.float64))
+        aggregate = AGGREGATE[self.table.aggregate](scores) if np.isfinite(scores).all() else np.nan
+        if not np.isfinite(aggregate):
+            error = ItemError("nonfinite_score", f"{self.facts.name} gave a step score that is not a finite number")
+            return StepScores(error=error, truncated=work.truncated, tokens=len(work.tokens))
+        return StepScores(tuple(map(float, scores)), aggregate, truncated=work.truncated, tokens=len(work.tokens))
+
+    def _activate(self, values: np.ndarray) -> np.ndarray:
+        """(steps, labels or columns) -> (steps,)"""
+        match self.format.activation:
+            case "softmax":
+                raised = np.exp(values - values.max(axis=1, keepdims=True))
+                chances: np.ndarray = raised[:, self.good] / raised.sum(axis=1)
+                return chances
+            case "sigmoid":
+                return _sigmoid(values[:, self.good])
+            case "mean-sigmoid":
+                return _sigmoid(values.mean(axis=1))
+            case _:
+                return values[:, self.good]
+
+    # Putting the input together
+
+    def _draft(self, item: Item) -> Draft:
+        if item.tokens is not None:
+            return self._found(self.intake.tokens(item.tokens))
+        if item.text is not None:
+            return self._found(self.intake.text(item.text))
+        if item.messages is not None:
+            return self._assembled(item.messages[:-1], self._split(self.intake.answer(item.messages)))
+        assert item.prompt is not None
+        assert item.response is not None
+        response = item.response
+        return self._assembled(
+            item.prompt, self._split(response) if isinstance(response, str) else self._given(response)
+        )
+
+    def _assembled(self, prompt: Prompt, steps: list[str]) -> Draft:
+        if not steps:
+            raise Refused("no_steps", "the response has no steps: it is empty")
+        if self.format.joined:
+            return self._one_text(self._plain_prompt(prompt), steps)
+        if self.turns is not None:
+            return self._conversation(self._plain_prompt(prompt), steps)
+        draft = Draft(self._opening(prompt))
+        for place, step in enumerate(steps):
+            ids = self.intake.content(self.format.step.replace("{step}", step))
+            if not ids:
+                raise Refused("bad_steps", f"step {place} has not one token")
+            draft.tokens += ids
+            if self.tag:
+                draft.tokens += self.tag
+            draft.mark()
+            if self.format.read == "before":
+                draft.positions[-1] -= len(self.tag)
+            if self.format.after and place < len(steps) - 1:
+                draft.tokens += self.intake.content(self.format.after)
+        if self.format.end and not steps[-1].endswith(self.format.split):
+            draft.tokens.append(self.end)
+            draft.positions[-1] = len(draft.tokens) - 1
+        return draft
+
+    def _opening(self, prompt: Prompt) -> list[int]:
+        form = self.format
+        if isinstance(prompt, str) and form.chat != "answer":
+            return self.intake.prompt(form.prompt.replace("{prompt}", prompt))
+        if form.chat == "never":
+            return self.intake.prompt(form.prompt.replace("{prompt}", self._plain_prompt(prompt)))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        headed = bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") == "system"
+        if form.system is not None and not headed:
+            messages.insert(0, {"role": "system", "content": form.system})
+        return self.intake.opening(messages)
+
+    def _plain_prompt(self, prompt: Prompt) -> str:
+        """The prompt of a format that has no place for a conversation."""
+        if isinstance(prompt, str):
+            return prompt
+        only = prompt[0] if len(prompt) == 1 else None
+        if not isinstance(only, Mapping) or only.get("role") != "user" or not isinstance(only.get("content"), str):
+            raise Refused("unsupported_form", "this model's format takes one user message and its answer, nothing more")
+        return str(only["content"])
+
+    def _one_text(self, prompt: str, steps: list[str]) -> Draft:
+        form, tag = self.format, self.format.tag or ""
+        text, ends = form.prompt.replace("{prompt}", prompt), []
+        for place, step in enumerate(steps):
+            text += (form.after if place else "") + form.step.replace("{step}", step) + tag
+            ends.append(len(text))
+        if text.count(tag) != len(steps):
+            raise Refused("bad_text", f"the step tag {tag!r} is in the prompt or in a step; remove it there")
+        try:
+            refuse_surrogates(text)
+            ids, spans = codec_of(self.tokenizer).spans(text)
+        except RequestError as error:
+            raise Refused("bad_text", str(error)) from error
+        starts = [begin for begin, _ in spans]
+        begin = self.intake.begin
+        # The last token that begins before the tag's end is the tag's last, also where a character takes several.
+        return Draft([*begin, *ids], [len(begin) + bisect_left(starts, end) - 1 for end in ends])
+
+    def _conversation(self, prompt: str, steps: list[str]) -> Draft:
+        assert self.turns is not None
+        turns = self.turns
+        draft = Draft(list(turns.opening))
+        for place, step in enumerate(steps):
+            asked = self.format.step.replace("{step}", step)
+            text = asked if place else self.format.prompt.replace("{prompt}", prompt) + asked
+            draft.tokens += [*(turns.answered if place else ()), *self.intake.content(text), *turns.asked]
+            draft.mark()
+            draft.tokens += self.tag
+        return draft
+
+    # Steps
+
+    def _split(self, response: str) -> list[str]:
+        form = self.format
+        spans = step_spans(response, form.split)
+        steps = [response[begin:end] for begin, end in spans]
+        if not form.keep:
+            steps = [step.removesuffix(form.split) for step in steps]
+        return [step for step in (s.strip() if form.strip else s for s in steps) if step]
+
+    def _given(self, steps: Sequence[Any]) -> list[str]:
+        taken = []
+        for place, step in enumerate(steps):
+            text = step.strip() if self.format.strip and isinstance(step, str) else step
+            if not isinstance(text, str) or not text:
+                raise Refused("bad_steps", f"step {place} is {str(step)[:40]!r}; expected text that is not empty")
+            taken.append(text)
+        return taken
+
+    def _found(self, tokens: list[int]) -> Draft:
+        """Steps in an input that came rendered: every tag, wherever it stands, ends one."""
+        if self.tag:
+            # In one text the tag's first tokens may take in what is before it.
+            pattern = self.tag[-1:] if self.format.joined else [*(self.turns.asked if self.turns else ()), *self.tag]
+            ends = [i + len(pattern) - 1 for i in _occurrences(tokens, pattern)]
+            back = len(self.tag) if self.format.read == "before" else 0
+            return Draft(tokens, [end - back for end in ends])
+        return Draft(tokens, self._found_by_text(tokens))
+
+    def _found_by_text(self, tokens: list[int]) -> list[int]:
+        finished = self.format.end and tokens[-1] == self.end
+        pieces = [self._piece(token) for token in (tokens[:-1] if finished else tokens)]
+        text = "".join(pieces)
+        starts = np.cumsum([0, *map(len, pieces)])[:-1].tolist()
+        spans = step_spans(text, self.format.split)
+        if not finished and self.format.split not in text:
+            return []
+        positions = [bisect_left(starts, end) - 1 for _, end in spans]
+        return [*positions[:-1], len(tokens) - 1] if finished and positions else positions
+
+
+def step_spans(text: str, split: str) -> list[tuple[int, int]]:
+    """Where the steps of a text begin and end, the text that ends them included. What is blank is no step of its own:
+    it stays with the one before it."""
+    spans: list[tuple[int, int]] = []
+    begin = 0
+    while begin < len(text):
+        at = text.find(split, begin)
+        end = len(text) if at < 0 else at + len(split)
+        if text[begin:end].strip() or not spans:
+            spans.append((begin, end))
+        else:
+            spans[-1] = (spans[-1][0], end)
+        begin = end
+    return spans
+
+
+def _what_is_read(
+    form: FormatTable, tokenizer: PreTrainedTokenizerFast, facts: Facts
+) -> tuple[tuple[int, ...] | None, int]:
+    """Vocabulary columns or None, and the index of the good one among what is read."""
+    if facts.causal:
+        if not form.columns:
+            raise ModelError(
+                f"{facts.name} is a causal LM: name the process format it was trained in, such as "
+                'format = "math-shepherd", or the columns to read'
+            )
+        columns = tuple(_column(column, tokenizer, facts) for column in form.columns)
+        _refuse_lone(form, len(columns), facts)
+        return columns, 0
+    if form.columns:
+        raise ModelError(
+            f"{facts.name} has a class head, and the format reads columns {list(form.columns)} of a causal LM"
+        )
+    _refuse_lone(form, len(facts.labels), facts)
+    if form.label is None:
+        return None, len(facts.labels) - 1
+    if form.label not in facts.labels:
+        raise ConfigError(
+            f"format.label is {form.label!r}, which {facts.name} lacks; {nearest(form.label, facts.labels)}"
+        )
+    return None, facts.labels.index(form.label)
+
+
+def _refuse_lone(form: FormatTable, count: int, facts: Facts) -> None:
+    if form.activation == "softmax" and count < 2:
+        raise ConfigError(
+            f'format.activation = "softmax" over the one output of {facts.name} would always be 1; '
+            'use "sigmoid" or "none"'
+        )
+
+
+def _column(column: str | int, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> int:
+    ids = [column] if isinstance(column, int) else encode(tokenizer, column, control=True)
+    if not ids or not 0 <= ids[-1] < facts.vocab_size or ids[-1] == tokenizer.unk_token_id:
+        raise ConfigError(f"format.columns has {column!r}, which is no token of {facts.name}")
+    return ids[-1]
+
+
+def _tag_ids(tag: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    ids = encode(tokenizer, tag, control=True)
+    if not ids or tokenizer.unk_token_id in ids:
+        raise ConfigError(f"format.tag {tag!r} is not in this tokenizer's vocabulary; use the tokenizer of the model")
+    return ids
+
+
+def _occurrences(tokens: list[int], pattern: list[int]) -> list[int]:
+    first, size = pattern[0], len(pattern)
+    return [i for i, token in enumerate(tokens) if token == first and tokens[i : i + size] == pattern]
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    chances: np.ndarray = np.exp(-np.logaddexp(0.0, -values))
+    return chances

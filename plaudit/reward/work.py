@@ -1,0 +1,32 @@
+"""What a reward asks of the core, and what it must know of the model behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the core must read for one item.
+
+    positions  ascending; the tokens at which to read
+    columns    vocabulary tokens of a causal LM, or None for a class head
+    steps      how many steps the item has; 0 for an outcome
+    """
+
+    tokens: list[int]
+    positions: tuple[int, ...]
+    columns: tuple[int, ...] | None
+    steps: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the model is, for those who have no torch. A causal LM has no labels."""
+
+    name: str
+    vocab_size: int
+    max_positions: int
+    labels: tuple[str, ...]
+    causal: bool
