@@ -9,8 +9,12 @@ from torch import Tensor
 
 from plaudit.core.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.cpu_decode import DecodeWindow
+from plaudit.core.decoder import Decoder
 from plaudit.core.packing import Packed, packed_layout
 from plaudit.core.paged import PagedBackend, PagedLayout
+
+
+NOISE = 2 * 2**20  # bytes of noise made at once: a small vocabulary's steps are too short for a call each
 
 
 class CpuBackend(PagedBackend):
@@ -19,28 +23,41 @@ class CpuBackend(PagedBackend):
     max_running = 256
     look_every = 8
 
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self._window: DecodeWindow | None = None  # of the last decode, while nothing else wrote to the blocks
+
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
 
+    def close(self) -> None:
+        self._window = None
+        super().close()
+
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
+        self._window = None  # the blocks of its rows may be given to others
         step = self.arrange(spans, copies)
         plain = packed_layout(step.shapes, step.slots, "cpu")
         layout = PagedLayout(plain.groups, plain.restore, cache=self.cache, slots=step.new, copies=step.copies)
         return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
-        window = DecodeWindow(self.cache, batch, steps, self.block_size)
-        tokens, logprobs, raw, alive = [], [], [], []
-        for _ in range(steps):
-            window.at(batch.positions)
+        window = self._window
+        if window is None or not window.goes_on(batch, steps):
+            window = self._window = DecodeWindow(self.cache, batch, steps, self.block_size)
+        sampler = batch.sampler
+        at_once = max(1, NOISE // (len(batch.lengths) * self.decoder.vocab_size * 4))
+        noted = []
+        for step in range(steps):
+            window.next()
+            if step % at_once == 0:
+                ahead = torch.arange(min(at_once, steps - step))[:, None]
+                noise = sampler.noise(batch.drawn + ahead)
             hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
-            drawn = batch.sampler.draw(self.decoder.logits(hidden), batch.drawn)
-            tokens.append(drawn.tokens)
-            logprobs.append(drawn.logprobs)
-            raw.append(drawn.raw_logprobs)
-            alive.append(batch.alive)
+            drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
+            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
             batch.advance(drawn.tokens)
             if not bool(batch.alive.any()):
                 break
         window.store()
-        return Decoded(torch.stack(tokens), torch.stack(logprobs), torch.stack(raw), torch.stack(alive))
+        return Decoded(*(torch.stack(each) for each in zip(*noted, strict=True)))

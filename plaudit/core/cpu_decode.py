@@ -1,8 +1,9 @@
 """Decode attention on the CPU.
 
-For a window of a few steps the KV of the batch is laid out contiguously, by groups of like length, so that a step pays
-one attention call per group and no gathering; new keys go to the window and reach the blocks when it ends. The window
-is workspace of a fixed size: layers that do not fit in it gather their blocks at every step instead.
+The KV that a batch had before is laid out contiguously once, by groups of like length; what the steps add lies behind
+it, in the same column for every row. So a step pays one attention call per group, no gathering and no index
+arithmetic, and the layout lasts for as long as the same rows decode. New keys reach the blocks at the end of every
+call. The window is workspace of a fixed size: layers that do not fit in it gather their blocks at every step instead.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plaudit.core.attention import Layout, Rule, attend_group
+from plaudit.core.attention import Layout, Rule, attend_group, row_mask
 from plaudit.core.backend import DecodeBatch
 from plaudit.core.paged import KVCache
 
 WORKSPACE = 64 * 2**20  # bytes
+ROOM = 64  # columns for steps: so many are taken before the KV is laid out again
+NOWHERE = 2**62  # the position of a column that holds nothing
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Group:
     """Rows of the decode batch with like lengths."""
 
     rows: Tensor | None  # (B,) which rows; None: all, in order
-    blocks: Tensor  # (B * N,) their blocks, flattened
-    length: int  # N * block size
     count: int  # B
+    blocks: int  # of the longest row's past
+    positions: Tensor  # (B, past + room) the position that each column holds
+    ragged: bool  # whether some row has columns that hold nothing
 
 
 class DecodeWindow(Layout):
@@ -37,126 +41,163 @@ class DecodeWindow(Layout):
         super().__init__((), torch.empty(0))
         self.cache = cache
         self.block_size = block_size
-        self.tables = batch.tables
-        self._groups, self._back = _grouped(batch, steps, block_size)
-        tokens = sum(g.count * g.length for g in self._groups)
-        self._room = WORKSPACE // max(1, tokens)  # bytes per token that the workspace still has
-        self._laid: dict[int, list[tuple[Tensor, Tensor]]] = {}  # per layer and group: (B, heads, length, dim)
-        self._steps: list[Tensor] = []
-        self.positions = self.slots = torch.empty(0)
-        self._lines: list[Tensor] = []
+        self.room = max(ROOM, steps)
+        self.batch = batch
+        self._sampler = batch.sampler
+        self._lengths = batch.lengths
+        self._groups, self._back = _grouped(batch.lengths, block_size, self.room)
+        columns = sum(g.positions.numel() for g in self._groups)
+        self._spare = WORKSPACE // columns  # bytes per column that the workspace still has
+        self._laid: dict[int, list[tuple[Tensor, Tensor]] | None] = {}  # per layer and group: (B, heads, columns, dim)
+        self._stored = 0  # steps whose KV is in the blocks
+        self._step = -1
+        self._noted: list[tuple[Tensor, Tensor]] = []  # positions and alive rows of the steps that are not stored
 
-    def at(self, positions: Tensor) -> None:
-        """The positions at which the next step stores and asks."""
-        self.positions = positions
-        blocks = self.tables.gather(1, (positions // self.block_size)[:, None])[:, 0]
-        self.slots = blocks * self.block_size + positions % self.block_size
-        self._steps.append(positions)
-        self._masks.clear()
-        self._lines.clear()
+    def goes_on(self, batch: DecodeBatch, steps: int) -> bool:
+        """Whether the batch stands where the window does; then it takes the batch for its next steps. A sampler belongs
+        to one list of sequences. Whoever writes to the blocks of a batch in any other way must drop its window."""
+        same = batch.sampler is self._sampler and batch.lengths == [n + self._stored for n in self._lengths]
+        if not same or self._stored + steps > self.room:
+            return False
+        self.batch = batch
+        return True
+
+    def next(self) -> None:
+        """A step begins."""
+        self._step += 1
+        self._noted.append((self.batch.positions, self.batch.alive))
+        self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        laid = self._laid.get(layer)
-        if laid is None and len(self._steps) == 1:
-            laid = self._lay_out(layer)
+        if layer not in self._laid:
+            self._laid[layer] = self._lay_out(layer)
+        laid = self._laid[layer]
         if laid is None:
-            self.cache.keys[layer].index_copy_(0, self.slots, key)
-            self.cache.values[layer].index_copy_(0, self.slots, value)
+            slots = _slots(self.batch.tables, self.batch.positions[None], self.block_size)[0]
+            self.cache.keys[layer].index_copy_(0, slots, key)
+            self.cache.values[layer].index_copy_(0, slots, value)
         outputs = []
         for i, group in enumerate(self._groups):
             q = _pick(query, group.rows)
             if laid is None:
-                k, v = self._gather(self.cache.keys[layer], group), self._gather(self.cache.values[layer], group)
-            else:
-                k, v = laid[i]
-                self._append(k, _pick(key, group.rows), i)
-                self._append(v, _pick(value, group.rows), i)
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
-            outputs.append(attend_group(q[:, None], k, v, self._mask(i, rule.window, query.dtype), rule)[:, 0])
+                outputs.append(self._attend_blocks(layer, q, group, rule))
+                continue
+            column = group.blocks * self.block_size + self._step
+            k, v = laid[i]
+            k[:, :, column] = _pick(key, group.rows)
+            v[:, :, column] = _pick(value, group.rows)
+            mask = self._mask(i, rule.window, query.dtype)
+            mask = None if mask is None else mask[..., : column + 1]
+            outputs.append(_attend(q, k[:, :, : column + 1], v[:, :, : column + 1], mask, rule))
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return out if self._back is None else out.index_select(0, self._back)
 
     def store(self) -> None:
-        """Bring what the window's steps computed into the blocks."""
-        if not self._laid:
-            return
-        positions = torch.stack(self._steps)  # (steps, B)
-        blocks = self.tables.T.gather(0, positions // self.block_size)
-        slots = blocks * self.block_size + positions % self.block_size
+        """Bring what the steps since the last call computed into the blocks."""
+        positions, alive = (torch.stack(each) for each in zip(*self._noted, strict=True))  # (steps, B)
+        slots = _slots(self.batch.tables, positions, self.block_size)
+        taken = self._step + 1
         for i, group in enumerate(self._groups):
-            at = positions if group.rows is None else positions[:, group.rows]
-            to = (slots if group.rows is None else slots[:, group.rows]).flatten()
-            row = torch.arange(group.count).expand_as(at)
+            # A row that has ended stays at its position: only the first of its steps counts there.
+            counts, to = (x if group.rows is None else x[:, group.rows] for x in (alive, slots))
+            to = to[counts]
+            first, last = (group.blocks * self.block_size + step for step in (self._stored, taken))
             for layer, laid in self._laid.items():
-                k, v = laid[i]
-                self.cache.keys[layer].index_copy_(0, to, k[row, :, at].flatten(0, 1))
-                self.cache.values[layer].index_copy_(0, to, v[row, :, at].flatten(0, 1))
+                if laid is not None:
+                    for cache, part in zip((self.cache.keys, self.cache.values), laid[i], strict=True):
+                        cache[layer].index_copy_(0, to, part[:, :, first:last].permute(2, 0, 1, 3)[counts])
+        self._stored = taken
+        self._noted.clear()
 
     def _lay_out(self, layer: int) -> list[tuple[Tensor, Tensor]] | None:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         width = (keys[0].numel() + values[0].numel()) * keys.itemsize
-        if width > self._room:
+        if width > self._spare:
             return None
-        self._room -= width
-        laid = [
-            (self._gather(keys, g).transpose(1, 2).contiguous(), self._gather(values, g).transpose(1, 2).contiguous())
-            for g in self._groups
-        ]
-        self._laid[layer] = laid
+        self._spare -= width
+        return [(self._laid_out(keys, g), self._laid_out(values, g)) for g in self._groups]
+
+    def _laid_out(self, cache: Tensor, group: _Group) -> Tensor:
+        past = self._gather(cache, group, group.blocks).transpose(1, 2)
+        laid = cache.new_empty(group.count, cache.shape[1], group.positions.shape[1], cache.shape[2])
+        laid[:, :, : past.shape[2]] = past
         return laid
 
-    def _append(self, laid: Tensor, new: Tensor, index: int) -> None:
-        """One token per sequence: new (B, heads, dim) into laid (B, heads, length, dim)."""
-        batch, heads, length, dim = laid.shape
-        if len(self._lines) <= index:
-            at = _pick(self.positions, self._groups[index].rows)
-            line = torch.arange(batch * heads).view(batch, heads) * length + at[:, None]
-            self._lines.append(line.flatten())
-        laid.view(-1, dim).index_copy_(0, self._lines[index], new.reshape(-1, dim))
+    def _attend_blocks(self, layer: int, query: Tensor, group: _Group, rule: Rule) -> Tensor:
+        blocks = min(self.batch.tables.shape[1], group.blocks + -(-(self._step + 1) // self.block_size))
+        keys, values = (self._gather(c[layer], group, blocks) for c in (self.cache.keys, self.cache.values))
+        at = _pick(self.batch.positions, group.rows)
+        mask = row_mask(at, keys.shape[1], rule.window, query.dtype)
+        return attend_group(query[:, None], keys, values, mask, rule)[:, 0]
 
-    def _gather(self, cache: Tensor, group: _Group) -> Tensor:
-        """(B, length, heads, dim). Whole blocks, which is several times faster than token by token."""
+    def _gather(self, cache: Tensor, group: _Group, blocks: int) -> Tensor:
+        """(B, tokens, heads, dim). Whole blocks, which is several times faster than token by token."""
         heads, dim = cache.shape[1:]
-        whole = cache.view(-1, self.block_size * heads * dim).index_select(0, group.blocks)
-        return whole.view(group.count, group.length, heads, dim)
+        tables = _pick(self.batch.tables, group.rows)[:, :blocks].flatten()
+        whole = cache.view(-1, self.block_size * heads * dim).index_select(0, tables)
+        return whole.view(group.count, blocks * self.block_size, heads, dim)
 
-    def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """(B, 1, 1, columns); with a window it moves from step to step."""
         group = self._groups[index]
-        if window is not None and window >= group.length:
+        if window is not None and window >= group.positions.shape[1]:
             window = None
+        if window is None and not group.ragged:
+            return None
         made = self._masks.get((index, window, dtype))
         if made is None:
-            at = _pick(self.positions, group.rows)[:, None]
-            key = torch.arange(group.length)
-            hidden = key > at
+            hidden = group.positions == NOWHERE
             if window is not None:
-                hidden |= key <= at - window
+                hidden |= group.positions <= group.positions[:, self._step - self.room, None] - window
             made = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
             self._masks[index, window, dtype] = made
         return made
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """q (B, H, D), k and v (B, K, L, D) -> (B, H, D)."""
+    if q.dtype not in (torch.float32, torch.float64) or rule.softcap is not None or rule.sinks is not None:
+        if mask is None:
+            mask = q.new_zeros(1, 1, 1, k.shape[2])
+        return attend_group(q[:, None], k.transpose(1, 2), v.transpose(1, 2), mask, rule)[:, 0]
+    # For one query two plain products take half as long as the fused kernel, which is made for many.
+    batch, heads, dim = q.shape
+    scaled = (q * (dim**-0.5 if rule.scale is None else rule.scale)).reshape(batch * k.shape[1], -1, dim)
+    scores = torch.bmm(scaled, k.flatten(0, 1).transpose(1, 2))
+    if mask is not None:
+        scores.view(batch, k.shape[1], -1, k.shape[2]).add_(mask)
+    return torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(batch, heads, -1)
 
 
 def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def _grouped(batch: DecodeBatch, steps: int, block_size: int) -> tuple[Sequence[_Group], Tensor | None]:
+def _slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """tables (B, N), positions (steps, B) -> (steps, B)."""
+    return tables.T.gather(0, positions // block_size) * block_size + positions % block_size
+
+
+def _grouped(lengths: Sequence[int], block_size: int, room: int) -> tuple[Sequence[_Group], Tensor | None]:
     """Groups in which no row reads more than about half again what it needs, and how to undo the regrouping."""
-    held = batch.tables.shape[1]
-    needs = [min(-(-(length + steps - 1) // block_size), held) for length in batch.lengths]
+    needs = [max(1, -(-(length - 1) // block_size)) for length in lengths]
     members: list[list[int]] = []
     for i in sorted(range(len(needs)), key=lambda i: (needs[i], i)):
         if members and needs[i] <= needs[members[-1][0]] * 1.5 + 2:
             members[-1].append(i)
         else:
             members.append([i])
-    if len(members) == 1:
-        count = max(needs)
-        return [_Group(None, batch.tables[:, :count].flatten(), count * block_size, len(needs))], None
+    members = [sorted(rows) for rows in members]
     groups = []
     for rows in members:
-        count, at = max(needs[i] for i in rows), torch.tensor(rows)
-        groups.append(_Group(at, batch.tables[at, :count].flatten(), count * block_size, len(rows)))
+        blocks = max(needs[i] for i in rows)
+        start = torch.tensor([lengths[i] - 1 for i in rows])[:, None]  # the position of the first step
+        past = torch.arange(blocks * block_size).expand(len(rows), -1)
+        positions = torch.cat([past.masked_fill(past >= start, NOWHERE), start + torch.arange(room)], dim=1)
+        ragged = any(lengths[i] - 1 != blocks * block_size for i in rows)
+        groups.append(_Group(torch.tensor(rows) if len(members) > 1 else None, len(rows), blocks, positions, ragged))
+    if len(groups) == 1:
+        return groups, None
     back = torch.empty(len(needs), dtype=torch.long)
     back[torch.tensor([i for rows in members for i in rows])] = torch.arange(len(needs))
     return groups, back
