@@ -155,7 +155,12 @@ class JudgeTable(Table):
 
 
 class BlendTable(Table):
-    """Several rewards as one."""
+    """Several rewards as one.
+
+    sum                   of weight times score
+    min                   of weight times score
+    mean-minus-deviation  the weighted mean less `deviation` times the weighted standard deviation
+    """
 
     kind: Literal["blend"] = "blend"
     members: Annotated[Mapping[str, float], Field(min_length=1)]
@@ -163,6 +168,12 @@ class BlendTable(Table):
     combine: Literal["sum", "min", "mean-minus-deviation"] = "sum"
     deviation: NonNegative = 1.0
     """mean-minus-deviation: how many standard deviations are taken off the mean."""
+
+    @model_validator(mode="after")
+    def _weighs(self) -> Self:
+        if self.combine == "mean-minus-deviation" and any(weight <= 0 for weight in self.members.values()):
+            raise ValueError(f'combine = "mean-minus-deviation" needs weights above 0, found {dict(self.members)}')
+        return self
 
 
 RewardTable = OutcomeTable | ProcessTable | RuleTable | JudgeTable | BlendTable

@@ -74,13 +74,14 @@ class Renderer:
 
     def _ask(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes | None:
         """One line to the worker and one back; None, and no worker, if it took too long or died."""
-        reply = _exchange(process, request, time.monotonic() + seconds)
+        reply = exchange(process, request, time.monotonic() + seconds)
         if reply is None:
             self.close()
         return reply
 
 
-def _exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | None:
+def exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | None:
+    """A line to a child's stdin and one from its stdout; None if it died or did not answer by `deadline`."""
     assert process.stdin is not None, "the worker is started with pipes"
     assert process.stdout is not None, "the worker is started with pipes"
     source, sink = process.stdout.fileno(), process.stdin.fileno()

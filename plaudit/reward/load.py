@@ -12,15 +12,19 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.formats import FormatTable
-from plaudit.config.reward import OutcomeTable, ProcessTable, RewardTable
+from plaudit.config.reward import JudgeTable, OutcomeTable, ProcessTable, RewardTable, RuleTable
 from plaudit.core import Engine
-from plaudit.errors import ConfigError, ModelError
-from plaudit.models import Loaded, ValueModel, choose_device, load_any
+from plaudit.errors import ConfigError, ModelError, nearest
+from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
+from plaudit.reward.ask import EngineAsk, HttpAsk
+from plaudit.reward.blend import BlendReward
 from plaudit.reward.directory import complete
+from plaudit.reward.judge import Judge, JudgeReward
 from plaudit.reward.model import ModelReward
 from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reward import Reward
+from plaudit.reward.rule import RuleReward
 from plaudit.reward.work import Facts
 
 
@@ -30,7 +34,27 @@ def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTa
     if isinstance(table, OutcomeTable | ProcessTable):
         engine, facts, tokenizer, version = load_worker(table)
         return ModelReward(engine, new_reading(table, tokenizer, facts), f"0-{version}")
-    raise ConfigError(f"no reward of kind {table.kind!r}")
+    if isinstance(table, RuleTable):
+        return RuleReward(table)
+    if isinstance(table, JudgeTable):
+        return JudgeReward(Judge(table), new_ask(table))
+    known = members or {}
+    for name in table.members:
+        if name not in known:
+            raise ConfigError(f"the blend has the member {name!r}, which is not there; {nearest(name, known)}")
+    return BlendReward(table, {name: load_reward(known[name], _without(known, name)) for name in table.members})
+
+
+def _without(known: Mapping[str, RewardTable], name: str) -> dict[str, RewardTable]:
+    """So that a blend cannot have itself as a member, at any depth."""
+    return {other: table for other, table in known.items() if other != name}
+
+
+def new_ask(table: JudgeTable) -> HttpAsk | EngineAsk:
+    if table.path is None:
+        return HttpAsk(table)
+    loaded = load_policy(table.path, dtype=table.dtype, device=choose_device(table.device))
+    return EngineAsk(Engine(loaded.module, loaded.tokenizer), loaded.tokenizer, table)
 
 
 def new_reading(

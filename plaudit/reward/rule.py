@@ -1,0 +1,168 @@
+"""Rules: a program decides the score.
+
+Every rule, a regular expression included, runs in a process of its own, where it has a time limit for each response.
+One that overruns is killed and started again; only its item fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from plaudit.config.reward import RuleTable
+from plaudit.errors import ConfigError
+from plaudit.models.renderer import exchange
+from plaudit.records import Item, ItemError, Score
+from plaudit.reward.reward import Result
+
+WORKER = Path(__file__).with_name("rule_worker.py")
+START_SECONDS = 60.0
+
+
+class RuleReward:
+    """`score` may be called from several threads."""
+
+    def __init__(self, table: RuleTable) -> None:
+        self.table = table
+        self.version = f"0-{_fingerprint(table)}"
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker(table) for _ in range(table.processes)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(table.processes, thread_name_prefix="rule")
+        try:
+            self._workers[0].start()  # a function that does not exist is told now, not with the first item
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, items: Sequence[Item]) -> list[Result]:
+        return list(self._threads.map(self._score, items))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.stop()
+
+    def _score(self, item: Item) -> Result:
+        asked = what_was_said(item)
+        if isinstance(asked, ItemError):
+            return Score(error=asked, version=self.version)
+        prompt, response = asked
+        try:
+            line = json.dumps({"prompt": prompt, "response": response, "truth": item.truth}).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            return Score(error=ItemError("bad_truth", f"prompt and truth must be JSON: {error}"), version=self.version)
+        worker = self._idle.get()
+        try:
+            reply = worker.ask(line)
+        finally:
+            self._idle.put(worker)
+        if isinstance(reply, ItemError):
+            return Score(error=reply, version=self.version)
+        return Score(reply, version=self.version)
+
+
+def what_was_said(item: Item) -> tuple[Any, str] | ItemError:
+    """The prompt, as text or messages, and the response of an item whose words are known."""
+    if item.messages is not None:
+        last = item.messages[-1] if item.messages else None
+        if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            return ItemError("bad_messages", "messages must end with the assistant's answer, whose content is text")
+        return [dict(message) for message in item.messages[:-1]], str(last["content"])
+    if item.prompt is None or item.response is None:
+        return ItemError("unsupported_form", "a rule or a judge reads prompt and response or messages, not raw input")
+    prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
+    return prompt, item.response if isinstance(item.response, str) else "".join(item.response)
+
+
+class _Worker:
+    """One process, which one thread asks at a time."""
+
+    def __init__(self, table: RuleTable) -> None:
+        self.table = table
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        # As the caller finds modules, so does the function's process; -P keeps this folder's own names out of it.
+        known = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": known}, start_new_session=True,
+        )  # fmt: skip
+        line = json.dumps(self.table.model_dump()).encode() + b"\n"
+        reply = exchange(self._process, line, time.monotonic() + START_SECONDS)
+        fault = "its process died or took too long" if reply is None else str(json.loads(reply)["fault"])
+        if fault:
+            self._end()
+            cure = "; pip install 'plaudit[verify]'" if "math_verify" in fault else ""
+            raise ConfigError(f"the rule {self.table.function or self.table.rule!r} cannot start: {fault}{cure}")
+
+    def ask(self, line: bytes) -> float | ItemError:
+        with self._lock:
+            return self._ask(line)
+
+    def _ask(self, line: bytes) -> float | ItemError:
+        if self._closed:
+            return ItemError("rule_failed", "the rule was closed")
+        if self._process is None:
+            try:
+                self.start()
+            except ConfigError as error:
+                return ItemError("rule_failed", str(error))
+        assert self._process is not None
+        deadline = time.monotonic() + self.table.timeout
+        reply = exchange(self._process, line, deadline)
+        if reply is None:
+            late = time.monotonic() >= deadline
+            self._end()
+            if late:
+                return ItemError("timeout", f"the rule did not finish in {self.table.timeout:g} s and was stopped")
+            return ItemError("rule_failed", "the process of the rule died")
+        answer = json.loads(reply)
+        return float(answer["score"]) if "score" in answer else ItemError(answer["type"], answer["message"])
+
+    def stop(self) -> None:
+        self._closed = True
+        if (process := self._process) is not None:
+            _kill(process)  # whoever waits for its answer stops waiting
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _kill(process)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With the processes that the function has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _fingerprint(table: RuleTable) -> str:
+    digest = hashlib.sha256(table.model_dump_json().encode())
+    file = Path((table.function or "").rpartition(":")[0])
+    if file.suffix == ".py" and file.is_file():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]

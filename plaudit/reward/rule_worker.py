@@ -1,0 +1,144 @@
+"""Runs one rule, a JSON request a line, for `rule.py`. Imports nothing of Plaudit: a rule starts in a moment.
+
+What a user's function prints goes nowhere: the real stdout is the way back to the parent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Rule = Callable[[Any, str, Any], Any]  # (prompt, response, truth) -> score
+LIMIT = 300  # characters of an error's message
+PATH = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+~-]+)+[/\\]")
+
+
+class NoTruth(Exception):
+    """The item has nothing to compare with."""
+
+
+def new_rule(table: dict[str, Any]) -> Rule:
+    right, wrong = float(table["right"]), float(table["wrong"])
+    check: Callable[[str, str], bool]
+    match table["rule"]:
+        case "regex":
+            pattern = re.compile(table["pattern"])
+            return lambda _, response, __: right if pattern.search(response) else wrong
+        case "exact":
+            check = _exact
+        case "math":
+            check = _mathematics()
+        case _:
+            return _function(table["function"])
+    answer = None if table["answer"] is None else re.compile(table["answer"])
+
+    def compare(_: Any, response: str, truth: Any) -> float:
+        if truth is None:
+            raise NoTruth
+        found = response if answer is None else _last_group(answer, response)
+        return right if found is not None and check(found, str(truth)) else wrong
+
+    return compare
+
+
+def _exact(answer: str, truth: str) -> bool:
+    return answer.strip() == truth.strip()
+
+
+def _mathematics() -> Callable[[str, str], bool]:
+    from math_verify import parse, verify  # type: ignore[import-untyped]
+
+    logging.disable()  # it warns on every call that its own time limits are off; the parent's is on
+
+    def equal(answer: str, truth: str) -> bool:
+        gold = parse(truth, parsing_timeout=None)
+        if not gold:
+            raise ValueError(f"the truth {truth[:60]!r} cannot be read as mathematics")
+        return bool(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+    return equal
+
+
+def _function(name: str) -> Rule:
+    home, _, attribute = name.rpartition(":")
+    if not home.endswith(".py"):
+        found: Rule = getattr(importlib.import_module(home), attribute)
+        return found
+    spec = importlib.util.spec_from_file_location("plaudit_user_rule", Path(home).resolve())
+    if spec is None or spec.loader is None or not Path(home).is_file():
+        raise FileNotFoundError(f"no file {home}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    from_file: Rule = getattr(module, attribute)
+    return from_file
+
+
+def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
+    found = None
+    for match in pattern.finditer(text):
+        found = match[1]
+    return found
+
+
+def answer_to(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = rule(request["prompt"], request["response"], request["truth"])
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            return _error("rule_failed", f"the rule gave {type(value).__name__}, expected a number")
+        score = float(value)
+    except NoTruth:
+        return _error("no_truth", "the rule compares with a truth, and the item has none")
+    except BaseException as error:  # also what a function raises to leave the program
+        return _error("rule_failed", described(error))
+    if not math.isfinite(score):
+        return _error("nonfinite_score", f"the rule gave {score}, which is not a finite number")
+    return {"score": score}
+
+
+def _error(type: str, message: str) -> dict[str, Any]:
+    return {"type": type, "message": message}
+
+
+def described(error: BaseException) -> str:
+    """One line, without directories."""
+    try:
+        text = " ".join(str(error)[: 4 * LIMIT].split())
+    except Exception:
+        text = ""
+    return PATH.sub("", f"{type(error).__name__}: {text}" if text else type(error).__name__)[:LIMIT]
+
+
+def main() -> None:
+    back = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    table = json.loads(sys.stdin.readline())
+    try:
+        rule = new_rule(table)
+        fault = "" if callable(rule) else f"{table['function']} cannot be called"
+    except BaseException as error:
+        fault = described(error)
+    print(json.dumps({"fault": fault}), file=back, flush=True)
+    if fault:
+        return
+    for line in sys.stdin:
+        # Should the parent die while a rule loops, the kernel ends this process.
+        signal.setitimer(signal.ITIMER_REAL, table["timeout"] + 5)
+        reply = json.dumps(answer_to(rule, json.loads(line)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(reply, file=back, flush=True)
+
+
+if __name__ == "__main__":
+    main()
