@@ -80,6 +80,34 @@ def generate_samples(
         typer.echo(piece, nl=False)
 
 
+@app.command("serve")
+def serve_rewards(
+    model: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME_OR_DIR", help="A model to serve, or NAME=DIR; repeatable. Default: sums, sums-steps."
+        ),
+    ] = [],  # noqa: B006
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file with models and settings; flags win over it.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 5555.")] = None,
+    api_key: Annotated[list[str], typer.Option(help="A key callers must send, or HOLDER=KEY; repeatable.")] = [],  # noqa: B006
+    admin_key: Annotated[str | None, typer.Option(help="The key for routes that change something.")] = None,
+    allow_open: Annotated[
+        str | None, typer.Option(metavar="PROTOCOLS", help="Protocols that need no key, separated by commas.")
+    ] = None,
+) -> None:
+    """Serve reward models over HTTP."""
+    from plaudit.serve.setup import serve_table
+
+    table = serve_table(config, model, host, port, api_key, admin_key, allow_open)
+    from plaudit.serve.server import serve
+
+    sys.exit(serve(table))
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],

@@ -5,6 +5,7 @@ An unknown key is refused with the nearest right one, a wrong value with the key
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -112,21 +113,26 @@ def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _tables_in(argument)
 
 
-def to_toml(table: BaseModel) -> str:
-    """The resolved configuration as TOML that `load_recipe` reads back to the same tree."""
-    return "\n".join(_toml_lines(table.model_dump(exclude_none=True), ())) + "\n"
+def to_toml(table: BaseModel | Mapping[str, Any]) -> str:
+    """The resolved configuration as TOML that reads back to the same tree."""
+    tree = table.model_dump(exclude_none=True) if isinstance(table, BaseModel) else table
+    return "\n".join(_toml_lines(tree, ())).lstrip("\n") + "\n"
 
 
 def _toml_lines(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
     if path and (values or not tree):
         yield ""
-        yield f"[{'.'.join(path)}]"
+        yield f"[{'.'.join(map(_toml_key, path))}]"
     for key, value in values.items():
-        yield f"{key} = {_toml_value(value)}"
+        yield f"{_toml_key(key)} = {_toml_value(value)}"
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _toml_lines(value, (*path, key))
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:

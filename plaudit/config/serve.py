@@ -1,0 +1,106 @@
+"""How a reward server is set up: `serve.toml` and the flags of `plaudit serve`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
+
+from plaudit.config.reward import KINDS, RewardTable
+from plaudit.config.table import Positive, Table, check, read_toml
+from plaudit.errors import ConfigError
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+
+
+class LimitsTable(Table):
+    body_bytes: PositiveInt = 64 * 2**20
+    """Of one request, unpacked."""
+    buffered_bytes: PositiveInt = 512 * 2**20
+    """Of all requests that are being read or answered."""
+    body_seconds: Positive = 30.0
+    request_seconds: Positive = 600.0
+    """The most a request may take; X-Deadline can only shorten it."""
+    items: PositiveInt = 4096
+    """Responses in one request."""
+    queued_tokens: PositiveInt = 4_000_000
+    """Tokens that are accepted and not yet answered."""
+    connections: PositiveInt = 4096
+    header_bytes: PositiveInt = 64 * 1024
+    headers: PositiveInt = 100
+    header_seconds: Positive = 10.0
+    load_seconds: Positive = 1800.0
+    cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
+    """Scores kept for items that come again; 0: none."""
+
+
+class ServeTable(Table):
+    host: str = "127.0.0.1"
+    port: Port = 5555
+    """0 takes a free one."""
+    health_port: Port | None = None
+    """A second port on which a thread of its own answers /health/live."""
+    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], RewardTable], Field(min_length=1)]
+    api_keys: Mapping[str, str] = {}
+    """Holder -> key. Holders share the server fairly."""
+    admin_key: str | None = None
+    allow_open: tuple[str, ...] = ()
+    """Protocols that need no key though the address is not loopback, or though there are keys."""
+    model_root: str | None = None
+    """Models that are swapped in must lie under this directory."""
+    overload_status: Literal[503, 429] = 503
+    drain_seconds: Positive = 30.0
+    log: Literal["errors", "requests"] = "errors"
+    limits: LimitsTable = LimitsTable()
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys(cls, keys: Mapping[str, str]) -> Mapping[str, str]:
+        for holder, key in keys.items():
+            checked_key(key, f"the API key of {holder!r}")
+        if len(set(keys.values())) < len(keys):
+            raise ValueError("two holders have the same API key; give each their own")
+        return keys
+
+    @field_validator("admin_key")
+    @classmethod
+    def _admin(cls, key: str | None) -> str | None:
+        return None if key is None else checked_key(key, "the admin key")
+
+    @model_validator(mode="after")
+    def _separate(self) -> Self:
+        if self.admin_key is not None and self.admin_key in self.api_keys.values():
+            raise ValueError("the admin key is also an API key; give it a value of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _members(self) -> Self:
+        for name, table in self.models.items():
+            for member in getattr(table, "members", ()):
+                if member == name or member not in self.models or self.models[member].kind == "blend":
+                    raise ValueError(f"models.{name} blends {member!r}, which is not another model that is served here")
+        return self
+
+
+def checked_key(key: str, what: str) -> str:
+    if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{what} must be at least 8 printable ASCII characters without spaces")
+    return key
+
+
+_SERVE: TypeAdapter[ServeTable] = TypeAdapter(ServeTable)
+
+
+def parse_serve(tree: Mapping[str, Any], source: str) -> ServeTable:
+    table: ServeTable = check(_SERVE, tree, source, ServeTable, KINDS)
+    return table
+
+
+def read_serve(path: Path) -> dict[str, Any]:
+    tree = read_toml(path, "server configuration")
+    if not isinstance(tree.get("models", {}), dict):
+        raise ConfigError(f"{path}: models must be tables, such as [models.sums]")
+    return tree

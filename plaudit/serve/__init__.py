@@ -1,0 +1,1 @@
+"""Reward models behind HTTP: the server, its workers and its clients. Only `worker` loads torch."""

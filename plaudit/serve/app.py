@@ -1,0 +1,128 @@
+"""The ASGI application: find the route, let the caller in, answer, count. It runs no model.
+
+It speaks ASGI itself and uses no framework: what a request may cost (bytes, seconds, items) is bounded here and in
+`http.py` before anything reads it, and a route's access is decided in one place that nothing can go around.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable
+
+from plaudit.serve.admission import Admission
+from plaudit.serve.auth import Keys
+from plaudit.serve.http import HttpError, Limits, Receive, Reply, Request, Scope, Send, send_reply
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.routes import Route, Routes
+
+ErrorWriter = Callable[[HttpError, str], Reply]
+
+
+class App:
+    def __init__(
+        self, routes: Routes, keys: Keys, admission: Admission, limits: Limits, metrics: Metrics, log: Log, *,
+        log_requests: bool,
+    ) -> None:  # fmt: skip
+        self.routes = routes
+        self.keys = keys
+        self.admission = admission
+        self.limits = limits
+        self.metrics = metrics
+        self.log = log
+        self.log_requests = log_requests
+        self._ids = itertools.count()
+        self._prefix = secrets.token_hex(4)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        began = time.perf_counter()
+        request = Request(scope, receive, self.limits, f"{self._prefix}-{next(self._ids)}")
+        protocol = "native"
+        try:
+            route = self.routes.find(request.method, request.path)
+            protocol = route.protocol
+            reply: Reply | None = await self._answer(route, request)
+        except HttpError as error:
+            reply = error_reply(error, request.id)
+            self._count_error(error.type, str(error), request)
+        except Exception as error:
+            # A bug of ours. The client learns nothing of its insides; the log has the place.
+            self.log("bug", request_id=request.id, path=request.path, error=_where(error))
+            reply = error_reply(HttpError(500, "internal", "an internal error; the server's log has it"), request.id)
+            self._count_error("internal", _where(error), request)
+        if reply is None:
+            return  # the client has gone
+        await send_reply(send, reply, request)
+        seconds = time.perf_counter() - began
+        self.metrics.requests.labels(protocol, reply.status).inc()
+        self.metrics.request_seconds.labels(protocol).observe(seconds)
+        if self.log_requests:
+            self.log(
+                "request", request_id=request.id, method=request.method, path=request.path, status=reply.status,
+                tenant=request.tenant, ms=round(seconds * 1000, 2),
+            )  # fmt: skip
+
+    async def _answer(self, route: Route, request: Request) -> Reply | None:
+        request.tenant = self.keys.tenant(route.access, route.protocol, request.headers.get(b"authorization"))
+        if not route.work:
+            return await route.handler(request)
+        length = request.headers.get(b"content-length", b"0")
+        request.take_deadline()
+        began = time.perf_counter()
+        with self.admission.request(min(int(length), self.limits.body_bytes) if length.isdigit() else 0):
+            body = await request.body()
+            reply = await self._unless_gone(route, request, body)
+        self.metrics.history.request(time.perf_counter() - began)
+        return reply
+
+    async def _unless_gone(self, route: Route, request: Request, body: bytes) -> Reply | None:
+        """The handler's reply; None, and the handler stopped, if the client goes away first."""
+        request.content = body
+        task = asyncio.current_task()
+        assert task is not None
+        gone = asyncio.create_task(request.disconnected())
+        gone.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
+        try:
+            return await route.handler(request)
+        except asyncio.CancelledError:
+            if not gone.done() or gone.cancelled():
+                raise
+            task.uncancel()
+            return None
+        finally:
+            gone.cancel()
+
+    def _count_error(self, type: str, message: str, request: Request) -> None:
+        self.metrics.errors.labels(type).inc()
+        self.metrics.history.error(type, message, "", request.id)
+
+
+def error_reply(error: HttpError, request_id: str) -> Reply:
+    content = {
+        "error": {
+            "type": error.type, "message": str(error), "request_id": request_id,
+            "retryable": error.status in (408, 429, 503, 504) or error.status >= 500,
+        }
+    }  # fmt: skip
+    reply = Reply.json(content, error.status)
+    if error.retry_after is not None:
+        reply.headers.append((b"retry-after", str(error.retry_after).encode()))
+    if error.status == 401:
+        reply.headers.append((b"www-authenticate", b"Bearer"))
+    return reply
+
+
+def _where(error: BaseException) -> str:
+    """The kind of error and the line of ours it came from: enough to find it, and nothing that a user wrote."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    at = "" if place is None else f" at {place.tb_frame.f_code.co_filename.rpartition('/')[2]}:{place.tb_lineno}"
+    return f"{type(error).__name__}{at}"

@@ -1,0 +1,47 @@
+"""Scores that were computed before, by the SHA-256 of all they depend on. Bounded in bytes; the least used go first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+OVERHEAD = 200  # bytes of an entry beside its values
+
+
+def work_key(
+    version: str, tokens: Sequence[int], positions: Sequence[int], columns: Sequence[int] | None, salt: str
+) -> bytes:
+    """The whole digest is the key and is compared in full: another work's score must never be found under it."""
+    head = f"{version}\0{salt}\0{len(tokens)} {len(positions)} {'-' if columns is None else len(columns)}\0".encode()
+    digest = hashlib.sha256(head)
+    for numbers in (tokens, positions, columns or ()):
+        digest.update(np.asarray(numbers, dtype="<i8").tobytes())
+    return digest.digest()
+
+
+class ScoreCache:
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.bytes = 0
+        self._values: OrderedDict[bytes, np.ndarray] = OrderedDict()
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        found = self._values.get(key)
+        if found is not None:
+            self._values.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, values: np.ndarray) -> None:
+        if key in self._values or values.nbytes + OVERHEAD > self.limit_bytes:
+            return
+        self._values[key] = values
+        self.bytes += values.nbytes + OVERHEAD
+        while self.bytes > self.limit_bytes:
+            _, dropped = self._values.popitem(last=False)
+            self.bytes -= dropped.nbytes + OVERHEAD
+
+    def __len__(self) -> int:
+        return len(self._values)

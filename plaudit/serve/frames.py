@@ -1,0 +1,136 @@
+"""What the HTTP process and a worker say to each other, over a socket pair: length-prefixed MessagePack, no pickle.
+
+    front -> worker   Start, then Works, Cancel
+    worker -> front   Hello (loaded), Ready (warmed up), Alive (every second), Results; or Failed, and the end
+
+Token ids and values travel as raw little-endian buffers inside the message: many works go in one frame, so the cost of
+crossing is paid once per batch and not once per item.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+LIMIT = 1 << 30  # bytes in a frame
+_LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The configuration of the model to load: a reward table as plain data."""
+
+    table: dict[str, Any]
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """Loaded. The tokenizer travels as it was loaded, so that both sides split text alike."""
+
+    digest: str  # first 12 hex digits of the SHA-256 of the weights
+    facts: dict[str, Any]
+    budget: int  # tokens of one step
+    tokenizer: bytes
+    tokenizer_options: dict[str, Any]
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+class Alive(msgspec.Struct, tag=True, array_like=True):
+    """The process runs. Sent by a thread of its own, so a long step does not look like a stopped process."""
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The model cannot be loaded; `message` is for the user."""
+
+    message: str
+
+
+class Works(msgspec.Struct, tag=True, array_like=True):
+    """Sequences to read: `lengths` cuts `tokens`, `counts` cuts `positions`."""
+
+    ids: list[int]
+    lengths: list[int]
+    tokens: bytes  # int32
+    counts: list[int]
+    positions: bytes  # int32
+    columns: list[tuple[int, ...] | None]
+
+
+class Prompts(msgspec.Struct, tag=True, array_like=True):
+    """Sequences to continue, for judges."""
+
+    ids: list[int]
+    lengths: list[int]
+    tokens: bytes  # int32
+    max_tokens: int
+    temperature: float
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True):
+    ids: list[int]
+
+
+class Results(msgspec.Struct, tag=True, array_like=True):
+    """Of each id either a (rows, columns) block of `values`, or new tokens in `tokens`, or an error."""
+
+    ids: list[int]
+    rows: list[int]
+    columns: list[int]
+    values: bytes  # float32
+    errors: list[tuple[int, str, str]]
+    texts: list[tuple[int, str]]
+    tokens_computed: int
+    tokens_shared: int
+    steps: int
+
+
+Frame = Start | Hello | Ready | Alive | Failed | Works | Prompts | Cancel | Results
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def pack(frame: Frame) -> bytes:
+    body = _ENCODER.encode(frame)
+    if len(body) > LIMIT:
+        raise ValueError(f"a frame of {len(body)} bytes is more than the {LIMIT} that a worker takes")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Frames out of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > LIMIT:
+                raise ValueError(f"a frame of {length} bytes is more than the {LIMIT} that are taken")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            frame = _DECODER.decode(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
+            del self._buffer[:end]
+            yield frame
+
+
+def as_bytes(rows: Sequence[Sequence[int]]) -> bytes:
+    return b"".join(np.asarray(row, dtype="<i4").tobytes() for row in rows)
+
+
+def cut(data: bytes, lengths: Sequence[int]) -> Iterator[list[int]]:
+    """The lists that `as_bytes` joined."""
+    numbers = np.frombuffer(data, dtype="<i4").tolist()
+    at = 0
+    for length in lengths:
+        yield numbers[at : at + length]
+        at += length
+    if at != len(numbers):
+        raise ValueError(f"lengths that add up to {at} for {len(numbers)} numbers")

@@ -1,0 +1,176 @@
+"""Requests and replies over ASGI, with every bound that a hostile client could otherwise push."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import zlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON = b"application/json"
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
+_ENCODER = msgspec.json.Encoder()
+
+
+class HttpError(Exception):
+    """A reply that is an error. `type` is a word for programs, the message is for people."""
+
+    def __init__(self, status: int, type: str, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.retry_after = retry_after
+
+
+@dataclass(slots=True)
+class Reply:
+    status: int
+    body: bytes
+    content_type: bytes = JSON
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @classmethod
+    def json(cls, content: Any, status: int = 200) -> Reply:
+        return cls(status, _ENCODER.encode(content))
+
+
+@dataclass(slots=True)
+class Limits:
+    body_bytes: int
+    body_seconds: float
+    request_seconds: float
+
+
+class Request:
+    """One request. `tenant` is the name of the API key it came with."""
+
+    __slots__ = (
+        "_limits",
+        "_receive",
+        "complete",
+        "content",
+        "deadline",
+        "headers",
+        "id",
+        "method",
+        "path",
+        "query",
+        "tenant",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
+        self._receive = receive
+        self._limits = limits
+        self.method: str = scope["method"]
+        # Never request.url: that is built from the Host header, which the client writes.
+        self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"")
+        self.id = given.decode() if _SAFE_ID.fullmatch(given) else fresh_id
+        self.tenant = ""
+        self.content = b""
+        self.complete = self.method in ("GET", "HEAD")  # whether the whole body has been read
+        self.deadline = time.monotonic() + limits.request_seconds
+
+    def take_deadline(self) -> None:
+        """`X-Deadline: seconds`, counted from now: a clock that jumps or differs between machines does not matter."""
+        given = self.headers.get(b"x-deadline")
+        if given is None:
+            return
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = float("nan")
+        if not -1e9 < seconds < 1e9:
+            raise HttpError(
+                400, "bad_deadline", f"X-Deadline is {_shown(given)}; expected seconds from now, such as 2.5"
+            )
+        if seconds <= 0:
+            raise HttpError(504, "deadline", f"the deadline passed {-seconds:g} s before the request arrived")
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+    def content_type(self) -> bytes:
+        return self.headers.get(b"content-type", JSON).partition(b";")[0].strip().lower()
+
+    async def body(self) -> bytes:
+        """The whole body, unpacked, within the limits of size and time."""
+        limit = self._limits.body_bytes
+        self._announced(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                more = True
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise HttpError(400, "disconnected", "the client went away before its body had arrived")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise _too_large(limit)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise HttpError(
+                408, "slow_body", f"the body did not arrive within {self._limits.body_seconds:g} s ({size} bytes came)"
+            ) from None
+        self.complete = True
+        return self._unpacked(b"".join(parts), limit)
+
+    async def disconnected(self) -> None:
+        """Returns when the client has gone."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def _announced(self, limit: int) -> None:
+        length = self.headers.get(b"content-length")
+        if length is not None and (not length.isdigit() or int(length) > limit):
+            raise _too_large(limit)
+
+    def _unpacked(self, body: bytes, limit: int) -> bytes:
+        coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
+        if coding in (b"identity", b""):
+            return body
+        if coding not in (b"gzip", b"deflate"):
+            raise HttpError(415, "unsupported_encoding", f"Content-Encoding {_shown(coding)}; gzip, deflate or none")
+        unpacker = zlib.decompressobj(wbits=31 if coding == b"gzip" else 15)
+        try:
+            plain = unpacker.decompress(body, limit + 1)
+        except zlib.error as error:
+            raise HttpError(400, "bad_encoding", f"the body is not {coding.decode()}: {error}") from None
+        if len(plain) > limit:
+            raise _too_large(limit)
+        if not unpacker.eof:
+            raise HttpError(400, "bad_encoding", f"the {coding.decode()} body ends early")
+        return plain
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, "too_large", f"the body is larger than {limit} bytes; send fewer items at once")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:40].decode("latin-1"))
+
+
+async def send_reply(send: Send, reply: Reply, request: Request) -> None:
+    headers = [
+        (b"content-type", reply.content_type),
+        (b"content-length", str(len(reply.body)).encode()),
+        (b"x-request-id", request.id.encode()),
+        *reply.headers,
+    ]
+    if not request.complete:
+        headers.append((b"connection", b"close"))  # the rest of the body is not wanted
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})

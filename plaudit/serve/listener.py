@@ -1,0 +1,123 @@
+"""uvicorn's HTTP protocol with bounds on what comes before a request is understood: header bytes, headers, seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from uvicorn import Config, Server
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from plaudit.config.serve import LimitsTable
+from plaudit.errors import ConfigError
+
+KEEP_ALIVE_SECONDS = 75
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
+    """The protocol with these limits: uvicorn takes a class."""
+
+    class GuardedProtocol(HttpToolsProtocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._timer: asyncio.TimerHandle | None = None
+            self._in_headers = True
+            self._header_bytes = self._header_count = self._raw_bytes = 0
+            self._arm()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._in_headers:
+                # A header that never ends reaches no callback; only its bytes can be counted.
+                self._raw_bytes += len(data)
+                if self._raw_bytes > limits.header_bytes:
+                    self._refuse()
+                elif self._timer is None:
+                    self._arm()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_headers = True
+            self._header_bytes = self._header_count = self._raw_bytes = 0
+
+        def on_url(self, url: bytes) -> None:
+            super().on_url(url)
+            self._header_bytes += len(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._header_bytes += len(name) + len(value)
+            self._header_count += 1
+            if self._header_bytes <= limits.header_bytes and self._header_count <= limits.headers:
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_headers = False
+            self._disarm()
+            if self._header_bytes > limits.header_bytes or self._header_count > limits.headers:
+                self._refuse()
+            else:
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if self.cycle is not None:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if self.cycle is not None:
+                super().on_message_complete()
+
+        def _refuse(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.write(TOO_LARGE)
+                self.transport.close()
+
+        def _arm(self) -> None:
+            self._timer = self.loop.call_later(limits.header_seconds, self._too_slow)
+
+        def _disarm(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_slow(self) -> None:
+            self._timer = None
+            if self._in_headers and not self.transport.is_closing():
+                self.transport.close()
+
+    return GuardedProtocol
+
+
+class Listener(Server):
+    """uvicorn's server, which leaves signals to us: on SIGTERM it must go on listening while it drains."""
+
+    def __init__(self, app: Any, limits: LimitsTable) -> None:
+        super().__init__(
+            Config(
+                app, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
+                proxy_headers=False, server_header=False, date_header=False, limit_concurrency=limits.connections,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=1,
+            )
+        )  # fmt: skip
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._serve(sockets)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,153 @@
+"""What the server counts: for Prometheus, and the last minutes for the page."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import generate_latest
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+HISTORY_SECONDS = 300
+SCORES_KEPT = 2000
+
+
+class Metrics:
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"plaudit_{name}", help, labels, registry=self.registry)
+
+        def gauge(name: str, help: str, *labels: str) -> Gauge:
+            return Gauge(f"plaudit_{name}", help, labels, registry=self.registry)
+
+        def histogram(name: str, help: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"plaudit_{name}", help, labels, buckets=buckets, registry=self.registry)
+
+        self.requests = counter("requests_total", "Answered requests", "protocol", "status")
+        self.request_seconds = histogram("request_seconds", "From the first byte to the reply", SECONDS, "protocol")
+        self.errors = counter("errors_total", "Errors of requests and items", "type")
+        self.items = counter("items_total", "Items answered with a score", "model")
+        self.tokens = counter(
+            "tokens_total", "Tokens submitted; computed by the model; found in the prefix tree; of items computed once "
+            "for several; of items found in the score cache", "model", "kind",
+        )  # fmt: skip
+        self.queue_tokens = gauge("queue_tokens", "Tokens that wait to be sent to the worker", "model")
+        self.queue_items = gauge("queue_items", "Items that wait to be sent to the worker", "model")
+        self.held_tokens = gauge("held_tokens", "Tokens that the worker holds", "model")
+        self.queue_seconds = histogram("queue_seconds", "Wait of an item for the worker", SECONDS, "model")
+        self.compute_seconds = histogram(
+            "compute_seconds", "From the worker taking an item to its score", SECONDS, "model"
+        )
+        self.batch_tokens = histogram("batch_tokens", "Tokens of a step of the model", TOKENS, "model")
+        self.prepare_seconds = histogram("prepare_seconds", "Rendering and tokenising a request", SECONDS, "model")
+        self.expired = counter(
+            "expired_before_batch_total", "Items whose deadline passed before they were sent", "model"
+        )
+        self.cancelled = counter("cancelled_total", "Items whose client went away", "model")
+        self.rejected = counter("rejected_total", "Requests refused for overload or drain", "reason")
+        self.restarts = counter("worker_restarts_total", "Workers that had to be started again", "model")
+        self.version = gauge("model_info", "1 for the version in service", "model", "version")
+        self.gc_seconds = histogram("gc_pause_seconds", "Pauses of the garbage collector", SECONDS)
+        self.loop_lag = histogram("loop_lag_seconds", "How late the event loop was", SECONDS)
+        self.log_failures = counter("log_failures_total", "Log lines that could not be written")
+        self.history = History()
+        self._collecting = 0.0
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def watch_gc(self) -> None:
+        def seen(phase: str, _: dict[str, int]) -> None:
+            if phase == "start":
+                self._collecting = time.perf_counter()
+            else:
+                self.gc_seconds.observe(time.perf_counter() - self._collecting)
+
+        gc.callbacks.append(seen)
+
+
+@dataclass
+class ModelCounts:
+    """Plain running sums of one model, for the page."""
+
+    items: int = 0
+    failed: int = 0
+    tokens: int = 0
+    computed: int = 0
+    prefix: int = 0
+    deduplicated: int = 0
+    cached: int = 0
+    steps: int = 0
+    scores: deque[float] = field(default_factory=lambda: deque(maxlen=SCORES_KEPT))
+
+    def histogram(self, bins: int = 30) -> dict[str, list[float]]:
+        if not self.scores:
+            return {"edges": [], "counts": []}
+        counts, edges = np.histogram(np.array(self.scores), bins=bins)
+        return {"edges": [round(float(e), 6) for e in edges], "counts": [int(c) for c in counts]}
+
+
+class History:
+    """One line a second of the last minutes, and the last errors."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelCounts] = {}
+        self.seconds: deque[dict[str, float]] = deque(maxlen=HISTORY_SECONDS)
+        self.errors: deque[dict[str, Any]] = deque(maxlen=50)
+        self._latencies: list[float] = []
+        self._requests = 0
+        self._before: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+
+    def model(self, name: str) -> ModelCounts:
+        return self.models.setdefault(name, ModelCounts())
+
+    def request(self, seconds: float) -> None:
+        self._requests += 1
+        if len(self._latencies) < 10_000:
+            self._latencies.append(seconds)
+
+    def error(self, type: str, message: str, model: str, request_id: str) -> None:
+        self.errors.append(
+            {"time": time.time(), "type": type, "message": message[:300], "model": model, "request_id": request_id}
+        )
+
+    def tick(self, queue_tokens: int, budget: int) -> None:
+        """Called every second."""
+        counts = self.models.values()
+        now = (
+            sum(m.items for m in counts), sum(m.tokens for m in counts), sum(m.computed for m in counts),
+            sum(m.prefix + m.cached + m.deduplicated for m in counts), sum(m.steps for m in counts),
+        )  # fmt: skip
+        items, tokens, computed, saved, steps = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        latencies, self._latencies = self._latencies, []
+        requests, self._requests = self._requests, 0
+        p50, p99 = (float(np.percentile(latencies, p)) * 1000 if latencies else 0.0 for p in (50, 99))
+        self.seconds.append(
+            {
+                "time": round(time.time(), 1), "requests": requests, "items": items, "tokens": tokens,
+                "p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "queue_tokens": queue_tokens,
+                "batch_fill": round(computed / (steps * budget), 4) if steps and budget else 0.0,
+                "saved_share": round(saved / (saved + computed), 4) if saved + computed > 0 else 0.0,
+            }
+        )  # fmt: skip

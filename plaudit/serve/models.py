@@ -1,0 +1,151 @@
+"""The models of a server by their names: opening, finding, swapping, watching and closing them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from plaudit.config.serve import ServeTable
+from plaudit.errors import ConfigError, nearest
+from plaudit.serve.admission import Admission
+from plaudit.serve.cache import ScoreCache
+from plaudit.serve.http import HttpError
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.served import Served, ServedModel, Shop, new_served
+
+
+class Models:
+    def __init__(self, table: ServeTable, admission: Admission, metrics: Metrics, log: Log) -> None:
+        self.metrics = metrics
+        self.admission = admission
+        self.changed = asyncio.Event()
+        self._root = None if table.model_root is None else Path(table.model_root).resolve()
+        self._log = log
+        self._swapping = asyncio.Lock()
+        self._states: dict[str, str] = {}
+        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="tokenise")
+        shop = Shop(
+            admission, metrics, ScoreCache(table.limits.cache_bytes), self._threads, _environment(table), self._change,
+            table.limits.load_seconds,
+        )  # fmt: skip
+        self.served: dict[str, Served] = {}
+        # Blends last: they hold their members.
+        for name, entry in sorted(table.models.items(), key=lambda pair: pair[1].kind == "blend"):
+            self.served[name] = new_served(name, entry, shop, self.served)
+        self.served = {name: self.served[name] for name in table.models}
+
+    async def open(self) -> None:
+        """Until all are loaded and warmed up; ModelError if one cannot be."""
+        await asyncio.gather(*(served.open() for served in self.served.values() if isinstance(served, ServedModel)))
+
+    def get(self, name: str | None) -> Served:
+        if name is None:
+            return next(iter(self.served.values()))
+        if name not in self.served:
+            raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], self.served)}")
+        return self.served[name]
+
+    async def swap(self, name: str, path: str) -> str:
+        served = self.get(name)
+        if not isinstance(served, ServedModel):
+            raise ConfigError(f"{name} is a {served.kind}; only outcome and process models can be swapped")
+        directory = self._confined(path)
+        if self._swapping.locked():
+            raise ConfigError("another swap is under way; wait for it")
+        async with self._swapping:
+            version = await served.swap(served.table.model_copy(update={"path": str(directory)}))
+        self._log("swapped", model=name, version=version)
+        return version
+
+    def _confined(self, path: str) -> Path:
+        """`path` under the root, links followed: nothing outside is opened, whatever is asked for."""
+        if self._root is None:
+            raise ConfigError("the server was started without model_root, so no model can be swapped in")
+        if "\0" in path or "://" in path or Path(path).is_absolute():
+            raise ConfigError(f"path {path[:100]!r} must be a path relative to model_root")
+        found = (self._root / path).resolve()
+        if not found.is_relative_to(self._root) or not found.is_dir():
+            raise ConfigError(f"path {path[:100]!r} is no directory under model_root")
+        return found
+
+    def scrub(self, message: str) -> str:
+        """An error message without the server's own paths."""
+        return message if self._root is None else message.replace(f"{self._root}/", "").replace(str(self._root), ".")
+
+    async def unready(self) -> list[str]:
+        if self.admission.draining:
+            return ["the server is shutting down"]
+        return [why for why in await asyncio.gather(*(s.healthy() for s in self.served.values())) if why]
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [served.describe() for served in self.served.values()]
+
+    def failed(self) -> list[str]:
+        """Models that will not come back."""
+        return [f"{d['name']}: {d['reason']}" for d in self.describe() if d["state"] == "failed"]
+
+    def update_gauges(self) -> None:
+        for entry in self.describe():
+            if "queue_tokens" in entry:
+                self.metrics.queue_tokens.labels(entry["name"]).set(entry["queue_tokens"])
+                self.metrics.queue_items.labels(entry["name"]).set(entry["queue_items"])
+                self.metrics.held_tokens.labels(entry["name"]).set(entry["held_tokens"])
+
+    def tick(self) -> None:
+        """Every second, for the page."""
+        entries = [entry for entry in self.describe() if "queue_tokens" in entry]
+        budget = max((entry["budget"] for entry in entries), default=0)
+        self.metrics.history.tick(sum(entry["queue_tokens"] for entry in entries), budget)
+
+    def stats(self) -> dict[str, Any]:
+        history = self.metrics.history
+        models = []
+        for entry in self.describe():
+            counts = history.model(entry["name"])
+            models.append(
+                {
+                    **entry, "items": counts.items, "failed": counts.failed, "tokens": counts.tokens,
+                    "computed_tokens": counts.computed, "prefix_tokens": counts.prefix,
+                    "deduplicated_tokens": counts.deduplicated, "cached_tokens": counts.cached, "steps": counts.steps,
+                    "scores": counts.histogram(),
+                }
+            )  # fmt: skip
+        return {
+            "draining": self.admission.draining, "open_requests": self.admission.open_requests,
+            "open_tokens": self.admission.open_tokens, "most_tokens": self.admission.most_tokens, "models": models,
+            "seconds": list(history.seconds), "errors": list(history.errors)[::-1],
+        }  # fmt: skip
+
+    def kill(self) -> None:
+        for served in self.served.values():
+            if isinstance(served, ServedModel):
+                served.deployment.link.kill()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(served.close() for served in self.served.values()), return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _change(self) -> None:
+        for entry in self.describe() if hasattr(self, "served") else ():
+            if self._states.get(entry["name"]) != entry["state"]:
+                self._states[entry["name"]] = entry["state"]
+                self._log("model", model=entry["name"], state=entry["state"], reason=entry["reason"])
+        self.changed.set()
+
+
+def _environment(table: ServeTable) -> Mapping[str, str]:
+    """Each worker gets its share of the cores, and threads that sleep while they wait: they have neighbours."""
+    workers = sum(1 for entry in table.models.values() if entry.kind in ("outcome", "process"))
+    threads = max(1, (os.cpu_count() or 1) // max(1, workers))
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

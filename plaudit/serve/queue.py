@@ -1,0 +1,100 @@
+"""Who goes next: fair between API keys, fair between the requests of one key, higher priorities first within a key.
+
+Start-time fair queueing by tokens. Every key and, within it, every request has a tag that grows by the tokens served;
+the smallest goes next, and a newcomer starts at the tag that is being served. So a request of a thousand items does not
+hold up one of a single item, and a key that floods the server does not hold up the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, Protocol, TypeVar
+
+
+class Costed(Protocol):
+    cost: int
+    dead: bool  # nobody waits for it any more
+
+
+J = TypeVar("J", bound=Costed)
+
+
+@dataclass
+class _Flow(Generic[J]):
+    """The waiting items of one request."""
+
+    jobs: deque[J]
+    priority: int
+    number: int
+    tag: int
+
+    def __lt__(self, other: _Flow[J]) -> bool:
+        return (-self.priority, self.tag, self.number) < (-other.priority, other.tag, other.number)
+
+
+@dataclass
+class _Tenant(Generic[J]):
+    tag: int
+    clock: int = 0
+    flows: list[_Flow[J]] = field(default_factory=list)
+
+
+class FairQueue(Generic[J]):
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.items = 0
+        self._clock = 0
+        self._tenants: dict[str, _Tenant[J]] = {}
+        self._numbers = count()
+
+    def add(self, tenant: str, jobs: list[J], priority: int = 0) -> None:
+        """One request's items, in order."""
+        if not jobs:
+            return
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = _Tenant(self._clock)
+        heapq.heappush(known.flows, _Flow(deque(jobs), priority, next(self._numbers), known.clock))
+        self.items += len(jobs)
+        self.tokens += sum(job.cost for job in jobs)
+
+    def discard(self, job: J) -> None:
+        """Nobody waits for it: it will not be taken, and its tokens count no more."""
+        job.dead = True
+        self.items -= 1
+        self.tokens -= job.cost
+
+    def take(self) -> J | None:
+        """The next item, or None."""
+        while self._tenants:
+            job = self._next()
+            if not job.dead:
+                self.items -= 1
+                self.tokens -= job.cost
+                return job
+        return None
+
+    def _next(self) -> J:
+        name, tenant = min(self._tenants.items(), key=lambda entry: entry[1].tag)
+        flow = tenant.flows[0]
+        job = flow.jobs.popleft()
+        if not job.dead:
+            self._clock, tenant.clock = tenant.tag, max(tenant.clock, flow.tag)
+            tenant.tag += job.cost
+            flow.tag += job.cost
+        if flow.jobs:
+            heapq.heapreplace(tenant.flows, flow)
+        else:
+            heapq.heappop(tenant.flows)
+            if not tenant.flows:
+                del self._tenants[name]
+        return job
+
+    def __iter__(self) -> Iterator[J]:
+        for tenant in self._tenants.values():
+            for flow in tenant.flows:
+                yield from (job for job in flow.jobs if not job.dead)

@@ -1,0 +1,156 @@
+"""The native routes: rewards, the list of models, the swap of a model, health, metrics, page and documentation."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from plaudit import __version__
+from plaudit.errors import PlauditError
+from plaudit.records import Item, StepScores
+from plaudit.serve.http import HttpError, Reply, Request
+from plaudit.serve.models import Models
+from plaudit.serve.openapi import docs_page, openapi
+from plaudit.serve.page import PAGE
+from plaudit.serve.protocols import native
+from plaudit.serve.routes import Route
+from plaudit.serve.served import Ask, Result
+
+HTML = b"text/html; charset=utf-8"
+
+
+class Rewards:
+    def __init__(self, models: Models, most_items: int, *, salted: bool) -> None:
+        self.models = models
+        self.most_items = most_items
+        self.salted = salted
+        self.began = time.monotonic()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary="Score items"),
+            Route("GET", "/v1/models", "key", self.list_models, summary="The models served"),
+            Route("POST", "/admin/swap", "admin", self.swap, summary="Put another version of a model in service"),
+            Route("GET", "/health/live", "open", self.live, summary="The process answers"),
+            Route("GET", "/health/ready", "open", self.ready, summary="Every model computes, and work is taken"),
+            Route("GET", "/metrics", "key", self.metrics, summary="Prometheus metrics"),
+            Route("GET", "/stats", "key", self.stats, summary="The last minutes, for the page"),
+            Route("GET", "/", "open", self.page, summary="The live page"),
+            Route("GET", "/docs", "open", self.docs, summary="This documentation"),
+            Route("GET", "/openapi.json", "open", self.openapi, summary="OpenAPI"),
+        ]
+
+    async def rewards(self, request: Request) -> Reply:
+        kind = request.content_type()
+        if kind == native.BINARY:
+            asked = native.read_binary(request.content, request.query, self.most_items)
+        elif kind == b"application/json":
+            asked = native.read_json(request.content, self.most_items)
+        else:
+            found, binary = kind[:60].decode("latin-1"), native.BINARY.decode()
+            cure = f"expected application/json (curl: -H 'Content-Type: application/json') or {binary}"
+            raise HttpError(415, "unsupported_type", f"Content-Type {found!r}; {cure}")
+        served = self.models.get(asked.model)
+        if asked.steps and served.kind != "process":
+            raise HttpError(422, "not_a_process_model", f"{served.name} is no process model: it has no step scores")
+        items = [item for group in asked.groups if not isinstance(group, str) for item in group]
+        ask = Ask(
+            request.tenant, request.id, request.deadline, asked.priority, asked.cache,
+            request.tenant if self.salted else "",
+        )  # fmt: skip
+        scored = await served.score(items, ask)
+        self._count(served.name, scored.results, request.id)
+        results = _regrouped(asked.groups, scored.results)
+        usage = {"items": len(items), "tokens": scored.tokens}
+        if kind == native.BINARY:
+            body = native.write_binary(served.name, scored.version, results, usage, request.id)
+            return Reply(200, body, native.BINARY_REPLY)
+        return Reply.json(native.write_json(asked, served.name, scored.version, results, usage, request.id))
+
+    async def list_models(self, request: Request) -> Reply:
+        keys = ("name", "kind", "version", "state", "max_tokens", "labels")
+        models = [{k: d[k] for k in keys if k in d} for d in self.models.describe()]
+        return Reply.json({"object": "list", "data": [{"id": m["name"], "object": "model", **m} for m in models]})
+
+    async def swap(self, request: Request) -> Reply:
+        body = await request.body()
+        try:
+            asked = msgspec.json.decode(body, type=_Swap)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise HttpError(400, "invalid_request", " ".join(str(error).split())[:200]) from None
+        try:
+            version = await self.models.swap(asked.model, asked.path)
+        except PlauditError as error:
+            raise HttpError(400, "swap_failed", f"{self.models.scrub(str(error))}; nothing has changed") from None
+        return Reply.json({"model": asked.model, "version": version})
+
+    async def live(self, request: Request) -> Reply:
+        return Reply.json({"status": "live", "uptime": round(time.monotonic() - self.began, 1)})
+
+    async def ready(self, request: Request) -> Reply:
+        reasons = await self.models.unready()
+        if not reasons:
+            return Reply.json({"status": "ready"})
+        reply = Reply.json({"status": "not ready", "reasons": reasons}, 503)
+        reply.headers.append((b"retry-after", b"1"))
+        return reply
+
+    async def metrics(self, request: Request) -> Reply:
+        self.models.update_gauges()
+        return Reply(200, self.models.metrics.text(), b"text/plain; version=0.0.4; charset=utf-8")
+
+    async def stats(self, request: Request) -> Reply:
+        return Reply.json(self.models.stats())
+
+    async def page(self, request: Request) -> Reply:
+        return _html(PAGE)
+
+    async def docs(self, request: Request) -> Reply:
+        return _html(docs_page())
+
+    async def openapi(self, request: Request) -> Reply:
+        return Reply.json(openapi(self.routes(), __version__))
+
+    def _count(self, model: str, results: list[Result], request_id: str) -> None:
+        metrics = self.models.metrics
+        counts = metrics.history.model(model)
+        good = 0
+        for result in results:
+            if result.error is not None:
+                counts.failed += 1
+                metrics.errors.labels(result.error.type).inc()
+                metrics.history.error(result.error.type, result.error.message, model, request_id)
+                continue
+            good += 1
+            value = result.aggregate if isinstance(result, StepScores) else result.value
+            if value is not None:
+                counts.scores.append(value)
+        counts.items += good
+        metrics.items.labels(model).inc(good)
+
+
+class _Swap(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    path: str
+
+
+def _regrouped(groups: list[list[Item] | str], results: list[Result]) -> list[list[Result] | str]:
+    regrouped: list[list[Result] | str] = []
+    at = 0
+    for group in groups:
+        if isinstance(group, str):
+            regrouped.append(group)
+        else:
+            regrouped.append(results[at : at + len(group)])
+            at += len(group)
+    return regrouped
+
+
+def _html(text: str) -> Reply:
+    policy = (
+        b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+    )
+    return Reply(
+        200, text.encode(), HTML, [(b"content-security-policy", policy), (b"x-content-type-options", b"nosniff")]
+    )

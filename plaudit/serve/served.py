@@ -1,0 +1,326 @@
+"""What stands behind a model's name: a model in its worker, a rule, a judge, or a blend of others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from plaudit.config.reward import BlendTable, OutcomeTable, ProcessTable, RewardTable, RuleTable
+from plaudit.errors import Refused, RequestError
+from plaudit.records import Item, ItemError, Score, StepScores
+from plaudit.reward.outcome import OutcomeReading
+from plaudit.reward.process import ProcessReading
+from plaudit.reward.work import Facts, Work
+from plaudit.serve.admission import Admission
+from plaudit.serve.cache import ScoreCache
+from plaudit.serve.deployment import Answer, Deployment, Ticket
+from plaudit.serve.http import HttpError
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.text import tokenizer_of
+
+Result = Score | StepScores
+INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
+INLINE_TOKENS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """On whose behalf, how urgently, until when."""
+
+    tenant: str
+    request_id: str
+    deadline: float  # of time.monotonic()
+    priority: int = 0
+    cache: bool = True
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    version: str
+    results: list[Result]
+    tokens: int
+
+
+class Served(Protocol):
+    name: str
+    kind: str
+
+    async def score(self, items: Sequence[Item], ask: Ask) -> Scored: ...
+
+    async def healthy(self) -> str:
+        """ "" or why not."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shop:
+    """What all models of a server share."""
+
+    admission: Admission
+    metrics: Metrics
+    cache: ScoreCache
+    threads: ThreadPoolExecutor
+    environment: Mapping[str, str]
+    on_change: Callable[[], None]
+    load_seconds: float
+
+
+class ServedModel:
+    """An outcome or process model. A swap puts another deployment in place; requests stay with the one they came to."""
+
+    def __init__(self, name: str, table: OutcomeTable | ProcessTable, shop: Shop) -> None:
+        self.name = name
+        self.kind: str = table.kind
+        self.table = table
+        self._shop = shop
+        self._counts = shop.metrics.history.model(name)
+        self._number = 0
+        self._closing: set[asyncio.Task[None]] = set()
+        self.deployment = self._deploy(table)
+        self.reading: OutcomeReading | ProcessReading | None = None
+
+    async def open(self) -> None:
+        self.reading = await self._open(self.deployment, self.table)
+        self._shop.metrics.version.labels(self.name, self.deployment.version).set(1)
+
+    async def swap(self, table: OutcomeTable | ProcessTable) -> str:
+        """Load and warm up another version beside this one, then switch. If that fails, nothing has changed."""
+        self._number += 1
+        fresh = self._deploy(table)
+        try:
+            reading = await self._open(fresh, table)
+        except BaseException:
+            await fresh.close()
+            raise
+        old, self.deployment, self.reading = self.deployment, fresh, reading
+        self.table, self.kind = table, table.kind
+        self._shop.metrics.version.labels(self.name, old.version).set(0)
+        self._shop.metrics.version.labels(self.name, fresh.version).set(1)
+        task = asyncio.create_task(_retire(old))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._shop.on_change()
+        return fresh.version
+
+    async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
+        deployment, reading = self.deployment, self.reading
+        if reading is None or deployment.link.state == "failed":
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.reason}", retry_after=1)
+        began = time.perf_counter()
+        works = await self._prepare(reading, items)
+        self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
+        sound = [work for work in works if isinstance(work, Work)]
+        tokens = sum(len(work.tokens) for work in sound)
+        with self._shop.admission.tokens(tokens):
+            ticket = deployment.submit(sound, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
+            answers = await self._wait(deployment, ticket, ask)
+        return Scored(deployment.version, _finished(reading, works, answers, deployment.version), tokens)
+
+    async def healthy(self) -> str:
+        why = await self.deployment.healthy()
+        return f"{self.name}: {why}" if why else ""
+
+    def describe(self) -> dict[str, Any]:
+        facts = None if self.reading is None else self.reading.facts
+        return {
+            "name": self.name, "kind": self.kind, "version": self.deployment.version,
+            "state": self.deployment.link.state, "reason": self.deployment.link.reason,
+            "restarts": self.deployment.link.restarts,
+            "max_tokens": None if self.reading is None else self.reading.intake.limit,
+            "labels": [] if facts is None else list(facts.labels),
+            "queue_items": self.deployment.queue.items, "queue_tokens": self.deployment.queue.tokens,
+            "held_tokens": self.deployment.held_tokens, "budget": self.deployment.budget,
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self.deployment.close()
+
+    def _deploy(self, table: OutcomeTable | ProcessTable) -> Deployment:
+        shop = self._shop
+        tree = table.model_dump(exclude_none=True)
+        return Deployment(
+            self.name, self._number, tree, shop.cache, shop.metrics, dict(shop.environment), shop.on_change
+        )
+
+    async def _open(
+        self, deployment: Deployment, table: OutcomeTable | ProcessTable
+    ) -> OutcomeReading | ProcessReading:
+        try:
+            async with asyncio.timeout(self._shop.load_seconds):
+                hello = await deployment.opened()
+        except TimeoutError:
+            raise RequestError(f"{self.name} did not load within {self._shop.load_seconds:g} s") from None
+        facts = Facts(**{**hello.facts, "labels": tuple(hello.facts["labels"])})
+        tokenizer = tokenizer_of(hello.tokenizer, hello.tokenizer_options)
+        if isinstance(table, OutcomeTable):
+            return OutcomeReading(table, tokenizer, facts)
+        return ProcessReading(table, tokenizer, facts)
+
+    async def _prepare(self, reading: OutcomeReading | ProcessReading, items: Sequence[Item]) -> list[Work | ItemError]:
+        if _small(items):
+            return _prepared(reading, items)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._shop.threads, _prepared, reading, items)
+
+    async def _wait(self, deployment: Deployment, ticket: Ticket, ask: Ask) -> list[Answer]:
+        metrics = self._shop.metrics
+        try:
+            async with asyncio.timeout(ask.deadline - time.monotonic()):
+                await ticket.done
+        except TimeoutError:
+            waiting, held = deployment.cancel(ticket)
+            metrics.expired.labels(self.name).inc(waiting)
+            raise HttpError(
+                504, "deadline", f"the deadline passed with {waiting} items waiting and {held} being computed"
+            ) from None
+        except asyncio.CancelledError:
+            waiting, held = deployment.cancel(ticket)
+            metrics.cancelled.labels(self.name).inc(waiting + held)
+            raise
+        return [answer for answer in ticket.answers if answer is not None]
+
+
+class ServedRule:
+    """A rule runs in processes of its own; a thread here waits for it."""
+
+    def __init__(self, name: str, table: RuleTable, shop: Shop) -> None:
+        from plaudit.reward.rule import RuleReward
+
+        self.name = name
+        self.kind = "rule"
+        self._rule = RuleReward(table)
+        self._shop = shop
+        self._thread = ThreadPoolExecutor(table.processes, thread_name_prefix=f"rule-{name}")
+        self._version = self._rule.version
+
+    async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
+        size = sum(len(str(i.response or i.text or "")) for i in items) // 4 + len(items)
+        with self._shop.admission.tokens(size):
+            results = await _in_time(
+                asyncio.get_running_loop().run_in_executor(self._thread, self._rule.score, items), ask
+            )
+        return Scored(self._version, list(results), 0)
+
+    async def healthy(self) -> str:
+        return ""
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": self.kind, "version": self._version, "state": "ready", "reason": ""}
+
+    async def close(self) -> None:
+        self._rule.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class ServedBlend:
+    """All members score, one function combines."""
+
+    def __init__(self, name: str, table: BlendTable, members: Mapping[str, Served]) -> None:
+        self.name = name
+        self.kind = "blend"
+        self._table = table
+        self._members = {member: members[member] for member in table.members}
+
+    async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
+        from plaudit.reward.blend import combine
+
+        tasks = [asyncio.create_task(member.score(items, ask)) for member in self._members.values()]
+        try:
+            scored = dict(zip(self._members, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+        version = "+".join(s.version for s in scored.values())
+        results = [combine(self._table, {name: s.results[i] for name, s in scored.items()}) for i in range(len(items))]
+        return Scored(version, list(results), sum(s.tokens for s in scored.values()))
+
+    async def healthy(self) -> str:
+        return ""  # its members say it themselves
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": self.kind, "version": "", "state": "ready", "reason": ""}
+
+    async def close(self) -> None:
+        pass
+
+
+async def _in_time(future: asyncio.Future[Any], ask: Ask) -> Any:
+    try:
+        async with asyncio.timeout(ask.deadline - time.monotonic()):
+            return await future
+    except TimeoutError:
+        raise HttpError(504, "deadline", "the deadline passed before all items were answered") from None
+
+
+async def _retire(deployment: Deployment) -> None:
+    await deployment.drained()
+    await deployment.close()
+
+
+def _small(items: Sequence[Item]) -> bool:
+    characters = tokens = 0
+    for item in items:
+        if item.messages is not None or isinstance(item.prompt, tuple):
+            return False  # a chat template is rendered in another process, which takes its time
+        if item.tokens is not None:
+            tokens += len(item.tokens)
+        else:
+            response = item.response if isinstance(item.response, str) else "".join(item.response or ())
+            characters += len(item.text or "") + len(item.prompt or "") + len(response)
+    return characters <= INLINE_CHARACTERS and tokens <= INLINE_TOKENS
+
+
+def _prepared(reading: OutcomeReading | ProcessReading, items: Sequence[Item]) -> list[Work | ItemError]:
+    works: list[Work | ItemError] = []
+    for item in items:
+        try:
+            works.append(reading.prepare(item))
+        except Refused as error:
+            works.append(ItemError(error.type, str(error)))
+        except RequestError as error:
+            works.append(ItemError("invalid_item", str(error)))
+    return works
+
+
+def _finished(
+    reading: OutcomeReading | ProcessReading, works: Sequence[Work | ItemError], answers: Sequence[Answer], version: str
+) -> list[Result]:
+    """Rows to scores, in the order of the items."""
+    results: list[Result] = []
+    given = iter(answers)
+    make = StepScores if isinstance(reading, ProcessReading) else Score
+    for work in works:
+        if isinstance(work, ItemError):
+            results.append(make(error=work, version=version))
+            continue
+        answer = next(given)
+        if isinstance(answer, np.ndarray):
+            results.append(reading.finish(work, answer))
+        else:
+            results.append(make(error=answer, version=version, truncated=work.truncated, tokens=len(work.tokens)))
+    return results
+
+
+def new_served(name: str, table: RewardTable, shop: Shop, known: Mapping[str, Served]) -> Served:
+    if isinstance(table, OutcomeTable | ProcessTable):
+        return ServedModel(name, table, shop)
+    if isinstance(table, RuleTable):
+        return ServedRule(name, table, shop)
+    if isinstance(table, BlendTable):
+        return ServedBlend(name, table, known)
+    from plaudit.serve.judge import ServedJudge
+
+    return ServedJudge(name, table, shop)

@@ -1,0 +1,197 @@
+"""`plaudit serve`: start, serve, drain, stop.
+
+exit 0   drained after a signal          exit 1   stopped without draining, or no model is left to serve
+exit 2   could not start: the message says why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import uvloop
+
+from plaudit.config.serve import ServeTable
+from plaudit.errors import ConfigError
+from plaudit.serve.admission import Admission
+from plaudit.serve.app import App
+from plaudit.serve.auth import Keys, loopback
+from plaudit.serve.http import Limits
+from plaudit.serve.listener import Listener, bind
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.models import Models
+from plaudit.serve.rewards import Rewards
+from plaudit.serve.routes import Routes
+
+LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
+PROTOCOLS = ("native",)
+
+
+def serve(table: ServeTable) -> int:
+    """Serve until a signal or until no model is left; the exit code."""
+    check_open(table)
+    return uvloop.run(_Server(table).run())
+
+
+def check_open(table: ServeTable) -> None:
+    """Who can reach the server without a key must be somebody's decision."""
+    for name in table.allow_open:
+        if name not in PROTOCOLS:
+            raise ConfigError(f"allow_open names the protocol {name!r}; known: {', '.join(PROTOCOLS)}")
+    if not loopback(table.host) and not table.api_keys and not table.allow_open:
+        raise ConfigError(
+            f"host {table.host} is reachable by others, and there is no API key: give --api-key, or say with "
+            "--allow-open which protocols may be used without one"
+        )
+
+
+class _Server:
+    def __init__(self, table: ServeTable) -> None:
+        self.table = table
+        self.metrics = Metrics()
+        self.log = Log(self.metrics.log_failures.inc)
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self) -> int:
+        table, limits = self.table, self.table.limits
+        sock = bind(table.host, table.port)
+        port = sock.getsockname()[1]
+        live = None if table.health_port is None else _LiveThread(table.host, table.health_port)
+        admission = Admission(limits.queued_tokens, limits.buffered_bytes, table.overload_status, self.metrics)
+        models = Models(table, admission, self.metrics, self.log)
+        keys = Keys(
+            table.api_keys, table.admin_key, keyless=loopback(table.host), allow_open=frozenset(table.allow_open)
+        )
+        rewards = Rewards(models, limits.items, salted=keys.several)
+        app = App(
+            Routes(rewards.routes()), keys, admission,
+            Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds), self.metrics, self.log,
+            log_requests=table.log == "requests",
+        )  # fmt: skip
+        listener = Listener(app, limits)
+        listening = asyncio.create_task(listener.serve([sock]))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, models)
+        background = [asyncio.create_task(self._tick(models)), asyncio.create_task(self._watch(models))]
+        code = 0
+        try:
+            code = await self._until_stopped(models, admission, f"http://{_shown(table.host)}:{port}")
+        finally:
+            for task in background:
+                task.cancel()
+            listener.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await listening
+            await models.close()
+            if live is not None:
+                live.shutdown()
+            self.log("stopped", code=code)
+            self.log.close()
+        return code
+
+    async def _until_stopped(self, models: Models, admission: Admission, address: str) -> int:
+        opening = asyncio.create_task(models.open())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            opening.cancel()
+            return 0
+        opening.result()
+        self._settle()
+        self._announce(models, address)
+        await stopping
+        if models.failed() and not self._signals:
+            return 1
+        admission.draining = True
+        self.log("draining", open_requests=admission.open_requests)
+        until = time.monotonic() + self.table.drain_seconds
+        while admission.open_requests and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        return 1 if admission.open_requests else 0
+
+    def _settle(self) -> None:
+        """What lives now lives on: keep the collector from going over it again and again."""
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 50)
+        self.metrics.watch_gc()
+
+    def _announce(self, models: Models, address: str) -> None:
+        names = ", ".join(f"{d['name']} ({d['kind']})" for d in models.describe())
+        print(f"plaudit serve: {names} on {address} (page at /, documentation at /docs)", flush=True)
+        self.log("ready", address=address, models=models.describe())
+
+    def _signalled(self, models: Models) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            models.kill()
+            os._exit(1)
+        self._stop.set()
+
+    async def _watch(self, models: Models) -> None:
+        """End the server when none of its models will come back."""
+        while True:
+            await models.changed.wait()
+            models.changed.clear()
+            failed = models.failed()
+            if (
+                failed
+                and self._signals == 0
+                and len(failed) == sum(d["kind"] in ("outcome", "process") for d in models.describe())
+            ):
+                print(f"plaudit serve: {'; '.join(failed)}", file=sys.stderr, flush=True)
+                self._stop.set()
+
+    async def _tick(self, models: Models) -> None:
+        expected = time.monotonic() + 1.0
+        while True:
+            await asyncio.sleep(max(0.0, expected - time.monotonic()))
+            lag = time.monotonic() - expected
+            self.metrics.loop_lag.observe(max(0.0, lag))
+            if lag > LAG_WARNING:
+                self.log("loop_blocked", seconds=round(lag, 2))
+            expected = time.monotonic() + 1.0
+            models.tick()
+
+
+class _LiveThread(ThreadingHTTPServer):
+    """Answers /health/live from a thread of its own, so that a busy event loop does not look like a dead process."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            super().__init__((host, port), _Live)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another health_port") from None
+        threading.Thread(target=self.serve_forever, daemon=True, name="live").start()
+
+
+class _Live(BaseHTTPRequestHandler):
+    timeout = 5
+
+    def do_GET(self) -> None:
+        found = self.path == "/health/live"
+        body = b'{"status":"live"}' if found else b"{}"
+        self.send_response(200 if found else 404)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

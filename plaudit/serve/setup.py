@@ -1,0 +1,70 @@
+"""From a configuration file and flags to the table of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plaudit.config.reward import KINDS
+from plaudit.config.serve import ServeTable, parse_serve, read_serve
+from plaudit.errors import ConfigError
+from plaudit.reward.directory import complete
+
+DEFAULT_MODELS = ("sums", "sums-steps")
+
+
+def serve_table(
+    config: Path | None = None, models: Sequence[str] = (), host: str | None = None, port: int | None = None,
+    api_keys: Sequence[str] = (), admin_key: str | None = None, allow_open: str | None = None,
+) -> ServeTable:  # fmt: skip
+    """Flags win over the file. Without any model the embedded ones are served."""
+    tree: dict[str, Any] = {} if config is None else read_serve(config)
+    source = "plaudit serve" if config is None else str(config)
+    entries: dict[str, Any] = dict(tree.get("models", {}))
+    for given in models or (() if entries else DEFAULT_MODELS):
+        name, path = _named(given)
+        if name in entries:
+            raise ConfigError(f"two models are named {name!r}; name one of them: --model OTHER={path}")
+        entries[name] = {"path": path}
+    tree["models"] = {name: _completed(entry, f"{source}: models.{name}") for name, entry in entries.items()}
+    if host is not None:
+        tree["host"] = host
+    if port is not None:
+        tree["port"] = port
+    if api_keys:
+        tree["api_keys"] = _keys(api_keys)
+    if admin_key is not None:
+        tree["admin_key"] = admin_key
+    if allow_open is not None:
+        tree["allow_open"] = [name.strip() for name in allow_open.split(",") if name.strip()]
+    return parse_serve(tree, source)
+
+
+def _named(given: str) -> tuple[str, str]:
+    name, equals, path = given.partition("=")
+    if equals and name and path and "/" not in name:
+        return name, path
+    directory = Path(given)
+    # runs/x and runs/x/final are the model x.
+    return (directory.parent.name if directory.name == "final" else directory.name) or given, given
+
+
+def _completed(entry: Any, source: str) -> Any:
+    """What a model's directory says about how it is read, added to what the user says."""
+    if not isinstance(entry, dict) or entry.get("kind") in set(KINDS) - {"outcome", "process"}:
+        return entry
+    if "path" not in entry:
+        raise ConfigError(f"{source}: the key 'path' is missing")
+    return complete(entry, source).model_dump(exclude_none=True)
+
+
+def _keys(given: Sequence[str]) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    for number, entry in enumerate(given, 1):
+        holder, equals, key = entry.partition("=")
+        name, key = (holder, key) if equals and key else (f"key-{number}", entry)
+        if name in keys:
+            raise ConfigError(f"two API keys are named {name!r}")
+        keys[name] = key
+    return keys

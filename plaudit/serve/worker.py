@@ -1,0 +1,225 @@
+"""The process that runs one model: `python -m plaudit.serve.worker FD`, started by `link.py` on a socket pair.
+
+It reads what has come, computes one step of the core's scheduler for all of it, sends what is finished, and so on. It
+ends when the other end closes. An item whose step failed is computed again alone, so that one bad item fails alone; an
+error after which the device cannot be trusted ends the process, and the front starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.sequence import Update
+from plaudit.errors import PlauditError, RequestError
+from plaudit.serve import frames
+
+ALIVE_EVERY = 1.0  # seconds
+BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+SMALLEST_BUDGET = 256
+
+
+@dataclass
+class _Asked:
+    """One work or prompt of the front's."""
+
+    id: int
+    tokens: list[int]
+    positions: tuple[int, ...] = ()
+    columns: tuple[int, ...] | None = None
+    params: SamplingParams | None = None  # of a prompt
+    retried: bool = False
+
+
+class Worker:
+    def __init__(self, sock: socket.socket, engine: Engine) -> None:
+        self.sock = sock
+        self.engine = engine
+        self._unpacker = frames.Unpacker()
+        self._asked: dict[int, _Asked] = {}  # by the engine's number
+        self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
+        self._alone: deque[_Asked] = deque()  # to be computed again, one at a time
+        self._sending = threading.Lock()
+        self._before = engine.stats()  # what the warm-up computed is not counted
+
+    def send(self, frame: frames.Frame) -> None:
+        with self._sending:
+            self.sock.sendall(frames.pack(frame))
+
+    def warm_up(self) -> None:
+        """Every kind of step once, so that the first request finds memory taken and kernels chosen."""
+        vocabulary, most = self.engine.decoder.vocab_size, min(self.engine.decoder.max_positions, self.engine.budget)
+        columns = [0] if self.engine.decoder.kind == "causal" else None
+        for lengths in ([1], [2, 7, 16], [most], [most // 2 or 1] * 2):
+            ids = [[(7 * i + n) % vocabulary for i in range(length)] for n, length in enumerate(lengths)]
+            self.engine.score(ids, columns=columns, cache=True)
+        self.engine.new_version(self.engine.version)  # nothing of this stays in the tree
+        self._before = self.engine.stats()
+
+    def run(self) -> None:
+        threading.Thread(target=self._say_alive, daemon=True).start()
+        while self._receive(block=not self.engine.busy and not self._alone):
+            if self._alone and not self.engine.busy:
+                self._submit(self._alone.popleft())
+            self._report(self.engine.step())
+
+    def _say_alive(self) -> None:
+        while True:
+            time.sleep(ALIVE_EVERY)
+            try:
+                self.send(frames.Alive())
+            except OSError:
+                return
+
+    def _receive(self, block: bool) -> bool:
+        """Take in what has come; False when the front is gone."""
+        while select.select([self.sock], [], [], None if block else 0)[0]:
+            data = self.sock.recv(1 << 20)
+            if not data:
+                return False
+            for frame in self._unpacker.feed(data):
+                self._take(frame)
+            block = False
+        return True
+
+    def _take(self, frame: frames.Frame) -> None:
+        match frame:
+            case frames.Works():
+                tokens = frames.cut(frame.tokens, frame.lengths)
+                positions = frames.cut(frame.positions, frame.counts)
+                for id, ids, at, columns in zip(frame.ids, tokens, positions, frame.columns, strict=True):
+                    self._submit(_Asked(id, ids, tuple(at), columns))
+            case frames.Prompts():
+                params = SamplingParams(temperature=frame.temperature, max_tokens=frame.max_tokens)
+                for id, ids in zip(frame.ids, frames.cut(frame.tokens, frame.lengths), strict=True):
+                    self._submit(_Asked(id, ids, params=params))
+            case frames.Cancel():
+                for id in frame.ids:
+                    if id in self._numbers:
+                        self.engine.abort(self._numbers[id])
+            case _:
+                raise ValueError(f"a worker takes no {type(frame).__name__}")
+
+    def _submit(self, asked: _Asked) -> None:
+        try:
+            if asked.params is not None:
+                number = self.engine.submit(asked.tokens, asked.params)
+            else:
+                number = self.engine.submit_score(asked.tokens, positions=asked.positions, columns=asked.columns)
+        except RequestError as error:
+            self._send_results([], [(asked.id, "refused", str(error))], [])
+            return
+        self._asked[number] = asked
+        self._numbers[asked.id] = number
+
+    def _report(self, updates: list[Update]) -> None:
+        values: list[tuple[int, np.ndarray]] = []
+        errors: list[tuple[int, str, str]] = []
+        texts: list[tuple[int, str]] = []
+        for update in updates:
+            if update.values is None and update.sample is None:
+                continue  # a token of a judge's answer
+            asked = self._asked.pop(update.request)
+            del self._numbers[asked.id]
+            error = None if update.sample is None else update.sample.error
+            if update.values is not None:
+                values.append((asked.id, update.values))
+            elif error is not None:
+                errors += self._failed(asked, error.type, error.message)
+            elif update.sample is not None and update.sample.finish_reason != "abort":
+                texts.append((asked.id, update.sample.text))
+        if values or errors or texts:
+            self._send_results(values, errors, texts)
+
+    def _failed(self, asked: _Asked, type: str, message: str) -> list[tuple[int, str, str]]:
+        if any(sign in message for sign in BROKEN_DEVICE) and type not in OUT_OF_MEMORY:
+            os._exit(3)  # nothing computed on this device after this would be worth anything
+        if type == "NotANumber":
+            return [(asked.id, "nonfinite_score", message)]
+        if asked.retried:
+            return [(asked.id, "compute_failed", message)]
+        asked.retried = True
+        if type in OUT_OF_MEMORY:
+            self.engine.shrink(SMALLEST_BUDGET)
+        self._alone.append(asked)
+        return []
+
+    def _send_results(
+        self, values: list[tuple[int, np.ndarray]], errors: list[tuple[int, str, str]], texts: list[tuple[int, str]]
+    ) -> None:
+        stats = self.engine.stats()
+        self.send(
+            frames.Results(
+                ids=[id for id, _ in values],
+                rows=[v.shape[0] for _, v in values],
+                columns=[v.shape[1] for _, v in values],
+                values=b"".join(np.ascontiguousarray(v, dtype="<f4").tobytes() for _, v in values),
+                errors=errors,
+                texts=texts,
+                tokens_computed=stats.tokens_computed - self._before.tokens_computed,
+                tokens_shared=stats.tokens_shared - self._before.tokens_shared,
+                steps=stats.steps - self._before.steps,
+            )
+        )
+
+
+def main(fd: int) -> None:
+    # The terminal's Ctrl-C reaches the whole group; the front decides when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    start = _first(sock)
+    try:
+        engine, hello = _load(start.table)
+    except (PlauditError, OSError, ValueError, RuntimeError) as error:
+        sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
+        sys.exit(2)
+    worker = Worker(sock, engine)
+    worker.send(hello)
+    worker.warm_up()
+    worker.send(frames.Ready())
+    with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
+        worker.run()
+
+
+def _first(sock: socket.socket) -> frames.Start:
+    unpacker = frames.Unpacker()
+    while data := sock.recv(1 << 20):
+        for frame in unpacker.feed(data):
+            assert isinstance(frame, frames.Start), f"the first frame must be Start, not {type(frame).__name__}"
+            return frame
+    sys.exit(0)
+
+
+def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
+    import torch
+
+    from plaudit.config.reward import parse_reward
+    from plaudit.reward.load import load_worker
+    from plaudit.serve.text import tokenizer_parts
+
+    table = parse_reward(tree, "the model's table")
+    threads = getattr(table, "threads", None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    engine, facts, tokenizer, digest = load_worker(table)
+    data, options = tokenizer_parts(tokenizer)
+    import msgspec
+
+    return engine, frames.Hello(digest, msgspec.to_builtins(facts), engine.budget, data, options)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,129 @@
+"""A real server in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from plaudit.config import to_toml
+
+READY_SECONDS = 120.0
+
+
+class ServerProcess:
+    """`plaudit serve` on a free port. `tree` is a serve.toml as plain data; `environment` is added to the process's."""
+
+    def __init__(
+        self, tree: dict[str, Any] | None = None, *arguments: str, environment: dict[str, str] | None = None,
+        wait: bool = True,
+    ) -> None:  # fmt: skip
+        self.directory = tempfile.TemporaryDirectory()
+        self.port = free_port()
+        command = [sys.executable, "-m", "plaudit", "serve", "--port", str(self.port), *arguments]
+        if tree is not None:
+            file = Path(self.directory.name) / "serve.toml"
+            file.write_text(to_toml(tree))
+            command += ["--config", str(file)]
+        self.output = (Path(self.directory.name) / "output").open("w+b")
+        self.process = subprocess.Popen(
+            command, stdout=self.output, stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )  # fmt: skip
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self, seconds: float = READY_SECONDS) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log()}")
+            try:
+                if self.http.get("/health/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"not ready within {seconds} s:\n{self.log()}")
+
+    def ready(self) -> bool:
+        try:
+            return self.http.get("/health/ready", timeout=20).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def rewards(self, items: list[Any], model: str = "sums", **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/rewards", json={"model": model, "items": items, **fields})
+
+    def score(self, prompt: str, response: str, model: str = "sums") -> float:
+        reply = self.rewards([{"prompt": prompt, "responses": [response]}], model)
+        assert reply.status_code == 200, reply.text
+        return float(reply.json()["items"][0]["scores"][0])
+
+    def workers(self) -> list[psutil.Process]:
+        found = psutil.Process(self.process.pid).children()
+        return [p for p in found if any("plaudit.serve.worker" in part for part in p.cmdline())]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series that have these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.partition("{")[0] == name and all(f'{k}="{v}"' in series for k, v in labels.items()):
+                total += float(value)
+        return total
+
+    def log(self) -> str:
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"not stopped within {seconds} s:\n{self.log()}") from None
+
+    def kill(self) -> None:
+        for child in psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []:
+            child.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self.output.close()
+        self.directory.cleanup()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

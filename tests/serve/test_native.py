@@ -1,0 +1,129 @@
+"""A score is the same alone, in any batch, with and without cache, as text, messages and tokens, as JSON and binary."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from plaudit.records import Item
+from plaudit.reward import load_reward
+from plaudit.worlds import get_world
+from tests.serve.process import ServerProcess
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as server:
+        yield server
+
+
+def chains(count: int) -> list[tuple[str, str]]:
+    world = get_world("sums")
+    return [(p.prompt, text) for p, text in (world.demonstration("heldout", i) for i in range(count))]
+
+
+@pytest.fixture(scope="module")
+def local() -> dict[str, list[float]]:
+    """The scores that the same models give in this process."""
+    items = [Item(prompt=prompt, response=response) for prompt, response in chains(24)]
+    outcome, steps = load_reward("sums"), load_reward("sums-steps")
+    return {
+        "sums": [s.value for s in outcome.score(items)],  # type: ignore[union-attr]
+        "sums-steps": [s.aggregate for s in steps.score(items)],  # type: ignore[union-attr]
+    }
+
+
+@pytest.mark.parametrize("model", ["sums", "sums-steps"])
+def test_alone_batched_and_grouped_scores_are_those_of_the_model_in_process(
+    server: ServerProcess, local: dict[str, list[float]], model: str
+) -> None:
+    pairs = chains(24)
+    batched = server.rewards([{"prompt": p, "responses": [r]} for p, r in pairs], model, cache=False).json()["items"]
+    assert np.allclose([i["scores"][0] for i in batched], local[model], atol=1e-5)
+    alone = [server.rewards([{"prompt": p, "responses": [r]}], model, cache=False).json() for p, r in pairs]
+    assert np.allclose([reply["items"][0]["scores"][0] for reply in alone], local[model], atol=1e-5)
+    cached = server.rewards([{"prompt": p, "responses": [r]} for p, r in pairs], model).json()["items"]
+    again = server.rewards([{"prompt": p, "responses": [r]} for p, r in pairs], model).json()["items"]
+    assert np.allclose([i["scores"][0] for i in cached], local[model], atol=1e-5)
+    assert [i["scores"] for i in again] == [i["scores"] for i in cached]
+    prompt = pairs[0][0]
+    responses = [r for _, r in pairs[:8]]
+    group = server.rewards([{"prompt": prompt, "responses": responses}], model, cache=False).json()["items"][0]
+    single = [server.rewards([{"prompt": prompt, "responses": [r]}], model, cache=False).json() for r in responses]
+    assert np.allclose(group["scores"], [s["items"][0]["scores"][0] for s in single], atol=1e-5)
+
+
+def test_tokens_text_and_binary_give_the_score_of_the_prompt_and_response(server: ServerProcess) -> None:
+    from plaudit.models import load_tokenizer
+
+    tokenizer = load_tokenizer("sums")
+    pairs = chains(6)
+    ids = [[*tokenizer.encode(p + r), tokenizer.eos_token_id] for p, r in pairs]
+    expected = [server.score(p, r) for p, r in pairs]
+    as_tokens = server.rewards([{"tokens": t} for t in ids]).json()["items"]
+    assert np.allclose([i["scores"][0] for i in as_tokens], expected, atol=1e-5)
+    as_text = server.rewards([{"text": p + r + tokenizer.eos_token} for p, r in pairs]).json()["items"]
+    assert np.allclose([i["scores"][0] for i in as_text], expected, atol=1e-5)
+    offsets = np.cumsum([0, *map(len, ids)], dtype="<u4")
+    body = (
+        struct.pack("<I", len(ids))
+        + offsets.tobytes()
+        + np.array([t for row in ids for t in row], dtype="<i4").tobytes()
+    )
+    reply = server.http.post(
+        "/v1/rewards?model=sums", content=body, headers={"content-type": "application/x-plaudit-tokens"}
+    )
+    assert reply.status_code == 200, reply.text
+    (count,) = struct.unpack_from("<I", reply.content)
+    assert count == len(ids)
+    assert np.allclose(np.frombuffer(reply.content, "<f4", count, 4), expected, atol=1e-5)
+    tail = json.loads(reply.content[4 + 4 * count :])
+    assert tail["model"] == "sums"
+    assert tail["errors"] == {}
+    assert tail["usage"] == {"items": 6, "tokens": sum(map(len, ids))}
+
+
+def test_every_step_has_a_score_and_the_first_wrong_one_shows(server: ServerProcess) -> None:
+    reply = server.rewards(
+        [{"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12", ["3+4=9;", "9+5=14;", "#14"]]}],
+        "sums-steps",
+        steps=True,
+    ).json()
+    right, wrong = reply["items"][0]["steps"]
+    assert len(right) == len(wrong) == 3
+    assert min(right) > 0.5 > max(wrong)
+    assert reply["items"][0]["scores"] == [right[-1], wrong[-1]]
+
+
+def test_replies_name_model_version_and_usage(server: ServerProcess) -> None:
+    reply = server.rewards([{"prompt": "1+2=", "responses": ["1+2=3;#3"]}], "sums")
+    body = reply.json()
+    assert body["model"] == "sums"
+    assert body["version"].startswith("0-")
+    assert len(body["version"]) == 14
+    assert body["usage"]["items"] == 1
+    assert reply.headers["x-request-id"] == body["request_id"]
+    unnamed = server.http.post("/v1/rewards", json={"items": [{"text": "1+2=#3"}]}).json()
+    assert unnamed["model"] == "sums"
+
+
+def test_identical_items_of_one_request_are_computed_once(server: ServerProcess) -> None:
+    before = server.metric("plaudit_tokens_total", model="sums", kind="deduplicated")
+    item = {"prompt": "8+8+8=", "responses": ["8+8=16;16+8=24;#24"] * 5}
+    reply = server.rewards([item], cache=False).json()
+    assert len(set(reply["items"][0]["scores"])) == 1
+    tokens = reply["usage"]["tokens"] // 5
+    assert server.metric("plaudit_tokens_total", model="sums", kind="deduplicated") - before == 4 * tokens
+
+
+def test_the_documentation_names_every_route(server: ServerProcess) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    assert set(paths) == {
+        "/v1/rewards", "/v1/models", "/admin/swap", "/health/live", "/health/ready", "/metrics", "/stats", "/", "/docs",
+        "/openapi.json",
+    }  # fmt: skip
+    assert "/v1/rewards" in server.http.get("/docs").text
