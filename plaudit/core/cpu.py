@@ -13,7 +13,6 @@ from plaudit.core.decoder import Decoder
 from plaudit.core.packing import Packed, packed_layout
 from plaudit.core.paged import PagedBackend, PagedLayout
 
-
 NOISE = 2 * 2**20  # bytes of noise made at once: a small vocabulary's steps are too short for a call each
 
 

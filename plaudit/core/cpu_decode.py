@@ -48,7 +48,9 @@ class DecodeWindow(Layout):
         self._groups, self._back = _grouped(batch.lengths, block_size, self.room)
         columns = sum(g.positions.numel() for g in self._groups)
         self._spare = WORKSPACE // columns  # bytes per column that the workspace still has
-        self._laid: dict[int, list[tuple[Tensor, Tensor]] | None] = {}  # per layer and group: (B, heads, columns, dim)
+        # Per layer and group, keys as (B, heads, dim, columns) and values as (B, heads, columns, dim): so the products
+        # of one query want them.
+        self._laid: dict[int, list[tuple[Tensor, Tensor]] | None] = {}
         self._stored = 0  # steps whose KV is in the blocks
         self._step = -1
         self._noted: list[tuple[Tensor, Tensor]] = []  # positions and alive rows of the steps that are not stored
@@ -84,11 +86,11 @@ class DecodeWindow(Layout):
                 continue
             column = group.blocks * self.block_size + self._step
             k, v = laid[i]
-            k[:, :, column] = _pick(key, group.rows)
+            k[..., column] = _pick(key, group.rows)
             v[:, :, column] = _pick(value, group.rows)
             mask = self._mask(i, rule.window, query.dtype)
             mask = None if mask is None else mask[..., : column + 1]
-            outputs.append(_attend(q, k[:, :, : column + 1], v[:, :, : column + 1], mask, rule))
+            outputs.append(_attend(q, k[..., : column + 1], v[:, :, : column + 1], mask, rule))
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return out if self._back is None else out.index_select(0, self._back)
 
@@ -104,8 +106,9 @@ class DecodeWindow(Layout):
             first, last = (group.blocks * self.block_size + step for step in (self._stored, taken))
             for layer, laid in self._laid.items():
                 if laid is not None:
-                    for cache, part in zip((self.cache.keys, self.cache.values), laid[i], strict=True):
-                        cache[layer].index_copy_(0, to, part[:, :, first:last].permute(2, 0, 1, 3)[counts])
+                    k, v = laid[i]
+                    self.cache.keys[layer].index_copy_(0, to, k[..., first:last].permute(3, 0, 1, 2)[counts])
+                    self.cache.values[layer].index_copy_(0, to, v[:, :, first:last].permute(2, 0, 1, 3)[counts])
         self._stored = taken
         self._noted.clear()
 
@@ -115,12 +118,14 @@ class DecodeWindow(Layout):
         if width > self._spare:
             return None
         self._spare -= width
-        return [(self._laid_out(keys, g), self._laid_out(values, g)) for g in self._groups]
-
-    def _laid_out(self, cache: Tensor, group: _Group) -> Tensor:
-        past = self._gather(cache, group, group.blocks).transpose(1, 2)
-        laid = cache.new_empty(group.count, cache.shape[1], group.positions.shape[1], cache.shape[2])
-        laid[:, :, : past.shape[2]] = past
+        laid = []
+        for group in self._groups:
+            columns, past = group.positions.shape[1], group.blocks * self.block_size
+            k = keys.new_empty(group.count, keys.shape[1], keys.shape[2], columns)
+            v = values.new_empty(group.count, values.shape[1], columns, values.shape[2])
+            k[..., :past] = self._gather(keys, group, group.blocks).permute(0, 2, 3, 1)
+            v[:, :, :past] = self._gather(values, group, group.blocks).transpose(1, 2)
+            laid.append((k, v))
         return laid
 
     def _attend_blocks(self, layer: int, query: Tensor, group: _Group, rule: Rule) -> Tensor:
@@ -155,17 +160,17 @@ class DecodeWindow(Layout):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """q (B, H, D), k and v (B, K, L, D) -> (B, H, D)."""
-    if q.dtype not in (torch.float32, torch.float64) or rule.softcap is not None or rule.sinks is not None:
-        if mask is None:
-            mask = q.new_zeros(1, 1, 1, k.shape[2])
-        return attend_group(q[:, None], k.transpose(1, 2), v.transpose(1, 2), mask, rule)[:, 0]
-    # For one query two plain products take half as long as the fused kernel, which is made for many.
+    """q (B, H, D), k (B, K, D, L), v (B, K, L, D) -> (B, H, D)."""
     batch, heads, dim = q.shape
-    scaled = (q * (dim**-0.5 if rule.scale is None else rule.scale)).reshape(batch * k.shape[1], -1, dim)
-    scores = torch.bmm(scaled, k.flatten(0, 1).transpose(1, 2))
+    kv_heads, length = v.shape[1:3]
+    if q.dtype not in (torch.float32, torch.float64) or rule.softcap is not None or rule.sinks is not None:
+        mask = q.new_zeros(1, 1, 1, length) if mask is None else mask
+        return attend_group(q[:, None], k.permute(0, 3, 1, 2), v.transpose(1, 2), mask, rule)[:, 0]
+    # For one query two plain products take half as long as the fused kernel, which is made for many.
+    scaled = (q * (dim**-0.5 if rule.scale is None else rule.scale)).reshape(batch * kv_heads, -1, dim)
+    scores = torch.bmm(scaled, k.flatten(0, 1))
     if mask is not None:
-        scores.view(batch, k.shape[1], -1, k.shape[2]).add_(mask)
+        scores.view(batch, kv_heads, -1, length).add_(mask)
     return torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(batch, heads, -1)
 
 

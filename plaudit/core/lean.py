@@ -58,6 +58,7 @@ class LeanTrunk:
         """(1, T) tokens -> (T, hidden), or the rows `wanted` of it."""
         x = self.trunk.embed_tokens(input_ids[0])
         cos, sin = (part[0][:, None] for part in self.trunk.rotary_emb(x[None], position_ids))
+        sin = torch.cat((-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]), dim=-1)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             chosen = wanted if i == last else None
@@ -130,7 +131,5 @@ def _heads(y: Tensor, projection: nn.Module, norm: nn.Module | None, dim: int) -
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, heads, D), cos and sin (T, 1, D)."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos).addcmul_(turned, sin)
+    """x (T, heads, D), cos and sin (T, 1, D), the first half of sin negated."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
