@@ -67,6 +67,10 @@ def new_reading(
 
 def load_worker(table: RewardTable) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:
     """The engine, what its model is, its tokenizer, and the first 12 hex digits of the SHA-256 of its weights."""
+    if isinstance(table, JudgeTable) and table.path is not None:
+        loaded = load_policy(table.path, dtype=table.dtype, device=choose_device(table.device))
+        engine = Engine(loaded.module, loaded.tokenizer)
+        return engine, _facts(loaded, engine), loaded.tokenizer, weights_hash(loaded.path)
     if not isinstance(table, OutcomeTable | ProcessTable):
         raise ConfigError(f"a reward of kind {table.kind!r} has no model to load")
     if table.threads is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,17 @@ PROBE_SECONDS = 5.0
 FRESH_SECONDS = 1.0  # a result this recent proves the model as well as a probe
 PROBE_ID = 0
 
-Answer = np.ndarray | ItemError
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A judge's question, to be continued."""
+
+    tokens: list[int]
+    max_tokens: int
+    temperature: float
+
+
+Answer = np.ndarray | str | ItemError
 
 
 class Ticket:
@@ -58,7 +68,7 @@ class Job:
 
     id: int
     key: bytes
-    work: Work
+    work: Work | Prompt
     cost: int
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
     dead: bool = False
@@ -112,7 +122,7 @@ class Deployment:
         return not self._known
 
     def submit(
-        self, works: Sequence[Work], *, tenant: str, priority: int = 0, salt: str = "", cached: bool = True
+        self, works: Sequence[Work | Prompt], *, tenant: str, priority: int = 0, salt: str = "", cached: bool = True
     ) -> Ticket:
         """Queue the works of one request. What is in the cache is answered at once; what is already on its way is
         waited for and not computed twice."""
@@ -122,7 +132,7 @@ class Deployment:
         for index, work in enumerate(works):
             cost = len(work.tokens)
             self._counts.tokens += cost
-            key = work_key(self.version, work.tokens, work.positions, work.columns, salt)
+            key = self._key(work, salt)
             if cached and (values := self._cache.get(key)) is not None:
                 self._counts.cached += cost
                 self._metrics.tokens.labels(self.name, "cached").inc(cost)
@@ -145,6 +155,11 @@ class Deployment:
             self.queue.add(tenant, fresh, priority)
             self._pump_soon()
         return ticket
+
+    def _key(self, work: Work | Prompt, salt: str) -> bytes:
+        if isinstance(work, Prompt):
+            return work_key(f"{self.version} {work.max_tokens} {work.temperature}", work.tokens, (), None, salt)
+        return work_key(self.version, work.tokens, work.positions, work.columns, salt)
 
     def cancel(self, ticket: Ticket) -> tuple[int, int]:
         """Nobody waits for the ticket any more: what was not sent is not computed. (not sent, sent) works dropped."""
@@ -226,16 +241,8 @@ class Deployment:
         for job in batch:
             waits.observe(now - job.since)
             job.since = now
-        self.link.send(
-            frames.Works(
-                ids=[job.id for job in batch],
-                lengths=[job.cost for job in batch],
-                tokens=frames.as_bytes([job.work.tokens for job in batch]),
-                counts=[len(job.work.positions) for job in batch],
-                positions=frames.as_bytes([job.work.positions for job in batch]),
-                columns=[job.work.columns for job in batch],
-            )
-        )
+        for frame in _frames(batch):
+            self.link.send(frame)
 
     def _next(self) -> Job | None:
         """The next work the worker has room for. What several deaths saw runs alone: so the killer finds itself out."""
@@ -259,6 +266,8 @@ class Deployment:
             size = rows * columns
             self._answer(id, values[at : at + size].reshape(rows, columns))
             at += size
+        for id, text in results.texts:
+            self._answer(id, text)
         for id, type, message in results.errors:
             self._answer(id, ItemError(type, message))
         self._pump_soon()
@@ -350,3 +359,20 @@ class Deployment:
                 self.link.restart(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
             elif self._held and time.monotonic() - max(self.link.last_result, self._busy_since) > HANG_SECONDS:
                 self.link.restart(f"its worker finished nothing for {HANG_SECONDS:g} s")
+
+
+def _frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
+    works = [(job, job.work) for job in batch if isinstance(job.work, Work)]
+    if works:
+        yield frames.Works(
+            ids=[job.id for job, _ in works],
+            lengths=[job.cost for job, _ in works],
+            tokens=frames.as_bytes([work.tokens for _, work in works]),
+            counts=[len(work.positions) for _, work in works],
+            positions=frames.as_bytes([work.positions for _, work in works]),
+            columns=[work.columns for _, work in works],
+        )
+    for job in batch:
+        if isinstance(job.work, Prompt):
+            tokens = frames.as_bytes([job.work.tokens])
+            yield frames.Prompt(job.id, tokens, job.work.max_tokens, job.work.temperature)

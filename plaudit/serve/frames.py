@@ -1,6 +1,6 @@
 """What the HTTP process and a worker say to each other, over a socket pair: length-prefixed MessagePack, no pickle.
 
-    front -> worker   Start, then Works, Cancel
+    front -> worker   Start, then Works, Prompt, Cancel
     worker -> front   Hello (loaded), Ready (warmed up), Alive (every second), Results; or Failed, and the end
 
 Token ids and values travel as raw little-endian buffers inside the message: many works go in one frame, so the cost of
@@ -61,11 +61,10 @@ class Works(msgspec.Struct, tag=True, array_like=True):
     columns: list[tuple[int, ...] | None]
 
 
-class Prompts(msgspec.Struct, tag=True, array_like=True):
-    """Sequences to continue, for judges."""
+class Prompt(msgspec.Struct, tag=True, array_like=True):
+    """A sequence to continue, for a judge."""
 
-    ids: list[int]
-    lengths: list[int]
+    id: int
     tokens: bytes  # int32
     max_tokens: int
     temperature: float
@@ -89,7 +88,7 @@ class Results(msgspec.Struct, tag=True, array_like=True):
     steps: int
 
 
-Frame = Start | Hello | Ready | Alive | Failed | Works | Prompts | Cancel | Results
+Frame = Start | Hello | Ready | Alive | Failed | Works | Prompt | Cancel | Results
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 

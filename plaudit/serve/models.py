@@ -89,6 +89,10 @@ class Models:
         """Models that will not come back."""
         return [f"{d['name']}: {d['reason']}" for d in self.describe() if d["state"] == "failed"]
 
+    def hopeful(self) -> bool:
+        """Whether a model with a worker is left that serves or may yet."""
+        return any(d["state"] != "failed" for d in self.describe() if "queue_tokens" in d)
+
     def update_gauges(self) -> None:
         for entry in self.describe():
             if "queue_tokens" in entry:
@@ -140,7 +144,7 @@ class Models:
 
 def _environment(table: ServeTable) -> Mapping[str, str]:
     """Each worker gets its share of the cores, and threads that sleep while they wait: they have neighbours."""
-    workers = sum(1 for entry in table.models.values() if entry.kind in ("outcome", "process"))
+    workers = sum(1 for entry in table.models.values() if getattr(entry, "path", None) is not None)
     threads = max(1, (os.cpu_count() or 1) // max(1, workers))
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),

@@ -11,20 +11,28 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from plaudit.config.reward import BlendTable, OutcomeTable, ProcessTable, RewardTable, RuleTable
+from plaudit.config.reward import BlendTable, JudgeTable, OutcomeTable, ProcessTable, RewardTable, RuleTable
 from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
+from plaudit.reward.ask import HttpAsk
+from plaudit.reward.blend import combine
+from plaudit.reward.judge import Judge, JudgeReward
 from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
+from plaudit.reward.reward import Reward
+from plaudit.reward.rule import RuleReward
 from plaudit.reward.work import Facts, Work
 from plaudit.serve.admission import Admission
 from plaudit.serve.cache import ScoreCache
-from plaudit.serve.deployment import Answer, Deployment, Ticket
+from plaudit.serve.deployment import Answer, Deployment, Prompt, Ticket
 from plaudit.serve.http import HttpError
+from plaudit.serve.judge import JudgeReading
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.text import tokenizer_of
 
 Result = Score | StepScores
+Reading = OutcomeReading | ProcessReading | JudgeReading
+Table = OutcomeTable | ProcessTable | JudgeTable
 INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
 INLINE_TOKENS = 65536
 
@@ -76,9 +84,10 @@ class Shop:
 
 
 class ServedModel:
-    """An outcome or process model. A swap puts another deployment in place; requests stay with the one they came to."""
+    """A model in its worker: outcome, process, or a judge of our own. A swap puts another deployment in place;
+    requests stay with the one they came to."""
 
-    def __init__(self, name: str, table: OutcomeTable | ProcessTable, shop: Shop) -> None:
+    def __init__(self, name: str, table: Table, shop: Shop) -> None:
         self.name = name
         self.kind: str = table.kind
         self.table = table
@@ -87,13 +96,13 @@ class ServedModel:
         self._number = 0
         self._closing: set[asyncio.Task[None]] = set()
         self.deployment = self._deploy(table)
-        self.reading: OutcomeReading | ProcessReading | None = None
+        self.reading: Reading | None = None
 
     async def open(self) -> None:
         self.reading = await self._open(self.deployment, self.table)
         self._shop.metrics.version.labels(self.name, self.deployment.version).set(1)
 
-    async def swap(self, table: OutcomeTable | ProcessTable) -> str:
+    async def swap(self, table: Table) -> str:
         """Load and warm up another version beside this one, then switch. If that fails, nothing has changed."""
         self._number += 1
         fresh = self._deploy(table)
@@ -119,7 +128,7 @@ class ServedModel:
         began = time.perf_counter()
         works = await self._prepare(reading, items)
         self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
-        sound = [work for work in works if isinstance(work, Work)]
+        sound = [work for work in works if not isinstance(work, ItemError)]
         tokens = sum(len(work.tokens) for work in sound)
         with self._shop.admission.tokens(tokens):
             ticket = deployment.submit(sound, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
@@ -136,7 +145,7 @@ class ServedModel:
             "name": self.name, "kind": self.kind, "version": self.deployment.version,
             "state": self.deployment.link.state, "reason": self.deployment.link.reason,
             "restarts": self.deployment.link.restarts,
-            "max_tokens": None if self.reading is None else self.reading.intake.limit,
+            "max_tokens": None if self.reading is None else _limit(self.reading),
             "labels": [] if facts is None else list(facts.labels),
             "queue_items": self.deployment.queue.items, "queue_tokens": self.deployment.queue.tokens,
             "held_tokens": self.deployment.held_tokens, "budget": self.deployment.budget,
@@ -148,16 +157,14 @@ class ServedModel:
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self.deployment.close()
 
-    def _deploy(self, table: OutcomeTable | ProcessTable) -> Deployment:
+    def _deploy(self, table: Table) -> Deployment:
         shop = self._shop
         tree = table.model_dump(exclude_none=True)
         return Deployment(
             self.name, self._number, tree, shop.cache, shop.metrics, dict(shop.environment), shop.on_change
         )
 
-    async def _open(
-        self, deployment: Deployment, table: OutcomeTable | ProcessTable
-    ) -> OutcomeReading | ProcessReading:
+    async def _open(self, deployment: Deployment, table: Table) -> Reading:
         try:
             async with asyncio.timeout(self._shop.load_seconds):
                 hello = await deployment.opened()
@@ -167,9 +174,11 @@ class ServedModel:
         tokenizer = tokenizer_of(hello.tokenizer, hello.tokenizer_options)
         if isinstance(table, OutcomeTable):
             return OutcomeReading(table, tokenizer, facts)
-        return ProcessReading(table, tokenizer, facts)
+        if isinstance(table, ProcessTable):
+            return ProcessReading(table, tokenizer, facts)
+        return JudgeReading(table, tokenizer, facts)
 
-    async def _prepare(self, reading: OutcomeReading | ProcessReading, items: Sequence[Item]) -> list[Work | ItemError]:
+    async def _prepare(self, reading: Reading, items: Sequence[Item]) -> list[Work | Prompt | ItemError]:
         if _small(items):
             return _prepared(reading, items)
         loop = asyncio.get_running_loop()
@@ -193,26 +202,21 @@ class ServedModel:
         return [answer for answer in ticket.answers if answer is not None]
 
 
-class ServedRule:
-    """A rule runs in processes of its own; a thread here waits for it."""
+class ServedCalls:
+    """A rule, or a judge behind somebody's HTTP server: threads wait for what happens elsewhere."""
 
-    def __init__(self, name: str, table: RuleTable, shop: Shop) -> None:
-        from plaudit.reward.rule import RuleReward
-
+    def __init__(self, name: str, kind: str, reward: Reward, version: str, shop: Shop, threads: int) -> None:
         self.name = name
-        self.kind = "rule"
-        self._rule = RuleReward(table)
+        self.kind = kind
+        self._reward = reward
+        self._version = version
         self._shop = shop
-        self._thread = ThreadPoolExecutor(table.processes, thread_name_prefix=f"rule-{name}")
-        self._version = self._rule.version
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"{kind}-{name}")
 
     async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
-        size = sum(len(str(i.response or i.text or "")) for i in items) // 4 + len(items)
-        with self._shop.admission.tokens(size):
-            results = await _in_time(
-                asyncio.get_running_loop().run_in_executor(self._thread, self._rule.score, items), ask
-            )
-        return Scored(self._version, list(results), 0)
+        with self._shop.admission.tokens(sum(map(_guessed_tokens, items))):
+            calls = asyncio.get_running_loop().run_in_executor(self._threads, self._reward.score, items)
+            return Scored(self._version, list(await _in_time(calls, ask)), 0)
 
     async def healthy(self) -> str:
         return ""
@@ -221,8 +225,8 @@ class ServedRule:
         return {"name": self.name, "kind": self.kind, "version": self._version, "state": "ready", "reason": ""}
 
     async def close(self) -> None:
-        self._rule.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._reward.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class ServedBlend:
@@ -235,8 +239,6 @@ class ServedBlend:
         self._members = {member: members[member] for member in table.members}
 
     async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
-        from plaudit.reward.blend import combine
-
         tasks = [asyncio.create_task(member.score(items, ask)) for member in self._members.values()]
         try:
             scored = dict(zip(self._members, await asyncio.gather(*tasks), strict=True))
@@ -283,8 +285,8 @@ def _small(items: Sequence[Item]) -> bool:
     return characters <= INLINE_CHARACTERS and tokens <= INLINE_TOKENS
 
 
-def _prepared(reading: OutcomeReading | ProcessReading, items: Sequence[Item]) -> list[Work | ItemError]:
-    works: list[Work | ItemError] = []
+def _prepared(reading: Reading, items: Sequence[Item]) -> list[Work | Prompt | ItemError]:
+    works: list[Work | Prompt | ItemError] = []
     for item in items:
         try:
             works.append(reading.prepare(item))
@@ -296,7 +298,7 @@ def _prepared(reading: OutcomeReading | ProcessReading, items: Sequence[Item]) -
 
 
 def _finished(
-    reading: OutcomeReading | ProcessReading, works: Sequence[Work | ItemError], answers: Sequence[Answer], version: str
+    reading: Reading, works: Sequence[Work | Prompt | ItemError], answers: Sequence[Answer], version: str
 ) -> list[Result]:
     """Rows to scores, in the order of the items."""
     results: list[Result] = []
@@ -307,20 +309,34 @@ def _finished(
             results.append(make(error=work, version=version))
             continue
         answer = next(given)
-        if isinstance(answer, np.ndarray):
-            results.append(reading.finish(work, answer))
+        if isinstance(answer, ItemError):
+            results.append(make(error=answer, version=version, tokens=len(work.tokens)))
+        elif isinstance(reading, JudgeReading):
+            assert isinstance(answer, str)
+            results.append(reading.finish(answer))
         else:
-            results.append(make(error=answer, version=version, truncated=work.truncated, tokens=len(work.tokens)))
+            assert isinstance(work, Work)
+            assert isinstance(answer, np.ndarray)
+            results.append(reading.finish(work, answer))
     return results
 
 
+def _limit(reading: Reading) -> int:
+    return reading.limit if isinstance(reading, JudgeReading) else reading.intake.limit
+
+
+def _guessed_tokens(item: Item) -> int:
+    """Rules have no tokenizer; four characters are about a token."""
+    return 1 + len(str(item.response or item.messages or item.text or "")) // 4
+
+
 def new_served(name: str, table: RewardTable, shop: Shop, known: Mapping[str, Served]) -> Served:
-    if isinstance(table, OutcomeTable | ProcessTable):
-        return ServedModel(name, table, shop)
-    if isinstance(table, RuleTable):
-        return ServedRule(name, table, shop)
     if isinstance(table, BlendTable):
         return ServedBlend(name, table, known)
-    from plaudit.serve.judge import ServedJudge
-
-    return ServedJudge(name, table, shop)
+    if isinstance(table, RuleTable):
+        rule = RuleReward(table)
+        return ServedCalls(name, table.kind, rule, rule.version, shop, table.processes)
+    if isinstance(table, JudgeTable) and table.url is not None:
+        judge = JudgeReward(Judge(table), HttpAsk(table))
+        return ServedCalls(name, table.kind, judge, f"0-{table.model}", shop, table.concurrency)
+    return ServedModel(name, table, shop)

@@ -144,11 +144,7 @@ class _Server:
             await models.changed.wait()
             models.changed.clear()
             failed = models.failed()
-            if (
-                failed
-                and self._signals == 0
-                and len(failed) == sum(d["kind"] in ("outcome", "process") for d in models.describe())
-            ):
+            if failed and not self._signals and not models.hopeful():
                 print(f"plaudit serve: {'; '.join(failed)}", file=sys.stderr, flush=True)
                 self._stop.set()
 

@@ -19,12 +19,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from plaudit.config.reward import parse_reward
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RequestError
+from plaudit.reward.load import load_worker
 from plaudit.serve import frames
+from plaudit.serve.text import tokenizer_parts
 
 ALIVE_EVERY = 1.0  # seconds
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
@@ -102,10 +106,10 @@ class Worker:
                 positions = frames.cut(frame.positions, frame.counts)
                 for id, ids, at, columns in zip(frame.ids, tokens, positions, frame.columns, strict=True):
                     self._submit(_Asked(id, ids, tuple(at), columns))
-            case frames.Prompts():
+            case frames.Prompt():
                 params = SamplingParams(temperature=frame.temperature, max_tokens=frame.max_tokens)
-                for id, ids in zip(frame.ids, frames.cut(frame.tokens, frame.lengths), strict=True):
-                    self._submit(_Asked(id, ids, params=params))
+                (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
+                self._submit(_Asked(frame.id, ids, params=params))
             case frames.Cancel():
                 for id in frame.ids:
                     if id in self._numbers:
@@ -204,21 +208,9 @@ def _first(sock: socket.socket) -> frames.Start:
 
 
 def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
-    import torch
-
-    from plaudit.config.reward import parse_reward
-    from plaudit.reward.load import load_worker
-    from plaudit.serve.text import tokenizer_parts
-
     table = parse_reward(tree, "the model's table")
-    threads = getattr(table, "threads", None)
-    if threads is not None:
-        torch.set_num_threads(threads)
     engine, facts, tokenizer, digest = load_worker(table)
-    data, options = tokenizer_parts(tokenizer)
-    import msgspec
-
-    return engine, frames.Hello(digest, msgspec.to_builtins(facts), engine.budget, data, options)
+    return engine, frames.Hello(digest, msgspec.to_builtins(facts), engine.budget, *tokenizer_parts(tokenizer))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""A judge that our own engine runs: items become prompts for a worker, its answers become scores."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.config.reward import JudgeTable
+from plaudit.errors import ModelError, Refused, RequestError
+from plaudit.models import render_chat
+from plaudit.records import Item, Score
+from plaudit.reward.judge import Judge
+from plaudit.reward.work import Facts
+from plaudit.serve.deployment import Prompt
+
+
+class JudgeReading:
+    """What OutcomeReading and ProcessReading are for rows of numbers, for texts."""
+
+    def __init__(self, table: JudgeTable, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> None:
+        if not facts.causal:
+            raise ModelError(f"{facts.name} cannot be a judge: it has no vocabulary head and writes no text")
+        self.facts = facts
+        self.limit = facts.max_positions - table.max_tokens
+        if self.limit < 1:
+            raise ModelError(f"max_tokens = {table.max_tokens} leaves no room in {facts.max_positions} positions")
+        self._table = table
+        self._judge = Judge(table)
+        self._tokenizer = tokenizer
+
+    def prepare(self, item: Item) -> Prompt:
+        conversation = self._judge.messages(item)
+        try:
+            tokens = render_chat(self._tokenizer, conversation, add_generation_prompt=True)
+        except (RequestError, ModelError) as error:
+            raise Refused("bad_messages", str(error)) from None
+        if len(tokens) > self.limit:
+            raise Refused("too_long", f"the judge's prompt has {len(tokens)} tokens, at most {self.limit} fit")
+        return Prompt(tokens, self._table.max_tokens, self._table.temperature)
+
+    def finish(self, answer: str) -> Score:
+        return self._judge.read(answer)
