@@ -44,10 +44,10 @@ class OutcomeReading:
         return Work(tokens, positions, None, 0, over > 0)
 
     def finish(self, work: Work, values: np.ndarray) -> Score:
-        pooled = values.astype(np.float64).mean(axis=0)
-        if not np.isfinite(pooled).all():
+        if not np.isfinite(values).all():
             error = ItemError("nonfinite_score", f"{self.facts.name} gave a score that is not a finite number")
             return Score(error=error, truncated=work.truncated, tokens=len(work.tokens))
+        pooled = values.astype(np.float64).mean(axis=0)
         value = float(pooled @ self.weights)
         if self.table.standardise is not None:
             value = (value - self.table.standardise.mean) / self.table.standardise.std

@@ -54,6 +54,8 @@ class ProcessReading:
         self.intake = Intake(tokenizer, facts, table.max_tokens, self.format.bos)
         self.columns, self.good = _what_is_read(self.format, tokenizer, facts)
         self.tag = [] if self.format.tag is None else _tag_ids(self.format.tag, tokenizer)
+        # A token that only a tag can be: vocabularies hold some that are not marked as control tokens.
+        self.reserved = bool(self.tag) and self.tag[-1] in tokenizer.added_tokens_decoder
         self.turns = read_turns(tokenizer, self.format.system) if self.format.chat == "turns" else None
         self.end = tokenizer.eos_token_id
         if self.format.end and self.end is None:
@@ -73,11 +75,11 @@ class ProcessReading:
     def finish(self, work: Work, values: np.ndarray) -> StepScores:
         if len(values) != work.steps:
             raise RuntimeError(f"{len(values)} rows were read for {work.steps} steps")
-        scores = self._activate(values.astype(np.float64))
-        aggregate = AGGREGATE[self.table.aggregate](scores) if np.isfinite(scores).all() else np.nan
-        if not np.isfinite(aggregate):
+        if not np.isfinite(values).all():
             error = ItemError("nonfinite_score", f"{self.facts.name} gave a step score that is not a finite number")
             return StepScores(error=error, truncated=work.truncated, tokens=len(work.tokens))
+        scores = self._activate(values.astype(np.float64))
+        aggregate = AGGREGATE[self.table.aggregate](scores)
         return StepScores(tuple(map(float, scores)), aggregate, truncated=work.truncated, tokens=len(work.tokens))
 
     def _activate(self, values: np.ndarray) -> np.ndarray:
@@ -114,9 +116,18 @@ class ProcessReading:
         if not steps:
             raise Refused("no_steps", "the response has no steps: it is empty")
         if self.format.joined:
-            return self._one_text(self._plain_prompt(prompt), steps)
-        if self.turns is not None:
-            return self._conversation(self._plain_prompt(prompt), steps)
+            draft = self._one_text(self._plain_prompt(prompt), steps)
+        elif self.turns is not None:
+            draft = self._conversation(self._plain_prompt(prompt), steps)
+        else:
+            draft = self._apart(prompt, steps)
+        if self.reserved and draft.tokens.count(self.tag[-1]) != len(steps):
+            raise Refused(
+                "bad_text", f"the step tag {self.format.tag!r} is in the prompt or in a step; remove it there"
+            )
+        return draft
+
+    def _apart(self, prompt: Prompt, steps: list[str]) -> Draft:
         draft = Draft(self._opening(prompt))
         for place, step in enumerate(steps):
             ids = self.intake.content(self.format.step.replace("{step}", step))
@@ -190,11 +201,11 @@ class ProcessReading:
 
     def _split(self, response: str) -> list[str]:
         form = self.format
-        spans = step_spans(response, form.split)
-        steps = [response[begin:end] for begin, end in spans]
-        if not form.keep:
-            steps = [step.removesuffix(form.split) for step in steps]
-        return [step for step in (s.strip() if form.strip else s for s in steps) if step]
+        if form.keep:
+            steps = [response[begin:end] for begin, end in step_spans(response, form.split)]
+        else:
+            steps = response.split(form.split)
+        return [step.strip() if form.strip else step for step in steps if step.strip()]
 
     def _given(self, steps: Sequence[Any]) -> list[str]:
         taken = []
@@ -229,18 +240,19 @@ class ProcessReading:
 
 def step_spans(text: str, split: str) -> list[tuple[int, int]]:
     """Where the steps of a text begin and end, the text that ends them included. What is blank is no step of its own:
-    it stays with the one before it."""
+    it stays with the one before it, or with the first."""
     spans: list[tuple[int, int]] = []
-    begin = 0
+    begin, blank = 0, True
     while begin < len(text):
         at = text.find(split, begin)
         end = len(text) if at < 0 else at + len(split)
-        if text[begin:end].strip() or not spans:
-            spans.append((begin, end))
-        else:
+        empty = not text[begin:end].strip()
+        if spans and (empty or blank):
             spans[-1] = (spans[-1][0], end)
-        begin = end
-    return spans
+        else:
+            spans.append((begin, end))
+        begin, blank = end, blank and empty
+    return [] if blank else spans
 
 
 def _what_is_read(
@@ -280,7 +292,8 @@ def _refuse_lone(form: FormatTable, count: int, facts: Facts) -> None:
 
 def _column(column: str | int, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> int:
     ids = [column] if isinstance(column, int) else encode(tokenizer, column, control=True)
-    if not ids or not 0 <= ids[-1] < facts.vocab_size or ids[-1] == tokenizer.unk_token_id:
+    unknown = isinstance(column, str) and ids[-1:] == [tokenizer.unk_token_id]
+    if not ids or not 0 <= ids[-1] < facts.vocab_size or unknown:
         raise ConfigError(f"format.columns has {column!r}, which is no token of {facts.name}")
     return ids[-1]
 

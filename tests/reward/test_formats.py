@@ -1,0 +1,240 @@
+"""Every process format against plain transformers on a token sequence made by hand, as its authors' code makes it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.config.formats import FORMATS
+from plaudit.config.reward import parse_reward
+from plaudit.errors import ConfigError, ModelError
+from plaudit.records import Item, StepScores
+from plaudit.reward import complete, load_reward
+
+from . import tiny
+from .tiny import QUESTION, STEPS
+
+TOLERANCE = 1e-5
+
+
+def scored(path: str, item: Item, **keys: Any) -> StepScores:
+    (result,) = load_reward(complete({"path": path, **keys}, "test")).score([item])
+    assert isinstance(result, StepScores)
+    return result
+
+
+def check(result: StepScores, ids: list[int], expected: np.ndarray) -> None:
+    assert result.error is None
+    assert result.tokens == len(ids)
+    assert result.values == pytest.approx(expected.tolist(), abs=TOLERANCE)
+    assert result.aggregate == pytest.approx(expected[-1], abs=TOLERANCE)
+
+
+def test_math_shepherd(tmp_path: Path) -> None:
+    tokenizer = tiny.sentence_piece()
+    module = tiny.model("causal", tokenizer)
+    path = tiny.write(tmp_path, module, tokenizer)
+    ids = tokenizer.encode(f"{QUESTION} " + "\n".join(f"{step} ки" for step in STEPS))
+    good, bad = tokenizer.encode("+ -")[1:]
+    tag = tokenizer.encode("ки")[-1]
+    assert tokenizer.convert_ids_to_tokens([good, bad, tag]) == ["▁+", "▁-", "▁ки"]
+    at = [i for i, token in enumerate(ids) if token == tag]
+    expected = tiny.softmax(tiny.plain(module, ids)[at][:, [good, bad]])[:, 0]
+    for item in (
+        Item(prompt=QUESTION, response=STEPS),
+        Item(prompt=QUESTION, response="\n".join(STEPS)),
+        Item(tokens=tuple(ids)),
+        Item(text=tokenizer.decode(ids[1:])),
+        Item(messages=({"role": "user", "content": QUESTION}, {"role": "assistant", "content": "\n".join(STEPS)})),
+    ):
+        check(scored(path, item, format="math-shepherd"), ids, expected)
+
+
+def test_llemma_is_the_mean_over_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = tiny.sentence_piece()
+    module = tiny.model("causal", tokenizer)
+    plain_path = tiny.write(tmp_path / "untiled", module, tokenizer)
+    with pytest.raises(ModelError, match="do not repeat them"):
+        load_reward(complete({"path": plain_path, "format": "llemma"}, "test"))
+    with torch.no_grad():
+        weight = module.lm_head.weight
+        weight.copy_(weight[:2].repeat(len(weight) // 2, 1))
+    path = tiny.write(tmp_path / "tiled", module, tokenizer)
+    ids = tokenizer.encode(f"{QUESTION} " + "\n".join(f"{step} ки" for step in STEPS))
+    at = [i for i, token in enumerate(ids) if token == tokenizer.encode("ки")[-1]]
+    expected = tiny.sigmoid(tiny.plain(module, ids)[at].mean(axis=1))
+    check(scored(path, Item(prompt=QUESTION, response=STEPS), format="llemma"), ids, expected)
+
+
+def test_rlhflow_one_pass_equals_a_pass_for_every_step(tmp_path: Path) -> None:
+    tokenizer = tiny.llama3()
+    module = tiny.model("causal", tokenizer)
+    path = tiny.write(tmp_path, module, tokenizer)
+    good, bad = tokenizer.encode("+")[-1], tokenizer.encode("-")[-1]
+    conversation: list[dict[str, str]] = []
+    expected, ids = [], []
+    for place, step in enumerate(STEPS):
+        conversation.append({"role": "user", "content": step if place else f"{QUESTION} {step}"})
+        conversation.append({"role": "assistant", "content": "+"})
+        ids = tokenizer.apply_chat_template(conversation, return_dict=False)
+        # "... <|end_header_id|> \n\n + <|eot_id|>": what predicts the answer is the third from the end
+        expected.append(tiny.softmax(tiny.plain(module, ids)[-3][[good, bad]])[0])
+    for item in (
+        Item(prompt=QUESTION, response=STEPS),
+        Item(prompt=QUESTION, response="\n\n".join(STEPS) + "\n\n"),
+        Item(prompt=({"role": "user", "content": QUESTION},), response=STEPS),
+        Item(tokens=tuple(ids[:-1])),
+    ):
+        check(scored(path, item, format="rlhflow", aggregate="last"), ids[:-1], np.array(expected))
+
+
+def test_qwen_math_prm(tmp_path: Path) -> None:
+    tokenizer = tiny.qwen()
+    module = tiny.model("steps", tokenizer, labels=("bad", "good"))
+    path = tiny.write(tmp_path, module, tokenizer)
+    system = "Please reason step by step, and put your final answer within \\boxed{}."
+    conversation = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "<extra_0>".join(STEPS) + "<extra_0>"},
+    ]
+    whole = tokenizer.apply_chat_template(conversation, return_dict=False)
+    tag = tokenizer.encode("<extra_0>")[0]
+    at = [i for i, token in enumerate(whole) if token == tag]
+    expected = tiny.softmax(tiny.plain(module, whole)[at])[:, 1]
+    ids = whole[: at[-1] + 1]  # what follows the last tag cannot change it
+    for item in (
+        Item(prompt=QUESTION, response=STEPS),
+        Item(prompt=QUESTION, response="\n\n".join(STEPS)),
+        Item(prompt=(conversation[0], conversation[1]), response=STEPS),
+        Item(tokens=tuple(ids)),
+    ):
+        check(scored(path, item, format="qwen2.5-math-prm"), ids, expected)
+    check(scored(path, Item(tokens=tuple(whole)), format="qwen2.5-math-prm"), whole, expected)
+
+
+def test_skywork_o1_prm(tmp_path: Path) -> None:
+    tokenizer = tiny.chatml()
+    tokenizer.bos_token = "<|endoftext|>"
+    module = tiny.model("value", tokenizer)
+    path = tiny.write(tmp_path, module, tokenizer)
+    newline = tokenizer.encode("\n")[-1]
+    ids = tokenizer.encode("<|endoftext|>" + QUESTION + "\n")
+    at = []
+    for step in STEPS:
+        ids += [*tokenizer.encode(step), newline]
+        at.append(len(ids) - 1)
+    expected = tiny.sigmoid(tiny.plain(module, ids)[at])
+    for item in (
+        Item(prompt=QUESTION, response=STEPS),
+        Item(prompt=QUESTION, response="\n".join(STEPS)),
+        Item(prompt=QUESTION, response="\n\n".join(STEPS) + "\n"),
+    ):
+        check(scored(path, item, format="skywork-o1-prm"), ids, expected)
+
+
+@pytest.mark.parametrize("split", ["\n\n", "\n"])
+def test_plain_where_the_tokenizer_merges_across_steps(tmp_path: Path, split: str) -> None:
+    """ "\\nh" is one token: tokenised whole, a step's end and the next one's beginning would be one."""
+    tokenizer = tiny.chatml()
+    module = tiny.model("steps", tokenizer, labels=("wrong", "right"))
+    path = tiny.write(tmp_path, module, tokenizer)
+    steps = [f"hello 1{split}", f"hell 2{split}", "he 3"]
+    ids = tokenizer.encode("hello?")
+    at = []
+    for step in steps:
+        ids += tokenizer.encode(step)
+        at.append(len(ids) - 1)
+    ids.append(tokenizer.eos_token_id)
+    at[-1] = len(ids) - 1
+    expected = tiny.softmax(tiny.plain(module, ids)[at])[:, 1]
+    for item in (
+        Item(prompt="hello?", response=tuple(steps)),
+        Item(prompt="hello?", response="".join(steps)),
+        Item(tokens=tuple(ids)),
+    ):
+        check(scored(path, item, format={"split": split}), ids, expected)
+    # Without the end of the last step the response is not finished, and nothing is put after it.
+    unfinished = scored(path, Item(prompt="hello?", response="".join(steps[:2])), format={"split": split})
+    assert unfinished.values == pytest.approx(expected[:2].tolist(), abs=TOLERANCE)
+    assert unfinished.tokens == at[1] + 1
+
+
+def test_an_inline_format(tmp_path: Path) -> None:
+    """OpenR's Math-psa: five newlines as the tag, " +" and " -" as the columns."""
+    tokenizer = tiny.chatml()
+    module = tiny.model("causal", tokenizer)
+    path = tiny.write(tmp_path, module, tokenizer)
+    form = {
+        "chat": "never", "prompt": "{prompt} ", "keep": False, "step": "{step} ", "tag": "\n\n\n\n\n", "end": False,
+        "read": "tag", "columns": ["+", "-"],
+    }  # fmt: skip
+    ids = tokenizer.encode(f"{QUESTION} ")
+    at = []
+    for step in STEPS:
+        ids += [*tokenizer.encode(f"{step} "), *tokenizer.encode("\n" * 5)]
+        at.append(len(ids) - 1)
+    columns = [tokenizer.encode("+")[-1], tokenizer.encode("-")[-1]]
+    expected = tiny.softmax(tiny.plain(module, ids)[at][:, columns])[:, 0]
+    check(scored(path, Item(prompt=QUESTION, response=STEPS), format=form), ids, expected)
+
+
+def test_aggregates_by_hand(tmp_path: Path) -> None:
+    tokenizer = tiny.chatml()
+    path = tiny.write(tmp_path, tiny.model("steps", tokenizer, labels=("wrong", "right")), tokenizer)
+    item = Item(prompt=QUESTION, response=STEPS)
+    found = {how: scored(path, item, aggregate=how) for how in ("last", "min", "mean", "prod")}
+    a, b, c = found["last"].values
+    assert found["last"].aggregate == c
+    assert found["min"].aggregate == min(a, b, c)
+    assert found["mean"].aggregate == pytest.approx((a + b + c) / 3)
+    assert found["prod"].aggregate == pytest.approx(a * b * c)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"tag": "x"}, "with a tag read"),
+        ({"read": "tag"}, "with a tag read"),
+        ({"tag": "x", "read": "tag"}, "end = false"),
+        ({"joined": True}, "joined = true needs"),
+        ({"chat": "turns"}, 'chat = "turns" needs'),
+        ({"columns": ["+"], "label": "good"}, "give one of them"),
+        ({"prompt": "no place"}, "prompt needs a"),
+        ({"split": ""}, "split is empty"),
+        ({"splt": ";"}, "did you mean 'split'"),
+        ("math-sheperd", "did you mean 'math-shepherd'"),
+        (3, "expected a table"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused(form: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_reward({"kind": "process", "path": "x", "format": form}, "test")
+
+
+def test_formats_that_do_not_fit_the_model(tmp_path: Path) -> None:
+    tokenizer = tiny.chatml()
+    classes = tiny.write(tmp_path / "steps", tiny.model("steps", tokenizer, labels=("wrong", "right")), tokenizer)
+    causal = tiny.write(tmp_path / "causal", tiny.model("causal", tokenizer), tokenizer)
+    value = tiny.write(tmp_path / "value", tiny.model("value", tokenizer), tokenizer)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"path": classes, "format": "math-shepherd"}, "has a class head"),
+        ({"path": classes, "format": {"label": "rihgt"}}, "did you mean 'right'"),
+        ({"path": causal, "kind": "process"}, "name the process format"),
+        ({"path": causal}, 'kind = "process" and a format'),
+        ({"path": causal, "kind": "outcome"}, "is a causal LM"),
+        ({"path": value}, "would always be 1"),
+        ({"path": value, "format": "skywork-o1-prm"}, "has no begin token"),
+    ]
+    for tree, message in cases:
+        with pytest.raises((ConfigError, ModelError), match=message):
+            load_reward(complete(tree, "test"))
+
+
+def test_a_format_survives_the_way_to_another_process() -> None:
+    for name, form in FORMATS.items():
+        table = parse_reward({"kind": "process", "path": "x", "format": name}, "test")
+        assert parse_reward(table.model_dump(mode="json"), "again") == table
+        assert table.format == form  # type: ignore[union-attr]
