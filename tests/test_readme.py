@@ -1,5 +1,6 @@
 """Every code block of the README is run: what it shows is what a reader gets."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.config import parse_recipe
+from tests.serve.process import ServerProcess
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
@@ -42,6 +44,16 @@ def test_python_blocks_print_what_the_text_block_after_them_says() -> None:
 def test_bash_lines_run(line: str) -> None:
     done = run(["bash", "-c", line])
     assert done.returncode == 0, done.stderr
+
+
+def test_the_server_answers_as_shown() -> None:
+    (block,) = blocks("sh")
+    start, _, ask = block.partition("\n")
+    assert start == "plaudit serve &"
+    with ServerProcess() as server:
+        done = run(["bash", "-c", ask.replace("localhost:5555", f"127.0.0.1:{server.port}")])
+    right, wrong = json.loads(done.stdout)["items"][0]["scores"]
+    assert right > wrong
 
 
 def test_the_recipe_is_one() -> None:
