@@ -50,12 +50,12 @@ class App:
             protocol = route.protocol
             reply: Reply | None = await self._answer(route, request)
         except HttpError as error:
-            reply = error_reply(error, request.id)
+            reply = error.reply(request.id)
             self._count_error(error.type, str(error), request)
         except Exception as error:
             # A bug of ours. The client learns nothing of its insides; the log has the place.
-            self.log("bug", request_id=request.id, path=request.path, error=_where(error))
-            reply = error_reply(HttpError(500, "internal", "an internal error; the server's log has it"), request.id)
+            self.log("bug", request_id=request.id, path=request.path[:200], error=_where(error))
+            reply = HttpError(500, "internal", "an internal error; the server's log has it").reply(request.id)
             self._count_error("internal", _where(error), request)
         if reply is None:
             return  # the client has gone
@@ -65,7 +65,7 @@ class App:
         self.metrics.request_seconds.labels(protocol).observe(seconds)
         if self.log_requests:
             self.log(
-                "request", request_id=request.id, method=request.method, path=request.path, status=reply.status,
+                "request", request_id=request.id, method=request.method, path=request.path[:200], status=reply.status,
                 tenant=request.tenant, ms=round(seconds * 1000, 2),
             )  # fmt: skip
 
@@ -102,21 +102,6 @@ class App:
     def _count_error(self, type: str, message: str, request: Request) -> None:
         self.metrics.errors.labels(type).inc()
         self.metrics.history.error(type, message, "", request.id)
-
-
-def error_reply(error: HttpError, request_id: str) -> Reply:
-    content = {
-        "error": {
-            "type": error.type, "message": str(error), "request_id": request_id,
-            "retryable": error.status in (408, 429, 503, 504) or error.status >= 500,
-        }
-    }  # fmt: skip
-    reply = Reply.json(content, error.status)
-    if error.retry_after is not None:
-        reply.headers.append((b"retry-after", str(error.retry_after).encode()))
-    if error.status == 401:
-        reply.headers.append((b"www-authenticate", b"Bearer"))
-    return reply
 
 
 def _where(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 import zlib
@@ -17,6 +18,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON = b"application/json"
+LINGER_SECONDS = 2.0
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 _ENCODER = msgspec.json.Encoder()
 
@@ -24,11 +26,30 @@ _ENCODER = msgspec.json.Encoder()
 class HttpError(Exception):
     """A reply that is an error. `type` is a word for programs, the message is for people."""
 
-    def __init__(self, status: int, type: str, message: str, retry_after: int | None = None) -> None:
+    def __init__(
+        self, status: int, type: str, message: str, retry_after: int | None = None, allow: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.type = type
         self.retry_after = retry_after
+        self.allow = allow
+
+    def reply(self, request_id: str) -> Reply:
+        content = {
+            "error": {
+                "type": self.type, "message": str(self), "request_id": request_id,
+                "retryable": self.status == 408 or self.status == 429 or self.status >= 500,
+            }
+        }  # fmt: skip
+        reply = Reply.json(content, self.status)
+        if self.retry_after is not None:
+            reply.headers.append((b"retry-after", str(self.retry_after).encode()))
+        if self.allow is not None:
+            reply.headers.append((b"allow", self.allow.encode()))
+        if self.status == 401:
+            reply.headers.append((b"www-authenticate", b"Bearer"))
+        return reply
 
 
 @dataclass(slots=True)
@@ -79,7 +100,8 @@ class Request:
         self.id = given.decode() if _SAFE_ID.fullmatch(given) else fresh_id
         self.tenant = ""
         self.content = b""
-        self.complete = self.method in ("GET", "HEAD")  # whether the whole body has been read
+        # Whether the whole body has been read. GET may have one too, and a client that never ends it.
+        self.complete = self.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in self.headers
         self.deadline = time.monotonic() + limits.request_seconds
 
     def take_deadline(self) -> None:
@@ -125,7 +147,19 @@ class Request:
                 408, "slow_body", f"the body did not arrive within {self._limits.body_seconds:g} s ({size} bytes came)"
             ) from None
         self.complete = True
-        return self._unpacked(b"".join(parts), limit)
+        body = b"".join(parts)
+        coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
+        if coding in (b"identity", b""):
+            return body
+        return await asyncio.to_thread(_unpacked, body, coding, limit)  # takes its time and releases the GIL
+
+    async def linger(self) -> None:
+        """Drop what still comes of a body that nobody wants. A connection closed on unread bytes is reset, and the
+        client would lose the reply that tells it why."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await self._receive()).get("more_body", False):
+                    pass
 
     async def disconnected(self) -> None:
         """Returns when the client has gone."""
@@ -137,22 +171,21 @@ class Request:
         if length is not None and (not length.isdigit() or int(length) > limit):
             raise _too_large(limit)
 
-    def _unpacked(self, body: bytes, limit: int) -> bytes:
-        coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
-        if coding in (b"identity", b""):
-            return body
-        if coding not in (b"gzip", b"deflate"):
-            raise HttpError(415, "unsupported_encoding", f"Content-Encoding {_shown(coding)}; gzip, deflate or none")
-        unpacker = zlib.decompressobj(wbits=31 if coding == b"gzip" else 15)
-        try:
-            plain = unpacker.decompress(body, limit + 1)
-        except zlib.error as error:
-            raise HttpError(400, "bad_encoding", f"the body is not {coding.decode()}: {error}") from None
-        if len(plain) > limit:
-            raise _too_large(limit)
-        if not unpacker.eof:
-            raise HttpError(400, "bad_encoding", f"the {coding.decode()} body ends early")
-        return plain
+
+def _unpacked(body: bytes, coding: bytes, limit: int) -> bytes:
+    if coding not in (b"gzip", b"deflate"):
+        raise HttpError(415, "unsupported_encoding", f"Content-Encoding {_shown(coding)}; gzip, deflate or none")
+    unpacker = zlib.decompressobj(wbits=31 if coding == b"gzip" else 15)
+    try:
+        plain = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise HttpError(400, "bad_encoding", f"the body is not {coding.decode()}: {error}") from None
+    if len(plain) > limit:
+        raise _too_large(limit)
+    if not unpacker.eof or unpacker.unused_data:
+        found = "goes on after its end" if unpacker.eof else "ends early"
+        raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {found}")
+    return plain
 
 
 def _too_large(limit: int) -> HttpError:
@@ -171,6 +204,11 @@ async def send_reply(send: Send, reply: Reply, request: Request) -> None:
         *reply.headers,
     ]
     if not request.complete:
-        headers.append((b"connection", b"close"))  # the rest of the body is not wanted
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": reply.body})
+    if request.complete:
+        await send({"type": "http.response.body", "body": reply.body})
+        return
+    await send({"type": "http.response.body", "body": reply.body, "more_body": True})
+    await request.linger()
+    await send({"type": "http.response.body", "body": b""})

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import secrets
 import socket
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn import Config, Server
@@ -11,9 +14,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plaudit.config.serve import LimitsTable
 from plaudit.errors import ConfigError
+from plaudit.serve.http import HttpError
 
 KEEP_ALIVE_SECONDS = 75
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+SPARE_FILES = 256  # beside the connections: workers, pipes, logs
 
 
 def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
@@ -37,7 +41,7 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
                 # A header that never ends reaches no callback; only its bytes can be counted.
                 self._raw_bytes += len(data)
                 if self._raw_bytes > limits.header_bytes:
-                    self._refuse()
+                    self._refuse(_headers_too_large(limits))
                 elif self._timer is None:
                     self._arm()
 
@@ -60,7 +64,10 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
             self._in_headers = False
             self._disarm()
             if self._header_bytes > limits.header_bytes or self._header_count > limits.headers:
-                self._refuse()
+                self._refuse(_headers_too_large(limits))
+            elif len(self.connections) > limits.connections:
+                message = f"{limits.connections} connections are open, which is the most; try again in 1 s"
+                self._refuse(HttpError(503, "too_many_connections", message, retry_after=1))
             else:
                 super().on_headers_complete()
 
@@ -72,9 +79,12 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
             if self.cycle is not None:
                 super().on_message_complete()
 
-        def _refuse(self) -> None:
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(HttpError(400, "bad_http", "this is not HTTP/1.1: the request could not be parsed"))
+
+        def _refuse(self, error: HttpError) -> None:
             if not self.transport.is_closing():
-                self.transport.write(TOO_LARGE)
+                self.transport.write(_written(error))
                 self.transport.close()
 
         def _arm(self) -> None:
@@ -93,20 +103,46 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
     return GuardedProtocol
 
 
+def _headers_too_large(limits: LimitsTable) -> HttpError:
+    most = f"at most {limits.headers} headers of {limits.header_bytes} bytes together are taken"
+    return HttpError(431, "headers_too_large", f"{most}; send fewer")
+
+
+def _written(error: HttpError) -> bytes:
+    """The reply to what never became a request."""
+    request_id = secrets.token_hex(8)
+    reply = error.reply(request_id)
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"content-type: " + reply.content_type,
+        f"content-length: {len(reply.body)}".encode(), f"x-request-id: {request_id}".encode(), b"connection: close",
+        *(name + b": " + value for name, value in reply.headers),
+    ]  # fmt: skip
+    return b"\r\n".join(lines) + b"\r\n\r\n" + reply.body
+
+
 class Listener(Server):
     """uvicorn's server, which leaves signals to us: on SIGTERM it must go on listening while it drains."""
 
     def __init__(self, app: Any, limits: LimitsTable) -> None:
+        _raise_file_limit(limits.connections + SPARE_FILES)
         super().__init__(
             Config(
                 app, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False, server_header=False, date_header=False, limit_concurrency=limits.connections,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=1,
+                proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=1,
             )
         )  # fmt: skip
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
+
+
+def _raise_file_limit(needed: int) -> None:
+    """Shells give a process 1024 open files, which is fewer than the connections it should take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

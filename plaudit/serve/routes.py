@@ -42,5 +42,6 @@ class Routes:
             raise HttpError(404, "not_found", "no such path; see /docs")
         route = methods.get(method)
         if route is None:
-            raise HttpError(405, "method_not_allowed", f"this path takes {', '.join(sorted(methods))}")
+            taken = ", ".join(sorted(methods))
+            raise HttpError(405, "method_not_allowed", f"this path takes {taken}", allow=taken)
         return route

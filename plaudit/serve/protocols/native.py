@@ -29,12 +29,13 @@ Binary (`Content-Type: application/x-plaudit-tokens`, `?model=NAME`), everything
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 
 import msgspec
 import numpy as np
@@ -67,6 +68,11 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     cache: bool = True
 
 
+NO_TEXT = b"\xff"  # stands in no UTF-8
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)((?:\\\\)*)"  # an even number of backslashes: the next one begins an escape
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
+)
 _BODY = msgspec.json.Decoder(_Body)
 _ITEM = msgspec.json.Decoder(_Item)
 
@@ -86,25 +92,41 @@ def read_json(body: bytes, most_items: int) -> Asked:
     if not body:
         raise HttpError(400, "empty_body", 'the body is empty; send {"model": ..., "items": [...]}')
     try:
-        asked = _BODY.decode(body)
+        asked = _decoded(body, most_items)
     except msgspec.ValidationError as error:
-        raise HttpError(422, "invalid_request", str(error)) from None
+        raise HttpError(422, "invalid_request", _one_line(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, "invalid_json", f"the body is not JSON: {_one_line(error)}") from None
     if not -PRIORITIES <= asked.priority <= PRIORITIES:
         raise HttpError(422, "invalid_request", f"priority {asked.priority} is not from {-PRIORITIES} to {PRIORITIES}")
     if not asked.items:
         raise HttpError(422, "no_items", "items is empty; send at least one")
+    _check_count(len(asked.items), most_items)
     groups = [_group(raw, asked.truncate) for raw in asked.items]
     _check_count(sum(1 if isinstance(group, str) else len(group) for group in groups), most_items)
     return Asked(asked.model, groups, asked.steps, asked.priority, asked.cache)
+
+
+def _decoded(body: bytes, most_items: int) -> _Body:
+    try:
+        return _BODY.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        # One lone surrogate makes msgspec refuse the whole body. As a byte that is no UTF-8 it spoils only its item.
+        mended = _LONE_SURROGATE.sub(rb"\1" + NO_TEXT, body, count=most_items)
+        if mended == body:
+            raise
+        return _BODY.decode(mended)
 
 
 def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[Item] | str:
     """The responses of one item; or, as text, what is wrong with it. One bad item does not spoil the request."""
     try:
         item = _ITEM.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError:
+        return "a text of this item is not Unicode: it has a lone surrogate, or bytes that are not UTF-8"
+    except (msgspec.DecodeError, RecursionError) as error:
         return _one_line(error)
     forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(item, name) is not None]
     if len(forms) != 1:
@@ -165,9 +187,9 @@ def read_binary(body: bytes, query: bytes, most_items: int) -> Asked:
     head = 4 + 4 * (count + 1)
     if count == 0:
         raise HttpError(422, "no_items", "the request has 0 items; send at least one")
-    _check_count(count, most_items)
     if len(body) < head:
         raise HttpError(400, "invalid_binary", f"{count} items need {head} bytes of offsets, and {len(body)} came")
+    _check_count(count, most_items)
     offsets = np.frombuffer(body, dtype="<u4", count=count + 1, offset=4).astype(np.int64)
     total = int(offsets[-1])
     if offsets[0] != 0 or (np.diff(offsets) < 0).any() or len(body) != head + 4 * total:
@@ -195,11 +217,13 @@ def write_binary(
 
 
 def _queried_model(query: bytes) -> str | None:
-    fields = parse_qs(query.decode("latin-1"), max_num_fields=8) if query.count(b"&") < 8 else {}
-    unknown = sorted(set(fields) - {"model"})
-    if unknown:
-        raise HttpError(422, "invalid_request", f"unknown query field {unknown[0][:40]!r}; only model is known")
-    return fields["model"][0] if "model" in fields else None
+    if query.count(b"&"):
+        raise HttpError(422, "invalid_request", "several query fields; only model is known, once")
+    fields = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    for name, _ in fields:
+        if name != "model":
+            raise HttpError(422, "invalid_request", f"unknown query field {name[:40]!r}; only model is known")
+    return fields[0][1] if fields else None
 
 
 def _check_count(count: int, most: int) -> None:
