@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, PlauditError, Refused, RequestError
 from plaudit.models import bos_ids, encode, render_chat
+from plaudit.records import Item
 from plaudit.reward.work import Facts
 
 PROMPTS_KEPT = 64  # many responses to one prompt come in a row
+CHARACTERS_PER_TOKEN = 64  # no text of a model's longest input has more: what does is refused before it is tokenised
 Message = Mapping[str, Any]
 
 
@@ -31,6 +33,16 @@ class Intake:
             self.begin = [tokenizer.bos_token_id]
         self._prompt = lru_cache(maxsize=PROMPTS_KEPT)(self._encode_prompt)
         self._opening = lru_cache(maxsize=PROMPTS_KEPT)(self._render_opening)
+
+    def refuse_huge(self, item: Item) -> None:
+        """Tokenising takes time, which a text that cannot fit shall not get."""
+        size, most = _size(item), CHARACTERS_PER_TOKEN * self.limit
+        if size > most:
+            unit = "characters" if item.tokens is None else "tokens"
+            raise Refused(
+                "too_long", f"{size} {unit} are too many for the {self.limit} tokens that {self.facts.name} is given; "
+                f"at most {most} are looked at, also to be cut",
+            )  # fmt: skip
 
     def content(self, text: str) -> list[int]:
         """Text of somebody else, in which nothing is a control token."""
@@ -119,10 +131,25 @@ class Intake:
             return render_chat(self.tokenizer, messages, add_generation_prompt)
         except PlauditError as error:
             raise Refused("bad_messages", str(error)) from error
+        except RecursionError as error:
+            raise Refused("bad_messages", "a message is nested too deeply") from error
+
+
+def _size(item: Item) -> int:
+    """In characters, or in tokens where there are no others."""
+    if item.tokens is not None:
+        return len(item.tokens)
+    if item.messages is not None:
+        return len(_as_json(item.messages))
+    prompt = item.prompt if item.prompt is None or isinstance(item.prompt, str) else _as_json(item.prompt)
+    response = item.response if isinstance(item.response, tuple) else (item.response or "",)
+    return len(item.text or "") + len(prompt or "") + sum(len(str(step)) for step in response)
 
 
 def _as_json(messages: Sequence[Message]) -> str:
     try:
         return json.dumps([dict(message) for message in messages], allow_nan=False)
+    except RecursionError as error:
+        raise Refused("bad_messages", "a message is nested too deeply") from error
     except (TypeError, ValueError) as error:
         raise Refused("bad_messages", f"messages must be objects of text, numbers and lists: {error}") from error

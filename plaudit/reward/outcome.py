@@ -29,6 +29,7 @@ class OutcomeReading:
         self.weights = _weights(table, facts)
 
     def prepare(self, item: Item) -> Work:
+        self.intake.refuse_huge(item)
         tokens = self._tokens(item)
         if not tokens:
             raise Refused("empty", "there is nothing to score: not one token")

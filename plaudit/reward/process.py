@@ -63,6 +63,7 @@ class ProcessReading:
         self._piece = lru_cache(maxsize=1 << 12)(lambda token: tokenizer.backend_tokenizer.decode([token]))
 
     def prepare(self, item: Item) -> Work:
+        self.intake.refuse_huge(item)
         draft = self._draft(item)
         if not draft.positions:
             raise Refused("no_steps", f"found no step: nothing ends with {self.format.tag or self.format.split!r}")

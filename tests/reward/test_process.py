@@ -3,6 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_a_longer_response_begins_as_the_shorter_one_did(name: str) -> None:
     of = READINGS[name]()
     steps = tuple(f"{step}{of.format.split if of.format.keep else ''}" for step in STEPS)
     works = [of.prepare(Item(prompt=QUESTION, response=steps[: i + 1])) for i in range(3)]
-    for shorter, longer in zip(works, works[1:], strict=False):
+    for shorter, longer in pairwise(works):
         assert longer.tokens[: len(shorter.tokens)] == shorter.tokens
         assert longer.positions[: len(shorter.positions)] == shorter.positions
 

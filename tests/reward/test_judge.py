@@ -1,0 +1,230 @@
+"""Judges: what they are asked, how their answers are read, and a real little server that answers."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.config.reward import JudgeTable, parse_reward
+from plaudit.errors import ConfigError, Refused
+from plaudit.records import Item
+from plaudit.reward import EngineAsk, HttpAsk, Judge, JudgeReward, load_reward
+
+from . import tiny
+
+TEMPLATE = "Question: {prompt}\nAnswer: {response}\nRate it from 0 to 10."
+
+
+def judge_table(**keys: Any) -> JudgeTable:
+    source = {} if "path" in keys else {"url": "http://127.0.0.1:1/v1", "model": "m"}
+    table = parse_reward({"kind": "judge", "template": TEMPLATE, **source, **keys}, "test")
+    assert isinstance(table, JudgeTable)
+    return table
+
+
+def test_what_is_asked() -> None:
+    judge = Judge(judge_table(system="Be strict.", template="{prompt}|{response}|{truth}|{other}"))
+    assert judge.messages(Item(prompt="p {truth}", response="r {prompt}", truth=19)) == [
+        {"role": "system", "content": "Be strict."},
+        {"role": "user", "content": "p {truth}|r {prompt}|19|{other}"},
+    ]
+    chat = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
+    (asked,) = Judge(judge_table(template="{prompt}|{response}")).messages(Item(prompt=chat, response="d"))
+    assert asked["content"] == "user: a\n\nassistant: b\n\nuser: c|d"
+    with pytest.raises(Refused) as caught:
+        judge.messages(Item(prompt="p", response="r"))
+    assert caught.value.type == "no_truth"
+    with pytest.raises(Refused) as caught:
+        judge.messages(Item(text="p r"))
+    assert caught.value.type == "unsupported_form"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7.0), ("First 3, but then: 8.5.", 8.5), ("0", 0.0), ("10", 10.0), ("10.5", None), ("-1", None),
+        ("", None), ("seven", None), ("9" * 400, None), ("NaN", None),
+    ],
+)  # fmt: skip
+def test_how_an_answer_is_read(text: str, value: float | None) -> None:
+    score = Judge(judge_table()).read(text)
+    assert score.value == value
+    if value is None:
+        assert score.error is not None
+        assert score.error.type == "judge_unreadable"
+
+
+def test_a_pattern_of_ones_own() -> None:
+    judge = Judge(judge_table(pattern=r"\[\[(.+?)\]\]", low=-1.0, high=1.0))
+    assert judge.read("7 of 10: [[0.5]]").value == 0.5
+    assert judge.read("[[half]]").error is not None
+    assert judge.read("0.5").error is not None
+
+
+class Server:
+    """An OpenAI-compatible server whose answers a function gives: (status, body) from the request's JSON."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> None:
+        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.requests.append((self.path, dict(self.headers), body))
+                status, reply = answer(body)
+                content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                self.send_response(status)
+                if status in (302, 307):
+                    self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+def says(text: Any) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], tuple[int, Any]]], Server]]:
+    servers: list[Server] = []
+
+    def start(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Server:
+        servers.append(Server(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def asked_over_http(server: Server, items: list[Item], **keys: Any) -> list[Any]:
+    table = judge_table(url=server.url, **keys)
+    reward = JudgeReward(Judge(table), HttpAsk(table))
+    try:
+        return [r.error.type if r.error else r.value for r in reward.score(items)]  # type: ignore[union-attr]
+    finally:
+        reward.close()
+
+
+def rated(body: dict[str, Any]) -> tuple[int, Any]:
+    """The rating is the answer's length."""
+    answer = body["messages"][-1]["content"].partition("Answer: ")[2].partition("\n")[0]
+    return says(f"I say {len(answer)}")
+
+
+ITEMS = [Item(prompt="q", response="x" * i) for i in range(1, 8)]
+
+
+def test_over_http(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # would fail if it were used
+    server = serve(rated)
+    items = [*ITEMS, Item(text="raw"), Item(prompt="q", response="x" * 11)]
+    found = asked_over_http(server, items, key_env="JUDGE_KEY", max_tokens=99)
+    assert found == [*map(float, range(1, 8)), "unsupported_form", "judge_unreadable"]
+    path, headers, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer sesame"
+    assert (body["model"], body["temperature"], body["max_tokens"], body["stream"]) == ("m", 0.0, 99, False)
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY, which is not set"):
+        HttpAsk(judge_table(key_env="JUDGE_KEY"))
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_may_pass_is_tried_again(serve: Any, status: int) -> None:
+    seen: list[int] = []
+
+    def flaky(body: dict[str, Any]) -> tuple[int, Any]:
+        seen.append(1)
+        return (status, {"error": "busy"}) if len(seen) <= 2 else rated(body)
+
+    assert asked_over_http(serve(flaky), ITEMS[:1], retries=2) == [1.0]
+    assert len(seen) == 3
+    seen.clear()
+    assert asked_over_http(serve(flaky), ITEMS[:1], retries=1) == ["judge_failed"]
+
+
+@pytest.mark.parametrize("reply", [
+    (302, b""), (307, b""), (400, b"{}"), (401, b"{}"), (200, b"not json"), (200, b"[]"), (200, b'{"choices": []}'),
+    says(None), says(7), (200, b"[" * 100_000), (200, b"x" * (5 << 20)),
+])  # fmt: skip
+def test_what_will_not_pass_is_an_error_at_once(serve: Any, reply: tuple[int, Any]) -> None:
+    server = serve(lambda body: reply)
+    assert asked_over_http(server, ITEMS[:1]) == ["judge_failed"]
+    assert [path for path, *_ in server.requests] == ["/v1/chat/completions"]
+
+
+def test_deadline_and_an_address_where_nobody_is(serve: Any) -> None:
+    def slow(body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(1.0)
+        return rated(body)
+
+    begin = time.monotonic()
+    assert asked_over_http(serve(slow), ITEMS[:3], timeout=0.3) == ["timeout"] * 3
+    table = judge_table(timeout=1.0)
+    ask = HttpAsk(table)
+    (answer,) = ask([[{"role": "user", "content": "x"}]])
+    ask.close()
+    assert getattr(answer, "type", None) == "judge_failed"
+    assert time.monotonic() - begin < 5
+
+
+def test_no_more_are_asked_at_once_than_allowed(serve: Any) -> None:
+    now, most = 0, 0
+    lock = threading.Lock()
+
+    def counting(body: dict[str, Any]) -> tuple[int, Any]:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+        return rated(body)
+
+    assert asked_over_http(serve(counting), ITEMS * 3, concurrency=3) == [*map(float, range(1, 8))] * 3
+    assert most <= 3
+
+
+def test_by_our_own_engine(tmp_path: Path) -> None:
+    tokenizer = tiny.chatml()
+    path = tiny.write(tmp_path, tiny.model("causal", tokenizer, positions=256), tokenizer)
+    table = judge_table(path=path, max_tokens=8, pattern="(.)", low=-1.0)
+    reward = load_reward(table)
+    assert isinstance(reward, JudgeReward)
+    ask = reward._ask
+    assert isinstance(ask, EngineAsk)
+    conversations = [reward.judge.messages(item) for item in ITEMS]
+    long = [{"role": "user", "content": "y" * 1000}]
+    texts = ask([conversations[0], long, conversations[1]])
+    assert texts[0] == ask([conversations[0]])[0]
+    assert getattr(texts[1], "type", None) == "judge_failed"
+    assert isinstance(texts[2], str)
+    # an untrained judge says nothing sensible, and that is an error and no number
+    assert {r.error.type for r in reward.score(ITEMS) if r.error} <= {"judge_unreadable"}
+    reward.close()

@@ -1,0 +1,141 @@
+"""A reward model in this process: the same score alone, in a batch, in a group and from the cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.records import Item, Score, StepScores
+from plaudit.reward import ModelReward, complete, load_reward, load_worker
+from plaudit.worlds import Sums, get_world
+from plaudit.worlds.sums import judge
+
+from . import tiny
+
+RESULT = Score | StepScores
+
+
+def numbers(results: Sequence[RESULT]) -> list[list[float]]:
+    assert all(result.error is None for result in results), results
+    return [list(r.values) if isinstance(r, StepScores) else [r.value or 0.0] for r in results]
+
+
+def close(left: Sequence[RESULT], right: Sequence[RESULT]) -> None:
+    for a, b in zip(numbers(left), numbers(right), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["outcome", "steps", "causal"])
+def path_and_keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp(request.param)
+    tokenizer = tiny.sentence_piece() if request.param == "causal" else tiny.chatml()
+    labels = {"outcome": ("reward",), "steps": ("wrong", "right"), "causal": ()}[request.param]
+    path = tiny.write(directory, tiny.model(request.param, tokenizer, labels), tokenizer)
+    return {"path": path, **({"format": "math-shepherd"} if request.param == "causal" else {})}
+
+
+def test_alone_is_batched_is_cached_is_in_a_group(path_and_keys: dict[str, Any]) -> None:
+    table = complete(path_and_keys, "test")
+    reward = load_reward(table)
+    assert isinstance(reward, ModelReward)
+    cached = ModelReward(reward.engine, reward.reading, reward.version, cache=True)
+    split = "\n" if "format" in path_and_keys else "\n\n"
+    group = [Item(prompt="hello? " * 8, response=split.join(f"hell {i} {j}" for j in range(1 + i))) for i in range(6)]
+    mixed = [Item(prompt=f"h{i} " * (3 * i + 1), response=f"one {i}{split}two") for i in range(6)]
+    items = [item for pair in zip(group, mixed, strict=True) for item in pair]
+    alone = [reward.score([item])[0] for item in items]
+    before = reward.engine.stats().tokens_shared
+    close(reward.score(items), alone)
+    close(reward.score(group), alone[::2])
+    assert reward.engine.stats().tokens_shared > before
+    close(cached.score(items), alone)
+    close(cached.score(items), alone)
+
+
+def test_one_bad_item_costs_the_others_nothing(path_and_keys: dict[str, Any]) -> None:
+    reward = load_reward(complete(path_and_keys, "test"))
+    good = [Item(prompt="hello?", response=f"one\n\ntwo {i}") for i in range(5)]
+    clean = reward.score(good)
+    bad = [Item(tokens=(5, 10**9)), Item(prompt="x", response="\ud800"), Item(prompt="x" * 9999, response="y")]
+    mixed = reward.score([bad[0], *good[:2], bad[1], *good[2:], bad[2]])
+    found = [r.error.type for r in mixed if r.error is not None]
+    assert found == ["bad_tokens", "bad_text", "too_long"]
+    close([r for r in mixed if r.error is None], clean)
+    assert reward.score([]) == []
+    assert reward.score(bad[:1])[0].error is not None
+
+
+def test_the_version_is_that_of_the_weights(tmp_path: Path) -> None:
+    tokenizer = tiny.chatml()
+    module = tiny.model("outcome", tokenizer, ("reward",))
+    first = load_worker(complete({"path": tiny.write(tmp_path / "a", module, tokenizer)}, "test"))[3]
+    again = load_worker(complete({"path": tiny.write(tmp_path / "b", module, tokenizer)}, "test"))[3]
+    with torch.no_grad():
+        module.score.weight[0, 0] += 1
+    other = load_worker(complete({"path": tiny.write(tmp_path / "c", module, tokenizer)}, "test"))[3]
+    assert first == again != other
+    assert len(first) == 12
+    assert int(first, 16) >= 0
+    (score,) = load_reward(tmp_path / "a").score([Item(prompt="hello", response="x")])
+    assert score.version == f"0-{first}"
+
+
+def test_scores_that_are_not_finite(tmp_path: Path) -> None:
+    """One token's embedding is broken: whoever uses it gets an error, and the others their scores."""
+    tokenizer = tiny.chatml()
+    for kind, labels in (("outcome", ("reward",)), ("steps", ("wrong", "right"))):
+        module = tiny.model(kind, tokenizer, labels)
+        reward = load_reward(tiny.write(tmp_path / f"{kind}-clean", module, tokenizer))
+        clean = reward.score([Item(prompt="hello?", response=text) for text in ("ab", "cd")])
+        with torch.no_grad():
+            module.model.embed_tokens.weight[tokenizer.encode("Z")[0]] = torch.nan
+        broken = load_reward(tiny.write(tmp_path / f"{kind}-broken", module, tokenizer))
+        results = broken.score([Item(prompt="hello?", response=text) for text in ("ab", "Z", "cd")])
+        assert results[1].error is not None
+        assert results[1].error.type == "nonfinite_score"
+        close([results[0], results[2]], clean)
+
+
+@pytest.fixture(scope="module")
+def world() -> Sums:
+    return get_world("sums")
+
+
+def test_the_embedded_reward_model_ranks_right_over_wrong(world: Sums) -> None:
+    reward = load_reward("sums")
+    pairs = [pair for pair in (world.pair("heldout", i) for i in range(400)) if pair.margin == 1.0][:200]
+    chosen = numbers(reward.score([Item(prompt=pair.prompt, response=pair.chosen) for pair in pairs]))
+    rejected = numbers(reward.score([Item(prompt=pair.prompt, response=pair.rejected) for pair in pairs]))
+    right = sum(a > b for a, b in zip(chosen, rejected, strict=True))
+    assert right >= 0.9 * len(pairs)
+
+
+def test_the_embedded_process_model_finds_the_first_wrong_step(world: Sums) -> None:
+    reward = load_reward("sums-steps")
+    judged = [world.judged("heldout", i) for i in range(200)]
+    results = reward.score([Item(prompt=problem.prompt, response=response) for problem, response, _ in judged])
+    hits = 0
+    for (problem, response, verdict), values in zip(judged, numbers(results), strict=True):
+        assert len(values) == len(verdict.sound)
+        assert judge(problem, response) == verdict
+        first = next((i for i, value in enumerate(values) if value < 0.5), -1)
+        hits += first == verdict.first_wrong
+    assert hits >= 0.8 * len(judged)
+
+
+def test_the_same_tokens_score_the_same_in_every_form() -> None:
+    chat = ({"role": "user", "content": "7+8+4="}, {"role": "assistant", "content": "7+8=15;15+4=19;#19"})
+    items = [
+        Item(prompt="7+8+4=", response="7+8=15;15+4=19;#19"),
+        Item(prompt="7+8+4=", response=("7+8=15;", "15+4=19;", "#19")),
+        Item(prompt=chat[:1], response="7+8=15;15+4=19;#19"),
+        Item(messages=chat),
+        Item(text="7+8+4=7+8=15;15+4=19;#19<eos>"),
+    ]
+    for name in ("sums", "sums-steps"):
+        found = numbers(load_reward(name).score(items))
+        for other in found[1:]:
+            np.testing.assert_allclose(other, found[0], atol=1e-5)
