@@ -100,14 +100,15 @@ class Codec:
         return frozenset(self.controls) - (frozenset() if self.unknown_ends else {self.unknown})
 
     def literal(self, text: str) -> list[int]:
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        # A batch of one: alone, `encode` holds the GIL for as long as it takes, and works out offsets.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         if self.forbidden.isdisjoint(encoding.ids):
             return list(encoding.ids)
         return self._broken(text)[0]
 
     def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The same ids, and the characters that each stands for."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
         if self.forbidden.isdisjoint(encoding.ids):
             return list(encoding.ids), list(encoding.offsets)
         return self._broken(text)
