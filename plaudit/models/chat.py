@@ -109,7 +109,7 @@ class _Guard:
 
 def _encode_guarded(tokenizer: PreTrainedTokenizerFast, codec: Codec, rendered: str, mark: str) -> list[int]:
     controls = _controls(tokenizer, codec, rendered)
-    freed = [(token, *(len(_unmarked(rendered[:at], mark)) for at in span)) for token, *span in controls]
+    freed = _freed(controls, rendered, mark)
     text = _unmarked(rendered, mark)
     # If the same control tokens stand at the same places without the marks, the guard was not needed.
     if not codec.unknown_ends and _controls(tokenizer, codec, text) == freed:
@@ -123,7 +123,19 @@ def _encode_guarded(tokenizer: PreTrainedTokenizerFast, codec: Codec, rendered: 
     return ids + codec.literal(text[done:])
 
 
-def _controls(tokenizer: PreTrainedTokenizerFast, codec: Codec, text: str) -> list[tuple[int, ...]]:
+def _freed(controls: list[tuple[int, int, int]], rendered: str, mark: str) -> list[tuple[int, int, int]]:
+    """The control tokens with their spans in the text without marks. In one pass: there may be many of both."""
+    freed = []
+    seen = length = 0
+    for token, begin, end in controls:
+        start = length + len(_unmarked(rendered[seen:begin], mark))
+        length = start + len(_unmarked(rendered[begin:end], mark))
+        freed.append((token, start, length))
+        seen = end
+    return freed
+
+
+def _controls(tokenizer: PreTrainedTokenizerFast, codec: Codec, text: str) -> list[tuple[int, int, int]]:
     """Control tokens written out in the text, each with its span."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return [

@@ -15,7 +15,7 @@ from plaudit.records import Item
 from plaudit.reward.work import Facts
 
 PROMPTS_KEPT = 64  # many responses to one prompt come in a row
-CHARACTERS_PER_TOKEN = 64  # no text of a model's longest input has more: what does is refused before it is tokenised
+CHARACTERS_PER_TOKEN = 64  # far above any real text; an item with more is refused before it is tokenised
 Message = Mapping[str, Any]
 
 
