@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 
 Rule = Callable[[Any, str, Any], Any]  # (prompt, response, truth) -> score
 LIMIT = 300  # characters of an error's message
+MEMORY = 4 << 30  # of a built-in rule: 9^(9^(9^9)) is a short answer
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+~-]+)+[/\\]")
 
 
@@ -124,6 +126,8 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     table = json.loads(sys.stdin.readline())
+    if table["rule"] != "function":
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
         rule = new_rule(table)
         fault = "" if callable(rule) else f"{table['function']} cannot be called"
