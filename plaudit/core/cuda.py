@@ -7,7 +7,7 @@ whenever the cache or the weights have moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -176,7 +176,7 @@ class CudaBackend(PagedBackend):
         self.pool = torch.cuda.graph_pool_handle()
         self.scratch = 0
         self._graphs: dict[int, DecodeGraph] = {}
-        self._addresses: tuple[int, ...] = ()
+        self._captured: tuple[Hashable, ...] = ()  # the adapters and addresses that are in the graphs
 
     def open(self, blocks: int) -> None:
         super().open(blocks)
@@ -206,10 +206,10 @@ class CudaBackend(PagedBackend):
         return graph.run_slowly(batch, steps)
 
     def _graph(self, rows: int) -> DecodeGraph:
-        addresses = tuple(p.data_ptr() for p in self.decoder.module.parameters())
-        if addresses != self._addresses:
+        captured = (self.decoder.adapter_state(), *(p.data_ptr() for p in self.decoder.module.parameters()))
+        if captured != self._captured:
             self._graphs.clear()
-            self._addresses = addresses
+            self._captured = captured
         bucket = next((b for b in BUCKETS if b >= rows), -(-rows // 256) * 256)
         if bucket not in self._graphs:
             self._graphs[bucket] = DecodeGraph(self, bucket, self._table_width)

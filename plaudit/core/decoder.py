@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +57,20 @@ class Decoder:
         width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return width * self.dtype.itemsize
 
+    def adapter_state(self) -> tuple[Hashable, ...]:
+        """Which of peft's adapters act now, layer by layer; () without any. They may come and go under the engine."""
+        if not hasattr(self.module, "peft_config"):  # peft leaves it there; a model of thousands of parts is not walked
+            return ()
+        layers: list[Any] = [
+            # of an adapter's layers it is a list; every transformers model has a method of that name
+            m
+            for m in self.module.modules()
+            if isinstance(getattr(m, "active_adapters", None), list)
+        ]
+        return tuple(
+            (tuple(m.active_adapters), m.disable_adapters, tuple(getattr(m, "merged_adapters", ()))) for m in layers
+        )
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """(1, T) tokens -> (T, hidden)."""
         if self.lean is not None and not torch.is_grad_enabled():
@@ -81,6 +95,8 @@ class Decoder:
         """The logits of a few tokens only, in float32: (W, hidden) -> (W, len(tokens))."""
         head = self._vocabulary_head()
         at = torch.tensor(tokens, device=rows.device)
+        if type(head) is not nn.Linear:  # an adapter's layer adds to its weight
+            return self.logits(rows)[:, at]
         bias = None if head.bias is None else _wide(head.bias[at])
         return self._finish(F.linear(_wide(rows), _wide(head.weight[at]), bias))
 

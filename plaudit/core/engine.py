@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,7 @@ class Engine:
         self._home: torch.device | None = None
         self._extra_computed = 0
         self._extra_shared = 0
+        self._adapters = self.decoder.adapter_state()
 
     @classmethod
     def load(
@@ -279,6 +280,11 @@ class Engine:
             self._home = None
         self._asleep = False
 
+    def shrink(self, smallest: int) -> None:
+        """Halve the tokens of a step, for memory has run out; not below `smallest`, nor above what they were."""
+        self.budget = min(self.budget, max(smallest, self.budget // 2))
+        self._runner.scheduler.budget = self.budget
+
     def stats(self) -> Stats:
         runner, scheduler = self._runner, self._runner.scheduler
         private = sum(max(0, s.computed - sum(len(n.tokens) for n in s.chain.nodes)) for s in scheduler.running)
@@ -303,8 +309,13 @@ class Engine:
 
     # Inside
 
-    def _key(self) -> tuple[int, str, int]:
-        return id(self.decoder.module), self._intake.adapter_state(), self._runner.version
+    def _key(self) -> Hashable:
+        """Under what the tree keeps KV. Sequences in flight when other adapters begin to act are read again."""
+        adapters = self.decoder.adapter_state()
+        if adapters != self._adapters:
+            self._adapters = adapters
+            self._runner.requeue()
+        return id(self.decoder.module), adapters, self._runner.version
 
     def _ready(self) -> None:
         if self._paused or self._asleep:

@@ -26,12 +26,6 @@ class Intake:
         self.seed = seed
         self._numbers = count()
         self._eos = _end_tokens(decoder.module, tokenizer)
-        self._adapters = [
-            # of an adapter's layers it is a list; every transformers model has a method of that name
-            m
-            for m in decoder.module.modules()
-            if isinstance(getattr(m, "active_adapters", None), list | str)
-        ]
 
     def generation(
         self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False
@@ -112,10 +106,6 @@ class Intake:
         if columns is None:
             return [Read("head", tuple(at)) for at in positions]
         return [Read("columns", tuple(at), tuple(columns)) for at in positions]
-
-    def adapter_state(self) -> str:
-        """Which adapters act now; "" without any."""
-        return ";".join(f"{m.active_adapters}{getattr(m, 'disable_adapters', False)}" for m in self._adapters[:1])
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab = self.decoder.vocab_size

@@ -22,20 +22,13 @@ OPTIONAL_NORMS = ("q_norm", "k_norm")  # of every head, as in Qwen 3
 
 
 class Layer(NamedTuple):
-    """The parts of one layer, looked up once: attribute access on a module is slow. Their weights are read anew."""
+    """The parts of one layer by name. Attribute access on a module is slow, so these are the modules' own tables, in
+    which an adapter that takes a part's place is found at once."""
 
-    before: nn.Module
-    q: nn.Module
-    k: nn.Module
-    v: nn.Module
-    o: nn.Module
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
+    norms: dict[str, nn.Module]
+    attention: dict[str, nn.Module]
+    mlp: dict[str, nn.Module]
     dim: int
-    after: nn.Module
-    gate: nn.Module
-    up: nn.Module
-    down: nn.Module
     rule: Rule
 
 
@@ -64,37 +57,35 @@ class LeanTrunk:
             chosen = wanted if i == last else None
             attended = _attention(i, layer, x, cos, sin, layout, chosen)
             x = (x if chosen is None else x[chosen]) + attended
-            y = _norm(x, layer.after)
-            gated = F.silu(_linear(y, layer.gate), inplace=True).mul_(_linear(y, layer.up))
-            x = x.add_(_linear(gated, layer.down))
+            y = _norm(x, layer.norms["post_attention_layernorm"])
+            mlp = layer.mlp
+            gated = F.silu(_linear(y, mlp["gate_proj"]), inplace=True).mul_(_linear(y, mlp["up_proj"]))
+            x = x.add_(_linear(gated, mlp["down_proj"]))
         return _norm(x, self.trunk.norm)
 
 
 def _attention(
     index: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, wanted: Tensor | None
 ) -> Tensor:
-    y = _norm(x, layer.before)
-    key = _heads(y, layer.k, layer.k_norm, layer.dim)
-    value = _linear(y, layer.v).view(len(y), -1, layer.dim)
+    parts = layer.attention
+    y = _norm(x, layer.norms["input_layernorm"])
+    key = _heads(y, parts, "k", layer.dim)
+    value = _linear(y, parts["v_proj"]).view(len(y), -1, layer.dim)
     if wanted is None:
-        query = _heads(y, layer.q, layer.q_norm, layer.dim)
+        query = _heads(y, parts, "q", layer.dim)
         both = _rotate(torch.cat((query, key), dim=1), cos, sin)
         count = query.shape[1]
         out = layout.attend(index, both[:, :count], both[:, count:], value, layer.rule)
     else:
-        query = _rotate(_heads(y[wanted], layer.q, layer.q_norm, layer.dim), cos[wanted], sin[wanted])
+        query = _rotate(_heads(y[wanted], parts, "q", layer.dim), cos[wanted], sin[wanted])
         keys, values = layout.context(index, _rotate(key, cos, sin), value)
         out = layout.attend_wanted(index, wanted, query, keys, values, layer.rule)
-    return _linear(out.reshape(len(out), -1), layer.o)
+    return _linear(out.reshape(len(out), -1), parts["o_proj"])
 
 
 def _parts(layer: Any, rule: Rule) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return Layer(
-        layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
-        getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), attention.head_dim,
-        layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj, rule,
-    )  # fmt: skip
+    attention = layer.self_attn
+    return Layer(layer._modules, attention._modules, layer.mlp._modules, attention.head_dim, rule)
 
 
 def _layer_fits(layer: Any) -> bool:
@@ -114,19 +105,24 @@ def _layer_fits(layer: Any) -> bool:
 
 
 def _linear(x: Tensor, part: nn.Module) -> Tensor:
+    if type(part) is not nn.Linear:  # an adapter has taken its place since the trial
+        adapted: Tensor = part(x)
+        return adapted
     parameters = part._parameters
-    # An adapter may have taken the place of the layer since the trial: then it is called, and does its part.
-    out: Tensor = F.linear(x, parameters["weight"], parameters["bias"]) if type(part) is nn.Linear else part(x)  # type: ignore[arg-type]
-    return out
+    return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
 
 
 def _norm(x: Tensor, part: Any) -> Tensor:
-    weight = part._parameters["weight"]
+    weight = part._parameters.get("weight")
+    if weight is None:
+        adapted: Tensor = part(x)
+        return adapted
     return F.rms_norm(x, weight.shape, weight, part.variance_epsilon)
 
 
-def _heads(y: Tensor, projection: nn.Module, norm: nn.Module | None, dim: int) -> Tensor:
-    heads = _linear(y, projection).view(len(y), -1, dim)
+def _heads(y: Tensor, parts: dict[str, nn.Module], name: str, dim: int) -> Tensor:
+    heads = _linear(y, parts[f"{name}_proj"]).view(len(y), -1, dim)
+    norm = parts.get(f"{name}_norm")
     return heads if norm is None else _norm(heads, norm)
 
 

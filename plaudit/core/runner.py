@@ -67,10 +67,14 @@ class Runner:
         self.backend.close()
         self._opened = False
 
-    def forget(self) -> None:
-        """Send every running sequence back to wait, and empty the tree."""
+    def requeue(self) -> None:
+        """Send every running sequence back to wait: its tokens will be read again."""
         for sequence in list(self.scheduler.running):
             self.scheduler.preempt(sequence)
+
+    def forget(self) -> None:
+        """The same, and empty the tree."""
+        self.requeue()
         self.tree.clear()
 
     def detach(self) -> None:

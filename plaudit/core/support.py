@@ -47,6 +47,8 @@ class _Trial(Layout):
 
 def inspect(module: nn.Module) -> Decoder:
     """The module as a Decoder, or a ModelError that says why not."""
+    if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+        raise ModelError(f"{type(module).__name__} puts learned tokens before every prompt, which the core does not do")
     inner: Any = getattr(module, "get_base_model", None)  # an adapter's layers live inside the model it adapts
     base: nn.Module = inner() if inner is not None else module
     config: Any = getattr(base, "config", None)
