@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from plaudit.serve.http import HttpError
 from plaudit.serve.metrics import Metrics
 
-RATE_SECONDS = 10.0  # over which the pace of answering is estimated
+PACE_SECONDS = 10.0  # over which the pace of answering is estimated
 LONGEST_WAIT = 30
 
 
@@ -27,8 +26,7 @@ class Admission:
         self.draining = False
         self._metrics = metrics
         self._answered = 0
-        self._since = time.monotonic()
-        self._rate = 0.0
+        self._pace = 0.0  # tokens answered in a second, while there is something to answer
 
     @contextmanager
     def request(self, content_length: int) -> Iterator[None]:
@@ -71,12 +69,13 @@ class Admission:
 
     def retry_after(self) -> int:
         """Seconds until about half of what waits is answered, at the present pace."""
-        now = time.monotonic()
-        if now - self._since > 1.0:
-            rate = self._answered / (now - self._since)
-            weight = min(1.0, (now - self._since) / RATE_SECONDS)
-            self._rate += weight * (rate - self._rate)
-            self._answered, self._since = 0, now
-        if self._rate <= 0:
+        if self._pace <= 0:
             return 1
-        return max(1, min(LONGEST_WAIT, math.ceil(self.open_tokens / 2 / self._rate)))
+        return max(1, min(LONGEST_WAIT, math.ceil(self.open_tokens / 2 / self._pace)))
+
+    def tick(self, seconds: float) -> None:
+        """Called about every second, with the time since the last call."""
+        answered, self._answered = self._answered, 0
+        if answered or self.open_tokens:
+            weight = min(1.0, seconds / PACE_SECONDS) if self._pace else 1.0
+            self._pace += weight * (answered / seconds - self._pace)

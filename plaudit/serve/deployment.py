@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,8 @@ from plaudit.serve.queue import FairQueue
 
 WINDOW = 4  # budgets of tokens that the worker may hold: enough to gather and to sort, little enough to stay fair
 WINDOW_ITEMS = 2048
-SUSPECT = 2  # a work that was held at this many deaths runs alone from now on ...
-GUILTY = 4  # ... and at this many is not tried again
+SUSPECT = 2  # a work that was held at this many deaths of the worker runs alone from now on ...
+GUILTY = 3  # ... and if that kills it too, is not tried again
 PROBE_SECONDS = 5.0
 FRESH_SECONDS = 1.0  # a result this recent proves the model as well as a probe
 PROBE_ID = 0
@@ -71,8 +72,7 @@ class Job:
     work: Work | Prompt
     cost: int
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
-    dead: bool = False
-    sent: bool = False
+    dead: bool = False  # of the queue: nobody waits for it
     deaths: int = 0
     since: float = 0.0
 
@@ -80,7 +80,7 @@ class Job:
 class Deployment:
     def __init__(
         self, name: str, number: int, table: dict[str, Any], cache: ScoreCache, metrics: Metrics,
-        environment: dict[str, str], on_change: Callable[[], None],
+        environment: dict[str, str], load_seconds: float, on_change: Callable[[], None],
     ) -> None:  # fmt: skip
         self.name = name
         self.number = number
@@ -91,7 +91,8 @@ class Deployment:
         self._cache = cache
         self._metrics = metrics
         self._counts = metrics.history.model(name)
-        self._on_change = on_change
+        self._tell = on_change
+        self._users = 0
         self._held: dict[int, Job] = {}
         self._again: deque[Job] = deque()
         self._known: dict[bytes, Job] = {}  # queued or held, by key
@@ -101,7 +102,7 @@ class Deployment:
         self._probe_columns: tuple[int, ...] | None = None
         self._seen = (0, 0, 0)  # the worker's counters
         self._busy_since = 0.0
-        self.link = Link(name, table, self._results, self._link_changed, environment)
+        self.link = Link(name, table, self, environment, load_seconds)
         self._watch = asyncio.create_task(self._supervise(), name=f"watch-{name}")
 
     async def opened(self) -> frames.Hello:
@@ -117,9 +118,14 @@ class Deployment:
     def ready(self) -> bool:
         return self.link.state == "ready"
 
-    @property
-    def idle(self) -> bool:
-        return not self._known
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While a request holds on to this version, it is not closed: also before its works are queued."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
 
     def submit(
         self, works: Sequence[Work | Prompt], *, tenant: str, priority: int = 0, salt: str = "", cached: bool = True
@@ -167,21 +173,19 @@ class Deployment:
         cancel: list[int] = []
         for job in ticket.jobs:
             job.waiters = [waiter for waiter in job.waiters if waiter[0] is not ticket]
-            if job.waiters or job.key not in self._known:
-                continue
+            if job.waiters or self._known.get(job.key) is not job:
+                continue  # others wait for it, or it was answered
             del self._known[job.key]
-            if job.sent:
+            if job.id in self._held:
                 held += 1
-                job.dead = True
+                self._release(job)
                 cancel.append(job.id)
             else:
                 waiting += 1
-                if job in self._again:
-                    self._again.remove(job)
-                else:
-                    self.queue.discard(job)
+                self._unqueue(job)
         if cancel and self.ready:
             self.link.send(frames.Cancel(cancel))
+            self._pump_soon()
         return waiting, held
 
     async def healthy(self) -> str:
@@ -206,11 +210,12 @@ class Deployment:
         return "" if passed else "a probe failed"
 
     async def drained(self) -> None:
-        while not self.idle:
+        while self._users:
             await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
         await self.link.close()
         self._fail(ItemError("model_closed", f"{self.name} is no longer served"))
 
@@ -224,14 +229,13 @@ class Deployment:
 
     def _pump(self) -> None:
         self._pumping = False
-        if not self.ready:
+        if not self.ready or not self.link.writable:
             return
         batch: list[Job] = []
         while (job := self._next()) is not None:
             batch.append(job)
             self._held[job.id] = job
             self.held_tokens += job.cost
-            job.sent = True
         if not batch:
             return
         now = time.monotonic()
@@ -246,7 +250,7 @@ class Deployment:
 
     def _next(self) -> Job | None:
         """The next work the worker has room for. What several deaths saw runs alone: so the killer finds itself out."""
-        if any(job.deaths >= SUSPECT for job in self._held.values()):
+        if len(self._held) == 1 and next(iter(self._held.values())).deaths >= SUSPECT:
             return None
         if self._again:
             if self._again[0].deaths >= SUSPECT and self._held:
@@ -258,8 +262,9 @@ class Deployment:
 
     # From the worker
 
-    def _results(self, results: frames.Results) -> None:
+    def on_results(self, results: frames.Results) -> None:
         self._count(results)
+        self.budget = results.budget
         values = np.frombuffer(results.values, dtype="<f4")
         at = 0
         for id, rows, columns in zip(results.ids, results.rows, results.columns, strict=True):
@@ -278,12 +283,10 @@ class Deployment:
                 self._probe.set_result(isinstance(answer, np.ndarray))
                 self._probe = None
             return
-        job = self._held.pop(id, None)
+        job = self._held.get(id)
         if job is None:
             return  # cancelled
-        self.held_tokens -= job.cost
-        if job.dead:
-            return
+        self._release(job)
         del self._known[job.key]
         self._metrics.compute_seconds.labels(self.name).observe(time.monotonic() - job.since)
         if isinstance(answer, np.ndarray):
@@ -304,16 +307,14 @@ class Deployment:
         if steps:
             self._metrics.batch_tokens.labels(self.name).observe(computed / steps)
 
-    def _link_changed(self) -> None:
-        if self.link.state == "loading":
-            self._died()
-        elif self.link.state == "failed":
+    def on_change(self) -> None:
+        if self.link.state == "failed":
             self._fail(ItemError("model_failed", self.link.reason))
-        elif self.link.state == "ready":
+        elif self.ready:
             self._pump_soon()
-        self._on_change()
+        self._tell()
 
-    def _died(self) -> None:
+    def on_death(self) -> int:
         """Take back what the worker held: first to be sent again, in their order."""
         self._metrics.restarts.labels(self.name).inc()
         self._seen = (0, 0, 0)
@@ -321,34 +322,40 @@ class Deployment:
             self._probe.set_result(False)
             self._probe = None
         held, self._held, self.held_tokens = list(self._held.values()), {}, 0
-        back: list[Job] = []
         for job in held:
-            if job.dead:
-                continue
-            job.sent = False
             job.deaths += 1
-            if job.deaths >= GUILTY and len(held) == 1:
-                message = f"the worker died {job.deaths} times while it computed this item"
-                self._answer_all([job], ItemError("worker_crash", message))
-            else:
-                back.append(job)
-        self._again.extendleft(reversed(back))
+        if len(held) == 1 and held[0].deaths >= GUILTY:
+            message = f"the worker died {held[0].deaths} times while it computed this item"
+            self._answer_all(held, ItemError("worker_crash", message))
+            return held[0].deaths
+        self._again.extendleft(reversed(held))
+        return 0
 
     def _fail(self, error: ItemError) -> None:
         """Answer everything that waits or is held."""
         jobs = list(self._known.values())
         for job in jobs:
-            if not job.sent and job not in self._again:
-                self.queue.discard(job)
-        self._again.clear()
+            if job.id in self._held:
+                self._release(job)
+            else:
+                self._unqueue(job)
         self._answer_all(jobs, error)
 
     def _answer_all(self, jobs: Iterable[Job], error: ItemError) -> None:
         for job in jobs:
-            self._known.pop(job.key, None)
-            job.dead = True
+            del self._known[job.key]
             for ticket, index in job.waiters:
                 ticket.answer(index, error)
+
+    def _release(self, job: Job) -> None:
+        del self._held[job.id]
+        self.held_tokens -= job.cost
+
+    def _unqueue(self, job: Job) -> None:
+        if job.deaths:
+            self._again.remove(job)
+        else:
+            self.queue.discard(job)
 
     async def _supervise(self) -> None:
         while True:
@@ -356,9 +363,9 @@ class Deployment:
             if not self.ready:
                 continue
             if self.link.silent_for() > KILL_SECONDS:
-                self.link.restart(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
+                self.link.kill(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
             elif self._held and time.monotonic() - max(self.link.last_result, self._busy_since) > HANG_SECONDS:
-                self.link.restart(f"its worker finished nothing for {HANG_SECONDS:g} s")
+                self.link.kill(f"its worker finished nothing for {HANG_SECONDS:g} s")
 
 
 def _frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:

@@ -86,6 +86,7 @@ class Results(msgspec.Struct, tag=True, array_like=True):
     tokens_computed: int
     tokens_shared: int
     steps: int
+    budget: int  # tokens of one step, now: less after the memory has run out
 
 
 Frame = Start | Hello | Ready | Alive | Failed | Works | Prompt | Cancel | Results

@@ -2,8 +2,9 @@
 
     loading -> ready -> (died or hung) -> loading ...          -> failed, when it cannot serve
 
-What a dead worker held is given back to the owner, who sends it again: scoring twice gives the same score. A worker
-that dies three times in a row without having finished anything is given up.
+What a dead worker held is taken back by the owner, who sends it again: scoring twice gives the same score. A worker
+that cannot load its model the first time, or that dies three times in a row without having finished anything, is given
+up, unless it was one item that killed it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from plaudit.errors import ModelError
 from plaudit.serve import frames
@@ -25,49 +25,60 @@ SILENCE_SECONDS = 10.0  # without a sign of life: the process is stopped or the 
 KILL_SECONDS = 30.0  # ... and now it is replaced
 HANG_SECONDS = 300.0  # alive, but no result of what it holds
 MOST_DEATHS = 3  # in a row, each without a single result
+PAUSE_SECONDS = 0.2  # before the second start in a row, and so much longer before every further one
+
+
+class Owner(Protocol):
+    """Who hears of the worker."""
+
+    def on_results(self, results: frames.Results) -> None: ...
+
+    def on_death(self) -> int:
+        """The worker has died with what it held: how many of its last deaths one item is to blame for."""
+
+    def on_change(self) -> None:
+        """The state has changed, or more can be sent."""
 
 
 class Link:
-    """on_frame hears Results; on_change hears that the state has changed."""
+    """writable is False while more is on its way to the worker than it has read."""
 
     def __init__(
-        self, name: str, table: dict[str, Any], on_results: Callable[[frames.Results], None],
-        on_change: Callable[[], None], environment: dict[str, str],
-    ) -> None:  # fmt: skip
+        self, name: str, table: dict[str, Any], owner: Owner, environment: dict[str, str], load_seconds: float
+    ) -> None:
         self.name = name
         self.table = table
-        self.on_results = on_results
-        self.on_change = on_change
         self.environment = environment
+        self.load_seconds = load_seconds
         self.state: State = "loading"
         self.reason = "the model is loading"
         self.hello: frames.Hello | None = None
         self.restarts = 0
+        self.writable = False
         self.last_sign = self.last_result = time.monotonic()
+        self._owner = owner
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._deaths = 0
+        self._cause: str | None = None  # why we killed it
         self._told: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive(), name=f"link-{name}")
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     async def loaded(self) -> frames.Hello:
         """The worker's introduction, once it is ready to compute; raises ModelError if it cannot load its model."""
         return await asyncio.shield(self._told)
 
     def send(self, frame: frames.Frame) -> None:
+        """Only while the state is "ready"."""
         assert self._transport is not None, f"{self.name} is {self.state}, nothing can be sent"
         self._transport.write(frames.pack(frame))
 
     def silent_for(self) -> float:
         return time.monotonic() - self.last_sign
 
-    def restart(self, why: str) -> None:
-        """Kill the process; the loop that watches it starts another."""
-        self.reason = why
+    def kill(self, why: str | None = None) -> None:
+        """End the process at once. Unless the link is closed, its end is noticed and another one started."""
+        self._cause = why
         if self._process is not None:
             self._process.kill()
 
@@ -78,47 +89,54 @@ class Link:
         await self._end()
         if not self._told.done():
             self._told.set_exception(ModelError(f"{self.name} was closed while it loaded"))
-        self._told.exception()
-
-    def kill(self) -> None:
-        """At once and without the event loop's help, for an exit that will not wait."""
-        if self._process is not None:
-            self._process.kill()
+        self._told.exception()  # whoever awaits it gets it; nobody has to
 
     async def _keep_alive(self) -> None:
         while True:
-            connection = await self._start()
-            await connection.over
+            began = time.monotonic()
+            failure = await self._live()
+            served = self.state == "ready" and self.last_result > began
+            # From here on nothing can be sent, and the state must say so before anything else runs.
+            first = not self._told.done()
+            blamed = self._owner.on_death()
+            self.state, self.reason = "loading", "its worker died and is starting again"
             code = await self._end()
-            if self.state == "closed":
-                return
-            served = self.state == "ready" and self.last_result > connection.began
-            self._deaths = 0 if served else self._deaths + 1
-            if connection.failure is not None:
-                self._give_up(connection.failure)
-                return
+            self._deaths = 0 if served else max(0, self._deaths + 1 - blamed)
+            why = failure or self._cause or f"its worker died (exit {code})"
+            self._cause = None
+            if failure is not None and first:
+                return self._give_up(failure)
             if self._deaths >= MOST_DEATHS:
-                self._give_up(f"its worker died {self._deaths} times in a row (last exit {code}) without serving")
-                return
+                return self._give_up(f"{why}, {self._deaths} times in a row without serving")
             self.restarts += 1
-            self._set("loading", f"its worker died (exit {code}) and is starting again")
-            await asyncio.sleep(0.2 * self._deaths)
+            self._set("loading", f"{why} and is starting again")
+            await asyncio.sleep(PAUSE_SECONDS * self._deaths)
 
-    async def _start(self) -> _Connection:
+    async def _live(self) -> str | None:
+        """One life of the worker. Returns when it is over: why it could not load, if it said so."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with theirs:
-            # A file descriptor and not a port: nothing listens, and nobody else can connect.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "plaudit.serve.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, env={**os.environ, **self.environment},
-            )  # fmt: skip
-        self.last_sign = self.last_result = time.monotonic()
+        try:
+            with theirs:
+                # A file descriptor and not a port: nothing listens, and nobody else can connect.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "plaudit.serve.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, env={**os.environ, **self.environment},
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            return f"its worker cannot be started: {error}"
         loop = asyncio.get_running_loop()
         transport, connection = await loop.create_unix_connection(lambda: _Connection(self), sock=ours)
-        self._transport = transport
+        self._transport, self.writable = transport, True
         self.send(frames.Start(self.table))
-        return connection
+        try:
+            async with asyncio.timeout(self.load_seconds):
+                await connection.settled
+        except TimeoutError:
+            return f"its worker did not load it within {self.load_seconds:g} s"
+        await connection.over
+        return connection.failure
 
     async def _end(self) -> int | None:
         """Make sure that the process is gone; its exit code."""
@@ -139,24 +157,33 @@ class Link:
 
     def _set(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
-        self.on_change()
+        self._owner.on_change()
+
+    def _flow(self, writable: bool) -> None:
+        self.writable = writable
+        self._owner.on_change()
 
     def _frame(self, frame: frames.Frame, connection: _Connection) -> None:
         self.last_sign = time.monotonic()
         match frame:
             case frames.Hello():
+                if self.hello is not None and frame.digest != self.hello.digest:
+                    # Scores of these under the name of those would be wrong, and so would be what the cache holds.
+                    connection.end("its weights have changed on disk: swap them in, or start the server again")
+                    return
                 self.hello = frame
             case frames.Ready():
                 assert self.hello is not None, "a worker says who it is before it is ready"
-                self.last_result = connection.began = time.monotonic()
+                self.last_result = self.last_sign
+                connection.settle()
                 self._set("ready", "")
                 if not self._told.done():
                     self._told.set_result(self.hello)
             case frames.Results():
                 self.last_result = self.last_sign
-                self.on_results(frame)
+                self._owner.on_results(frame)
             case frames.Failed():
-                connection.failure = frame.message
+                connection.end(frame.message)
             case frames.Alive():
                 pass
             case _:
@@ -164,19 +191,36 @@ class Link:
 
 
 class _Connection(asyncio.Protocol):
-    """One life of the worker."""
+    """One life of the worker. `settled` when it is ready, or over."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.settled: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
         self.failure: str | None = None
-        self.began = time.monotonic()
         self._unpacker = frames.Unpacker()
 
-    def data_received(self, data: bytes) -> None:
-        for frame in self._unpacker.feed(data):
-            self.link._frame(frame, self)
+    def settle(self) -> None:
+        if not self.settled.done():
+            self.settled.set_result(None)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def end(self, failure: str | None = None) -> None:
+        self.failure = self.failure or failure
+        self.settle()
         if not self.over.done():
             self.over.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.over.done():
+            for frame in self._unpacker.feed(data):
+                self.link._frame(frame, self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end()
+
+    def pause_writing(self) -> None:
+        self.link._flow(False)
+
+    def resume_writing(self) -> None:
+        self.link._flow(True)

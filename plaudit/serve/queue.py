@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Protocol, TypeVar
+
+MOST_DEAD = 1024  # discarded items that may lie about
 
 
 class Costed(Protocol):
@@ -38,7 +39,9 @@ class _Flow(Generic[J]):
 
 @dataclass
 class _Tenant(Generic[J]):
-    tag: int
+    """Kept when its queue is empty, so that it cannot begin anew with each request. There are as many as API keys."""
+
+    tag: int = 0
     clock: int = 0
     flows: list[_Flow[J]] = field(default_factory=list)
 
@@ -50,14 +53,15 @@ class FairQueue(Generic[J]):
         self._clock = 0
         self._tenants: dict[str, _Tenant[J]] = {}
         self._numbers = count()
+        self._dead = 0
 
     def add(self, tenant: str, jobs: list[J], priority: int = 0) -> None:
         """One request's items, in order."""
         if not jobs:
             return
-        known = self._tenants.get(tenant)
-        if known is None:
-            known = self._tenants[tenant] = _Tenant(self._clock)
+        known = self._tenants.setdefault(tenant, _Tenant())
+        if not known.flows:
+            known.tag = max(known.tag, self._clock)
         heapq.heappush(known.flows, _Flow(deque(jobs), priority, next(self._numbers), known.clock))
         self.items += len(jobs)
         self.tokens += sum(job.cost for job in jobs)
@@ -67,19 +71,23 @@ class FairQueue(Generic[J]):
         job.dead = True
         self.items -= 1
         self.tokens -= job.cost
+        self._dead += 1
+        if self._dead > max(MOST_DEAD, self.items):
+            self._sweep()
 
     def take(self) -> J | None:
         """The next item, or None."""
-        while self._tenants:
+        while self.items:
             job = self._next()
             if not job.dead:
                 self.items -= 1
                 self.tokens -= job.cost
                 return job
+            self._dead -= 1
         return None
 
     def _next(self) -> J:
-        name, tenant = min(self._tenants.items(), key=lambda entry: entry[1].tag)
+        tenant = min((t for t in self._tenants.values() if t.flows), key=lambda t: t.tag)
         flow = tenant.flows[0]
         job = flow.jobs.popleft()
         if not job.dead:
@@ -90,11 +98,13 @@ class FairQueue(Generic[J]):
             heapq.heapreplace(tenant.flows, flow)
         else:
             heapq.heappop(tenant.flows)
-            if not tenant.flows:
-                del self._tenants[name]
         return job
 
-    def __iter__(self) -> Iterator[J]:
+    def _sweep(self) -> None:
+        """Let go of what was discarded: nothing may be taken for a long time, and clients come and go meanwhile."""
         for tenant in self._tenants.values():
             for flow in tenant.flows:
-                yield from (job for job in flow.jobs if not job.dead)
+                flow.jobs = deque(job for job in flow.jobs if not job.dead)
+            tenant.flows = [flow for flow in tenant.flows if flow.jobs]
+            heapq.heapify(tenant.flows)
+        self._dead = 0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from plaudit.serve.judge import JudgeReading
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.text import tokenizer_of
 
+T = TypeVar("T")
 Result = Score | StepScores
 Reading = OutcomeReading | ProcessReading | JudgeReading
 Table = OutcomeTable | ProcessTable | JudgeTable
@@ -94,7 +95,8 @@ class ServedModel:
         self._shop = shop
         self._counts = shop.metrics.history.model(name)
         self._number = 0
-        self._closing: set[asyncio.Task[None]] = set()
+        self._deployments: set[Deployment] = set()  # in service, being loaded, being retired
+        self._retiring: set[asyncio.Task[None]] = set()
         self.deployment = self._deploy(table)
         self.reading: Reading | None = None
 
@@ -104,20 +106,22 @@ class ServedModel:
 
     async def swap(self, table: Table) -> str:
         """Load and warm up another version beside this one, then switch. If that fails, nothing has changed."""
+        if self.reading is None:
+            raise RequestError(f"{self.name} is still loading; wait until it is ready")
         self._number += 1
         fresh = self._deploy(table)
         try:
             reading = await self._open(fresh, table)
         except BaseException:
-            await fresh.close()
+            await self._close(fresh)
             raise
         old, self.deployment, self.reading = self.deployment, fresh, reading
         self.table, self.kind = table, table.kind
-        self._shop.metrics.version.labels(self.name, old.version).set(0)
+        self._shop.metrics.version.remove(self.name, old.version)
         self._shop.metrics.version.labels(self.name, fresh.version).set(1)
-        task = asyncio.create_task(_retire(old))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        task = asyncio.create_task(self._retire(old))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
         self._shop.on_change()
         return fresh.version
 
@@ -125,14 +129,17 @@ class ServedModel:
         deployment, reading = self.deployment, self.reading
         if reading is None or deployment.link.state == "failed":
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.reason}", retry_after=1)
-        began = time.perf_counter()
-        works = await self._prepare(reading, items)
-        self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
-        sound = [work for work in works if not isinstance(work, ItemError)]
-        tokens = sum(len(work.tokens) for work in sound)
-        with self._shop.admission.tokens(tokens):
-            ticket = deployment.submit(sound, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
-            answers = await self._wait(deployment, ticket, ask)
+        with deployment.in_use():
+            began = time.perf_counter()
+            works = await self._prepare(reading, items, ask)
+            self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
+            sound = [work for work in works if not isinstance(work, ItemError)]
+            tokens = sum(len(work.tokens) for work in sound)
+            with self._shop.admission.tokens(tokens):
+                ticket = deployment.submit(
+                    sound, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache
+                )
+                answers = await self._wait(deployment, ticket, ask)
         return Scored(deployment.version, _finished(reading, works, answers, deployment.version), tokens)
 
     async def healthy(self) -> str:
@@ -152,37 +159,51 @@ class ServedModel:
         }  # fmt: skip
 
     async def close(self) -> None:
-        for task in self._closing:
+        for task in self._retiring:
             task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        await self.deployment.close()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*(self._close(deployment) for deployment in tuple(self._deployments)))
+
+    def kill(self) -> None:
+        for deployment in self._deployments:
+            deployment.link.kill()
 
     def _deploy(self, table: Table) -> Deployment:
         shop = self._shop
         tree = table.model_dump(exclude_none=True)
-        return Deployment(
-            self.name, self._number, tree, shop.cache, shop.metrics, dict(shop.environment), shop.on_change
-        )
+        deployment = Deployment(
+            self.name, self._number, tree, shop.cache, shop.metrics, dict(shop.environment), shop.load_seconds,
+            shop.on_change,
+        )  # fmt: skip
+        self._deployments.add(deployment)
+        return deployment
+
+    async def _retire(self, deployment: Deployment) -> None:
+        await deployment.drained()
+        await self._close(deployment)
+
+    async def _close(self, deployment: Deployment) -> None:
+        await deployment.close()
+        self._deployments.discard(deployment)
 
     async def _open(self, deployment: Deployment, table: Table) -> Reading:
-        try:
-            async with asyncio.timeout(self._shop.load_seconds):
-                hello = await deployment.opened()
-        except TimeoutError:
-            raise RequestError(f"{self.name} did not load within {self._shop.load_seconds:g} s") from None
+        hello = await deployment.opened()
         facts = Facts(**{**hello.facts, "labels": tuple(hello.facts["labels"])})
-        tokenizer = tokenizer_of(hello.tokenizer, hello.tokenizer_options)
+        # In a thread: to build a large tokenizer takes a second, and at a swap others are being answered.
+        tokenizer = await asyncio.get_running_loop().run_in_executor(
+            self._shop.threads, tokenizer_of, hello.tokenizer, hello.tokenizer_options
+        )
         if isinstance(table, OutcomeTable):
             return OutcomeReading(table, tokenizer, facts)
         if isinstance(table, ProcessTable):
             return ProcessReading(table, tokenizer, facts)
         return JudgeReading(table, tokenizer, facts)
 
-    async def _prepare(self, reading: Reading, items: Sequence[Item]) -> list[Work | Prompt | ItemError]:
+    async def _prepare(self, reading: Reading, items: Sequence[Item], ask: Ask) -> list[Work | Prompt | ItemError]:
         if _small(items):
             return _prepared(reading, items)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._shop.threads, _prepared, reading, items)
+        return await _in_time(loop.run_in_executor(self._shop.threads, _prepared, reading, items), ask)
 
     async def _wait(self, deployment: Deployment, ticket: Ticket, ask: Ask) -> list[Answer]:
         metrics = self._shop.metrics
@@ -216,7 +237,8 @@ class ServedCalls:
     async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
         with self._shop.admission.tokens(sum(map(_guessed_tokens, items))):
             calls = asyncio.get_running_loop().run_in_executor(self._threads, self._reward.score, items)
-            return Scored(self._version, list(await _in_time(calls, ask)), 0)
+            results = await _in_time(calls, ask)
+        return Scored(self._version, list(results), 0)
 
     async def healthy(self) -> str:
         return ""
@@ -259,17 +281,12 @@ class ServedBlend:
         pass
 
 
-async def _in_time(future: asyncio.Future[Any], ask: Ask) -> Any:
+async def _in_time(future: asyncio.Future[T], ask: Ask) -> T:
     try:
         async with asyncio.timeout(ask.deadline - time.monotonic()):
             return await future
     except TimeoutError:
         raise HttpError(504, "deadline", "the deadline passed before all items were answered") from None
-
-
-async def _retire(deployment: Deployment) -> None:
-    await deployment.drained()
-    await deployment.close()
 
 
 def _small(items: Sequence[Item]) -> bool:

@@ -38,7 +38,10 @@ PROTOCOLS = ("native",)
 def serve(table: ServeTable) -> int:
     """Serve until a signal or until no model is left; the exit code."""
     check_open(table)
-    return uvloop.run(_Server(table).run())
+    code = uvloop.run(_Server(table).run())
+    if code:
+        os._exit(code)  # without waiting for threads: what could not be drained may have somebody else to wait for
+    return code
 
 
 def check_open(table: ServeTable) -> None:
@@ -82,13 +85,12 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, models)
-        background = [asyncio.create_task(self._tick(models)), asyncio.create_task(self._watch(models))]
+        ticking = asyncio.create_task(self._tick(models, admission))
         code = 0
         try:
             code = await self._until_stopped(models, admission, f"http://{_shown(table.host)}:{port}")
         finally:
-            for task in background:
-                task.cancel()
+            ticking.cancel()
             listener.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
@@ -109,8 +111,10 @@ class _Server:
         opening.result()
         self._settle()
         self._announce(models, address)
+        watching = asyncio.create_task(self._watch(models))
         await stopping
-        if models.failed() and not self._signals:
+        watching.cancel()
+        if not self._signals:
             return 1
         admission.draining = True
         self.log("draining", open_requests=admission.open_requests)
@@ -128,7 +132,7 @@ class _Server:
 
     def _announce(self, models: Models, address: str) -> None:
         names = ", ".join(f"{d['name']} ({d['kind']})" for d in models.describe())
-        print(f"plaudit serve: {names} on {address} (page at /, documentation at /docs)", flush=True)
+        _say(sys.stdout.fileno(), f"{names} on {address} (page at /, documentation at /docs)")
         self.log("ready", address=address, models=models.describe())
 
     def _signalled(self, models: Models) -> None:
@@ -140,15 +144,13 @@ class _Server:
 
     async def _watch(self, models: Models) -> None:
         """End the server when none of its models will come back."""
-        while True:
+        while not models.failed() or models.hopeful():
             await models.changed.wait()
             models.changed.clear()
-            failed = models.failed()
-            if failed and not self._signals and not models.hopeful():
-                print(f"plaudit serve: {'; '.join(failed)}", file=sys.stderr, flush=True)
-                self._stop.set()
+        _say(sys.stderr.fileno(), "; ".join(models.failed()))
+        self._stop.set()
 
-    async def _tick(self, models: Models) -> None:
+    async def _tick(self, models: Models, admission: Admission) -> None:
         expected = time.monotonic() + 1.0
         while True:
             await asyncio.sleep(max(0.0, expected - time.monotonic()))
@@ -157,6 +159,7 @@ class _Server:
             if lag > LAG_WARNING:
                 self.log("loop_blocked", seconds=round(lag, 2))
             expected = time.monotonic() + 1.0
+            admission.tick(1.0 + lag)
             models.tick()
 
 
@@ -187,6 +190,12 @@ class _Live(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+def _say(file: int, line: str) -> None:
+    """A full disk or a closed terminal is no reason to stop."""
+    with contextlib.suppress(OSError):
+        os.write(file, f"plaudit serve: {line}\n".encode())
 
 
 def _shown(host: str) -> str:

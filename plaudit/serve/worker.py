@@ -26,6 +26,7 @@ from plaudit.config.reward import parse_reward
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RequestError
+from plaudit.records import ItemError
 from plaudit.reward.load import load_worker
 from plaudit.serve import frames
 from plaudit.serve.text import tokenizer_parts
@@ -55,7 +56,8 @@ class Worker:
         self._unpacker = frames.Unpacker()
         self._asked: dict[int, _Asked] = {}  # by the engine's number
         self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
-        self._alone: deque[_Asked] = deque()  # to be computed again, one at a time
+        self._waiting: deque[_Asked] = deque()  # come, and not yet with the engine
+        self._alone: deque[_Asked] = deque()  # to be computed again, one at a time, before what waits
         self._sending = threading.Lock()
         self._before = engine.stats()  # what the warm-up computed is not counted
 
@@ -76,9 +78,17 @@ class Worker:
     def run(self) -> None:
         threading.Thread(target=self._say_alive, daemon=True).start()
         while self._receive(block=not self.engine.busy and not self._alone):
-            if self._alone and not self.engine.busy:
-                self._submit(self._alone.popleft())
+            self._submit_next()
             self._report(self.engine.step())
+
+    def _submit_next(self) -> None:
+        """All that waits; but as long as something must be computed alone, that and nothing else."""
+        if self._alone:
+            if not self.engine.busy:
+                self._submit(self._alone.popleft())
+            return
+        while self._waiting:
+            self._submit(self._waiting.popleft())
 
     def _say_alive(self) -> None:
         while True:
@@ -105,15 +115,17 @@ class Worker:
                 tokens = frames.cut(frame.tokens, frame.lengths)
                 positions = frames.cut(frame.positions, frame.counts)
                 for id, ids, at, columns in zip(frame.ids, tokens, positions, frame.columns, strict=True):
-                    self._submit(_Asked(id, ids, tuple(at), columns))
+                    self._waiting.append(_Asked(id, ids, tuple(at), columns))
             case frames.Prompt():
                 params = SamplingParams(temperature=frame.temperature, max_tokens=frame.max_tokens)
                 (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
-                self._submit(_Asked(frame.id, ids, params=params))
+                self._waiting.append(_Asked(frame.id, ids, params=params))
             case frames.Cancel():
-                for id in frame.ids:
-                    if id in self._numbers:
-                        self.engine.abort(self._numbers[id])
+                cancelled = set(frame.ids)
+                self._waiting = deque(asked for asked in self._waiting if asked.id not in cancelled)
+                self._alone = deque(asked for asked in self._alone if asked.id not in cancelled)
+                for id in cancelled & self._numbers.keys():
+                    self.engine.abort(self._numbers[id])
             case _:
                 raise ValueError(f"a worker takes no {type(frame).__name__}")
 
@@ -142,22 +154,22 @@ class Worker:
             if update.values is not None:
                 values.append((asked.id, update.values))
             elif error is not None:
-                errors += self._failed(asked, error.type, error.message)
+                errors += self._failed(asked, error)
             elif update.sample is not None and update.sample.finish_reason != "abort":
                 texts.append((asked.id, update.sample.text))
+        if any(u.sample is not None and u.sample.error and u.sample.error.type in OUT_OF_MEMORY for u in updates):
+            self.engine.shrink(SMALLEST_BUDGET)  # once, however many items the step had
         if values or errors or texts:
             self._send_results(values, errors, texts)
 
-    def _failed(self, asked: _Asked, type: str, message: str) -> list[tuple[int, str, str]]:
-        if any(sign in message for sign in BROKEN_DEVICE) and type not in OUT_OF_MEMORY:
+    def _failed(self, asked: _Asked, error: ItemError) -> list[tuple[int, str, str]]:
+        if any(sign in error.message for sign in BROKEN_DEVICE) and error.type not in OUT_OF_MEMORY:
             os._exit(3)  # nothing computed on this device after this would be worth anything
-        if type == "NotANumber":
-            return [(asked.id, "nonfinite_score", message)]
+        if error.type == "NotANumber":
+            return [(asked.id, "nonfinite_score", error.message)]
         if asked.retried:
-            return [(asked.id, "compute_failed", message)]
+            return [(asked.id, "compute_failed", error.message)]
         asked.retried = True
-        if type in OUT_OF_MEMORY:
-            self.engine.shrink(SMALLEST_BUDGET)
         self._alone.append(asked)
         return []
 
@@ -176,6 +188,7 @@ class Worker:
                 tokens_computed=stats.tokens_computed - self._before.tokens_computed,
                 tokens_shared=stats.tokens_shared - self._before.tokens_shared,
                 steps=stats.steps - self._before.steps,
+                budget=self.engine.budget,
             )
         )
 
@@ -190,11 +203,11 @@ def main(fd: int) -> None:
     except (PlauditError, OSError, ValueError, RuntimeError) as error:
         sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
         sys.exit(2)
-    worker = Worker(sock, engine)
-    worker.send(hello)
-    worker.warm_up()
-    worker.send(frames.Ready())
     with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
+        worker = Worker(sock, engine)
+        worker.send(hello)
+        worker.warm_up()
+        worker.send(frames.Ready())
         worker.run()
 
 
