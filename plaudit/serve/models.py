@@ -11,6 +11,7 @@ from typing import Any
 
 from plaudit.config.serve import ServeTable
 from plaudit.errors import ConfigError, nearest
+from plaudit.reward.process import ProcessReading
 from plaudit.serve.admission import Admission
 from plaudit.serve.cache import ScoreCache
 from plaudit.serve.http import HttpError
@@ -109,8 +110,10 @@ class Models:
     def stats(self) -> dict[str, Any]:
         history = self.metrics.history
         models = []
-        for entry in self.describe():
-            counts = history.model(entry["name"])
+        for served in self.served.values():
+            entry, counts = served.describe(), history.model(served.name)
+            if isinstance(served, ServedModel) and isinstance(served.reading, ProcessReading):
+                entry["split"] = served.reading.format.split
             models.append(
                 {
                     **entry, "items": counts.items, "failed": counts.failed, "tokens": counts.tokens,
