@@ -52,9 +52,10 @@ class RuleReward:
         return list(self._threads.map(self._score, items))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Whoever still waits for a score gets an error."""
         for worker in self._workers:
             worker.stop()
+        self._threads.shutdown(wait=False)
 
     def _score(self, item: Item) -> Result:
         asked = what_was_said(item)
@@ -85,7 +86,10 @@ def what_was_said(item: Item) -> tuple[Any, str] | ItemError:
     if item.prompt is None or item.response is None:
         return ItemError("unsupported_form", "a rule or a judge reads prompt and response or messages, not raw input")
     prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
-    return prompt, item.response if isinstance(item.response, str) else "".join(item.response)
+    steps = (item.response,) if isinstance(item.response, str) else item.response
+    if not all(isinstance(step, str) for step in steps):
+        return ItemError("bad_steps", "each step must be a text")
+    return prompt, "".join(steps)
 
 
 class _Worker:

@@ -129,9 +129,10 @@ def test_a_function_sees_messages_and_truth(functions: Path) -> None:
             Item(text="q ab"),
             Item(tokens=(1, 2)),
             Item(messages=messages[:1]),
+            Item(prompt="q", response=("a", 1)),  # type: ignore[arg-type]
         ]
         found = [r.error.type if r.error else r.value for r in reward.score(items)]  # type: ignore[union-attr]
-        assert found == [1.0, 1.0, "bad_truth", "unsupported_form", "unsupported_form", "bad_messages"]
+        assert found == [1.0, 1.0, "bad_truth", *["unsupported_form"] * 2, "bad_messages", "bad_steps"]
 
 
 def test_a_function_of_a_module(functions: Path) -> None:
@@ -178,7 +179,7 @@ def test_a_close_ends_those_who_wait(functions: Path) -> None:
     with rule(rule="function", function=f"{functions}:odd", timeout=60.0) as reward:
         threading.Timer(0.3, reward.close).start()
         begin = time.monotonic()
-        assert scored(reward, "sleep") == ["rule_failed"]
+        assert scored(reward, "sleep", "fine", "fine") == ["rule_failed"] * 3
         assert time.monotonic() - begin < 10
 
 
