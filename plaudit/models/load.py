@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from plaudit.errors import ModelError, nearest
 from plaudit.models import catalog, weights
 from plaudit.models.fresh import LABELS, init_head, seeded, set_pad
+from plaudit.models.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
 from plaudit.models.quiet import one_line, quiet
 from plaudit.models.safety import read_json, refuse_adapter, refuse_code
 from plaudit.models.text import load_tokenizer
@@ -33,6 +34,11 @@ AUTO: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,
     "steps": AutoModelForTokenClassification,
     "value": AutoModel,
+}
+# Known architectures that transformers lacks.
+OURS: dict[str, tuple[Kind, Any]] = {
+    "Qwen2ForRewardModel": ("reward", Qwen2ForRewardModel),
+    "Qwen2ForProcessRewardModel": ("steps", Qwen2ForProcessRewardModel),
 }
 
 
@@ -90,8 +96,9 @@ def load_any(path: str | Path, dtype: str = "float32", device: str = "cpu") -> L
 def kind_of(directory: Path) -> Kind:
     if (directory / HEAD).is_file():
         return "value"
-    architectures = read_json(directory / catalog.CONFIG).get("architectures") or [None]
-    name = str(architectures[0])
+    name = _architecture(directory)
+    if name in OURS:
+        return OURS[name][0]
     if name.endswith("ForSequenceClassification"):
         return "reward"
     if name.endswith("ForTokenClassification"):
@@ -102,6 +109,10 @@ def kind_of(directory: Path) -> Kind:
         f"{directory / catalog.CONFIG} names the architecture {name!r}; expected a transformers class ...ForCausalLM, "
         "...ForSequenceClassification or ...ForTokenClassification, for instance LlamaForCausalLM"
     )
+
+
+def _architecture(directory: Path) -> str:
+    return str((read_json(directory / catalog.CONFIG).get("architectures") or [None])[0])
 
 
 def _load(
@@ -117,12 +128,16 @@ def _load(
     if found != kind and not (fresh_head and kind != "policy"):
         raise ModelError(_wrong_kind(directory, found, kind))
     config = _read_config(directory)
-    _check_weights(directory, found, config, stored)
+    ours = OURS.get(_architecture(directory), (None, None))[1]
+    if ours is not None:
+        config.num_labels = ours.labels  # their config leaves it out
+    _check_weights(directory, found, config, stored, ours)
     tokenizer = load_tokenizer(directory)
     _check_vocabulary(directory, tokenizer, config)
     if kind in LABELS:
         _choose_labels(directory, config, found == kind, LABELS[kind] if found != kind and labels is None else labels)
-    module = _build(directory, kind, config, dtype, new_head=found != kind, seed=seed)
+    model_class = ours if ours is not None and found == kind else AUTO[kind]
+    module = _build(directory, kind, model_class, config, dtype, new_head=found != kind, seed=seed)
     set_pad(module, tokenizer.pad_token_id)
     return Loaded(_to_device(module.eval(), device), tokenizer, directory, kind)
 
@@ -150,10 +165,10 @@ def _read_config(directory: Path) -> Any:
         ) from error
 
 
-def _check_weights(directory: Path, found: Kind, config: Any, stored: dict[str, weights.Stored]) -> None:
+def _check_weights(directory: Path, found: Kind, config: Any, stored: dict[str, weights.Stored], ours: Any) -> None:
     try:
         with quiet(), seeded(0), torch.device("meta"):
-            meta = AUTO[found].from_config(config, trust_remote_code=False)
+            meta = ours(config) if ours is not None else AUTO[found].from_config(config, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"{directory}: transformers cannot build a {found} model of it: {one_line(error)}") from error
     weights.check_names(meta, stored, directory)
@@ -182,10 +197,12 @@ def _choose_labels(directory: Path, config: Any, saved: bool, labels: int | None
         config.classifier_dropout = 0.0
 
 
-def _build(directory: Path, kind: Kind, config: Any, dtype: str, *, new_head: bool, seed: int) -> nn.Module:
+def _build(
+    directory: Path, kind: Kind, model_class: Any, config: Any, dtype: str, *, new_head: bool, seed: int
+) -> nn.Module:
     try:
         with quiet(), seeded(seed):
-            module, report = AUTO[kind].from_pretrained(
+            module, report = model_class.from_pretrained(
                 directory, config=config, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
                 use_safetensors=True, output_loading_info=True,
                 # A head of another kind may have the new head's name and another shape; all shapes but its are checked.

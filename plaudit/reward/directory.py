@@ -13,6 +13,12 @@ from plaudit.models.safety import read_json
 
 REWARD_TOML = "reward.toml"
 VALUE_HEAD = "value_head.safetensors"
+BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
+    "ForSequenceClassification": {"kind": "outcome"},
+    "ForTokenClassification": {"kind": "process"},
+    "Qwen2ForRewardModel": {"kind": "outcome"},
+    "Qwen2ForProcessRewardModel": {"kind": "process", "format": "qwen2.5-math-prm"},
+}
 
 
 def complete(tree: Mapping[str, Any], source: str) -> RewardTable:
@@ -20,11 +26,31 @@ def complete(tree: Mapping[str, Any], source: str) -> RewardTable:
     if "path" not in tree or tree.get("kind", "outcome") not in ("outcome", "process"):
         return parse_reward(tree, source)
     directory = resolve(str(tree["path"]))
+    own = _own(directory)
+    if not own and "kind" not in tree:
+        if "format" not in tree:
+            raise ConfigError(
+                f"{directory} holds {_architecture(directory)}, which does not say how it scores; a causal LM that "
+                'judges steps needs kind = "process" and a format, for instance format = "math-shepherd"'
+            )
+        own = {"kind": "process"}
+    same = tree.get("kind", own.get("kind")) == own.get("kind")
+    return parse_reward(_over(own, tree) if same else tree, source)
+
+
+def _own(directory: Path) -> dict[str, Any]:
+    """What the directory says itself; nothing for a causal LM."""
     file = directory / REWARD_TOML
-    own = read_reward_toml(file) if file.is_file() else {}
-    if own and tree.get("kind", own.get("kind")) == own.get("kind"):
-        return parse_reward(_over(own, tree), source)
-    return parse_reward(tree if "kind" in tree else {**tree, "kind": _kind(directory, tree)}, source)
+    if file.is_file():
+        return read_reward_toml(file)
+    if (directory / VALUE_HEAD).is_file():
+        return {"kind": "process"}
+    name = _architecture(directory)
+    return next((keys for suffix, keys in BY_ARCHITECTURE.items() if name.endswith(suffix)), {})
+
+
+def _architecture(directory: Path) -> str:
+    return str((read_json(directory / CONFIG).get("architectures") or [None])[0])
 
 
 def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,17 +59,3 @@ def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(own.get("format"), Mapping) and isinstance(given.get("format"), Mapping):
         merged["format"] = {**own["format"], **given["format"]}
     return merged
-
-
-def _kind(directory: Path, tree: Mapping[str, Any]) -> str:
-    if (directory / VALUE_HEAD).is_file() or "format" in tree:
-        return "process"
-    name = str((read_json(directory / CONFIG).get("architectures") or [None])[0])
-    if name.endswith("ForSequenceClassification"):
-        return "outcome"
-    if name.endswith("ForTokenClassification"):
-        return "process"
-    raise ConfigError(
-        f"{directory} holds {name}, which does not say how it scores; a causal LM that judges steps needs "
-        'kind = "process" and a format, for instance format = "math-shepherd"'
-    )

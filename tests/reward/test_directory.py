@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from plaudit.config import parse_recipe
+from plaudit.config import load_recipe, parse_recipe
 from plaudit.config.reward import BlendTable, JudgeTable, OutcomeTable, ProcessTable, RuleTable, parse_reward
 from plaudit.errors import ConfigError, ModelError
-from plaudit.models import save
+from plaudit.models import resolve, save
 from plaudit.records import Item
 from plaudit.reward import complete, load_reward
 from plaudit.train.progress import Progress
 from plaudit.train.run import Run
-from plaudit.train.supervised import SupervisedTraining
+from plaudit.train.supervised import SupervisedTraining, reward_toml
 
 from . import tiny
 
@@ -28,6 +28,13 @@ def test_the_embedded_models_speak_for_themselves() -> None:
     assert process.format.split == ";"
     with pytest.raises(ConfigError, match='kind = "process" and a format'):
         complete({"path": "sums-policy"}, "test")
+
+
+def test_the_embedded_tables_are_what_training_writes() -> None:
+    for name in ("sums", "sums-steps"):
+        directory = resolve(name)
+        assert (directory / "reward.toml").read_text() == reward_toml(load_recipe(directory / "recipe.toml"))
+    assert reward_toml(load_recipe(resolve("sums-policy") / "recipe.toml")) is None
 
 
 def test_what_the_user_says_wins() -> None:

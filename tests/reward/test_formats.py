@@ -6,17 +6,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config
 
 from plaudit.config.formats import FORMATS
 from plaudit.config.reward import parse_reward
 from plaudit.errors import ConfigError, ModelError
+from plaudit.models.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
 from plaudit.records import Item, StepScores
-from plaudit.reward import complete, load_reward
+from plaudit.reward import Facts, ProcessReading, complete, load_reward
 
 from . import tiny
 from .tiny import QUESTION, STEPS
 
 TOLERANCE = 1e-5
+QWEN_FACTS = Facts("Qwen2ForProcessRewardModel", 400, 512, ("LABEL_0", "LABEL_1"), False)
 
 
 def scored(path: str, item: Item, **keys: Any) -> StepScores:
@@ -113,6 +117,29 @@ def test_qwen_math_prm(tmp_path: Path) -> None:
     ):
         check(scored(path, item, format="qwen2.5-math-prm"), ids, expected)
     check(scored(path, Item(tokens=tuple(whole)), format="qwen2.5-math-prm"), whole, expected)
+
+
+def test_qwens_own_architectures_load_without_their_code(tmp_path: Path) -> None:
+    """As published: a head of two layers, no num_labels in the config, a vocabulary head nobody needs."""
+    tokenizer = tiny.qwen()
+    keys = {**tiny.shape(tokenizer).to_dict(), "model_type": "qwen2"}
+    config = Qwen2Config(**{k: v for k, v in keys.items() if k not in ("architectures", "rope_parameters")})
+    for model_class in (Qwen2ForProcessRewardModel, Qwen2ForRewardModel):
+        torch.manual_seed(7)
+        module = model_class(config).eval()
+        path = tiny.write(tmp_path / model_class.__name__, module, tokenizer)
+        weights = Path(path) / "model.safetensors"
+        save_file({**load_file(weights), "lm_head.weight": torch.zeros(4, 4)}, weights, {"format": "pt"})
+        item = Item(prompt=QUESTION, response=STEPS)
+        (result,) = load_reward(path).score([item])
+        assert result.error is None
+        if isinstance(result, StepScores):
+            ids = ProcessReading(complete({"path": path}, ""), tokenizer, QWEN_FACTS).prepare(item).tokens
+            at = [i for i, token in enumerate(ids) if token == tokenizer.encode("<extra_0>")[0]]
+            check(result, ids, tiny.softmax(tiny.plain(module, ids)[at])[:, 1])
+        else:
+            ids = [*tokenizer.encode(QUESTION), *tokenizer.encode("".join(STEPS)), tokenizer.eos_token_id]
+            assert result.value == pytest.approx(tiny.plain(module, ids)[-1][0], abs=TOLERANCE)
 
 
 def test_skywork_o1_prm(tmp_path: Path) -> None:
