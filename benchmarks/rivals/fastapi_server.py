@@ -57,8 +57,7 @@ def main() -> None:
 
     # the application's end, not after run(): uvicorn sends itself the signal again once it has stopped
     app.router.on_shutdown.append(lambda: Path(options.stats).write_text(json.dumps(counts)))
-    # keep-alive: forwards hold the event loop up, and with the usual 5 seconds it would drop clients that are waiting
-    uvicorn.run(app, host="127.0.0.1", port=options.port, access_log=False, log_level="warning", timeout_keep_alive=600)
+    uvicorn.run(app, host="127.0.0.1", port=options.port, access_log=False, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def main() -> None:
         nonlocal upcoming
         if upcoming == len(requests) or time.perf_counter() - begin > seconds:
             asking.pop(connection, None)
+            selector.unregister(connection)  # the server may drop it now: it is idle
             return
         asking[connection] = upcoming
         received[connection] = b""
