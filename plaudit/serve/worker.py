@@ -17,7 +17,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from plaudit.config.reward import parse_reward
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.sequence import Update
-from plaudit.errors import PlauditError, RequestError
+from plaudit.errors import ModelError, PlauditError, RequestError
 from plaudit.records import ItemError
 from plaudit.reward.load import load_worker
 from plaudit.serve import frames
@@ -53,6 +53,8 @@ class Worker:
     def __init__(self, sock: socket.socket, engine: Engine) -> None:
         self.sock = sock
         self.engine = engine
+        self._incoming = select.poll()  # and not select(), which takes no descriptor from 1024 on
+        self._incoming.register(sock, select.POLLIN)
         self._unpacker = frames.Unpacker()
         self._asked: dict[int, _Asked] = {}  # by the engine's number
         self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
@@ -71,7 +73,12 @@ class Worker:
         columns = [0] if self.engine.decoder.kind == "causal" else None
         for lengths in ([1], [2, 7, 16], [most], [most // 2 or 1] * 2):
             ids = [[(7 * i + n) % vocabulary for i in range(length)] for n, length in enumerate(lengths)]
-            self.engine.score(ids, columns=columns, cache=True)
+            with suppress(RequestError):  # a damaged model may give no number for some token; whoever sends it hears it
+                self.engine.score(ids, columns=columns, cache=True)
+        try:
+            self.engine.score([[0]], columns=columns)
+        except RequestError as error:
+            raise ModelError(f"it cannot score even one token ({error}); its weights are damaged") from error
         self.engine.new_version(self.engine.version)  # nothing of this stays in the tree
         self._before = self.engine.stats()
 
@@ -100,7 +107,7 @@ class Worker:
 
     def _receive(self, block: bool) -> bool:
         """Take in what has come; False when the front is gone."""
-        while select.select([self.sock], [], [], None if block else 0)[0]:
+        while self._incoming.poll(None if block else 0):
             data = self.sock.recv(1 << 20)
             if not data:
                 return False
@@ -201,14 +208,21 @@ def main(fd: int) -> None:
     try:
         engine, hello = _load(start.table)
     except (PlauditError, OSError, ValueError, RuntimeError) as error:
-        sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
-        sys.exit(2)
+        _fail(sock, error)
     with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
         worker = Worker(sock, engine)
         worker.send(hello)
-        worker.warm_up()
+        try:
+            worker.warm_up()
+        except ModelError as error:
+            _fail(sock, error)
         worker.send(frames.Ready())
         worker.run()
+
+
+def _fail(sock: socket.socket, error: Exception) -> NoReturn:
+    sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
+    sys.exit(2)
 
 
 def _first(sock: socket.socket) -> frames.Start:
