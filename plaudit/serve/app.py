@@ -76,7 +76,8 @@ class App:
         length = request.headers.get(b"content-length", b"0")
         request.take_deadline()
         began = time.perf_counter()
-        with self.admission.request(min(int(length), self.limits.body_bytes) if length.isdigit() else 0):
+        size = min(int(length), self.limits.body_bytes) if length.isdigit() else 0
+        with self.admission.request(request.tenant, size):
             body = await request.body()
             reply = await self._unless_gone(route, request, body)
         self.metrics.history.request(time.perf_counter() - began)

@@ -135,7 +135,7 @@ class ServedModel:
             self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
             sound = [work for work in works if not isinstance(work, ItemError)]
             tokens = sum(len(work.tokens) for work in sound)
-            with self._shop.admission.tokens(tokens):
+            with self._shop.admission.tokens(ask.tenant, tokens):
                 ticket = deployment.submit(
                     sound, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache
                 )
@@ -235,7 +235,7 @@ class ServedCalls:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"{kind}-{name}")
 
     async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
-        with self._shop.admission.tokens(sum(map(_guessed_tokens, items))):
+        with self._shop.admission.tokens(ask.tenant, sum(map(_guessed_tokens, items))):
             calls = asyncio.get_running_loop().run_in_executor(self._threads, self._reward.score, items)
             results = await _in_time(calls, ask)
         return Scored(self._version, list(results), 0)

@@ -69,7 +69,8 @@ class _Server:
         sock = bind(table.host, table.port)
         port = sock.getsockname()[1]
         live = None if table.health_port is None else _LiveThread(table.host, table.health_port)
-        admission = Admission(limits.queued_tokens, limits.buffered_bytes, table.overload_status, self.metrics)
+        holders = len(table.api_keys) + bool(table.allow_open)
+        admission = Admission(limits.queued_tokens, limits.buffered_bytes, holders, table.overload_status, self.metrics)
         models = Models(table, admission, self.metrics, self.log)
         keys = Keys(
             table.api_keys, table.admin_key, keyless=loopback(table.host), allow_open=frozenset(table.allow_open)

@@ -1,0 +1,296 @@
+"""More work than the server can do, from clients that are impatient, greedy or gone.
+
+The model is slowed down, so that what counts is decided by the server and not by this machine. Where an order or a
+delay is tested, it is counted in steps of the model and not in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count, islice
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.faults import Faults
+from tests.serve.process import ServerProcess
+
+BUDGET = 512  # tokens of a step
+WINDOW = 4 * BUDGET  # that the worker may hold
+MOST = 8000  # tokens in the server
+KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
+_numbers = count()
+
+
+def items(how_many: int, length: int) -> list[dict[str, Any]]:
+    """Items that nobody has asked for before."""
+    return [{"tokens": [5 + (n >> bit) % 2 for bit in range(length)]} for n in islice(_numbers, how_many)]
+
+
+def post(
+    server: ServerProcess, content: list[dict[str, Any]], key: str = "alice", headers: dict[str, str] | None = None,
+    **fields: Any,
+) -> httpx.Response:  # fmt: skip
+    return server.http.post(
+        "/v1/rewards",
+        json={"items": content, **fields},
+        headers={"authorization": f"Bearer {KEYS[key]}", **(headers or {})},
+    )
+
+
+def scores(reply: httpx.Response) -> list[float]:
+    assert reply.status_code == 200, reply.text
+    return [item["scores"][0] for item in reply.json()["items"]]
+
+
+def opened(server: ServerProcess, content: list[dict[str, Any]]) -> socket.socket:
+    """A request whose reply nobody reads."""
+    body = json.dumps({"items": content}).encode()
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    head = f"POST /v1/rewards HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS['bob']}\r\n"
+    sock.sendall(f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    return sock
+
+
+def stats(server: ServerProcess) -> dict[str, Any]:
+    found: dict[str, Any] = server.http.get("/stats").json()
+    return {**found, **found["models"][0]}
+
+
+def worked(server: ServerProcess) -> float:
+    """Tokens that the model has read."""
+    return sum(server.metric("plaudit_tokens_total", kind=kind) for kind in ("computed", "prefix"))
+
+
+def until(what: str, condition: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not {what} within {seconds} s"
+        time.sleep(0.01)
+
+
+def idle(server: ServerProcess) -> bool:
+    now = stats(server)
+    return not (now["open_tokens"] or now["queue_tokens"] or now["held_tokens"])
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[Faults]:
+    with Faults() as faults:
+        yield faults
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(64) as threads:
+        yield threads
+
+
+@pytest.fixture(scope="module")
+def starting(faults: Faults) -> Iterator[ServerProcess]:
+    tree = {
+        "models": {"sums": {"path": "sums", "budget": BUDGET}}, "api_keys": KEYS,
+        "limits": {"queued_tokens": MOST},
+    }  # fmt: skip
+    with ServerProcess(tree, environment=faults.environment, wait=False) as server:
+        server.http.headers["authorization"] = f"Bearer {KEYS['alice']}"
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(starting: ServerProcess) -> ServerProcess:
+    starting.wait_ready()
+    return starting
+
+
+@pytest.fixture(autouse=True)
+def _calm(starting: ServerProcess, faults: Faults) -> Iterator[None]:
+    yield
+    faults.clear()
+    until("idle", lambda: idle(starting))
+
+
+def test_ready_only_when_warm(starting: ServerProcess, faults: Faults) -> None:
+    """B35: the server is not ready, and takes nothing, before the model has computed steps of every size."""
+    faults.set("sleep", seconds=0.3)
+    seen: set[int] = set()
+    end = time.monotonic() + 240
+    while 200 not in seen:
+        assert time.monotonic() < end, starting.log()
+        computed = faults.steps()  # before the question, so that they were computed when it was answered
+        with suppress(httpx.TransportError):
+            seen.add(starting.http.get("/health/ready").status_code)
+            if 200 not in seen:
+                assert post(starting, items(1, 8)).status_code in (200, 503)
+        time.sleep(0.05)
+    assert 503 in seen
+    assert computed >= 4
+    assert stats(starting)["max_tokens"] == 256
+    faults.clear()
+    began = time.monotonic()
+    scores(post(starting, items(8, 200)))
+    assert time.monotonic() - began < 5
+
+
+def test_a_full_queue_refuses_at_once_and_answers_what_it_took(
+    server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor
+) -> None:
+    """B27: refused with 503 and Retry-After, quickly; the tokens inside never pass the limit; the others finish."""
+    asked = [items(4, 250) for _ in range(20)]
+    expected = [scores(post(server, content, cache=False)) for content in asked]
+    faults.set("sleep", seconds=0.2)
+    replies = [threads.submit(post, server, content, cache=False) for content in asked]
+    most = 0
+    while not all(reply.done() for reply in replies):
+        most = max(most, stats(server)["open_tokens"])
+        time.sleep(0.02)
+    refused = [r.result() for r in replies if r.result().status_code != 200]
+    assert len(refused) >= 20 - MOST // 1000
+    assert 0 < most <= MOST
+    for reply in refused:
+        assert reply.status_code == 503
+        assert reply.json()["error"]["type"] == "overloaded"
+        assert reply.json()["error"]["retryable"] is True
+        assert int(reply.headers["retry-after"]) >= 1
+        assert reply.elapsed.total_seconds() < 2
+    taken = 0
+    for reply, right in zip(replies, expected, strict=True):
+        if reply.result().status_code == 200:
+            taken += 1
+            assert scores(reply.result()) == pytest.approx(right, abs=1e-5)
+    assert taken >= 2
+    assert server.metric("plaudit_rejected_total", reason="overload") >= len(refused)
+
+
+def test_admission_counts_tokens(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """B28: forty tiny requests fit where eight giant ones do not; one that could never fit is told so."""
+    faults.set("sleep", seconds=0.1)
+    tiny = list(threads.map(lambda _: post(server, items(1, 16)), range(40)))
+    assert {reply.status_code for reply in tiny} == {200}
+    giant = list(threads.map(lambda _: post(server, items(8, 250)), range(8)))
+    assert {reply.status_code for reply in giant} == {200, 503}
+    never = post(server, items(MOST // 250 + 1, 250))
+    assert never.status_code == 422
+    assert never.json()["error"]["type"] == "too_many_tokens"
+
+
+def test_a_deadline_that_has_passed(server: ServerProcess) -> None:
+    """B29: answered 504 without a token submitted; a deadline that is no number is the client's mistake."""
+    before = server.metric("plaudit_tokens_total", kind="submitted")
+    for given, status in (("0", 504), ("-3.5", 504), ("soon", 400), ("nan", 400)):
+        reply = post(server, items(1, 20), headers={"x-deadline": given})
+        assert reply.status_code == status
+        assert reply.json()["error"]["type"] == ("deadline" if status == 504 else "bad_deadline")
+    assert server.metric("plaudit_tokens_total", kind="submitted") == before
+    assert server.metric("plaudit_errors_total", type="deadline") >= 2
+
+
+def test_a_deadline_that_passes_in_the_queue(
+    server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor
+) -> None:
+    """B30: 504 at the deadline, and what had not been sent to the worker is never computed."""
+    before = worked(server)
+    expired = server.metric("plaudit_expired_before_batch_total")
+    faults.set("sleep", seconds=0.5)
+    ahead = threads.submit(post, server, items(14, 250), cache=False)
+    until("held", lambda: stats(server)["queue_tokens"] > 0)
+    late = post(server, items(3, 100), "bob", {"x-deadline": "0.2"})
+    assert late.status_code == 504
+    assert late.json()["error"]["type"] == "deadline"
+    assert late.elapsed.total_seconds() < 2
+    faults.clear()
+    scores(ahead.result())
+    assert server.metric("plaudit_expired_before_batch_total") == expired + 3
+    assert worked(server) - before == 14 * 250
+
+
+def test_a_client_that_goes_away(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """B31: what waits is never computed, what is being computed gives its place back, and neither is a failure."""
+    errors = server.metric("plaudit_errors_total")
+    cancelled = server.metric("plaudit_cancelled_total")
+    before = worked(server)
+    faults.set("sleep", seconds=0.5)
+    ahead = threads.submit(post, server, items(14, 250), cache=False)
+    until("held", lambda: stats(server)["queue_tokens"] > 0)
+    waiting = stats(server)["queue_items"]
+    gone = opened(server, items(3, 100))
+    until("queued", lambda: stats(server)["queue_items"] >= waiting + 3)
+    gone.close()
+    until("cancelled", lambda: server.metric("plaudit_cancelled_total") == cancelled + 3)
+    faults.clear()
+    scores(ahead.result())
+    assert worked(server) - before == 14 * 250
+    until("idle", lambda: idle(server))
+    faults.set("sleep", seconds=0.3)
+    for _ in range(3):  # more than the window in all: nothing may be lost to those who have gone
+        gone = opened(server, items(7, 250))
+        until("held", lambda: stats(server)["held_tokens"] > 0)
+        gone.close()
+        until("idle", lambda: idle(server))
+    assert server.metric("plaudit_cancelled_total") == cancelled + 3 + 21
+    faults.clear()
+    scores(post(server, items(8, 250)))
+    assert server.metric("plaudit_errors_total") == errors
+
+
+def test_clients_that_retry_without_waiting(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """B33: while most requests are refused and come back at once, the model goes on computing full steps."""
+    faults.set("sleep", seconds=0.1)
+
+    def insist(seconds: float) -> int:
+        answered, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            answered += post(server, items(4, 250), cache=False).status_code == 200
+        return answered
+
+    def answered(clients: int, seconds: float) -> tuple[int, float]:
+        steps, began = faults.steps(), time.monotonic()
+        done = sum(threads.map(insist, [seconds] * clients))
+        took = time.monotonic() - began
+        return done, (faults.steps() - steps) / took
+
+    calm, steps_calm = answered(3, 4)
+    refused = server.metric("plaudit_rejected_total", reason="overload")
+    storm, steps_storm = answered(32, 4)
+    assert server.metric("plaudit_rejected_total", reason="overload") > refused + 32
+    assert storm >= 0.8 * calm, (calm, storm, steps_calm, steps_storm)
+
+
+def test_a_key_that_floods_the_server(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """B34: the other key is never refused, and waits for what the worker holds, not for the other's queue."""
+    faults.set("sleep", seconds=0.05)
+    flooding = True
+
+    def flood(_: int) -> None:
+        while flooding:
+            post(server, items(8, 125), "alice", cache=False)
+
+    floods = [threads.submit(flood, n) for n in range(12)]
+    until("flooded", lambda: stats(server)["open_tokens"] > MOST // 4)
+    waited = []
+    for _ in range(10):
+        before = faults.steps()
+        scores(post(server, items(2, 100), "bob"))
+        waited.append(faults.steps() - before)
+    flooding = False
+    for done in floods:
+        done.result()
+    assert max(waited) <= WINDOW // BUDGET + 4, waited
+
+
+def test_short_requests_among_long_ones(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """B36: an item of 16 tokens overtakes the queue of another request of the same key."""
+    faults.set("sleep", seconds=0.1)
+    long = threads.submit(post, server, items(15, 250), cache=False)
+    until("held", lambda: stats(server)["queue_tokens"] > 0)
+    before = faults.steps()
+    scores(post(server, items(1, 16)))
+    assert faults.steps() - before <= WINDOW // BUDGET + 2
+    assert not long.done()
+    scores(long.result())
