@@ -1,0 +1,63 @@
+"""However a decode window is laid out, cut and taken up again, the tokens are those of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plaudit.core import Engine, SamplingParams, cpu_decode
+from tests.core import tiny
+
+# Lengths 1 (nothing before the window), 17 (a full block and the token to be read) and some that make several groups.
+PROMPTS = [tiny.sequences(20 + n, 1, n, n)[0] for n in (1, 17, 9, 33, 120, 5)]
+TOKENS = 80
+WIDTH = 2 * 2 * 8 * 8  # bytes of one token in one layer: keys and values, 2 heads of 8, float64
+
+
+@pytest.mark.parametrize("look_every", [1, 8, 100])
+@pytest.mark.parametrize(("room", "workspace"), [(64, 2**26), (8, 2**26), (16, 0), (16, WIDTH * 700)])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_tokens_are_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, family: str, room: int, workspace: int, look_every: int
+) -> None:
+    monkeypatch.setattr(cpu_decode, "ROOM", room)
+    monkeypatch.setattr(cpu_decode, "WORKSPACE", workspace)
+    module = tiny.model(family, dtype=torch.float64)
+    engine = Engine(module, look_every=look_every)
+    options = [SamplingParams(temperature=0, max_tokens=TOKENS - 9 * i) for i in range(len(PROMPTS))]
+    samples = engine.generate(PROMPTS, options)
+    for prompt, option, sample in zip(PROMPTS, options, samples, strict=True):
+        assert option.max_tokens is not None
+        assert list(sample.token_ids) == tiny.plain_greedy(module, prompt, option.max_tokens)
+    # What the window stored is what a later call finds.
+    whole = [[*p, *s.token_ids] for p, s in zip(PROMPTS, samples, strict=True)]
+    for ids, found in zip(whole, engine.logprobs(whole, cache=True), strict=True):
+        assert abs(found - tiny.plain_logprobs(module, ids)).max() < 1e-5
+    engine.check()
+
+
+def test_a_window_lasts_until_something_else_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tiny.model("llama", dtype=torch.float64)
+    engine = Engine(module, look_every=4)
+    made = 0
+    build = cpu_decode.DecodeWindow.__init__
+
+    def counted(*args: object) -> None:
+        nonlocal made
+        made += 1
+        build(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cpu_decode.DecodeWindow, "__init__", counted)
+    free = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+    expected = engine.generate(PROMPTS[:2], free)
+    assert made == 1
+    first = engine.submit(PROMPTS[0], free)
+    for _ in range(4):
+        engine.step()
+    assert made == 2
+    second = engine.submit(PROMPTS[1], free)  # its prompt is read, and the rows are others from then on
+    engine.step()
+    engine.new_version(keep="continue")
+    tokens = {u.request: u.sample.token_ids for _ in range(20) for u in engine.step() if u.sample is not None}
+    assert made == 4
+    assert [tokens[first], tokens[second]] == [s.token_ids for s in expected]
