@@ -121,10 +121,23 @@ def _content(schema: str, binary: bytes | None = None) -> dict[str, Any]:
 
 def docs_page() -> str:
     """Readable without the internet, so no viewer of somebody else's: the protocol's own words."""
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>Plaudit: rewards over HTTP</title>"
-        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-        "pre{background:#f4f4f2;padding:1rem;overflow:auto}</style>"
-        "<h1>Rewards over HTTP</h1><p>The machine-readable form is at <a href=/openapi.json>/openapi.json</a>; "
-        f"the live page is at <a href=/>/</a>.</p><pre>{html.escape(native.__doc__ or '')}</pre></html>"
-    )
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Plaudit: rewards over HTTP</title>
+<link rel="icon" href="data:,">
+<style>
+  :root {{ color-scheme: light dark }}
+  body {{ font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1.5rem;
+    color: light-dark(#22201d, #ebe7df); background: light-dark(#fbfaf7, #171614) }}
+  h1 {{ font: 600 1.35rem/1.4 ui-serif, Georgia, "Noto Serif", serif }}
+  a {{ color: inherit; text-underline-offset: .2em }}
+  pre {{ font: .8125rem/1.55 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; padding: 1rem 1.25rem; overflow: auto;
+    background: light-dark(#fff, #1e1d1a); border: 1px solid light-dark(#e4e0d8, #34312c); border-radius: 4px }}
+</style>
+<h1>Rewards over HTTP</h1>
+<p>The machine-readable form is at <a href="/openapi.json">/openapi.json</a>; the live page is at <a href="/">/</a>.</p>
+<pre>{html.escape(native.__doc__ or "")}</pre>
+</html>
+"""
