@@ -155,3 +155,16 @@ def test_training_is_not_touched_by_the_kernels() -> None:
     model.set_attn_implementation("sdpa")
     model(torch.tensor([PROMPTS[3]], device="cuda")).logits.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_graphs_follow_the_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(causal("llama").cuda(), config).eval()
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    run = engine(model)
+    adapted, again = (tokens(run.generate(PROMPTS, greedy)) for _ in range(2))
+    with model.disable_adapter():
+        plain = tokens(run.generate(PROMPTS, greedy))
+    assert adapted == again == tokens(run.generate(PROMPTS, greedy))
+    assert adapted != plain == tokens(engine(causal("llama")).generate(PROMPTS, greedy))
