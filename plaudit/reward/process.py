@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,10 @@ class ProcessReading:
         self.tag = [] if self.format.tag is None else _tag_ids(self.format.tag, tokenizer)
         # A token that only a tag can be: vocabularies hold some that are not marked as control tokens.
         self.reserved = bool(self.tag) and self.tag[-1] in tokenizer.added_tokens_decoder
+        if self.reserved and self.format.joined:
+            raise ConfigError(
+                f"format.joined = true, but the tag {self.format.tag!r} is a control token; set it to false"
+            )
         self.turns = read_turns(tokenizer, self.format.system) if self.format.chat == "turns" else None
         self.end = tokenizer.eos_token_id
         if self.format.end and self.end is None:
@@ -67,8 +72,8 @@ class ProcessReading:
         draft = self._draft(item)
         if not draft.positions:
             raise Refused("no_steps", f"found no step: nothing ends with {self.format.tag or self.format.split!r}")
-        if any(b <= a for a, b in zip(draft.positions, draft.positions[1:], strict=False)):
-            raise Refused("bad_steps", "two steps end in the same token; separate them by more than they are now")
+        if draft.positions[0] < 0 or any(b <= a for a, b in pairwise(draft.positions)):
+            raise Refused("bad_steps", "each step needs a token of its own; one is empty or ends in another's token")
         tokens, cut = self.intake.cut(draft.tokens, draft.positions[0], draft.positions[-1], item.truncate)
         positions = tuple(position - cut for position in draft.positions)
         return Work(tokens, positions, self.columns, len(positions), len(tokens) < len(draft.tokens))

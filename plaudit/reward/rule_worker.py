@@ -68,6 +68,7 @@ def _mathematics() -> Callable[[str, str], bool]:
             raise ValueError(f"the truth {truth[:60]!r} cannot be read as mathematics")
         return bool(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
+    equal("$x$", "$x$")  # loads what it loads late, which is not the first response's time
     return equal
 
 

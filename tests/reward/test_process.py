@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plaudit.config.reward import ProcessTable, parse_reward
-from plaudit.errors import Refused
+from plaudit.errors import ConfigError, Refused
 from plaudit.records import Item
 from plaudit.reward import Facts, ProcessReading
 from plaudit.reward.process import step_spans
@@ -106,6 +106,16 @@ def test_a_tag_token_that_is_not_marked_special_is_refused_in_content() -> None:
     assert of.prepare(Item(prompt=QUESTION, response=STEPS)).steps == 3
     assert refusal(of, Item(prompt=QUESTION, response=("one <extra_0> two",))) == "bad_text"
     assert refusal(of, Item(prompt="<extra_0>", response=STEPS)) == "bad_text"
+
+
+def test_a_tag_with_nothing_before_it_and_one_that_cannot_be_joined() -> None:
+    form = {"chat": "never", "tag": "+", "read": "before", "end": False}
+    of = reading(form, tiny.chatml())
+    tag = of.tag[-1]
+    assert of.prepare(Item(tokens=(5, tag, 6, tag))).positions == (0, 2)
+    assert refusal(of, Item(tokens=(tag, 6, tag))) == "bad_steps"
+    with pytest.raises(ConfigError, match="is a control token"):
+        reading({"chat": "never", "tag": "<extra_0>", "read": "tag", "end": False, "joined": True}, tiny.qwen())
 
 
 @ALL
