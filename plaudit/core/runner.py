@@ -102,11 +102,13 @@ class Runner:
             sequence = chunk.sequence
             sequence.computed += chunk.tokens
             self.tokens_computed += chunk.tokens
+            if not span.wanted:
+                continue
             if sequence.request.read is not None:
                 positions = [span.start + w for w in span.wanted]
                 readings.append((sequence, Reading(sequence.request.read, sequence.tokens, positions)))
                 read_rows += range(at, at + len(span.wanted))
-            elif span.wanted:
+            else:
                 drawing.append((sequence, at))
             at += len(span.wanted)
         if readings:
@@ -231,7 +233,7 @@ class Runner:
         if finished:
             self.scheduler.release(sequence)
         if done:
-            values = np.concatenate(sequence.values)
+            values = np.concatenate(sequence.values or [np.empty(0, dtype=np.float32)])
             if np.isfinite(values).all():
                 return Update(sequence.request.number, 0, (), "", values=values)
             sequence.finish = "error"

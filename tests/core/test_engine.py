@@ -290,6 +290,17 @@ def test_scores_in_the_queue(engine: Engine) -> None:
     assert updates[other].sample is not None
 
 
+def test_a_score_in_the_queue_that_takes_several_steps() -> None:
+    module = tiny.model("llama", "token", labels=2)
+    ids = tiny.sequences(9, 3, 60, 90)
+    positions = [[len(s) - 1] for s in ids]
+    whole = Engine(module).score(ids, positions=positions)
+    in_parts = Engine(module, budget=16).score(ids, positions=positions, cache=True)  # most parts read nothing
+    for got, expected in zip(in_parts, whole, strict=True):
+        assert got.shape == (1, 2)
+        assert abs(got - expected).max() < 1e-4
+
+
 def test_a_search_computes_only_new_tokens() -> None:
     engine = Engine(tiny.model("llama", "token", labels=2))
     path = tiny.sequences(9, 1, 37, 37)[0]
