@@ -84,7 +84,7 @@ class Worker:
 
     def run(self) -> None:
         threading.Thread(target=self._say_alive, daemon=True).start()
-        while self._receive(block=not self.engine.busy and not self._alone):
+        while self._receive(block=not (self.engine.busy or self._alone or self._waiting)):
             self._submit_next()
             self._report(self.engine.step())
 

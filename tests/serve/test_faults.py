@@ -1,0 +1,435 @@
+"""What breaks below the server or around it: a step, the worker, the event loop, the disk, the start, the end."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import plaudit.serve
+from tests.serve.faults import Faults
+from tests.serve.process import ServerProcess, free_port
+
+SUMS = Path(plaudit.__path__[0]) / "embedded" / "sums"
+ADMIN = "key-of-the-admin"
+BUDGET = 1024
+_numbers = count()
+
+
+def items(how_many: int, length: int = 40) -> list[dict[str, Any]]:
+    """Items that nobody has asked for before."""
+    return [{"tokens": [5 + (n >> bit) % 2 for bit in range(length)]} for n in islice(_numbers, how_many)]
+
+
+def answers(reply: httpx.Response) -> list[dict[str, Any]]:
+    assert reply.status_code == 200, reply.text
+    found: list[dict[str, Any]] = reply.json()["items"]
+    return found
+
+
+def scores(reply: httpx.Response) -> list[float]:
+    return [item["scores"][0] for item in answers(reply)]
+
+
+def ask(server: ServerProcess, content: list[dict[str, Any]]) -> httpx.Response:
+    return server.rewards(content, cache=False)
+
+
+def until(what: str, condition: Any, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not {what} within {seconds} s"
+        time.sleep(0.02)
+
+
+def model(server: ServerProcess) -> dict[str, Any]:
+    found: dict[str, Any] = server.http.get("/stats").json()["models"][0]
+    return found
+
+
+def descendants(server: ServerProcess) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=5)[1]
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[Faults]:
+    with Faults() as faults:
+        yield faults
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models to swap in: one with other weights, one whose weights are cut off."""
+    root = tmp_path_factory.mktemp("models")
+    other_model(root / "other")
+    cut_model(root / "cut")
+    copytree(SUMS, root / "same")
+    return root
+
+
+def other_model(path: Path) -> None:
+    copytree(SUMS, path)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    weights["score.weight"] = -weights["score.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def cut_model(path: Path) -> None:
+    copytree(SUMS, path)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:20_000])
+
+
+@pytest.fixture(scope="module")
+def server(faults: Faults, root: Path) -> Iterator[ServerProcess]:
+    tree = {
+        "models": {"sums": {"path": "sums", "budget": BUDGET}}, "admin_key": ADMIN, "model_root": str(root),
+        "health_port": free_port(), "overload_status": 429, "limits": {"queued_tokens": 20_000},
+    }  # fmt: skip
+    with ServerProcess(tree, environment=faults.environment) as server:
+        server.health_port = tree["health_port"]  # type: ignore[attr-defined]
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _mended(faults: Faults) -> Iterator[None]:
+    yield
+    faults.clear()
+
+
+def test_a_step_that_fails_once(server: ServerProcess, faults: Faults) -> None:
+    """C37: its items are computed again, one by one, and nobody sees an error."""
+    asked = items(6)
+    expected = scores(ask(server, asked))
+    faults.set("raise", once=True)
+    assert scores(ask(server, asked)) == pytest.approx(expected, abs=1e-5)
+    assert faults.met
+    assert model(server)["restarts"] == 0
+
+
+def test_an_item_that_always_fails(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C38: it alone gets an error, which says nothing of the server's insides; the rest get their scores, also while
+    other work keeps coming."""
+    asked = items(12)
+    expected = scores(ask(server, asked))
+    faults.set("raise", tokens=asked[5]["tokens"])
+    busy = True
+
+    def others() -> None:
+        while busy:
+            scores(ask(server, items(4)))
+
+    other = threads.submit(others)
+    replies = list(threads.map(lambda _: answers(ask(server, asked)), range(3)))
+    busy = False
+    other.result()
+    for reply in replies:
+        assert reply[5]["error"]["type"] == "compute_failed"
+        assert reply[5].get("scores") in (None, [None])
+        rest = [item["scores"][0] for i, item in enumerate(reply) if i != 5]
+        assert rest == pytest.approx(expected[:5] + expected[6:], abs=1e-5)
+    faults.clear()
+    assert scores(ask(server, asked)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_out_of_memory(server: ServerProcess, faults: Faults) -> None:
+    """C39: the batch is split, the budget of a step is halved (once, however many items), and all get their scores."""
+    asked = items(20)
+    expected = scores(ask(server, asked))
+    faults.set("memory", once=True)
+    assert scores(ask(server, asked)) == pytest.approx(expected, abs=1e-5)
+    assert faults.met
+    assert model(server)["budget"] == BUDGET // 2
+    assert model(server)["restarts"] == 0
+
+
+def test_too_much_is_429_if_so_configured(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """B27: `overload_status = 429` refuses with that."""
+    faults.set("sleep", seconds=0.3)
+    replies = list(threads.map(lambda _: ask(server, items(30, 250)), range(5)))
+    refused = [reply for reply in replies if reply.status_code != 200]
+    assert {reply.status_code for reply in refused} == {429}
+    assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+
+
+def test_a_blocked_event_loop(server: ServerProcess, faults: Faults) -> None:
+    """C44: the second health port goes on answering; the log and a metric tell."""
+    faults.set("block", seconds=4, once=True)
+    until("blocked", lambda: faults.met)
+    began = time.monotonic()
+    reply = httpx.get(f"http://127.0.0.1:{server.health_port}/health/live", timeout=3)  # type: ignore[attr-defined]
+    assert reply.json() == {"status": "live"}
+    with pytest.raises(httpx.TimeoutException):
+        server.http.get("/health/live", timeout=max(0.1, 2 - (time.monotonic() - began)))
+    until("logged", lambda: any(e["event"] == "loop_blocked" and e["seconds"] > 2 for e in server.events()))
+    slow = server.metric("plaudit_loop_lag_seconds_count") - server.metric("plaudit_loop_lag_seconds_bucket", le="2.5")
+    assert slow >= 1
+    scores(ask(server, items(1)))
+
+
+def test_a_stopped_worker(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
+    """C42: not ready within 15 s, alive all the time; when it goes on, what waited is answered."""
+    asked = items(4)
+    expected = scores(ask(server, asked))
+    (worker,) = server.workers()
+    worker.suspend()
+    try:
+        stopped = time.monotonic()
+        waiting = threads.submit(ask, server, asked)
+        until("not ready", lambda: not server.ready(), 30)
+        assert time.monotonic() - stopped < 15
+        assert server.http.get("/health/live").status_code == 200
+    finally:
+        worker.resume()
+    assert scores(waiting.result()) == pytest.approx(expected, abs=1e-5)
+    until("ready", server.ready, 30)
+    assert server.workers()[0].pid == worker.pid
+
+
+def test_a_device_that_is_lost(server: ServerProcess, faults: Faults) -> None:
+    """C40: the worker ends, another takes its place, and the items it held are answered by that."""
+    asked = items(6)
+    expected = scores(ask(server, asked))
+    (worker,) = server.workers()
+    faults.set("sticky", once=True)
+    assert scores(ask(server, asked)) == pytest.approx(expected, abs=1e-5)
+    assert server.workers()[0].pid != worker.pid
+    assert any(e["event"] == "model" and "exit 3" in e["reason"] for e in server.events())
+
+
+def test_a_worker_that_is_killed(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C41: not ready until another has loaded; every item is answered, with the same scores."""
+    asked = [items(6) for _ in range(4)]
+    expected = [scores(ask(server, content)) for content in asked]
+    restarts = model(server)["restarts"]
+    faults.set("sleep", seconds=0.5)
+    replies = [threads.submit(ask, server, content) for content in asked]
+    until("held", lambda: model(server)["held_tokens"] > 0)
+    server.workers()[0].kill()
+    faults.clear()
+    until("not ready", lambda: not server.ready())
+    for reply, right in zip(replies, expected, strict=True):
+        assert scores(reply.result()) == pytest.approx(right, abs=1e-5)
+    assert model(server)["restarts"] == restarts + 1
+    assert server.ready()
+
+
+def test_an_item_that_kills_the_worker(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C41, C43: it alone is answered `worker_crash`, the rest get their scores, and the model stays in service."""
+    asked = items(6)
+    expected = scores(ask(server, asked))
+    faults.set("exit", tokens=asked[2]["tokens"])
+    other = threads.submit(ask, server, items(5))
+    reply = answers(server.http.post("/v1/rewards", json={"items": asked, "cache": False}, timeout=240))
+    assert reply[2]["error"]["type"] == "worker_crash"
+    rest = [item["scores"][0] for i, item in enumerate(reply) if i != 2]
+    assert rest == pytest.approx(expected[:2] + expected[3:], abs=1e-5)
+    scores(other.result())
+    faults.clear()
+    assert scores(ask(server, asked)) == pytest.approx(expected, abs=1e-5)
+    assert server.ready()
+
+
+def test_a_swap_during_traffic(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
+    """C51: every reply names its version and has the scores of that version alone, from the cache too; a swap that
+    fails changes nothing."""
+    asked = items(16)
+    old = np.array(scores(server.rewards(asked)))
+    swapping = True
+    seen: list[tuple[str, np.ndarray]] = []
+
+    def traffic(cache: bool) -> None:
+        while swapping:
+            reply = server.rewards(asked, cache=cache)
+            seen.append((reply.json()["version"], np.array(scores(reply))))
+            time.sleep(0.05)  # the new version's worker needs a processor too
+
+    def swap(path: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {ADMIN}"}
+        return server.http.post("/admin/swap", json={"model": "sums", "path": path}, headers=headers, timeout=240)
+
+    traffics = [threads.submit(traffic, cache) for cache in (True, False, False)]
+    first = model(server)["version"]
+    failed = swap("cut")
+    assert failed.status_code == 400
+    assert "nothing has changed" in failed.text
+    assert model(server)["version"] == first
+    second = swap("other").json()["version"]
+    time.sleep(0.5)
+    swapping = False
+    for done in traffics:
+        done.result()
+    assert {version for version, _ in seen} == {first, second}
+    for version, values in seen:
+        assert values == pytest.approx(old if version == first else -old, abs=1e-4)
+    assert np.abs(old).max() > 0.1
+    until("retired", lambda: len(server.workers()) == 1)
+    assert server.metric("plaudit_model_info", version=second) == 1
+    assert server.metric("plaudit_model_info", version=first) == 0
+
+
+def test_the_end_with_requests_under_way(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C45: not ready at once, new work is refused, what was taken is answered, exit 0, no process is left. The server
+    of this file ends here."""
+    faults.set("sleep", seconds=2)
+    waiting = threads.submit(ask, server, items(20))
+    until("held", lambda: model(server)["held_tokens"] > 0)
+    left = descendants(server)
+    server.process.send_signal(signal.SIGTERM)
+    until("draining", lambda: server.http.get("/health/ready").status_code == 503, 5)
+    assert server.http.get("/health/live").status_code == 200
+    refused = ask(server, items(1))
+    assert refused.status_code == 503
+    assert refused.json()["error"]["type"] == "draining"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert not waiting.done()
+    faults.clear()
+    assert len(scores(waiting.result())) == 20
+    assert server.process.wait(30) == 0
+    assert gone(left)
+
+
+def test_a_full_disk_and_a_second_signal(faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C49, C46: with no room for its log the server goes on and counts; a second signal ends it at once."""
+    tree = {"models": {"sums": {"path": "sums"}}, "log": "requests"}
+    environment = {**faults.environment, "PLAUDIT_FULL_DISK": "1"}
+    with ServerProcess(tree, environment=environment) as server:
+        expected = scores(server.rewards(items(3)))
+        assert len(expected) == 3
+        until("counted", lambda: server.metric("plaudit_log_failures_total") > 3, 10)
+        faults.set("sleep", seconds=20)
+        waiting = threads.submit(ask, server, items(1))
+        until("held", lambda: model(server)["held_tokens"] > 0)
+        left = descendants(server)
+        server.process.send_signal(signal.SIGTERM)
+        until("draining", lambda: not server.ready(), 5)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 1
+        assert time.monotonic() - began < 3
+        assert gone(left)
+        with pytest.raises(httpx.TransportError):
+            waiting.result()
+
+
+def test_a_worker_that_dies_again_and_again(faults: Faults, threads: ThreadPoolExecutor) -> None:
+    """C43: after three deaths in a row the model is given up: what waits is told so, and the server ends with 1."""
+    with ServerProcess({"models": {"sums": {"path": "sums"}}}, environment=faults.environment) as server:
+        faults.set("start")
+        left = descendants(server)
+        server.workers()[0].kill()
+        until("not ready", lambda: not server.ready(), 10)
+        waiting = threads.submit(ask, server, items(2))
+        assert server.process.wait(60) == 1
+        assert gone(left)
+        try:
+            reply = waiting.result()
+        except httpx.TransportError:
+            pass  # it came when the port was closed
+        else:
+            assert reply.status_code == 503 or all(i["error"]["type"] == "model_failed" for i in answers(reply))
+        assert "3 times in a row without serving" in server.log()
+        assert "Traceback" not in server.log()
+
+
+def test_the_end_while_the_model_loads() -> None:
+    """C47: within 5 s, and no process is left."""
+    with ServerProcess({"models": {"sums": {"path": "sums"}}}, wait=False) as server:
+        until("started", lambda: server.workers(), 60)
+        left = descendants(server)
+        assert server.stop(seconds=5) == 0
+        assert gone(left)
+        assert "Traceback" not in server.log()
+
+
+def start(*arguments: str) -> tuple[int, str]:
+    """A server that cannot start: its exit code and what it said."""
+    command = [sys.executable, "-m", "plaudit", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout + "".join(
+        line for line in done.stderr.splitlines(keepends=True) if not line.startswith("{")
+    )
+
+
+def wide_head(path: Path) -> None:
+    copytree(SUMS, path)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    weights["score.weight"] = np.zeros((3, weights["score.weight"].shape[1]), np.float32)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def without_weights(path: Path) -> None:
+    copytree(SUMS, path)
+    (path / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("broken", [cut_model, wide_head, without_weights])
+def test_a_model_that_cannot_be_loaded(broken: Any, tmp_path: Path) -> None:
+    """C48: cut, misshapen and missing weights: exit 2 with one line, and the port is closed."""
+    broken(tmp_path / "model")
+    port = free_port()
+    code, said = start("--model", str(tmp_path / "model"), "--port", str(port))
+    assert code == 2, said
+    assert said.startswith("plaudit: ")
+    assert said.count("\n") == 1, said
+    assert "model" in said
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_configuration_that_cannot_be_served(tmp_path: Path) -> None:
+    """C48: a taken port and a bad configuration: exit 2 with one line."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = start("--port", str(port))
+        assert (code, said.count("\n")) == (2, 1)
+        assert f"127.0.0.1:{port}" in said
+    bad = tmp_path / "serve.toml"
+    bad.write_text('[models.sums]\npath = "sums"\n[limits]\nqueued_token = 5\n')
+    code, said = start("--config", str(bad))
+    assert (code, said.count("\n")) == (2, 1), said
+    assert "queued_token" in said
+
+
+def test_no_deadline_depends_on_the_wall_clock() -> None:
+    """C52: `time.time()` is only written down (log, history), never compared: a clock that jumps moves no deadline."""
+    allowed = {"logs.py", "metrics.py"}
+    found = set()
+    here = Path(plaudit.serve.__path__[0])
+    for file in set(here.rglob("*.py")) - set(here.glob("client*")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id="time"), attr="time" | "time_ns"):
+                    found.add(file.name)
+                case ast.Name(id="datetime") | ast.ImportFrom(module="time"):
+                    found.add(file.name)
+    assert found <= allowed, found - allowed

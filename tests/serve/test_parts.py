@@ -1,0 +1,150 @@
+"""The parts of the server that need no process: frames, the cache of scores, the room for work, the log."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plaudit.serve import frames
+from plaudit.serve.admission import Admission, Room
+from plaudit.serve.cache import OVERHEAD, ScoreCache, work_key
+from plaudit.serve.http import HttpError
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+ROWS = st.lists(IDS, max_size=8)
+
+
+def works(rows: list[list[int]]) -> frames.Works:
+    count = len(rows)
+    return frames.Works(
+        list(range(count)), [len(r) for r in rows], frames.as_bytes(rows), [1] * count, frames.as_bytes([[0]] * count),
+        [None, (1, 2)] * (count // 2) + [None] * (count % 2),
+    )  # fmt: skip
+
+
+@given(st.lists(ROWS, max_size=4), st.data())
+def test_frames_arrive_whole_however_the_stream_is_cut(sent: list[list[list[int]]], data: st.DataObject) -> None:
+    stream = b"".join(frames.pack(frame) for rows in sent for frame in (works(rows), frames.Cancel([1, 2])))
+    cuts = sorted({0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=10))})
+    unpacker = frames.Unpacker()
+    received = [f for a, b in pairwise(cuts) for f in unpacker.feed(stream[a:b])]
+    assert received == [frame for rows in sent for frame in (works(rows), frames.Cancel([1, 2]))]
+    for frame, rows in zip(received[::2], sent, strict=True):
+        assert isinstance(frame, frames.Works)
+        assert list(frames.cut(frame.tokens, frame.lengths)) == rows
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_no_frame(noise: bytes) -> None:
+    """It raises ValueError or waits for more; it never hangs, and never gives an object that is no frame."""
+    try:
+        received = list(frames.Unpacker().feed(noise))
+    except ValueError:  # msgspec's errors are of this kind
+        return
+    assert all(isinstance(frame, frames.Frame) for frame in received)
+
+
+def test_a_frame_that_is_too_large_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(ValueError, match="more than"):
+        list(frames.Unpacker().feed((frames.LIMIT + 1).to_bytes(4, "little")))
+
+
+def test_lengths_that_do_not_cover_the_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="add up to 2 for 3"):
+        list(frames.cut(frames.as_bytes([[1, 2, 3]]), [2]))
+
+
+def test_everything_a_score_depends_on_is_in_its_key() -> None:
+    keys = {
+        work_key(version, tokens, positions, columns, salt)
+        for version in ("0-a", "1-a")
+        for tokens in ([1, 2, 3], [1, 2], [1, 2, 3, 0], [])
+        for positions in ([0], [1], [0, 1], [])
+        for columns in (None, (), (3,), (1, 2))
+        for salt in ("", "alice")
+    }
+    assert len(keys) == 2 * 4 * 4 * 4 * 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=80), st.integers(0, 2000))
+def test_the_cache_stays_within_its_bytes_and_forgets_the_least_used(puts: list[tuple[int, int]], limit: int) -> None:
+    cache = ScoreCache(limit)
+    used: list[int] = []  # the least used first
+    size: dict[int, int] = {}
+    for key, count in puts:
+        found = cache.get(bytes([key]))
+        assert (found is not None) == (key in used)
+        if found is not None:
+            assert found.size == size[key]
+            used.remove(key)
+            used.append(key)
+            continue
+        cache.put(bytes([key]), np.zeros(count, np.float32))
+        if 4 * count + OVERHEAD <= limit:
+            size[key] = count
+            used.append(key)
+            while sum(4 * size[k] + OVERHEAD for k in used) > limit:
+                used.pop(0)
+        assert len(cache) == len(used)
+        assert cache.bytes == sum(4 * size[k] + OVERHEAD for k in used) <= limit
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400), st.booleans()), max_size=60))
+def test_a_key_below_its_share_is_always_let_in(keys: int, actions: list[tuple[int, int, bool]]) -> None:
+    room = Room(1000, keys)
+    held: dict[int, list[tuple[int, Any]]] = {n: [] for n in range(keys)}
+    for tenant, count, leave in actions:
+        tenant %= keys
+        mine = held[tenant]
+        if leave and mine:
+            mine.pop()[1].__exit__(None, None, None)
+            continue
+        fits = room.fits(str(tenant), count)
+        if sum(c for c, _ in mine) + count <= 1000 // keys and all(
+            sum(c for c, _ in held[other]) > 1000 // keys or other == tenant for other in held
+        ):
+            assert fits  # it alone is below its share
+        if fits:
+            holding = room.holding(str(tenant), count)
+            holding.__enter__()
+            mine.append((count, holding))
+        assert room.taken == sum(c for own in held.values() for c, _ in own) <= 1000
+
+
+def test_the_time_to_come_back_follows_the_pace() -> None:
+    admission = Admission(10_000, 10_000, 1, 503, Metrics())
+    assert admission.retry_after() == 1
+    with admission.tokens("a", 500):
+        pass
+    admission.tick(1.0)
+    for _ in range(3600):
+        admission.tick(1.0)  # an idle hour says nothing about the pace
+    with admission.tokens("a", 10_000), pytest.raises(HttpError) as refused, admission.tokens("a", 1):
+        pass
+    assert refused.value.retry_after == 10
+    with pytest.raises(HttpError) as never, admission.tokens("a", 10_001):
+        pass
+    assert (never.value.status, never.value.type) == (422, "too_many_tokens")
+
+
+def test_a_log_that_nobody_reads_blocks_nobody() -> None:
+    failures: list[None] = []
+    reader, writer = os.pipe()
+    try:
+        log = Log(lambda: failures.append(None), writer)
+        for number in range(12_000):
+            log("event", text="x" * 100, number=number)
+        log.close(0.1)
+        assert failures
+    finally:
+        os.close(reader)  # ends the write that waits
+        log._thread.join(5)
+        os.close(writer)
