@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.errors import DataError, StorageError
+from plaudit.errors import DataError
 from plaudit.models import bos_ids, choose_device, encode, load_policy, render_chat
+from plaudit.output import check_writable, written
 from plaudit.records import Sample
-from plaudit.train.checkpoint import write_atomically
 from plaudit.train.rows import Row, read_rows
 
 
@@ -48,7 +48,8 @@ def generate(
         return
     lines = [f"{line}\n" for line in sample_lines(engine, rows, params)]
     if out is not None:
-        write_lines(lines, out)
+        with written(out) as file:
+            file.writelines(lines)
     else:
         yield from lines
 
@@ -63,24 +64,3 @@ def _line(row: Row, sample: Sample) -> str:
     asked = {key: row.fields[key] for key in ("prompt", "messages") if key in row.fields}
     got = {"text": sample.text, "tokens": len(sample.token_ids), "finish_reason": sample.finish_reason}
     return json.dumps({**asked, "index": sample.index, **got}, ensure_ascii=False)
-
-
-def check_writable(out: Path) -> None:
-    """Refuse before the work, not after it."""
-    if out.is_dir():
-        raise StorageError(f"cannot write {out}: it is a directory; name a file in it")
-    if not out.parent.is_dir():
-        raise StorageError(f"cannot write {out}: there is no directory {out.parent}; make it first")
-
-
-def write_lines(lines: Sequence[str], out: Path) -> None:
-    """All lines or, where the disk refuses, what was there before."""
-    text = "".join(lines)
-    try:
-        if out.is_symlink() or (out.exists() and not out.is_file()):
-            out.write_text(text, encoding="utf-8")  # a device, a pipe or a link: to be written to, not replaced
-        else:
-            write_atomically(out, text)
-    except OSError as error:
-        out.with_name(out.name + ".tmp").unlink(missing_ok=True)
-        raise StorageError(f"cannot write {out}: {error.strerror}; free some space or name another file") from error

@@ -1,16 +1,14 @@
 """`plaudit generate` as a user meets it: real processes, the embedded policy."""
 
 import json
-import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from plaudit.errors import DataError, StorageError
-from plaudit.generate import check_writable, given_prompts, write_lines
+from plaudit.errors import DataError
+from plaudit.generate import given_prompts
 
 
 def generate(*arguments: str, model: str = "sums-policy") -> subprocess.CompletedProcess[str]:
@@ -66,36 +64,3 @@ def test_refusals_come_before_the_work(tmp_path: Path) -> None:
         given_prompts(["1+2="], tmp_path / "x.jsonl")
     with pytest.raises(DataError, match="no data file at"):
         given_prompts([], tmp_path / "none.jsonl")
-    with pytest.raises(StorageError, match="there is no directory"):
-        check_writable(tmp_path / "none" / "out.jsonl")
-    with pytest.raises(StorageError, match="it is a directory"):
-        check_writable(tmp_path)
-
-
-def test_a_refusing_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    def limited() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-
-    out = tmp_path / "samples.jsonl"
-    out.write_text("old\n")
-    lines = ["x" * 100 + "\n"]
-    code = (
-        "from pathlib import Path; from plaudit.generate import write_lines; write_lines("
-        f"{lines!r}, Path({str(out)!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, preexec_fn=limited)
-    assert "StorageError: cannot write" in done.stderr
-    assert out.read_text() == "old\n"
-    assert list(tmp_path.iterdir()) == [out]
-
-
-def test_a_link_and_a_device_are_written_to_and_not_replaced(tmp_path: Path) -> None:
-    real, link = tmp_path / "real", tmp_path / "link"
-    link.symlink_to(real)
-    write_lines(["a\n"], link)
-    assert link.is_symlink()
-    assert real.read_text() == "a\n"
-    with pytest.raises(StorageError, match="No space left on device"):
-        write_lines(["a\n"], Path("/dev/full"))
-    assert Path("/dev/full").is_char_device()

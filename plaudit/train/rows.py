@@ -119,17 +119,21 @@ def _shuffled(count: int, key: str) -> list[int]:
 
 
 def read_rows(path: Path) -> list[Row]:
+    return list(stream_rows(path))
+
+
+def stream_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file that need not fit into memory."""
     if not path.is_file():
         raise DataError(f"no data file at {path}")
-    if path.suffix == ".parquet":
-        rows = list(_parquet(path))
-    elif path.suffix in (".jsonl", ".json"):
-        rows = list(_jsonl(path))
-    else:
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
         raise DataError(f"{path}: expected a .jsonl or .parquet file, not {path.suffix or 'a name without ending'!r}")
-    if not rows:
+    empty = True
+    for row in _parquet(path) if path.suffix == ".parquet" else _jsonl(path):
+        empty = False
+        yield row
+    if empty:
         raise DataError(f"{path} is empty: it needs at least one item")
-    return rows
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -151,9 +155,12 @@ def _parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(fields, f"{path.name}[{number}]")
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a parquet file: {str(error).splitlines()[0]}") from None
-    for number, fields in enumerate(table.to_pylist(), 1):
-        yield Row(fields, f"{path.name}[{number}]")
