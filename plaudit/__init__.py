@@ -4,12 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plaudit.core import Engine, SamplingParams
+    from plaudit.serve.client import AsyncRewardClient, RewardClient
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = ["AsyncRewardClient", "Engine", "RewardClient", "SamplingParams", "__version__"]
 
-# The library's names load torch; the planner and `--help` must not. So they are imported when first asked for.
-_HOMES = {"Engine": "plaudit.core", "SamplingParams": "plaudit.core"}
+# Some of these load torch; the planner, the clients and `--help` must not. So they are imported when first asked for.
+_HOMES = {
+    "AsyncRewardClient": "plaudit.serve.client",
+    "Engine": "plaudit.core",
+    "RewardClient": "plaudit.serve.client",
+    "SamplingParams": "plaudit.core",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -78,6 +78,34 @@ def generate_samples(
         model, rows, params, seed=seed, device=device, dtype=dtype, out=out, stream=input is None
     ):  # fmt: skip
         typer.echo(piece, nl=False)
+
+
+@app.command("score")
+def score_file(
+    file: Annotated[Path, typer.Argument(help='A .jsonl or .parquet file of {"prompt", "response"} and the like.')],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME_OR_DIR", help="What scores: in this process, or by its name at --url.")
+    ] = None,
+    url: Annotated[list[str], typer.Option(help="A server of plaudit serve; repeatable.")] = [],  # noqa: B006
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PLAUDIT_API_KEY", help="The server's key for its callers.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the scored lines here instead of printing them.")] = None,
+    steps: Annotated[bool, typer.Option("--steps", help="The scores of all steps as well (process models).")] = False,
+    truncate: Annotated[
+        Literal["left", "right"] | None,
+        typer.Option(help="The side that may be cut; without it too long is an error."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Responses that are scored together.")] = 256,
+) -> None:
+    """Score the responses of a file. Exit code 1: some could not be scored; their lines say why."""
+    from plaudit.score import score
+
+    tally = score(
+        file, model=model, urls=url, api_key=api_key, out=out, steps=steps, truncate=truncate, batch=batch
+    )  # fmt: skip
+    typer.echo(f"plaudit: {tally}", err=True)
+    raise typer.Exit(1 if tally.failed else 0)
 
 
 @app.command("serve")

@@ -11,6 +11,11 @@
     ├── RunError           a run directory that cannot be used
     │   ├── RunBusy        ... because another process is using it
     │   └── BadCheckpoint  ... because a checkpoint in it is damaged
+    ├── ServerError        a reward server that did not give what it was asked for
+    │   ├── RewardUnavailable  ... within the time and attempts it had
+    │   ├── RequestRefused     ... because it refuses the request; `status` and `type` say why
+    │   ├── BadReply           ... but something that cannot be right: nothing of it is used
+    │   └── VersionChanged     ... but scores of another version of the model
     └── StorageError       the disk refused a write; what was there before is intact
 
 `cli.main` prints any of these as one line and exits 2. Anything else is a bug and shows its traceback.
@@ -65,6 +70,29 @@ class RunBusy(RunError):
 
 
 class BadCheckpoint(RunError):
+    pass
+
+
+class ServerError(PlauditError):
+    pass
+
+
+class RewardUnavailable(ServerError):
+    pass
+
+
+class RequestRefused(ServerError):
+    def __init__(self, status: int, type: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+
+
+class BadReply(ServerError):
+    pass
+
+
+class VersionChanged(ServerError):
     pass
 
 

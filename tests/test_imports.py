@@ -11,14 +11,14 @@ PACKAGE = Path(__file__).parent.parent / "plaudit"
 
 # Lower layers never import higher ones. What is on one layer may import each other.
 LAYERS = [
-    {"errors", "records", "config", "events"},
+    {"errors", "records", "config", "events", "output"},
     {"algo", "plan"},
     {"models", "worlds"},
     {"core"},
     {"reward"},
     {"serve"},
     {"train", "place", "search"},
-    {"generate"},
+    {"generate", "score"},
     {"report"},
     {"cli", "__main__"},
 ]
@@ -67,8 +67,12 @@ def test_report_reads_only_the_event_log_and_only_the_command_line_reads_report(
 
 
 @pytest.mark.parametrize(
-    "module", ["plaudit.plan", "plaudit.config", "plaudit.records", "plaudit.events", "plaudit.cli"]
-)
+    "module",
+    [
+        "plaudit.plan", "plaudit.config", "plaudit.records", "plaudit.events", "plaudit.cli", "plaudit.score",
+        "plaudit.serve.client",
+    ],
+)  # fmt: skip
 def test_these_load_without_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,170 @@
+"""A file of responses in, the same lines with their scores out: what `plaudit score` does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from plaudit.errors import ConfigError, DataError, RequestError
+from plaudit.output import check_writable, written
+from plaudit.records import Item, Score, StepScores
+from plaudit.serve.client import InProcess, RewardClient, Side
+from plaudit.serve.client_items import items_of
+from plaudit.train.rows import Row, stream_rows
+
+Result = Score | StepScores
+AHEAD = 2  # batches that are scored while the lines of an earlier one are written
+SERVER_SECONDS = 600.0  # for one batch
+
+
+@dataclass(slots=True)
+class Tally:
+    scored: int = 0
+    version: str = ""
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        told = f"{self.scored} responses scored by version {self.version or 'unknown'}"
+        failed = ", ".join(f"{count} {type}" for type, count in self.failed.most_common())
+        return f"{told}; {self.failed.total()} failed: {failed}" if failed else told
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    row: Row
+    items: list[Item]
+
+
+def score(
+    file: Path, *, model: str | None, urls: Sequence[str], api_key: str | None, out: Path | None, steps: bool,
+    truncate: Side | None, batch: int,
+) -> Tally:  # fmt: skip
+    """Scored lines go to `out`, or to the standard output. Memory holds a few batches, however long the file is."""
+    if out is not None:
+        check_writable(out)
+    tally = Tally()
+    with ExitStack() as stack:
+        client = stack.enter_context(_client(model, urls, api_key))
+        sink = sys.stdout if out is None else stack.enter_context(written(out))
+        bar = stack.enter_context(_progress())
+        task = bar.add_task(file.name, total=None)
+        for line in scored_lines(stream_rows(file), client, tally, steps=steps, truncate=truncate, batch=batch):
+            sink.write(line)
+            bar.update(task, completed=tally.scored + tally.failed.total())
+    return tally
+
+
+def scored_lines(
+    rows: Iterable[Row], client: RewardClient, tally: Tally, *, steps: bool, truncate: Side | None, batch: int
+) -> Iterator[str]:
+    """The rows as JSON lines with their scores. All are of one version; what was scored is counted in `tally`."""
+    waiting: deque[tuple[list[_Line], Future[list[Result]]]] = deque()
+    try:
+        for lines in _batches(rows, batch):
+            items = [item for line in lines for item in line.items]
+            future = client.submit(items, steps=steps, truncate=truncate, version=tally.version or None)
+            waiting.append((lines, future))
+            # Until the first batch has come back it is not known which version the others must have.
+            while waiting and (not tally.version or len(waiting) > AHEAD):
+                yield from _finished(*waiting.popleft(), tally)
+        while waiting:
+            yield from _finished(*waiting.popleft(), tally)
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def _batches(rows: Iterable[Row], size: int) -> Iterator[list[_Line]]:
+    """Lines that hold at least so many responses together."""
+    lines: list[_Line] = []
+    count = 0
+    for row in rows:
+        try:
+            items = items_of(row.fields)
+        except RequestError as error:
+            raise DataError(f"{row.origin}: {error}") from None
+        lines.append(_Line(row, items))
+        count += len(items)
+        if count >= size:
+            yield lines
+            lines, count = [], 0
+    if lines:
+        yield lines
+
+
+def _finished(lines: Sequence[_Line], future: Future[list[Result]], tally: Tally) -> Iterator[str]:
+    given = iter(future.result())
+    for line in lines:
+        results = [next(given) for _ in line.items]
+        for result in results:
+            tally.version = tally.version or result.version
+            if result.error is None:
+                tally.scored += 1
+            else:
+                tally.failed[result.error.type] += 1
+        yield _written_line(line.row, results)
+
+
+def _written_line(row: Row, results: Sequence[Result]) -> str:
+    """The row's fields, less the results of an earlier scoring."""
+    fields = {k: v for k, v in row.fields.items() if k not in ("score", "scores", "error", "errors")}
+    told = [_told(result) for result in results]
+    if row.fields.get("responses") is None:
+        fields |= told[0]
+    else:
+        # Where some responses say something that others do not, these have null in its place.
+        names = dict.fromkeys(["score", *(name for each in told for name in each)])
+        plural = {"score": "scores", "error": "errors"}
+        fields |= {plural.get(name, name): [each.get(name) for each in told] for name in names}
+    return json.dumps(fields, ensure_ascii=False, default=str) + "\n"
+
+
+def _told(result: Result) -> dict[str, Any]:
+    if result.error is not None:
+        return {"error": asdict(result.error)}
+    told: dict[str, Any] = {}
+    if isinstance(result, StepScores):
+        told |= {"score": result.aggregate, "steps": list(result.values)}
+    else:
+        told["score"] = result.value
+        if result.attributes:
+            told["attributes"] = dict(result.attributes)
+    if result.truncated:
+        told["truncated"] = True
+    return told
+
+
+@contextmanager
+def _client(model: str | None, urls: Sequence[str], api_key: str | None) -> Iterator[RewardClient]:
+    if urls:
+        with RewardClient(urls, model=model, api_key=api_key, timeout=SERVER_SECONDS) as client:
+            yield client
+        return
+    if model is None:
+        raise ConfigError("nothing to score with: give --model NAME_OR_DIR, or --url URL of a server")
+    from plaudit.reward import load_reward
+
+    reward = load_reward(model)
+    try:
+        with RewardClient("http://in-process", timeout=None, transport=InProcess(reward)) as client:
+            yield client
+    finally:
+        reward.close()
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} responses"), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Servers of the same model: which one is asked next, and which ones are left alone for a while."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EJECT_AFTER = 3  # failures in a row
+COOL_DOWN = 5.0
+LONGEST_REST = 60.0  # a server that asks for more is asked again after this
+
+
+@dataclass(slots=True)
+class Replica:
+    """rest_until  the server itself asked not to be asked before (Retry-After)
+    out_until   we leave it alone: it failed several times in a row
+    """
+
+    url: str
+    outstanding: int = 0
+    failures: int = 0
+    rest_until: float = 0.0
+    out_until: float = 0.0
+
+    @property
+    def resting(self) -> bool:
+        return self.rest_until > time.monotonic()
+
+    def succeeded(self) -> None:
+        self.failures = 0
+
+    def failed(self) -> None:
+        self.failures += 1
+        if self.failures >= EJECT_AFTER:
+            self.out_until = time.monotonic() + COOL_DOWN
+
+    def rest(self, seconds: float) -> None:
+        self.rest_until = time.monotonic() + min(seconds, LONGEST_REST)
+
+
+class Replicas:
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.all = [Replica(url) for url in urls]
+
+    def choose(self) -> Replica:
+        """The one with the fewest requests under way. One that was left alone gets a single request to show itself;
+        where all are out, being out does not count: waiting between attempts is enough."""
+        now = time.monotonic()
+        rested = [r for r in self.all if not r.resting] or [min(self.all, key=lambda r: r.rest_until)]
+        sound = [r for r in rested if r.failures < EJECT_AFTER or (r.out_until <= now and not r.outstanding)]
+        return min(sound or rested, key=lambda r: (r.outstanding, random.random()))
+
+    def rest_left(self) -> float:
+        """Seconds until at least one may be asked."""
+        return max(0.0, min(replica.rest_until for replica in self.all) - time.monotonic())

@@ -1,0 +1,167 @@
+"""`plaudit score` as a user meets it: real processes, the embedded models, a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from plaudit.errors import ConfigError, DataError, RewardUnavailable, StorageError, VersionChanged
+from plaudit.records import Item, ItemError, Score, StepScores
+from plaudit.reward import load_reward
+from plaudit.score import Tally, score, scored_lines
+from plaudit.serve.client import InProcess, RewardClient
+from plaudit.train.rows import Row
+from tests.serve.process import free_port
+from tests.serve.scripted import Answer, Scripted, right
+
+ROWS = [
+    {"prompt": "3+4+5=", "response": "3+4=7;7+5=12;#12", "id": 7},
+    {"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12", "", ["3+4=9;", "9+5=14;", "#14"]]},
+    {"text": "3+4+5=3+4=7;7+5=12;#12<eos>"},  # rendered: the end token is its own
+    {"tokens": [1, 12, 14], "score": "an older one"},
+]
+
+
+def write(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plaudit", "score", *arguments], capture_output=True, text=True, timeout=200
+    )
+
+
+def options(**given: Any) -> dict[str, Any]:
+    plain = {"model": None, "urls": [], "api_key": None, "out": None, "steps": False, "truncate": None, "batch": 256}
+    return {**plain, **given}
+
+
+def test_a_file_is_scored_in_process_and_failed_items_are_counted(tmp_path: Path) -> None:
+    out = tmp_path / "scored.jsonl"
+    done = command(str(write(tmp_path / "rows.jsonl", ROWS)), "--model", "sums-steps", "--steps", "--out", str(out))
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    lines = read(out.read_text())
+    alone, group, text, tokens = lines
+    local = load_reward("sums-steps").score([Item(prompt="3+4+5=", response="3+4=7;7+5=12;#12")])[0]
+    assert isinstance(local, StepScores)
+    assert alone == {**ROWS[0], "score": pytest.approx(local.aggregate), "steps": pytest.approx(local.values)}
+    assert group["scores"] == [pytest.approx(local.aggregate), None, pytest.approx(group["steps"][2][-1])]
+    assert [None if steps is None else len(steps) for steps in group["steps"]] == [3, None, 3]
+    assert group["errors"] == [None, {"type": "no_steps", "message": group["errors"][1]["message"]}, None]
+    assert text["score"] == pytest.approx(local.aggregate, abs=1e-5)
+    assert (tokens["error"]["type"], "score" in tokens) == ("no_steps", False)
+    assert done.stderr == f"plaudit: 4 responses scored by version {local.version}; 2 failed: 2 no_steps\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "scored.jsonl"]
+
+
+def test_a_bad_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": "1+2="}])
+    done = command(str(rows), "--url", f"http://127.0.0.1:{free_port()}", "--out", str(tmp_path / "out.jsonl"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("plaudit: rows.jsonl:2: an Item with a prompt needs a response")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [rows]
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    with Scripted() as scripted:
+        yield scripted
+
+
+def numbers(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{i}", "response": str(i), "id": i} for i in range(count)]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_lines_keep_their_order_whatever_the_batch(
+    scripted: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", numbers(50))
+    tally = score(rows, **options(urls=[scripted.url], model="sums", batch=batch))
+    assert read(capsys.readouterr().out) == [{**row, "score": float(row["id"])} for row in numbers(50)]
+    assert (tally.scored, tally.failed.total(), tally.version) == (50, 0, "0-a")
+    assert {asked.body["model"] for asked in scripted.asked} == {"sums"}
+    assert sum(asked.responses for asked in scripted.asked) == 50
+
+
+def test_parquet_is_read_and_absent_fields_are_no_fields(scripted: Scripted, tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "response": "1", "responses": None}, {"prompt": "p", "responses": ["2", "3"]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    out = tmp_path / "out.jsonl"
+    tally = score(tmp_path / "rows.parquet", **options(urls=[scripted.url], out=out))
+    one, two = read(out.read_text())
+    assert (one["score"], two["scores"], tally.scored) == (1.0, [2.0, 3.0], 3)
+
+
+class Endless:
+    """Rows without end, which counts how many were taken."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        while True:
+            self.taken += 1
+            yield Row({"prompt": "p", "response": "r"}, f"row {self.taken}")
+
+
+class Ones:
+    def score(self, items: Sequence[Item]) -> list[Score | StepScores]:
+        return [
+            Score(error=ItemError("odd", "")) if item.truth else Score(1.0, attributes={"help": 2.0}) for item in items
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_file_need_not_fit_into_memory() -> None:
+    rows = Endless()
+    with RewardClient(transport=InProcess(Ones())) as client:
+        lines = scored_lines(rows, client, Tally(), steps=False, truncate=None, batch=10)
+        for _ in range(200):
+            assert json.loads(next(lines)) == {
+                "prompt": "p", "response": "r", "score": 1.0, "attributes": {"help": 2.0},
+            }  # fmt: skip
+        lines.close()  # type: ignore[attr-defined]
+    assert rows.taken <= 200 + 40
+
+
+def test_refusals_leave_no_file(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", numbers(20))
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    with pytest.raises(ConfigError, match="nothing to score with: give --model NAME_OR_DIR, or --url"):
+        score(rows, **options(out=out))
+    with pytest.raises(StorageError, match="there is no directory"):
+        score(rows, **options(urls=["http://127.0.0.1:1"], out=tmp_path / "none" / "out.jsonl"))
+    with Scripted() as scripted:
+        with pytest.raises(DataError, match="no data file at"):
+            score(tmp_path / "none.jsonl", **options(urls=[scripted.url], out=out))
+        scripted.script = lambda number, asked: Answer(right(asked, f"{number // 3}-a"))
+        with pytest.raises(VersionChanged, match="serves version 1-a, and 0-a was asked for"):
+            score(rows, **options(urls=[scripted.url], out=out, batch=2))
+    assert out.read_text() == "old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+
+def test_a_dead_server_is_an_error_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plaudit.score.SERVER_SECONDS", 0.5)
+    rows = write(tmp_path / "rows.jsonl", numbers(3))
+    with pytest.raises(RewardUnavailable, match="no scores from http://127"):
+        score(rows, **options(urls=[f"http://127.0.0.1:{free_port()}"], out=tmp_path / "out.jsonl"))
+    assert list(tmp_path.iterdir()) == [rows]
