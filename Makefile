@@ -29,6 +29,7 @@ slow: $(INSTALLED) $(VENV)/.smollm2
 
 soak: $(INSTALLED)
 	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py --timeout 3600
+	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -rs tests/core/test_cuda.py tests/core/test_kernels.py
