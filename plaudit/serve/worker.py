@@ -173,9 +173,11 @@ class Worker:
         if any(sign in error.message for sign in BROKEN_DEVICE) and error.type not in OUT_OF_MEMORY:
             os._exit(3)  # nothing computed on this device after this would be worth anything
         if error.type == "NotANumber":
-            return [(asked.id, "nonfinite_score", error.message)]
+            # It spreads to all that share a beginning with it: nothing of this is kept, and alone it shows whose it is.
+            self.engine.new_version(self.engine.version)
         if asked.retried:
-            return [(asked.id, "compute_failed", error.message)]
+            type = "nonfinite_score" if error.type == "NotANumber" else "compute_failed"
+            return [(asked.id, type, error.message)]
         asked.retried = True
         self._alone.append(asked)
         return []
