@@ -126,11 +126,15 @@ def serve_rewards(
     allow_open: Annotated[
         str | None, typer.Option(metavar="PROTOCOLS", help="Protocols that need no key, separated by commas.")
     ] = None,
+    protocols: Annotated[
+        str | None, typer.Option(help="Protocols to speak beside the native one, separated by commas. Default: all.")
+    ] = None,
+    alias: Annotated[list[str], typer.Option(metavar="NAME=MODEL", help="Another name of a model; repeatable.")] = [],  # noqa: B006
 ) -> None:
     """Serve reward models over HTTP."""
     from plaudit.serve.setup import serve_table
 
-    table = serve_table(config, model, host, port, api_key, admin_key, allow_open)
+    table = serve_table(config, model, host, port, api_key, admin_key, allow_open, protocols, alias)
     from plaudit.serve.server import serve
 
     sys.exit(serve(table))

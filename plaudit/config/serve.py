@@ -49,6 +49,10 @@ class ServeTable(Table):
     admin_key: str | None = None
     allow_open: tuple[str, ...] = ()
     """Protocols that need no key though the address is not loopback, or though there are keys."""
+    protocols: tuple[str, ...] | None = None
+    """Protocols beside the native one; all of them without it."""
+    aliases: Mapping[str, str] = {}
+    """Another name -> the model it means. Protocols that name no model ask for `reward_model` or `process_model`."""
     model_root: str | None = None
     """Models that are swapped in must lie under this directory."""
     overload_status: Literal[503, 429] = 503
@@ -74,6 +78,13 @@ class ServeTable(Table):
     def _separate(self) -> Self:
         if self.admin_key is not None and self.admin_key in self.api_keys.values():
             raise ValueError("the admin key is also an API key; give it a value of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _aliases(self) -> Self:
+        for alias, name in self.aliases.items():
+            if alias in self.models or name not in self.models:
+                raise ValueError(f"aliases: {alias} = {name!r} must give a new name to a model that is served")
         return self
 
     @model_validator(mode="after")

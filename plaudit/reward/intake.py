@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, PlauditError, Refused, RequestError
 from plaudit.models import bos_ids, encode, render_chat
+from plaudit.models.text import refuse_surrogates
 from plaudit.records import Item
 from plaudit.reward.work import Facts
 
@@ -76,6 +77,17 @@ class Intake:
             raise Refused("bad_text", str(error)) from error
         begin = self.begin
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
+
+    def rendered(self, text: str, special: bool) -> list[int]:
+        """Text as other servers read it: control strings are control tokens, and with `special` the tokenizer adds what
+        it adds of itself, even if that is there already."""
+        self.refuse_huge(Item(text=text))
+        try:
+            refuse_surrogates(text)
+        except RequestError as error:
+            raise Refused("bad_text", str(error)) from error
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
+        return ids
 
     def tokens(self, ids: Sequence[Any]) -> list[int]:
         if not ids:

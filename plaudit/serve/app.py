@@ -10,16 +10,13 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable
 
 from plaudit.serve.admission import Admission
 from plaudit.serve.auth import Keys
 from plaudit.serve.http import HttpError, Limits, Receive, Reply, Request, Scope, Send, send_reply
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.routes import Route, Routes
-
-ErrorWriter = Callable[[HttpError, str], Reply]
+from plaudit.serve.routes import ErrorWriter, Place, Route, Routes
 
 
 class App:
@@ -44,23 +41,22 @@ class App:
             return
         began = time.perf_counter()
         request = Request(scope, receive, self.limits, f"{self._prefix}-{next(self._ids)}")
-        protocol = "native"
         try:
-            route = self.routes.find(request.method, request.path)
-            protocol = route.protocol
-            reply: Reply | None = await self._answer(route, request)
+            reply: Reply | None = await self._answer(self.routes.find(request.method, request.path), request)
         except HttpError as error:
-            reply = error.reply(request.id)
+            reply = self._errors(request)(error, request.id)
             self._count_error(error.type, str(error), request)
         except Exception as error:
             # A bug of ours. The client learns nothing of its insides; the log has the place.
             self.log("bug", request_id=request.id, path=request.path[:200], error=_where(error))
-            reply = HttpError(500, "internal", "an internal error; the server's log has it").reply(request.id)
+            hidden = HttpError(500, "internal", "an internal error; the server's log has it")
+            reply = self._errors(request)(hidden, request.id)
             self._count_error("internal", _where(error), request)
         if reply is None:
             return  # the client has gone
         await send_reply(send, reply, request)
         seconds = time.perf_counter() - began
+        protocol = "native" if request.route is None else request.route.protocol
         self.metrics.requests.labels(protocol, reply.status).inc()
         self.metrics.request_seconds.labels(protocol).observe(seconds)
         if self.log_requests:
@@ -69,8 +65,12 @@ class App:
                 tenant=request.tenant, ms=round(seconds * 1000, 2),
             )  # fmt: skip
 
-    async def _answer(self, route: Route, request: Request) -> Reply | None:
-        request.tenant = self.keys.tenant(route.access, route.protocol, request.headers.get(b"authorization"))
+    def _errors(self, request: Request) -> ErrorWriter:
+        return self.routes.errors(request.path) if request.route is None else request.route.errors
+
+    async def _answer(self, place: Place, request: Request) -> Reply | None:
+        route = request.route = place.last
+        request.tenant = self.keys.tenant(route.access, place.protocols, request.credential())
         if not route.work:
             return await route.handler(request)
         length = request.headers.get(b"content-length", b"0")
@@ -79,13 +79,14 @@ class App:
         size = min(int(length), self.limits.body_bytes) if length.isdigit() else 0
         with self.admission.request(request.tenant, size):
             body = await request.body()
-            reply = await self._unless_gone(route, request, body)
+            request.content = body
+            request.route = place.choose(request)
+            reply = await self._unless_gone(request.route, request)
         self.metrics.history.request(time.perf_counter() - began)
         return reply
 
-    async def _unless_gone(self, route: Route, request: Request, body: bytes) -> Reply | None:
+    async def _unless_gone(self, route: Route, request: Request) -> Reply | None:
         """The handler's reply; None, and the handler stopped, if the client goes away first."""
-        request.content = body
         task = asyncio.current_task()
         assert task is not None
         gone = asyncio.create_task(request.disconnected())

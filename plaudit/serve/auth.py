@@ -32,8 +32,9 @@ class Keys:
     def several(self) -> bool:
         return len(self._keys) > 1
 
-    def tenant(self, access: Access, protocol: str, authorization: bytes | None) -> str:
-        """The name the caller's work is accounted to; raises HttpError 401 or 403."""
+    def tenant(self, access: Access, protocols: frozenset[str], authorization: bytes | None) -> str:
+        """The name the caller's work is accounted to; raises HttpError 401 or 403. A path that several protocols share
+        is open only if all of them are."""
         given = _bearer(authorization)
         if access == "admin":
             return self._check_admin(given)
@@ -42,7 +43,7 @@ class Keys:
         holder = self._holder(given)
         if holder is not None:
             return holder
-        if protocol in self._allow_open or (given is None and self._keyless):
+        if protocols <= self._allow_open or (given is None and self._keyless):
             return NOBODY
         if not self._keys and not self._keyless:
             raise HttpError(401, "unauthorized", "this route is closed: the server was started without an API key")

@@ -9,9 +9,12 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from plaudit.serve.routes import Route
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -75,6 +78,7 @@ class Request:
     """One request. `tenant` is the name of the API key it came with."""
 
     __slots__ = (
+        "_fields",
         "_limits",
         "_receive",
         "complete",
@@ -85,6 +89,7 @@ class Request:
         "method",
         "path",
         "query",
+        "route",
         "tenant",
     )
 
@@ -100,6 +105,8 @@ class Request:
         self.id = given.decode() if _SAFE_ID.fullmatch(given) else fresh_id
         self.tenant = ""
         self.content = b""
+        self.route: Route | None = None
+        self._fields: dict[str, Any] | None = None
         # Whether the whole body has been read. GET may have one too, and a client that never ends it.
         self.complete = self.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in self.headers
         self.deadline = time.monotonic() + limits.request_seconds
@@ -120,6 +127,27 @@ class Request:
         if seconds <= 0:
             raise HttpError(504, "deadline", f"the deadline passed {-seconds:g} s before the request arrived")
         self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+    def credential(self) -> bytes | None:
+        """The Authorization header, or the key where some clients put it."""
+        given = self.headers.get(b"authorization")
+        if given is None:
+            given = self.headers.get(b"x-api-key") or self.headers.get(b"triton-access-token")
+            return None if given is None else b"Bearer " + given
+        return given
+
+    def fields(self) -> dict[str, Any]:
+        """The body as a JSON object."""
+        if self._fields is None:
+            try:
+                found = msgspec.json.decode(self.content)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                why = " ".join(str(error).split())[:200] or type(error).__name__
+                raise HttpError(400, "invalid_json", f"the body is not JSON: {why}") from None
+            if not isinstance(found, dict):
+                raise HttpError(400, "invalid_json", f"the body is a JSON {type(found).__name__}; expected an object")
+            self._fields = found
+        return self._fields
 
     def content_type(self) -> bytes:
         return self.headers.get(b"content-type", JSON).partition(b";")[0].strip().lower()

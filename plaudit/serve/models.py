@@ -44,15 +44,13 @@ class Models:
         """Until all are loaded and warmed up; ModelError if one cannot be."""
         await asyncio.gather(*(served.open() for served in self.served.values() if isinstance(served, ServedModel)))
 
-    def get(self, name: str | None) -> Served:
-        if name is None:
-            return next(iter(self.served.values()))
+    def named(self, name: str) -> Served:
         if name not in self.served:
             raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], self.served)}")
         return self.served[name]
 
     async def swap(self, name: str, path: str) -> str:
-        served = self.get(name)
+        served = self.named(name)
         if not isinstance(served, ServedModel):
             raise ConfigError(f"{name} is a {served.kind}; only outcome and process models can be swapped")
         directory = self._confined(path)

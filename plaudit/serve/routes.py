@@ -1,20 +1,28 @@
-"""A route: a method, an exact path, who may call it, what answers. Their table is all that the server serves."""
+"""A route: a method, an exact path, who may call it, what answers. Their table is all that the server serves.
+
+Where two protocols have the same path, the body decides: every route but the last of them says which bodies are its own
+(`claims`), in the order in which the protocols are listed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from plaudit.serve.auth import Access
 from plaudit.serve.http import HttpError, Reply, Request
 
 Handler = Callable[[Request], Awaitable[Reply]]
+ErrorWriter = Callable[[HttpError, str], Reply]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """protocol  whose wire format it speaks, and the name by which `--allow-open` means it
     work      whether it brings work: such routes are closed while the server drains or is overloaded
+    errors    how this protocol writes an error
+    claims    on a shared path: whether a body is this protocol's
     """
 
     method: str
@@ -24,24 +32,52 @@ class Route:
     protocol: str = "native"
     work: bool = False
     summary: str = ""
+    errors: ErrorWriter = HttpError.reply
+    claims: Callable[[Mapping[str, Any]], bool] | None = None
+
+
+class Place:
+    """What one method of one path leads to: mostly one route, sometimes several."""
+
+    def __init__(self, routes: list[Route]) -> None:
+        self.routes = tuple(routes)
+        self.last = routes[-1]
+        self.protocols = frozenset(route.protocol for route in routes)
+        for route in routes[:-1]:
+            if route.claims is None:
+                raise ValueError(f"{route.protocol} and others have {route.method} {route.path}, and no claims")
+        if len({(route.access, route.work) for route in routes}) > 1:
+            raise ValueError(f"the routes of {self.last.method} {self.last.path} differ in access or work")
+
+    def choose(self, request: Request) -> Route:
+        if len(self.routes) == 1:
+            return self.last
+        fields = request.fields()
+        return next((r for r in self.routes if r.claims is not None and r.claims(fields)), self.last)
 
 
 class Routes:
-    def __init__(self, routes: Iterable[Route]) -> None:
-        self.all = tuple(routes)
-        self._by_path: dict[str, dict[str, Route]] = {}
-        for route in self.all:
-            methods = self._by_path.setdefault(route.path, {})
-            if route.method in methods:
-                raise ValueError(f"two routes for {route.method} {route.path}")
-            methods[route.method] = route
+    """shapes  by a path's beginning, how errors of paths that do not exist are written"""
 
-    def find(self, method: str, path: str) -> Route:
+    def __init__(self, routes: Iterable[Route], shapes: Mapping[str, ErrorWriter] | None = None) -> None:
+        self.all = tuple(routes)
+        self._shapes = dict(shapes or {})
+        claimed: dict[str, dict[str, list[Route]]] = {}
+        for route in self.all:
+            claimed.setdefault(route.path, {}).setdefault(route.method, []).append(route)
+        self._by_path = {
+            path: {method: Place(routes) for method, routes in methods.items()} for path, methods in claimed.items()
+        }
+
+    def find(self, method: str, path: str) -> Place:
         methods = self._by_path.get(path)
         if methods is None:
             raise HttpError(404, "not_found", "no such path; see /docs")
-        route = methods.get(method)
-        if route is None:
+        place = methods.get(method)
+        if place is None:
             taken = ", ".join(sorted(methods))
             raise HttpError(405, "method_not_allowed", f"this path takes {taken}", allow=taken)
-        return route
+        return place
+
+    def errors(self, path: str) -> ErrorWriter:
+        return next((writer for start, writer in self._shapes.items() if path.startswith(start)), HttpError.reply)

@@ -16,6 +16,7 @@ from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward.ask import HttpAsk
 from plaudit.reward.blend import combine
+from plaudit.reward.intake import Intake
 from plaudit.reward.judge import Judge, JudgeReward
 from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
@@ -135,12 +136,37 @@ class ServedModel:
             self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
             sound = [work for work in works if not isinstance(work, ItemError)]
             tokens = sum(len(work.tokens) for work in sound)
-            with self._shop.admission.tokens(ask.tenant, tokens):
-                ticket = deployment.submit(
-                    sound, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache
-                )
-                answers = await self._wait(deployment, ticket, ask)
+            answers = await self._compute(deployment, sound, tokens, ask)
         return Scored(deployment.version, _finished(reading, works, answers, deployment.version), tokens)
+
+    async def read(self, works: Sequence[Work], ask: Ask) -> tuple[str, list[Answer]]:
+        """The rows of each work as they come from the model, and the version they are of."""
+        deployment = self.deployment
+        if self.reading is None or deployment.link.state == "failed":
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.reason}", retry_after=1)
+        with deployment.in_use():
+            answers = await self._compute(deployment, works, sum(len(work.tokens) for work in works), ask)
+        return deployment.version, answers
+
+    async def tokenise(self, texts: Sequence[str], *, special: bool) -> list[list[int] | ItemError]:
+        """Texts that somebody else has rendered."""
+        intake = self.intake()
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return _tokenised(intake, texts, special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._shop.threads, _tokenised, intake, texts, special)
+
+    def intake(self) -> Intake:
+        if self.reading is None or isinstance(self.reading, JudgeReading):
+            raise HttpError(503, "not_ready", f"{self.name}: {self.deployment.link.reason}", retry_after=1)
+        return self.reading.intake
+
+    async def _compute(
+        self, deployment: Deployment, works: Sequence[Work | Prompt], tokens: int, ask: Ask
+    ) -> list[Answer]:
+        with self._shop.admission.tokens(ask.tenant, tokens):
+            ticket = deployment.submit(works, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
+            return await self._wait(deployment, ticket, ask)
 
     async def healthy(self) -> str:
         why = await self.deployment.healthy()
@@ -312,6 +338,16 @@ def _prepared(reading: Reading, items: Sequence[Item]) -> list[Work | Prompt | I
         except RequestError as error:
             works.append(ItemError("invalid_item", str(error)))
     return works
+
+
+def _tokenised(intake: Intake, texts: Sequence[str], special: bool) -> list[list[int] | ItemError]:
+    found: list[list[int] | ItemError] = []
+    for text in texts:
+        try:
+            found.append(intake.rendered(text, special))
+        except Refused as error:
+            found.append(ItemError(error.type, str(error)))
+    return found
 
 
 def _finished(

@@ -23,16 +23,15 @@ from plaudit.errors import ConfigError
 from plaudit.serve.admission import Admission
 from plaudit.serve.app import App
 from plaudit.serve.auth import Keys, loopback
+from plaudit.serve.desk import Desk
+from plaudit.serve.doors import check_names, open_doors
 from plaudit.serve.http import Limits
 from plaudit.serve.listener import Listener, bind
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.models import Models
-from plaudit.serve.rewards import Rewards
-from plaudit.serve.routes import Routes
 
 LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
-PROTOCOLS = ("native",)
 
 
 def serve(table: ServeTable) -> int:
@@ -46,9 +45,8 @@ def serve(table: ServeTable) -> int:
 
 def check_open(table: ServeTable) -> None:
     """Who can reach the server without a key must be somebody's decision."""
-    for name in table.allow_open:
-        if name not in PROTOCOLS:
-            raise ConfigError(f"allow_open names the protocol {name!r}; known: {', '.join(PROTOCOLS)}")
+    check_names(table.allow_open, "allow_open")
+    check_names(table.protocols or (), "protocols")
     if not loopback(table.host) and not table.api_keys and not table.allow_open:
         raise ConfigError(
             f"host {table.host} is reachable by others, and there is no API key: give --api-key, or say with "
@@ -75,9 +73,9 @@ class _Server:
         keys = Keys(
             table.api_keys, table.admin_key, keyless=loopback(table.host), allow_open=frozenset(table.allow_open)
         )
-        rewards = Rewards(models, limits.items, salted=keys.several)
+        desk = Desk(models, table.aliases, limits.items, salted=keys.several)
         app = App(
-            Routes(rewards.routes()), keys, admission,
+            open_doors(desk, table.protocols), keys, admission,
             Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds), self.metrics, self.log,
             log_requests=table.log == "requests",
         )  # fmt: skip

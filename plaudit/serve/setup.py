@@ -17,6 +17,7 @@ DEFAULT_MODELS = ("sums", "sums-steps")
 def serve_table(
     config: Path | None = None, models: Sequence[str] = (), host: str | None = None, port: int | None = None,
     api_keys: Sequence[str] = (), admin_key: str | None = None, allow_open: str | None = None,
+    protocols: str | None = None, aliases: Sequence[str] = (),
 ) -> ServeTable:  # fmt: skip
     """Flags win over the file. Without any model the embedded ones are served."""
     tree: dict[str, Any] = {} if config is None else read_serve(config)
@@ -37,7 +38,11 @@ def serve_table(
     if admin_key is not None:
         tree["admin_key"] = admin_key
     if allow_open is not None:
-        tree["allow_open"] = [name.strip() for name in allow_open.split(",") if name.strip()]
+        tree["allow_open"] = _names(allow_open)
+    if protocols is not None:
+        tree["protocols"] = _names(protocols)
+    if aliases:
+        tree["aliases"] = {**tree.get("aliases", {}), **dict(map(_alias, aliases))}
     return parse_serve(tree, source)
 
 
@@ -57,6 +62,17 @@ def _completed(entry: Any, source: str) -> Any:
     if "path" not in entry:
         raise ConfigError(f"{source}: the key 'path' is missing")
     return complete(entry, source).model_dump(exclude_none=True)
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _alias(given: str) -> tuple[str, str]:
+    alias, equals, name = given.partition("=")
+    if not (equals and alias and name):
+        raise ConfigError(f"--alias {given!r} is not of the form NAME=MODEL")
+    return alias, name
 
 
 def _keys(given: Sequence[str]) -> dict[str, str]:

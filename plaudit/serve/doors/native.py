@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from plaudit import __version__
 from plaudit.errors import PlauditError
-from plaudit.records import Item, StepScores
+from plaudit.records import Item
+from plaudit.serve.desk import Desk
 from plaudit.serve.http import HttpError, Reply, Request
-from plaudit.serve.models import Models
 from plaudit.serve.openapi import docs_page, openapi
 from plaudit.serve.page import PAGE
 from plaudit.serve.protocols import native
 from plaudit.serve.routes import Route
-from plaudit.serve.served import Ask, Result
+from plaudit.serve.served import Result
 
 HTML = b"text/html; charset=utf-8"
 
 
-class Rewards:
-    def __init__(self, models: Models, most_items: int, *, salted: bool) -> None:
-        self.models = models
-        self.most_items = most_items
-        self.salted = salted
+class NativeDoor:
+    """others  the routes of the other protocols, for the documentation"""
+
+    def __init__(self, desk: Desk, others: Sequence[Route] = ()) -> None:
+        self.desk = desk
+        self.models = desk.models
+        self.others = others
         self.began = time.monotonic()
 
     def routes(self) -> list[Route]:
@@ -34,6 +37,7 @@ class Rewards:
             Route("POST", "/admin/swap", "admin", self.swap, summary="Put another version of a model in service"),
             Route("GET", "/health/live", "open", self.live, summary="The process answers"),
             Route("GET", "/health/ready", "open", self.ready, summary="Every model computes, and work is taken"),
+            Route("GET", "/health", "open", self.ready, summary="The same, where other systems look for it"),
             Route("GET", "/metrics", "key", self.metrics, summary="Prometheus metrics"),
             Route("GET", "/stats", "key", self.stats, summary="The last minutes, for the page"),
             Route("GET", "/", "open", self.page, summary="The live page"),
@@ -44,23 +48,18 @@ class Rewards:
     async def rewards(self, request: Request) -> Reply:
         kind = request.content_type()
         if kind == native.BINARY:
-            asked = native.read_binary(request.content, request.query, self.most_items)
+            asked = native.read_binary(request.content, request.query, self.desk.most_items)
         elif kind == b"application/json":
-            asked = native.read_json(request.content, self.most_items)
+            asked = native.read_json(request.content, self.desk.most_items)
         else:
             found, binary = kind[:60].decode("latin-1"), native.BINARY.decode()
             cure = f"expected application/json (curl: -H 'Content-Type: application/json') or {binary}"
             raise HttpError(415, "unsupported_type", f"Content-Type {found!r}; {cure}")
-        served = self.models.get(asked.model)
+        served = self.desk.find(asked.model)
         if asked.steps and served.kind != "process":
             raise HttpError(422, "not_a_process_model", f"{served.name} is no process model: it has no step scores")
         items = [item for group in asked.groups if not isinstance(group, str) for item in group]
-        ask = Ask(
-            request.tenant, request.id, request.deadline, asked.priority, asked.cache,
-            request.tenant if self.salted else "",
-        )  # fmt: skip
-        scored = await served.score(items, ask)
-        self._count(served.name, scored.results, request.id)
+        scored = await self.desk.score(request, served, items, priority=asked.priority, cache=asked.cache)
         results = _regrouped(asked.groups, scored.results)
         usage = {"items": len(items), "tokens": scored.tokens}
         if kind == native.BINARY:
@@ -110,24 +109,7 @@ class Rewards:
         return _html(docs_page())
 
     async def openapi(self, request: Request) -> Reply:
-        return Reply.json(openapi(self.routes(), __version__))
-
-    def _count(self, model: str, results: list[Result], request_id: str) -> None:
-        metrics = self.models.metrics
-        counts = metrics.history.model(model)
-        good = 0
-        for result in results:
-            if result.error is not None:
-                counts.failed += 1
-                metrics.errors.labels(result.error.type).inc()
-                metrics.history.error(result.error.type, result.error.message, model, request_id)
-                continue
-            good += 1
-            value = result.aggregate if isinstance(result, StepScores) else result.value
-            if value is not None:
-                counts.scores.append(value)
-        counts.items += good
-        metrics.items.labels(model).inc(good)
+        return Reply.json(openapi([*self.routes(), *self.others], __version__))
 
 
 class _Swap(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,0 +1,97 @@
+"""What all protocols need between their wire format and the models: find the model, tokenise, score, read, count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plaudit.errors import nearest
+from plaudit.records import Item, StepScores
+from plaudit.reward.work import Work
+from plaudit.serve.deployment import Answer
+from plaudit.serve.http import HttpError, Request
+from plaudit.serve.models import Models
+from plaudit.serve.served import Ask, Result, Scored, Served, ServedModel
+
+# The names that protocols without a model's name in them ask for.
+REWARD_MODEL, PROCESS_MODEL = "reward_model", "process_model"
+
+
+class Desk:
+    """aliases  other names of models; `reward_model` is the first outcome model and `process_model` the first process
+    model unless they say otherwise
+    salted   whether callers with different keys must not share cached scores
+    """
+
+    def __init__(self, models: Models, aliases: Mapping[str, str], most_items: int, *, salted: bool) -> None:
+        self.models = models
+        self.most_items = most_items
+        self._salted = salted
+        self.aliases = dict(aliases)
+        for alias, kind in ((REWARD_MODEL, "outcome"), (PROCESS_MODEL, "process")):
+            first = next((name for name, served in models.served.items() if served.kind == kind), None)
+            if first is not None:
+                self.aliases.setdefault(alias, first)
+
+    def find(self, name: str | None) -> Served:
+        """A model by its name or alias; the first one if None."""
+        if name is None:
+            return next(iter(self.models.served.values()))
+        found = self.models.served.get(self.aliases.get(name, name))
+        if found is None:
+            known = [*self.models.served, *self.aliases]
+            raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], known)}")
+        return found
+
+    def find_model(self, name: str | None, kind: str | None = None) -> ServedModel:
+        """One that has tokens: an outcome or process model. `kind` says which, if only one will do."""
+        served = self.find(name)
+        if not isinstance(served, ServedModel) or served.kind == "judge" or (kind is not None and served.kind != kind):
+            wanted = "outcome or process" if kind is None else kind
+            raise HttpError(
+                422, "wrong_kind", f"{served.name} is a {served.kind} model, this route needs an {wanted} model: "
+                f"serve one, or name it with --alias {name or REWARD_MODEL}=NAME",
+            )  # fmt: skip
+        return served
+
+    async def score(
+        self, request: Request, served: Served, items: Sequence[Item], *, priority: int = 0, cache: bool = True
+    ) -> Scored:
+        """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
+        self.check_count(len(items))
+        scored = await served.score(items, self._ask(request, priority, cache))
+        self._count(served.name, scored.results, request.id)
+        return scored
+
+    async def read(
+        self, request: Request, served: ServedModel, works: Sequence[Work], *, priority: int = 0
+    ) -> tuple[str, list[Answer]]:
+        """The version, and for each work its rows as they come from the model, or an ItemError."""
+        self.check_count(len(works))
+        return await served.read(works, self._ask(request, priority, True))
+
+    def check_count(self, count: int) -> None:
+        if count > self.most_items:
+            raise HttpError(
+                422, "too_many_items", f"{count} inputs in one request, at most {self.most_items}; split it"
+            )
+
+    def _ask(self, request: Request, priority: int, cache: bool) -> Ask:
+        salt = request.tenant if self._salted else ""
+        return Ask(request.tenant, request.id, request.deadline, priority, cache, salt)
+
+    def _count(self, model: str, results: Sequence[Result], request_id: str) -> None:
+        metrics = self.models.metrics
+        counts = metrics.history.model(model)
+        good = 0
+        for result in results:
+            if result.error is not None:
+                counts.failed += 1
+                metrics.errors.labels(result.error.type).inc()
+                metrics.history.error(result.error.type, result.error.message, model, request_id)
+                continue
+            good += 1
+            value = result.aggregate if isinstance(result, StepScores) else result.value
+            if value is not None:
+                counts.scores.append(value)
+        counts.items += good
+        metrics.items.labels(model).inc(good)
