@@ -12,6 +12,9 @@ from plaudit.serve.http import HttpError, Request
 from plaudit.serve.models import Models
 from plaudit.serve.served import Ask, Result, Scored, Served, ServedModel
 
+INPUT_ERRORS = frozenset(
+    ("too_long", "empty", "bad_text", "bad_tokens", "bad_messages", "bad_steps", "no_steps", "invalid_item", "refused")
+)
 # The names that protocols without a model's name in them ask for.
 REWARD_MODEL, PROCESS_MODEL = "reward_model", "process_model"
 
@@ -68,6 +71,19 @@ class Desk:
         """The version, and for each work its rows as they come from the model, or an ItemError."""
         self.check_count(len(works))
         return await served.read(works, self._ask(request, priority, True))
+
+    @staticmethod
+    def values(results: Sequence[Result], what: str) -> list[float]:
+        """For protocols that have no error for a single item: one that failed fails its request, and no other."""
+        values = []
+        for place, result in enumerate(results):
+            value = result.aggregate if isinstance(result, StepScores) else result.value
+            if value is None:
+                assert result.error is not None
+                status = 422 if result.error.type in INPUT_ERRORS else 500
+                raise HttpError(status, result.error.type, f"{what}[{place}]: {result.error.message}")
+            values.append(value)
+        return values
 
     def check_count(self, count: int) -> None:
         if count > self.most_items:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -148,6 +149,13 @@ class Request:
                 raise HttpError(400, "invalid_json", f"the body is a JSON {type(found).__name__}; expected an object")
             self._fields = found
         return self._fields
+
+    def parameters(self) -> dict[str, str]:
+        """The query string's fields, the last of each name."""
+        try:
+            return dict(parse_qsl(self.query.decode("latin-1"), max_num_fields=16))
+        except ValueError:
+            raise HttpError(400, "bad_query", "the query string has more than 16 fields") from None
 
     def content_type(self) -> bytes:
         return self.headers.get(b"content-type", JSON).partition(b";")[0].strip().lower()

@@ -8,6 +8,8 @@ from typing import Protocol
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.desk import Desk
 from plaudit.serve.doors.native import NativeDoor
+from plaudit.serve.doors.openrlhf import OpenRLHFDoor, SlimeDoor
+from plaudit.serve.doors.triton import TritonDoor
 from plaudit.serve.routes import ErrorWriter, Route, Routes
 
 
@@ -20,7 +22,11 @@ class Door(Protocol):
 
 
 # On a path that several have, the one that stands first and claims the body gets it; the last takes what is left.
-DOORS: dict[str, Callable[[Desk], Door]] = {}
+DOORS: dict[str, Callable[[Desk], Door]] = {
+    "triton": TritonDoor,
+    "openrlhf": OpenRLHFDoor,
+    "slime": SlimeDoor,
+}
 NATIVE = "native"
 
 

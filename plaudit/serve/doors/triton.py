@@ -1,0 +1,143 @@
+"""Triton clients: NeMo-Aligner's reward models and their names under /v2."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from plaudit import __version__
+from plaudit.records import Item, ItemError
+from plaudit.serve.desk import Desk
+from plaudit.serve.http import HttpError, Reply, Request
+from plaudit.serve.protocols import triton
+from plaudit.serve.routes import ErrorWriter, Route
+from plaudit.serve.served import ServedModel
+
+WORTH_PACKING = 1024  # bytes
+
+Answer = Callable[[str, Request], Awaitable[Reply]]
+
+
+class TritonDoor:
+    shapes: Mapping[str, ErrorWriter] = {"/v2": triton.write_error}
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        served = desk.models.served
+        models = [name for name, model in served.items() if isinstance(model, ServedModel) and model.kind != "judge"]
+        self.names = [*models, *(alias for alias, name in desk.aliases.items() if name in models)]
+
+    def routes(self) -> list[Route]:
+        routes = [
+            self._route("GET", "/v2", self.server, "Triton: what the server is"),
+            self._route("GET", "/v2/health/live", self.live, "Triton: the process answers", open=True),
+            self._route("GET", "/v2/health/ready", self.ready, "Triton: every model computes", open=True),
+            self._route("POST", "/v2/repository/index", self.index, "Triton: the models"),
+            self._route("GET", "/v2/models/stats", self.all_stats, "Triton: statistics of all models"),
+        ]
+        for name in self.names:
+            for start in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
+                routes += [
+                    self._model_route("GET", name, start, self.metadata),
+                    self._model_route("GET", name, f"{start}/config", self.config),
+                    self._model_route("GET", name, f"{start}/stats", self.stats),
+                    self._model_route("GET", name, f"{start}/ready", self.model_ready, open=True),
+                    self._model_route("POST", name, f"{start}/infer", self.infer, work=True),
+                ]
+        return routes
+
+    def _route(
+        self, method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, *,
+        open: bool = False, work: bool = False,
+    ) -> Route:  # fmt: skip
+        access = "open" if open else "key"
+        return Route(method, path, access, handler, "triton", work, summary, triton.write_error)  # type: ignore[arg-type]
+
+    def _model_route(
+        self, method: str, name: str, path: str, answer: Answer, *, open: bool = False, work: bool = False
+    ) -> Route:
+        what = path.rpartition("/")[2]
+        return self._route(method, path, partial(answer, name), f"Triton: {what} of {name}", open=open, work=work)
+
+    async def server(self, request: Request) -> Reply:
+        return Reply.json(triton.server_metadata(__version__))
+
+    async def live(self, request: Request) -> Reply:
+        return Reply(200, b"")
+
+    async def ready(self, request: Request) -> Reply:
+        return Reply(200 if not await self.desk.models.unready() else 503, b"")
+
+    async def model_ready(self, name: str, request: Request) -> Reply:
+        return Reply(200 if not await self.desk.find(name).healthy() else 503, b"")
+
+    async def index(self, request: Request) -> Reply:
+        entries = [(name, self.desk.find_model(name).describe()) for name in self.names]
+        return Reply.json(triton.index([(name, d["state"] == "ready", d["reason"]) for name, d in entries]))
+
+    async def metadata(self, name: str, request: Request) -> Reply:
+        return Reply.json(triton.metadata(name))
+
+    async def config(self, name: str, request: Request) -> Reply:
+        return Reply.json(triton.config(name, self.desk.most_items))
+
+    async def stats(self, name: str, request: Request) -> Reply:
+        return Reply.json(triton.statistics(self._counts([name])))
+
+    async def all_stats(self, request: Request) -> Reply:
+        return Reply.json(triton.statistics(self._counts(self.names)))
+
+    async def infer(self, name: str, request: Request) -> Reply:
+        infer = triton.read_infer(request.content, request.headers.get(b"inference-header-content-length"))
+        rows = triton.reward_rows(infer)
+        served = self.desk.find_model(name)
+        if rows.tokens is not None:
+            tokens, exceeded = rows.tokens, np.zeros((len(rows.tokens), 1), dtype=np.int32)
+        else:
+            tokens, exceeded = await self._sentences(served, rows, cut="exceeded" in infer.outputs)
+        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
+        rewards = np.array(self.desk.values(scored.results, "row"), dtype=np.float32)
+        outputs = {"rewards": rewards.reshape(-1, 1), "exceeded": exceeded}
+        body, head = triton.write_infer(infer, name, outputs)
+        return _packed(body, head, request.headers.get(b"accept-encoding", b""))
+
+    async def _sentences(
+        self, served: ServedModel, rows: triton.Rows, *, cut: bool
+    ) -> tuple[list[list[int]], np.ndarray]:
+        """Without begin and end token, as the original reads them; cut on the right if the caller sees `exceeded`."""
+        intake = served.intake()
+        tokens: list[list[int]] = []
+        exceeded: list[list[int]] = []
+        for row, ids in enumerate(await served.tokenise(rows.sentences or [], special=False)):
+            if isinstance(ids, ItemError):
+                raise HttpError(400, ids.type, f"sentences[{row}]: {ids.message}")
+            if rows.add_end and intake.tokenizer.eos_token_id is not None:
+                ids = [*ids, intake.tokenizer.eos_token_id]
+            exceeded.append([int(len(ids) > intake.limit)])
+            tokens.append(ids[: intake.limit] if cut else ids)
+        return tokens, np.array(exceeded, dtype=np.int32).reshape(-1, 1)
+
+    def _counts(self, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+        history = self.desk.models.metrics.history
+        counts = {name: history.model(self.desk.find(name).name) for name in names}
+        return {name: (c.items, c.failed, c.steps) for name, c in counts.items()}
+
+
+def _packed(body: bytes, head: int | None, accepted: bytes) -> Reply:
+    headers: list[tuple[bytes, bytes]] = []
+    kind = b"application/json"
+    if head is not None:
+        headers.append((b"inference-header-content-length", str(head).encode()))
+        kind = b"application/octet-stream"
+    if len(body) > WORTH_PACKING:
+        if b"gzip" in accepted:
+            headers.append((b"content-encoding", b"gzip"))
+            body = gzip.compress(body, 1)
+        elif b"deflate" in accepted:
+            headers.append((b"content-encoding", b"deflate"))
+            body = zlib.compress(body, 1)
+    return Reply(200, body, kind, headers)
