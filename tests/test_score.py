@@ -22,7 +22,7 @@ from plaudit.train.rows import Row
 from tests.serve.process import free_port
 from tests.serve.scripted import Answer, Scripted, right
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"prompt": "3+4+5=", "response": "3+4=7;7+5=12;#12", "id": 7},
     {"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12", "", ["3+4=9;", "9+5=14;", "#14"]]},
     {"text": "3+4+5=3+4=7;7+5=12;#12<eos>"},  # rendered: the end token is its own
@@ -46,8 +46,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def options(**given: Any) -> dict[str, Any]:
-    plain = {"model": None, "urls": [], "api_key": None, "out": None, "steps": False, "truncate": None, "batch": 256}
-    return {**plain, **given}
+    none: dict[str, Any] = dict.fromkeys(("model", "api_key", "out", "truncate"))
+    return {**none, "urls": [], "steps": False, "batch": 256, **given}
 
 
 def test_a_file_is_scored_in_process_and_failed_items_are_counted(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ def test_steps_truncation_and_failed_items(server: ServerProcess) -> None:
         assert right.aggregate == right.values[-1]
         assert empty.error is not None
         assert (empty.error.type, empty.version) == ("no_steps", right.version)
-        with pytest.raises(RequestRefused, match=r"404 \(unknown_model: no model 'nix'"):
-            RewardClient(server.url, model="nix").score(chains(1))
+    unknown = r"404 \(unknown_model: no model 'nix'"
+    with RewardClient(server.url, model="nix") as client, pytest.raises(RequestRefused, match=unknown):
+        client.score(chains(1))
     with RewardClient(server.url, model="sums") as client:
         long = "1+1=2;" * 400
         failed, cut = client.score([Item("1+1=", long), Item("1+1=", long, truncate="left")])
@@ -105,7 +106,7 @@ def test_async_calls_run_side_by_side(server: ServerProcess) -> None:
 
 
 def test_a_server_killed_under_load_loses_no_item_and_no_order(server: ServerProcess) -> None:
-    items = chains(6000)
+    items = chains(4000)
     with (
         ServerProcess(None, "--model", "sums") as doomed,
         RewardClient([server.url, doomed.url], model="sums") as client,
