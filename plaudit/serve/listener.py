@@ -26,6 +26,7 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
     class GuardedProtocol(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.transport = _Gathering(transport, self.loop)  # type: ignore[assignment]
             self._timer: asyncio.TimerHandle | None = None
             self._in_headers = True
             self._header_bytes = self._header_count = self._raw_bytes = 0
@@ -118,6 +119,34 @@ def _written(error: HttpError) -> bytes:
         *(name + b": " + value for name, value in reply.headers),
     ]  # fmt: skip
     return b"\r\n".join(lines) + b"\r\n\r\n" + reply.body
+
+
+class _Gathering:
+    """A transport that writes once per turn of the event loop: uvicorn writes head and body of a reply apart, and a
+    system call for each costs as much as all the rest of a small request."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._waiting: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            data = b"".join(self._waiting)
+            self._waiting.clear()
+            self._transport.write(data)
 
 
 class Listener(Server):
