@@ -156,7 +156,7 @@ class Deployment:
             ticket.jobs.append(job)
         self._metrics.tokens.labels(self.name, "submitted").inc(sum(len(w.tokens) for w in works))
         if self.link.state in ("failed", "closed"):
-            self._answer_all(fresh, ItemError("model_failed", self.link.reason))
+            self._answer_all(fresh, ItemError("model_failed", self.link.public_reason))
         else:
             self.queue.add(tenant, fresh, priority)
             self._pump_soon()
@@ -191,7 +191,7 @@ class Deployment:
     async def healthy(self) -> str:
         """ "" if a tiny work goes through batcher and model in time; else why not."""
         if not self.ready:
-            return self.link.reason
+            return self.link.public_reason
         if self.link.silent_for() > SILENCE_SECONDS:
             return f"its worker has been silent for {self.link.silent_for():.0f} s"
         if time.monotonic() - self.link.last_result < FRESH_SECONDS:
@@ -309,7 +309,7 @@ class Deployment:
 
     def on_change(self) -> None:
         if self.link.state == "failed":
-            self._fail(ItemError("model_failed", self.link.reason))
+            self._fail(ItemError("model_failed", self.link.public_reason))
         elif self.ready:
             self._pump_soon()
         self._tell()

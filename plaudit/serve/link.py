@@ -64,6 +64,11 @@ class Link:
         self._told: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive(), name=f"link-{name}")
 
+    @property
+    def public_reason(self) -> str:
+        """The reason as clients may hear it: what a loader says names places on our disk."""
+        return "it has failed, and the server's log says why" if self.state == "failed" else self.reason
+
     async def loaded(self) -> frames.Hello:
         """The worker's introduction, once it is ready to compute; raises ModelError if it cannot load its model."""
         return await asyncio.shield(self._told)
