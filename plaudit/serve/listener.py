@@ -35,6 +35,8 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
             super().connection_lost(exc)
+            # uvicorn forgets this after an error, and the timer would keep all of the connection for its time.
+            self._unset_keepalive_if_required()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
