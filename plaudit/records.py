@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+NEXT = -1  # among the tokens whose log-probs are read: the one that follows
 
 
 @dataclass(frozen=True, slots=True)

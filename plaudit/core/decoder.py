@@ -110,13 +110,13 @@ class Decoder:
         return _wide(head(rows))
 
     def logprobs(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """log p(target) of each row, (W,). Slices of rows, so that the logits of all rows never exist at once."""
+        """log p of each row's targets, (W, n). Slices of rows, so that the logits of all rows never exist at once."""
         step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
         parts = []
         for start in range(0, len(rows), step):
             logits = self.logits(rows[start : start + step])
-            chosen = logits.gather(1, targets[start : start + step, None])[:, 0]
-            parts.append(chosen - torch.logsumexp(logits, dim=1))
+            chosen = logits.gather(1, targets[start : start + step])
+            parts.append(chosen - torch.logsumexp(logits, dim=1, keepdim=True))
         return torch.cat(parts)
 
     def _vocabulary_head(self) -> nn.Linear:

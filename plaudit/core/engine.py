@@ -25,7 +25,7 @@ from plaudit.core.scoring import read_rows
 from plaudit.core.sequence import Request, Update
 from plaudit.core.support import inspect
 from plaudit.errors import PlauditError, RequestError
-from plaudit.records import ItemError, Sample
+from plaudit.records import NEXT, ItemError, Sample
 
 Prompt = str | Sequence[int]
 
@@ -183,34 +183,35 @@ class Engine:
 
     def score(
         self, sequences: Prompt | Sequence[Prompt], *, positions: Sequence[Sequence[int]] | None = None,
-        columns: Sequence[int] | None = None, cache: bool = False,
+        columns: Sequence[int] | None = None, logprobs: bool = False, cache: bool = False,
     ) -> list[np.ndarray]:  # fmt: skip
         """What the head says, in float32, per sequence.
 
         positions   None: the last token, giving (labels,); else the tokens to read, giving (positions, labels)
         columns     of a causal LM: the token ids whose logits to read, in place of a class head's labels
+        logprobs    read the columns' log-probs, not their logits; NEXT among them is the token that follows
         cache       keep the KV, so that a later call computes only what is new (a search does this); without it
                     sequences of this call still share what they have in common
         """
         ids = [self._intake.tokens(s) for s in _as_list(sequences)]
-        reads = self._intake.reads(ids, positions, columns)
+        reads = self._intake.reads(ids, positions, columns, logprobs)
         values = self._read(ids, reads, cache)
         return [v[0] for v in values] if positions is None else values
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, cache: bool = False) -> list[np.ndarray]:
         """Per sequence, the log-prob of each token after the first, at temperature 1."""
         ids = [self._intake.tokens(s) for s in sequences]
-        reads = [Read("logprobs", tuple(range(len(s) - 1))) for s in ids]
-        return self._read(ids, reads, cache)
+        reads = [Read("logprobs", tuple(range(len(s) - 1)), (NEXT,)) for s in ids]
+        return [values.reshape(-1) for values in self._read(ids, reads, cache)]
 
     def submit_score(
         self, sequence: Prompt, *, positions: Sequence[int] | None = None, columns: Sequence[int] | None = None,
-        params: SamplingParams | None = None,
+        logprobs: bool = False, params: SamplingParams | None = None,
     ) -> int:  # fmt: skip
         """Queue one sequence for scoring among everything else; `step()` reports its `values`. Of `params` only
         priority and deadline count."""
         ids = self._intake.tokens(sequence)
-        read = self._intake.reads([ids], None if positions is None else [positions], columns)[0]
+        read = self._intake.reads([ids], None if positions is None else [positions], columns, logprobs)[0]
         request = self._intake.scoring(ids, read, params or SamplingParams())
         self._enqueue(request)
         return request.number

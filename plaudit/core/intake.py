@@ -15,6 +15,7 @@ from plaudit.core.sequence import Request
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.text import TextStream
 from plaudit.errors import RequestError
+from plaudit.records import NEXT
 
 
 class Intake:
@@ -86,15 +87,16 @@ class Intake:
         return ids
 
     def reads(
-        self, ids: Sequence[list[int]], positions: Sequence[Sequence[int]] | None, columns: Sequence[int] | None
-    ) -> list[Read]:
+        self, ids: Sequence[list[int]], positions: Sequence[Sequence[int]] | None, columns: Sequence[int] | None,
+        logprobs: bool = False,
+    ) -> list[Read]:  # fmt: skip
         name = self.decoder.name
         if columns is None and self.decoder.kind == "causal":
             raise RequestError(f"{name} has a vocabulary head and no class head: name the columns to read")
         if columns is not None and self.decoder.kind != "causal":
             raise RequestError(f"{name} has a class head and no vocabulary head: leave out columns")
         for token in columns or ():
-            if not 0 <= token < self.decoder.vocab_size:
+            if not 0 <= token < self.decoder.vocab_size and not (logprobs and token == NEXT):
                 raise RequestError(f"column {token} is outside the vocabulary 0..{self.decoder.vocab_size - 1}")
         if positions is None:
             positions = [[len(s) - 1] for s in ids]
@@ -103,9 +105,11 @@ class Intake:
         for s, at in zip(ids, positions, strict=True):
             if list(at) != sorted(set(at)) or (at and not 0 <= at[0] <= at[-1] < len(s)):
                 raise RequestError(f"positions {list(at)} must rise and lie in 0..{len(s) - 1}, the sequence's tokens")
+            if logprobs and at and at[-1] == len(s) - 1 and NEXT in (columns or ()):
+                raise RequestError(f"position {at[-1]} is the last: no token follows whose log-prob could be read")
         if columns is None:
             return [Read("head", tuple(at)) for at in positions]
-        return [Read("columns", tuple(at), tuple(columns)) for at in positions]
+        return [Read("logprobs" if logprobs else "columns", tuple(at), tuple(columns)) for at in positions]
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab = self.decoder.vocab_size

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from plaudit.core.decoder import Decoder
 from plaudit.core.packing import send
+from plaudit.records import NEXT
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`head`: class logits; `columns`: logits of a few vocabulary tokens; `logprobs`: log p of the next token.
+    """`head`: class logits; `columns`: logits of a few vocabulary tokens; `logprobs`: their logs of p.
 
     positions   ascending; the rows of the sequence to read
+    columns     vocabulary tokens; for log-probs also NEXT, the token that follows each position
     """
 
     what: Literal["head", "columns", "logprobs"]
@@ -50,7 +52,7 @@ class Taken:
     parts: list[tuple[list[int], Tensor]]  # which readings, and their values end to end
 
     def arrays(self) -> list[np.ndarray]:
-        """Per sequence, (positions, values) or, for log-probs, (positions,)."""
+        """Per sequence, (positions, values)."""
         results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(self.readings)
         for members, tensor in self.parts:
             values, start = tensor.cpu().numpy(), 0
@@ -85,5 +87,7 @@ def _values(decoder: Decoder, rows: Tensor, what: str, columns: tuple[int, ...],
         return decoder.head(rows)
     if what == "columns":
         return decoder.columns(rows, columns)
-    targets = np.array([r.tokens[p + 1] for r in readings for p in r.positions])
+    targets = np.empty((len(rows), len(columns)), dtype=np.int64)
+    for i, column in enumerate(columns):
+        targets[:, i] = [r.tokens[p + 1] for r in readings for p in r.positions] if column == NEXT else column
     return decoder.logprobs(rows, send(targets, rows.device))

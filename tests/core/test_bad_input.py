@@ -70,6 +70,8 @@ def test_options(options: dict[str, Any], message: str) -> None:
         (lambda: ENGINE.score([[3]], columns=[89]), "column 89 is outside the vocabulary"),
         (lambda: ENGINE.score([[3, 4]], positions=[[2]], columns=[1]), r"positions \[2\] must rise and lie in 0..1"),
         (lambda: ENGINE.score([[3, 4]], positions=[[1, 0]], columns=[1]), "must rise"),
+        (lambda: ENGINE.score([[3, 4]], columns=[-1], logprobs=True), "position 1 is the last: no token follows"),
+        (lambda: ENGINE.score([[3, 4]], positions=[[0]], columns=[-1]), "column -1 is outside the vocabulary"),
         (lambda: ENGINE.score([[3]], positions=[], columns=[1]), "1 sequences and 0 lists of positions"),
         (lambda: ENGINE.new_version(keep="both"), "keep is 'both'"),  # type: ignore[arg-type]
         (lambda: REWARD.generate([[3]]), "has no vocabulary head: it scores, it does not generate"),

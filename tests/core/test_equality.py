@@ -10,6 +10,7 @@ import torch
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.packing import hidden_rows, pack, use_packed_attention
+from plaudit.records import NEXT
 from tests.core import tiny
 
 FAMILIES = sorted(tiny.CONFIGS)
@@ -30,6 +31,33 @@ def test_logprobs_alone_batched_and_cached(family: str) -> None:
     for got in (engine.logprobs(ids), engine.logprobs(ids, cache=True), [engine.logprobs([s])[0] for s in ids]):
         for g, e in zip(got, expected, strict=True):
             close(g, e)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_chosen_tokens_at_chosen_positions(family: str) -> None:
+    module = tiny.model(family)
+    engine = Engine(module, budget=64)
+    ids = tiny.sequences(4, 6, 3, 40)
+    positions = [[0, len(s) // 2] if len(s) // 2 else [0] for s in ids]
+    columns = [5, NEXT, 11]
+    tables = [torch.log_softmax(tiny.plain(module, s).float(), dim=-1).numpy() for s in ids]
+    expected = [
+        np.array([[table[p][s[p + 1] if c == NEXT else c] for c in columns] for p in at])
+        for table, s, at in zip(tables, ids, positions, strict=True)
+    ]
+    numbers = [
+        engine.submit_score(s, positions=at, columns=columns, logprobs=True)
+        for s, at in zip(ids, positions, strict=True)
+    ]
+    stepped: dict[int, np.ndarray] = {}
+    while engine.busy:
+        stepped |= {u.request: u.values for u in engine.step() if u.values is not None}
+    read = engine.score(ids, positions=positions, columns=columns, logprobs=True)
+    last = engine.score(ids, columns=[5, 11], logprobs=True, cache=True)
+    for i, e in enumerate(expected):
+        close(read[i], e)
+        close(stepped[numbers[i]], e)
+        close(last[i], tables[i][-1][[5, 11]])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
