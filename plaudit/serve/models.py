@@ -128,8 +128,7 @@ class Models:
 
     def kill(self) -> None:
         for served in self.served.values():
-            if isinstance(served, ServedModel):
-                served.kill()
+            served.kill()
 
     async def close(self) -> None:
         await asyncio.gather(*(served.close() for served in self.served.values()), return_exceptions=True)

@@ -71,6 +71,9 @@ class Served(Protocol):
 
     async def close(self) -> None: ...
 
+    def kill(self) -> None:
+        """End its processes at once, without the event loop's help: the server exits and will not wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shop:
@@ -169,7 +172,7 @@ class ServedModel:
             return await self._wait(deployment, ticket, ask)
 
     async def healthy(self) -> str:
-        why = await self.deployment.healthy()
+        why = await self.deployment.healthy() if self.reading is not None else "the model is loading"
         return f"{self.name}: {why}" if why else ""
 
     def describe(self) -> dict[str, Any]:
@@ -276,6 +279,9 @@ class ServedCalls:
         self._reward.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def kill(self) -> None:
+        self._reward.close()
+
 
 class ServedBlend:
     """All members score, one function combines."""
@@ -304,6 +310,9 @@ class ServedBlend:
         return {"name": self.name, "kind": self.kind, "version": "", "state": "ready", "reason": ""}
 
     async def close(self) -> None:
+        pass
+
+    def kill(self) -> None:
         pass
 
 
