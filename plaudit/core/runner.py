@@ -229,7 +229,8 @@ class Runner:
         finished = sequence.finish is not None or done
         full = sequence.computed // self.backend.block_size > len(sequence.chain.nodes)
         if sequence.cacheable and (full or finished):
-            self.tree.extend(key, sequence.chain, sequence.tokens, sequence.computed, stored=True)
+            under = (key, sequence.request.params.salt)
+            self.tree.extend(under, sequence.chain, sequence.tokens, sequence.computed, stored=True)
         if finished:
             self.scheduler.release(sequence)
         if done:

@@ -24,6 +24,7 @@ class SamplingParams:
     seed            None: from the engine's seed and the number of the request
     priority        higher goes first; waiting makes up for it, so that nothing starves
     deadline        seconds after submission at which the request is aborted
+    salt            only requests with the same one share KV, so that the time one takes tells nothing of the others
     """
 
     n: int = 1
@@ -40,6 +41,7 @@ class SamplingParams:
     ignore_eos: bool = False
     priority: int = 0
     deadline: float | None = None
+    salt: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts(self.stop))

@@ -119,7 +119,7 @@ class Scheduler:
         sequence = chunk.sequence
         if sequence.cacheable:
             upto = sequence.computed + chunk.tokens
-            self.tree.extend(key, sequence.chain, sequence.tokens, upto, stored=False)
+            self.tree.extend((key, sequence.request.params.salt), sequence.chain, sequence.tokens, upto, stored=False)
 
     def _admit(self, sequence: Sequence, left: int, key: Hashable, plan: Plan) -> Chunk | None:
         """Start a waiting sequence, if its first chunk fits and leaves a block for each of those that run: to throw one
@@ -142,7 +142,7 @@ class Scheduler:
 
     def _share(self, sequence: Sequence, key: Hashable, plan: Plan, reserve: int) -> bool:
         """Take what the tree has of a sequence's beginning; True if the last block of it is a copy of its own."""
-        match = self.tree.match(key, sequence.tokens, sequence.shareable)
+        match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
         for node in match.nodes:
             self.pool.retain(node.block)
         sequence.chain = Chain([n.block for n in match.nodes], list(match.nodes))

@@ -71,6 +71,7 @@ class Job:
     key: bytes
     work: Work | Prompt
     cost: int
+    salt: str
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
     dead: bool = False  # of the queue: nobody waits for it
     deaths: int = 0
@@ -146,7 +147,7 @@ class Deployment:
                 continue
             job = self._known.get(key)
             if job is None:
-                job = self._known[key] = Job(self._next_id, key, work, cost, since=now)
+                job = self._known[key] = Job(self._next_id, key, work, cost, salt, since=now)
                 self._next_id += 1
                 fresh.append(job)
             else:
@@ -200,7 +201,7 @@ class Deployment:
             self._probe = asyncio.get_running_loop().create_future()
             self.link.send(
                 frames.Works(
-                    [PROBE_ID], [1], frames.as_bytes([[0]]), [1], frames.as_bytes([[0]]), [self._probe_columns]
+                    [PROBE_ID], [1], frames.as_bytes([[0]]), [1], frames.as_bytes([[0]]), [self._probe_columns], [""]
                 )
             )
         try:
@@ -378,8 +379,9 @@ def _frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
             counts=[len(work.positions) for _, work in works],
             positions=frames.as_bytes([work.positions for _, work in works]),
             columns=[work.columns for _, work in works],
+            salts=[job.salt for job, _ in works],
         )
     for job in batch:
         if isinstance(job.work, Prompt):
             tokens = frames.as_bytes([job.work.tokens])
-            yield frames.Prompt(job.id, tokens, job.work.max_tokens, job.work.temperature)
+            yield frames.Prompt(job.id, tokens, job.work.max_tokens, job.work.temperature, job.salt)

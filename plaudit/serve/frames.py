@@ -59,6 +59,7 @@ class Works(msgspec.Struct, tag=True, array_like=True):
     counts: list[int]
     positions: bytes  # int32
     columns: list[tuple[int, ...] | None]
+    salts: list[str]
 
 
 class Prompt(msgspec.Struct, tag=True, array_like=True):
@@ -68,6 +69,7 @@ class Prompt(msgspec.Struct, tag=True, array_like=True):
     tokens: bytes  # int32
     max_tokens: int
     temperature: float
+    salt: str
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):

@@ -161,6 +161,7 @@ class Listener(Server):
                 app, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
                 proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
+                log_level="error",  # what is not HTTP is the sender's error, and would fill the log
             )
         )  # fmt: skip
 

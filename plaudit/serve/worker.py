@@ -17,6 +17,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import msgspec
@@ -43,9 +44,9 @@ class _Asked:
 
     id: int
     tokens: list[int]
-    positions: tuple[int, ...] = ()
+    params: SamplingParams
+    positions: tuple[int, ...] | None = None  # of a work; a prompt has none
     columns: tuple[int, ...] | None = None
-    params: SamplingParams | None = None  # of a prompt
     retried: bool = False
 
 
@@ -121,12 +122,15 @@ class Worker:
             case frames.Works():
                 tokens = frames.cut(frame.tokens, frame.lengths)
                 positions = frames.cut(frame.positions, frame.counts)
-                for id, ids, at, columns in zip(frame.ids, tokens, positions, frame.columns, strict=True):
-                    self._waiting.append(_Asked(id, ids, tuple(at), columns))
+                parts = zip(frame.ids, tokens, map(_salted, frame.salts), positions, frame.columns, strict=True)
+                for id, ids, params, at, columns in parts:
+                    self._waiting.append(_Asked(id, ids, params, tuple(at), columns))
             case frames.Prompt():
-                params = SamplingParams(temperature=frame.temperature, max_tokens=frame.max_tokens)
+                params = SamplingParams(
+                    temperature=frame.temperature, max_tokens=frame.max_tokens, salt=frame.salt
+                )  # fmt: skip
                 (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
-                self._waiting.append(_Asked(frame.id, ids, params=params))
+                self._waiting.append(_Asked(frame.id, ids, params))
             case frames.Cancel():
                 cancelled = set(frame.ids)
                 self._waiting = deque(asked for asked in self._waiting if asked.id not in cancelled)
@@ -138,10 +142,12 @@ class Worker:
 
     def _submit(self, asked: _Asked) -> None:
         try:
-            if asked.params is not None:
+            if asked.positions is None:
                 number = self.engine.submit(asked.tokens, asked.params)
             else:
-                number = self.engine.submit_score(asked.tokens, positions=asked.positions, columns=asked.columns)
+                number = self.engine.submit_score(
+                    asked.tokens, positions=asked.positions, columns=asked.columns, params=asked.params
+                )
         except RequestError as error:
             self._send_results([], [(asked.id, "refused", str(error))], [])
             return
@@ -200,6 +206,12 @@ class Worker:
                 budget=self.engine.budget,
             )
         )
+
+
+@lru_cache(maxsize=1024)
+def _salted(salt: str) -> SamplingParams:
+    """Of a work nothing else of them counts; made once for each API key."""
+    return SamplingParams(salt=salt)
 
 
 def main(fd: int) -> None:

@@ -301,6 +301,20 @@ def test_a_score_in_the_queue_that_takes_several_steps() -> None:
         assert abs(got - expected).max() < 1e-4
 
 
+def test_what_is_salted_otherwise_is_not_shared() -> None:
+    engine = Engine(tiny.model("llama", "token", labels=2))
+    path = tiny.sequences(9, 1, 37, 37)[0]
+
+    def computed(salt: str) -> int:
+        before = engine.stats().tokens_computed
+        engine.submit_score(path, positions=[36], params=SamplingParams(salt=salt))
+        while engine.busy:
+            engine.step()
+        return engine.stats().tokens_computed - before
+
+    assert [computed(salt) for salt in ("", "", "ann", "ann", "bob")] == [37, 1, 37, 1, 37]
+
+
 def test_a_search_computes_only_new_tokens() -> None:
     engine = Engine(tiny.model("llama", "token", labels=2))
     path = tiny.sequences(9, 1, 37, 37)[0]

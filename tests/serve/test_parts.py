@@ -25,9 +25,14 @@ ROWS = st.lists(IDS, max_size=8)
 def works(rows: list[list[int]]) -> frames.Works:
     count = len(rows)
     return frames.Works(
-        list(range(count)), [len(r) for r in rows], frames.as_bytes(rows), [1] * count, frames.as_bytes([[0]] * count),
-        [None, (1, 2)] * (count // 2) + [None] * (count % 2),
-    )  # fmt: skip
+        ids=list(range(count)),
+        lengths=[len(row) for row in rows],
+        tokens=frames.as_bytes(rows),
+        counts=[1] * count,
+        positions=frames.as_bytes([[0]] * count),
+        columns=[None if n % 2 else (1, 2) for n in range(count)],
+        salts=[""] * count,
+    )
 
 
 @given(st.lists(ROWS, max_size=4), st.data())
