@@ -23,8 +23,9 @@ class OpenRLHFDoor:
 
     async def get_reward(self, request: Request) -> Reply:
         asked = openrlhf.read(request.content, request.parameters())
+        self.desk.check_count(len(asked.queries))
         served = self.desk.find(REWARD_MODEL)
-        if isinstance(served, ServedModel):
+        if isinstance(served, ServedModel) and served.kind != "judge":
             # Rendered with everything in it: the tokenizer adds nothing.
             rows = await served.tokenise(asked.queries, special=False)
             for place, row in enumerate(rows):

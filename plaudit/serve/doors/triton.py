@@ -92,7 +92,8 @@ class TritonDoor:
         return Reply.json(triton.statistics(self._counts(self.names)))
 
     async def infer(self, name: str, request: Request) -> Reply:
-        infer = triton.read_infer(request.content, request.headers.get(b"inference-header-content-length"))
+        header = request.headers.get(b"inference-header-content-length")
+        infer = triton.read_infer(request.content, header, self.desk.most_items)
         rows = triton.reward_rows(infer)
         served = self.desk.find_model(name)
         if rows.tokens is not None:
@@ -100,8 +101,7 @@ class TritonDoor:
         else:
             tokens, exceeded = await self._sentences(served, rows, cut="exceeded" in infer.outputs)
         scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
-        rewards = np.array(self.desk.values(scored.results, "row"), dtype=np.float32)
-        outputs = {"rewards": rewards.reshape(-1, 1), "exceeded": exceeded}
+        outputs = {"rewards": _column(self.desk.values(scored.results, "row")), "exceeded": exceeded}
         body, head = triton.write_infer(infer, name, outputs)
         return _packed(body, head, request.headers.get(b"accept-encoding", b""))
 
@@ -125,6 +125,16 @@ class TritonDoor:
         history = self.desk.models.metrics.history
         counts = {name: history.model(self.desk.find(name).name) for name in names}
         return {name: (c.items, c.failed, c.steps) for name, c in counts.items()}
+
+
+def _column(values: Sequence[float]) -> np.ndarray:
+    """[B, 1] as FP32, which holds less than a score may be: what does not fit is no infinity, but an error."""
+    with np.errstate(over="ignore"):
+        column = np.array(values, dtype=np.float32).reshape(-1, 1)
+    for row, value in enumerate(values):
+        if not np.isfinite(column[row, 0]):
+            raise HttpError(500, "nonfinite_score", f"row[{row}]: the score {value:g} does not fit FP32")
+    return column
 
 
 def _packed(body: bytes, head: int | None, accepted: bytes) -> Reply:

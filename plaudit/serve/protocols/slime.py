@@ -38,7 +38,10 @@ def read(body: bytes, query: dict[str, str]) -> Asked:
         why = " ".join(str(error).split())[:200]
         raise HttpError(422, "invalid_request", f"expected prompt, response and label: {why}") from None
     truncate = read_truncate(query)
-    if query.get("rendered") == "true":
+    rendered = query.get("rendered", "false")
+    if rendered not in ("true", "false"):
+        raise HttpError(422, "invalid_request", f"rendered is {rendered[:20]!r}; expected true or false")
+    if rendered == "true":
         if not isinstance(asked.prompt, str):
             raise HttpError(422, "invalid_request", "rendered=true, and the prompt is a list of messages")
         item = Item(text=asked.prompt + asked.response, truth=asked.label, truncate=truncate)

@@ -1,8 +1,8 @@
 """Triton's HTTP protocol (KServe v2 with the binary tensor extension), as tritonclient and NeMo-Aligner use it.
 
 A body is JSON, and behind it, if the header Inference-Header-Content-Length says how long the JSON is, the raw bytes of
-the tensors that have `binary_data_size`, in order. Nothing is allocated for a tensor before its size was checked
-against the bytes that came.
+the tensors that have `binary_data_size`, in order. A tensor's shape is checked against the rows that are allowed and
+the bytes that came before anything is made of it.
 
 NeMo-Aligner's reward models take `sentences` [B, 1], or `tokens` [B, T] with `sequence_lengths` [B, 1], and give
 `rewards` [B, 1]; its older clients also send `add_EOS` and read `exceeded`.
@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -26,13 +27,15 @@ NUMBERS = {
     "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
 OUTPUTS = ("rewards", "exceeded")
-MOST_DIMENSIONS = 8
 INPUTS = (
     ("sentences", "BYTES", -1),
     ("tokens", "INT64", -1),
     ("sequence_lengths", "INT64", -1),
     ("add_EOS", "BOOL", 1),
 )
+INPUT_NAMES = tuple(name for name, _, _ in INPUTS)
+# Ways to send and receive tensors that this server has not: to leave them out of account would answer another question.
+REFUSED_PARAMETERS = ("classification", "shared_memory_region")
 
 
 class _Input(msgspec.Struct):
@@ -59,13 +62,19 @@ _INFER = msgspec.json.Decoder(_Infer)
 
 
 @dataclass(frozen=True, slots=True)
+class Tensor:
+    """`values` are flat, row after row: an array, or for BYTES a list."""
+
+    shape: tuple[int, ...]
+    values: np.ndarray | list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Infer:
-    """tensors  by name: an array, or for BYTES a list of bytes, with the shape as sent
-    outputs  name -> whether it goes back as raw bytes
-    """
+    """outputs  name -> whether it goes back as raw bytes"""
 
     id: str
-    tensors: Mapping[str, tuple[tuple[int, ...], np.ndarray | list[bytes]]]
+    tensors: Mapping[str, Tensor]
     outputs: Mapping[str, bool]
 
 
@@ -84,55 +93,77 @@ def write_error(error: HttpError, request_id: str) -> Reply:
     return Reply(status, msgspec.json.encode({"error": str(error)}), headers=reply.headers)
 
 
-def read_infer(body: bytes, header_length: bytes | None) -> Infer:
-    size = len(body)
-    if header_length is not None:
-        if not header_length.isdigit() or int(header_length) > len(body):
-            raise _bad(
-                f"Inference-Header-Content-Length {header_length[:20].decode('latin-1')!r} does not fit {size} bytes"
-            )
-        size = int(header_length)
-        if size == 0:
-            raise _bad("a raw request without a JSON header is not supported: the models here have several inputs")
+def read_infer(body: bytes, header_length: bytes | None, most_rows: int) -> Infer:
+    size = len(body) if header_length is None else _header_size(header_length, len(body))
     try:
         asked = _INFER.decode(body[:size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(f"the inference request is not valid: {' '.join(str(error).split())[:200]}") from None
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise _bad(f"the inference request is not valid: {why}") from None
     rest = memoryview(body)[size:]
-    tensors: dict[str, tuple[tuple[int, ...], np.ndarray | list[bytes]]] = {}
+    tensors: dict[str, Tensor] = {}
     for entry in asked.inputs:
+        if entry.name not in INPUT_NAMES:
+            raise _bad(f"input {entry.name[:60]!r} is not one of {', '.join(INPUT_NAMES)}")
         if entry.name in tensors:
-            raise _bad(f"input {entry.name[:60]!r} is there twice")
-        shape, count = _shape(entry, len(body))
+            raise _bad(f"input {entry.name!r} is there twice")
+        _check_parameters(f"input {entry.name!r}", entry.parameters)
+        count = _count(entry, len(body), most_rows)
         binary = entry.parameters.get("binary_data_size")
         if binary is None:
-            tensors[entry.name] = (shape, _from_json(entry, count))
+            tensors[entry.name] = Tensor(tuple(entry.shape), _from_json(entry, count))
             continue
         if type(binary) is not int or not 0 <= binary <= len(rest):
-            raise _bad(f"input {entry.name[:60]!r}: binary_data_size {binary!r}, and {len(rest)} bytes are left")
-        tensors[entry.name] = (shape, _from_bytes(entry, count, bytes(rest[:binary])))
+            raise _bad(f"input {entry.name!r}: binary_data_size {str(binary)[:20]}, and {len(rest)} bytes are left")
+        tensors[entry.name] = Tensor(tuple(entry.shape), _from_bytes(entry, count, bytes(rest[:binary])))
         rest = rest[binary:]
     if len(rest):
         raise _bad(f"{len(rest)} bytes follow the tensors")
+    return Infer(asked.id, tensors, _wanted(asked))
+
+
+def _header_size(given: bytes, body: int) -> int:
+    # Digits are counted first: Python refuses to read numbers of thousands of them.
+    if not given.isdigit() or len(given) > 12 or int(given) > body:
+        raise _bad(f"Inference-Header-Content-Length {given[:20].decode('latin-1')!r} does not fit {body} bytes")
+    if int(given) == 0:
+        raise _bad("a raw request without a JSON header is not supported: the models here have several inputs")
+    return int(given)
+
+
+def _wanted(asked: _Infer) -> dict[str, bool]:
     everywhere = asked.parameters.get("binary_data_output", False) is True
-    wanted = {o.name: o.parameters.get("binary_data", everywhere) is True for o in asked.outputs or ()}
-    for name in wanted:
-        if name not in OUTPUTS:
-            raise _bad(f"output {name[:60]!r} is not one of {', '.join(OUTPUTS)}")
-    return Infer(asked.id, tensors, wanted or {"rewards": everywhere})
+    wanted: dict[str, bool] = {}
+    for output in asked.outputs or ():
+        if output.name not in OUTPUTS:
+            raise _bad(f"output {output.name[:60]!r} is not one of {', '.join(OUTPUTS)}")
+        _check_parameters(f"output {output.name!r}", output.parameters)
+        wanted[output.name] = output.parameters.get("binary_data", everywhere) is True
+    return wanted or dict.fromkeys(OUTPUTS, everywhere)
 
 
-def _shape(entry: _Input, most: int) -> tuple[tuple[int, ...], int]:
+def _check_parameters(what: str, parameters: Mapping[str, Any]) -> None:
+    for name in REFUSED_PARAMETERS:
+        if name in parameters:
+            raise _bad(f"{what}: {name} is not supported; send and take tensors in the body")
+
+
+def _count(entry: _Input, body: int, most_rows: int) -> int:
+    """The number of elements, once it is known to be one that the body can hold."""
+    what = f"input {entry.name!r}: shape {str(entry.shape)[:80]}"
     if entry.datatype != "BYTES" and entry.datatype not in NUMBERS:
-        raise _bad(f"input {entry.name[:60]!r}: datatype {entry.datatype[:20]!r} is not supported")
-    if not 1 <= len(entry.shape) <= MOST_DIMENSIONS or any(n < 0 for n in entry.shape):
-        raise _bad(
-            f"input {entry.name[:60]!r}: shape {str(entry.shape)[:80]} must have 1 to {MOST_DIMENSIONS} dimensions >= 0"
-        )
+        raise _bad(f"input {entry.name!r}: datatype {entry.datatype[:20]!r} is not supported")
+    if not 1 <= len(entry.shape) <= 2 or any(n < 0 for n in entry.shape):
+        raise _bad(f"{what}; expected [rows] or [rows, columns], none below 0")
+    if entry.shape[0] > most_rows:
+        raise _bad(f"{what} has more than {most_rows} rows, the max_batch_size; split it")
     count = math.prod(entry.shape)
-    if count > most:  # an element takes at least a byte
-        raise _bad(f"input {entry.name[:60]!r}: shape {str(entry.shape)[:80]} has more elements than the body bytes")
-    return tuple(entry.shape), count
+    # An element takes at least a byte. A dimension of 0 makes any other look harmless, so they are looked at too.
+    if max(count, *entry.shape) > body:
+        raise _bad(f"{what} is larger than the body, which has {body} bytes")
+    if entry.datatype == "BYTES" and count > most_rows:
+        raise _bad(f"{what} of BYTES; expected [rows, 1]")
+    return count
 
 
 def _from_bytes(entry: _Input, count: int, data: bytes) -> np.ndarray | list[bytes]:
@@ -141,7 +172,7 @@ def _from_bytes(entry: _Input, count: int, data: bytes) -> np.ndarray | list[byt
     kind = np.dtype(NUMBERS[entry.datatype])
     if len(data) != count * kind.itemsize:
         raise _bad(
-            f"input {entry.name[:60]!r}: {len(data)} bytes for shape {entry.shape} of {entry.datatype}, "
+            f"input {entry.name!r}: {len(data)} bytes for shape {entry.shape} of {entry.datatype}, "
             f"expected {count * kind.itemsize}"
         )
     return np.frombuffer(data, dtype=kind)
@@ -151,83 +182,86 @@ def _strings(entry: _Input, count: int, data: bytes) -> list[bytes]:
     found: list[bytes] = []
     at = 0
     while at < len(data):
+        if len(found) == count:
+            raise _bad(f"input {entry.name!r}: {len(data) - at} bytes follow the {count} elements of {entry.shape}")
         if at + 4 > len(data):
-            raise _bad(f"input {entry.name[:60]!r}: the length of element {len(found)} is cut off")
+            raise _bad(f"input {entry.name!r}: the length of element {len(found)} is cut off")
         (length,) = struct.unpack_from("<I", data, at)
         at += 4
         if length > len(data) - at:
-            raise _bad(f"input {entry.name[:60]!r}: element {len(found)} has {length} bytes, {len(data) - at} are left")
+            raise _bad(f"input {entry.name!r}: element {len(found)} has {length} bytes, {len(data) - at} are left")
         found.append(data[at : at + length])
         at += length
     if len(found) != count:
-        raise _bad(f"input {entry.name[:60]!r}: {len(found)} elements for shape {entry.shape}")
+        raise _bad(f"input {entry.name!r}: {len(found)} elements for shape {entry.shape}")
     return found
 
 
 def _from_json(entry: _Input, count: int) -> np.ndarray | list[bytes]:
-    flat = list(_flat(entry.data, 0)) if isinstance(entry.data, list) else None
-    if flat is None or len(flat) != count:
-        found = "no data" if flat is None else f"{len(flat)} elements"
-        raise _bad(f"input {entry.name[:60]!r}: {found} for shape {entry.shape}")
-    if entry.datatype == "BYTES":
-        if not all(isinstance(value, str) for value in flat):
-            raise _bad(f"input {entry.name[:60]!r}: BYTES as JSON are strings")
-        return [value.encode("utf-8", "surrogatepass") for value in flat]
-    allowed = bool if entry.datatype == "BOOL" else (int, float) if entry.datatype.startswith("FP") else int
-    if not all(isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool)) for value in flat):
-        raise _bad(f"input {entry.name[:60]!r}: a value is not {entry.datatype}")
+    if not isinstance(entry.data, list):
+        raise _bad(f"input {entry.name!r}: it has neither data nor binary_data_size")
+    flat = entry.data
+    if flat and all(isinstance(row, list) for row in flat):
+        if len(entry.shape) != 2 or any(len(row) != entry.shape[1] for row in flat):
+            raise _bad(f"input {entry.name!r}: the rows of its data are not of shape {entry.shape}")
+        flat = list(chain.from_iterable(flat))
+    if len(flat) != count:
+        raise _bad(f"input {entry.name!r}: {len(flat)} elements for shape {entry.shape}")
+    kind: Any = float if entry.datatype.startswith("FP") else {"BYTES": str, "BOOL": bool}.get(entry.datatype, int)
     try:
-        return np.array(flat, dtype=NUMBERS[entry.datatype])
-    except (OverflowError, ValueError):
-        raise _bad(f"input {entry.name[:60]!r}: a value does not fit {entry.datatype}") from None
-
-
-def _flat(value: Any, depth: int) -> Any:
-    if not isinstance(value, list):
-        yield value
-    elif depth >= MOST_DIMENSIONS:
-        raise _bad(f"data is nested deeper than {MOST_DIMENSIONS}")
-    else:
-        for item in value:
-            yield from _flat(item, depth + 1)
+        checked = msgspec.convert(flat, list[kind])
+        if kind is str:
+            return [value.encode() for value in checked]
+        return np.array(checked, dtype=NUMBERS[entry.datatype])
+    except (msgspec.ValidationError, OverflowError, ValueError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise _bad(f"input {entry.name!r}: a value is not {entry.datatype} ({why})") from None
 
 
 def reward_rows(infer: Infer) -> Rows:
     """The rows of a NeMo-Aligner request. Sentences win over tokens, as they do there."""
-    unknown = sorted(set(infer.tensors) - {name for name, _, _ in INPUTS})
-    if unknown:
-        raise _bad(f"input {unknown[0][:60]!r} is not one of {', '.join(name for name, _, _ in INPUTS)}")
-    add_end = False
-    if "add_EOS" in infer.tensors:
-        flags = infer.tensors["add_EOS"][1]
-        add_end = len(flags) > 0 and bool(flags[0])  # the original looks at the first row alone
+    add_end = "add_EOS" in infer.tensors and _first_flag(infer.tensors["add_EOS"])
     if "sentences" in infer.tensors:
-        return Rows(None, _sentences(*infer.tensors["sentences"]), add_end)
-    if "tokens" not in infer.tensors or "sequence_lengths" not in infer.tensors:
-        raise _bad("give sentences, or tokens together with sequence_lengths")
-    return Rows(_token_rows(infer), None, False)
+        return Rows(None, _sentences(infer.tensors["sentences"]), add_end)
+    for name in ("tokens", "sequence_lengths"):
+        if name not in infer.tensors:
+            raise _bad(f"input {name!r} is missing: give sentences, or tokens together with sequence_lengths")
+    return Rows(_token_rows(infer.tensors["tokens"], infer.tensors["sequence_lengths"]), None, False)
 
 
-def _sentences(shape: tuple[int, ...], values: np.ndarray | list[bytes]) -> list[str]:
-    if not isinstance(values, list) or math.prod(shape[1:]) != 1:
-        raise _bad(f"sentences must be BYTES of shape [B, 1], and have shape {list(shape)}")
-    try:
-        return [value.decode("utf-8") for value in values]
-    except UnicodeDecodeError as error:
-        raise _bad(f"sentences: not UTF-8 ({error.reason})") from None
+def _first_flag(flags: Tensor) -> bool:
+    """The original looks at the first row alone."""
+    if not isinstance(flags.values, np.ndarray) or flags.values.dtype.kind != "b":
+        raise _bad("add_EOS must be BOOL")
+    return len(flags.values) > 0 and bool(flags.values[0])
 
 
-def _token_rows(infer: Infer) -> list[list[int]]:
-    (shape, tokens), (lengths_shape, lengths) = infer.tensors["tokens"], infer.tensors["sequence_lengths"]
-    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu" or len(shape) != 2:
-        raise _bad(f"tokens must be integers of shape [B, T], and have shape {list(shape)}")
-    if not isinstance(lengths, np.ndarray) or lengths.dtype.kind not in "iu" or len(lengths) != shape[0]:
-        raise _bad(f"sequence_lengths must be integers of shape [{shape[0]}, 1], and have shape {list(lengths_shape)}")
-    rows = tokens.reshape(shape).tolist()
-    for row, length in enumerate(lengths.tolist()):
-        if not 1 <= length <= shape[1]:
-            raise _bad(f"sequence_lengths[{row}] is {length}; tokens has {shape[1]} columns")
-        rows[row] = rows[row][:length]
+def _sentences(sentences: Tensor) -> list[str]:
+    if not isinstance(sentences.values, list) or sentences.shape[1:] not in ((), (1,)):
+        raise _bad(f"sentences must be BYTES of shape [B, 1], and have shape {list(sentences.shape)}")
+    texts = []
+    for row, value in enumerate(sentences.values):
+        try:
+            texts.append(value.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise _bad(f"sentences[{row}] is not UTF-8 ({error.reason} at byte {error.start})") from None
+    return texts
+
+
+def _token_rows(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
+    """Each row without its padding, of which no Python list is ever made."""
+    if not isinstance(tokens.values, np.ndarray) or tokens.values.dtype.kind not in "iu" or len(tokens.shape) != 2:
+        raise _bad(f"tokens must be integers of shape [B, T], and have shape {list(tokens.shape)}")
+    count, columns = tokens.shape
+    if not isinstance(lengths.values, np.ndarray) or lengths.values.dtype.kind not in "iu":
+        raise _bad("sequence_lengths must be integers")
+    if lengths.shape not in ((count,), (count, 1)):
+        raise _bad(f"sequence_lengths must have shape [{count}, 1], and have {list(lengths.shape)}")
+    rows = []
+    for row, length in enumerate(lengths.values.tolist()):
+        if not 1 <= length <= columns:
+            raise _bad(f"sequence_lengths[{row}] is {length}; tokens has {columns} columns")
+        rows.append(tokens.values[row * columns : row * columns + length].tolist())
     return rows
 
 
