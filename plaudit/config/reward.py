@@ -63,6 +63,12 @@ class ProcessTable(ReadByEngine):
     aggregate: Literal["last", "min", "mean", "prod"] = "last"
 
 
+class LogprobsTable(ReadByEngine):
+    """A causal LM that gives no score: served for the log-probs of tokens, as a teacher is."""
+
+    kind: Literal["logprobs"] = "logprobs"
+
+
 class RuleTable(Table):
     """A program that checks a response.
 
@@ -176,10 +182,11 @@ class BlendTable(Table):
         return self
 
 
-RewardTable = OutcomeTable | ProcessTable | RuleTable | JudgeTable | BlendTable
+RewardTable = OutcomeTable | ProcessTable | LogprobsTable | RuleTable | JudgeTable | BlendTable
 KINDS: dict[str, type[Table]] = {
     "outcome": OutcomeTable,
     "process": ProcessTable,
+    "logprobs": LogprobsTable,
     "rule": RuleTable,
     "judge": JudgeTable,
     "blend": BlendTable,

@@ -91,8 +91,8 @@ class ServeTable(Table):
     def _members(self) -> Self:
         for name, table in self.models.items():
             for member in getattr(table, "members", ()):
-                if member == name or member not in self.models or self.models[member].kind == "blend":
-                    raise ValueError(f"models.{name} blends {member!r}, which is not another model that is served here")
+                if member == name or member not in self.models or self.models[member].kind in ("blend", "logprobs"):
+                    raise ValueError(f"models.{name} blends {member!r}, which is no other model here with a score")
         return self
 
 

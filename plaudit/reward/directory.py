@@ -13,6 +13,7 @@ from plaudit.models.safety import read_json
 
 REWARD_TOML = "reward.toml"
 VALUE_HEAD = "value_head.safetensors"
+CAUSAL = ("ForCausalLM", "LMHeadModel")
 BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "ForSequenceClassification": {"kind": "outcome"},
     "ForTokenClassification": {"kind": "process"},
@@ -36,6 +37,12 @@ def complete(tree: Mapping[str, Any], source: str) -> RewardTable:
         own = {"kind": "process"}
     same = tree.get("kind", own.get("kind")) == own.get("kind")
     return parse_reward(_over(own, tree) if same else tree, source)
+
+
+def only_predicts(path: str) -> bool:
+    """Whether a directory holds a causal LM and nothing that says how it scores."""
+    directory = resolve(path)
+    return not _own(directory) and _architecture(directory).endswith(CAUSAL)
 
 
 def _own(directory: Path) -> dict[str, Any]:

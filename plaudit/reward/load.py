@@ -12,7 +12,15 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.formats import FormatTable
-from plaudit.config.reward import JudgeTable, OutcomeTable, ProcessTable, RewardTable, RuleTable
+from plaudit.config.reward import (
+    JudgeTable,
+    LogprobsTable,
+    OutcomeTable,
+    ProcessTable,
+    ReadByEngine,
+    RewardTable,
+    RuleTable,
+)
 from plaudit.core import Engine
 from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
@@ -38,6 +46,8 @@ def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTa
         return RuleReward(table)
     if isinstance(table, JudgeTable):
         return JudgeReward(Judge(table), new_ask(table))
+    if isinstance(table, LogprobsTable):
+        raise ConfigError(f'{table.path} has kind = "logprobs" and gives no score; `plaudit serve` can serve it')
     known = members or {}
     for name in table.members:
         if name not in known:
@@ -71,7 +81,7 @@ def load_worker(table: RewardTable) -> tuple[Engine, Facts, PreTrainedTokenizerF
         loaded = load_policy(table.path, dtype=table.dtype, device=choose_device(table.device))
         engine = Engine(loaded.module, loaded.tokenizer)
         return engine, _facts(loaded, engine), loaded.tokenizer, weights_hash(loaded.path)
-    if not isinstance(table, OutcomeTable | ProcessTable):
+    if not isinstance(table, ReadByEngine):
         raise ConfigError(f"a reward of kind {table.kind!r} has no model to load")
     if table.threads is not None:
         torch.set_num_threads(table.threads)

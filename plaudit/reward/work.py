@@ -12,6 +12,7 @@ class Work:
     positions  ascending; the tokens at which to read
     columns    vocabulary tokens of a causal LM, or None for a class head
     steps      how many steps the item has; 0 for an outcome
+    logprobs   the columns' log-probs are read, not their logits; NEXT among them is the token that follows
     """
 
     tokens: list[int]
@@ -19,6 +20,7 @@ class Work:
     columns: tuple[int, ...] | None
     steps: int
     truncated: bool
+    logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ OVERHEAD = 200  # bytes of an entry beside its values
 
 
 def work_key(
-    version: str, tokens: Sequence[int], positions: Sequence[int], columns: Sequence[int] | None, salt: str
-) -> bytes:
+    version: str, tokens: Sequence[int], positions: Sequence[int], columns: Sequence[int] | None, salt: str,
+    logprobs: bool = False,
+) -> bytes:  # fmt: skip
     """The whole digest is the key and is compared in full: another work's score must never be found under it."""
-    head = f"{version}\0{salt}\0{len(tokens)} {len(positions)} {'-' if columns is None else len(columns)}\0".encode()
-    digest = hashlib.sha256(head)
+    sizes = f"{len(tokens)} {len(positions)} {'-' if columns is None else len(columns)}"
+    digest = hashlib.sha256(f"{version}\0{salt}\0{sizes} {logprobs}\0".encode())
     for numbers in (tokens, positions, columns or ()):
         digest.update(np.asarray(numbers, dtype="<i8").tobytes())
     return digest.digest()

@@ -166,7 +166,7 @@ class Deployment:
     def _key(self, work: Work | Prompt, salt: str) -> bytes:
         if isinstance(work, Prompt):
             return work_key(f"{self.version} {work.max_tokens} {work.temperature}", work.tokens, (), None, salt)
-        return work_key(self.version, work.tokens, work.positions, work.columns, salt)
+        return work_key(self.version, work.tokens, work.positions, work.columns, salt, work.logprobs)
 
     def cancel(self, ticket: Ticket) -> tuple[int, int]:
         """Nobody waits for the ticket any more: what was not sent is not computed. (not sent, sent) works dropped."""
@@ -201,7 +201,14 @@ class Deployment:
             self._probe = asyncio.get_running_loop().create_future()
             self.link.send(
                 frames.Works(
-                    [PROBE_ID], [1], frames.as_bytes([[0]]), [1], frames.as_bytes([[0]]), [self._probe_columns], [""]
+                    [PROBE_ID],
+                    [1],
+                    frames.as_bytes([[0]]),
+                    [1],
+                    frames.as_bytes([[0]]),
+                    [self._probe_columns],
+                    [False],
+                    [""],
                 )
             )
         try:
@@ -379,6 +386,7 @@ def _frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
             counts=[len(work.positions) for _, work in works],
             positions=frames.as_bytes([work.positions for _, work in works]),
             columns=[work.columns for _, work in works],
+            logprobs=[work.logprobs for _, work in works],
             salts=[job.salt for job, _ in works],
         )
     for job in batch:

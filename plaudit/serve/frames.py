@@ -59,6 +59,7 @@ class Works(msgspec.Struct, tag=True, array_like=True):
     counts: list[int]
     positions: bytes  # int32
     columns: list[tuple[int, ...] | None]
+    logprobs: list[bool]
     salts: list[str]
 
 

@@ -11,7 +11,15 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from plaudit.config.reward import BlendTable, JudgeTable, OutcomeTable, ProcessTable, RewardTable, RuleTable
+from plaudit.config.reward import (
+    BlendTable,
+    JudgeTable,
+    LogprobsTable,
+    OutcomeTable,
+    ProcessTable,
+    RewardTable,
+    RuleTable,
+)
 from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward.ask import HttpAsk
@@ -19,6 +27,7 @@ from plaudit.reward.blend import combine
 from plaudit.reward.intake import Intake
 from plaudit.reward.judge import Judge, JudgeReward
 from plaudit.reward.outcome import OutcomeReading
+from plaudit.reward.logprobs import LogprobsReading
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reward import Reward
 from plaudit.reward.rule import RuleReward
@@ -33,8 +42,9 @@ from plaudit.serve.text import tokenizer_of
 
 T = TypeVar("T")
 Result = Score | StepScores
-Reading = OutcomeReading | ProcessReading | JudgeReading
-Table = OutcomeTable | ProcessTable | JudgeTable
+Scoring = OutcomeReading | ProcessReading | JudgeReading
+Reading = Scoring | LogprobsReading
+Table = OutcomeTable | ProcessTable | LogprobsTable | JudgeTable
 INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
 INLINE_TOKENS = 65536
 
@@ -232,6 +242,8 @@ class ServedModel:
         if _small(items):
             return _prepared(reading, items)
         loop = asyncio.get_running_loop()
+        if isinstance(table, LogprobsTable):
+            return LogprobsReading(table, tokenizer, facts)
         return await _in_time(loop.run_in_executor(self._shop.threads, _prepared, reading, items), ask)
 
     async def _wait(self, deployment: Deployment, ticket: Ticket, ask: Ask) -> list[Answer]:
@@ -360,7 +372,7 @@ def _tokenised(intake: Intake, texts: Sequence[str], special: bool) -> list[list
 
 
 def _finished(
-    reading: Reading, works: Sequence[Work | Prompt | ItemError], answers: Sequence[Answer], version: str
+    reading: Scoring, works: Sequence[Work | Prompt | ItemError], answers: Sequence[Answer], version: str
 ) -> list[Result]:
     """Rows to scores, in the order of the items."""
     results: list[Result] = []

@@ -9,7 +9,7 @@ from typing import Any
 from plaudit.config.reward import KINDS
 from plaudit.config.serve import ServeTable, parse_serve, read_serve
 from plaudit.errors import ConfigError
-from plaudit.reward.directory import complete
+from plaudit.reward.directory import complete, only_predicts
 
 DEFAULT_MODELS = ("sums", "sums-steps")
 
@@ -61,6 +61,8 @@ def _completed(entry: Any, source: str) -> Any:
         return entry
     if "path" not in entry:
         raise ConfigError(f"{source}: the key 'path' is missing")
+    if not {"kind", "format"} & entry.keys() and only_predicts(str(entry["path"])):
+        return {**entry, "kind": "logprobs"}
     return complete(entry, source).model_dump(exclude_none=True)
 
 

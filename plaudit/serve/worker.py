@@ -47,6 +47,7 @@ class _Asked:
     params: SamplingParams
     positions: tuple[int, ...] | None = None  # of a work; a prompt has none
     columns: tuple[int, ...] | None = None
+    logprobs: bool = False
     retried: bool = False
 
 
@@ -122,9 +123,11 @@ class Worker:
             case frames.Works():
                 tokens = frames.cut(frame.tokens, frame.lengths)
                 positions = frames.cut(frame.positions, frame.counts)
-                parts = zip(frame.ids, tokens, map(_salted, frame.salts), positions, frame.columns, strict=True)
-                for id, ids, params, at, columns in parts:
-                    self._waiting.append(_Asked(id, ids, params, tuple(at), columns))
+                parts = zip(
+                    frame.ids, tokens, map(_salted, frame.salts), map(tuple, positions), frame.columns, frame.logprobs,
+                    strict=True,
+                )  # fmt: skip
+                self._waiting += [_Asked(*part) for part in parts]
             case frames.Prompt():
                 params = SamplingParams(
                     temperature=frame.temperature, max_tokens=frame.max_tokens, salt=frame.salt
@@ -146,7 +149,11 @@ class Worker:
                 number = self.engine.submit(asked.tokens, asked.params)
             else:
                 number = self.engine.submit_score(
-                    asked.tokens, positions=asked.positions, columns=asked.columns, params=asked.params
+                    asked.tokens,
+                    positions=asked.positions,
+                    columns=asked.columns,
+                    logprobs=asked.logprobs,
+                    params=asked.params,
                 )
         except RequestError as error:
             self._send_results([], [(asked.id, "refused", str(error))], [])

@@ -31,6 +31,7 @@ def works(rows: list[list[int]]) -> frames.Works:
         counts=[1] * count,
         positions=frames.as_bytes([[0]] * count),
         columns=[None if n % 2 else (1, 2) for n in range(count)],
+        logprobs=[n % 3 == 0 for n in range(count)],
         salts=[""] * count,
     )
 
@@ -69,14 +70,15 @@ def test_lengths_that_do_not_cover_the_numbers_are_refused() -> None:
 
 def test_everything_a_score_depends_on_is_in_its_key() -> None:
     keys = {
-        work_key(version, tokens, positions, columns, salt)
+        work_key(version, tokens, positions, columns, salt, logprobs)
         for version in ("0-a", "1-a")
         for tokens in ([1, 2, 3], [1, 2], [1, 2, 3, 0], [])
         for positions in ([0], [1], [0, 1], [])
         for columns in (None, (), (3,), (1, 2))
         for salt in ("", "alice")
+        for logprobs in (False, True)
     }
-    assert len(keys) == 2 * 4 * 4 * 4 * 2
+    assert len(keys) == 2 * 4 * 4 * 4 * 2 * 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=80), st.integers(0, 2000))
