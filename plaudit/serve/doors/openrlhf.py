@@ -33,7 +33,7 @@ class OpenRLHFDoor:
                     raise HttpError(422, row.type, f"query[{place}]: {row.message}")
             items = [Item(tokens=tuple(row), truncate=asked.truncate) for row in rows if not isinstance(row, ItemError)]
         else:
-            items = [Item(text=text, truth=t) for text, t in zip(asked.queries, asked.labels, strict=True)]
+            items = [asked.item(place) for place in range(len(asked.queries))]
         scored = await self.desk.score(request, served, items)
         return Reply.json(openrlhf.write(scored.results, self.desk.values(scored.results, "query")))
 

@@ -6,6 +6,8 @@
 A client with several URLs sends empty lists to all but one and wants 200 for them. There is no room for the error of a
 single query: one that fails fails its request. Text that is too long is refused, where the original cuts the end of the
 response off without a word; `/get_reward?truncate=left` (or `right`) asks for a cut.
+
+A model reads the query. Rules, judges and blends read prompt and response: the query from where its prompt ends.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from plaudit.records import Score, StepScores
+from plaudit.records import Item, Score, StepScores
 from plaudit.serve.http import HttpError
 
 Truncate = Literal["left", "right"] | None
@@ -31,8 +33,20 @@ class _Body(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Asked:
     queries: list[str]
+    prompts: list[Any]
     labels: list[Any]
     truncate: Truncate
+
+    def item(self, place: int) -> Item:
+        """Prompt and response apart."""
+        query, prompt = self.queries[place], self.prompts[place]
+        if not isinstance(prompt, str) or prompt not in query:
+            raise HttpError(
+                422, "unsupported_form", f"query[{place}] does not hold prompts[{place}], and a rule, judge or blend "
+                "must know where the response begins",
+            )  # fmt: skip
+        response = query[query.index(prompt) + len(prompt) :]
+        return Item(prompt=prompt, response=response, truth=self.labels[place], truncate=self.truncate)
 
 
 def read(body: bytes, query: dict[str, str]) -> Asked:
@@ -40,8 +54,13 @@ def read(body: bytes, query: dict[str, str]) -> Asked:
         asked = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(422, "invalid_request", f"query must be a list of texts: {_one_line(error)}") from None
-    labels = asked.labels if isinstance(asked.labels, list) and len(asked.labels) == len(asked.query) else []
-    return Asked(asked.query, labels or [None] * len(asked.query), read_truncate(query))
+    count = len(asked.query)
+    return Asked(asked.query, _beside(asked.prompts, count), _beside(asked.labels, count), read_truncate(query))
+
+
+def _beside(values: Any, count: int) -> list[Any]:
+    """One for each query; the oldest clients send none."""
+    return values if isinstance(values, list) and len(values) == count else [None] * count
 
 
 def read_truncate(query: dict[str, str]) -> Truncate:
