@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from plaudit.errors import nearest
-from plaudit.records import Item, StepScores
+from plaudit.records import Item, ItemError, StepScores
 from plaudit.reward.work import Work
 from plaudit.serve.deployment import Answer
 from plaudit.serve.http import HttpError, Request
@@ -62,7 +62,9 @@ class Desk:
         """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
         self.check_count(len(items))
         scored = await served.score(items, self._ask(request, priority, cache))
-        self._count(served.name, scored.results, request.id)
+        self._count(served.name, [result.error for result in scored.results], request.id)
+        values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
+        self.models.metrics.history.model(served.name).scores.extend(value for value in values if value is not None)
         return scored
 
     async def read(
@@ -70,7 +72,9 @@ class Desk:
     ) -> tuple[str, list[Answer]]:
         """The version, and for each work its rows as they come from the model, or an ItemError."""
         self.check_count(len(works))
-        return await served.read(works, self._ask(request, priority, True))
+        version, answers = await served.read(works, self._ask(request, priority, True))
+        self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request.id)
+        return version, answers
 
     @staticmethod
     def values(results: Sequence[Result], what: str) -> list[float]:
@@ -95,19 +99,16 @@ class Desk:
         salt = request.tenant if self._salted else ""
         return Ask(request.tenant, request.id, request.deadline, priority, cache, salt)
 
-    def _count(self, model: str, results: Sequence[Result], request_id: str) -> None:
+    def _count(self, model: str, errors: Sequence[ItemError | None], request_id: str) -> None:
         metrics = self.models.metrics
         counts = metrics.history.model(model)
         good = 0
-        for result in results:
-            if result.error is not None:
-                counts.failed += 1
-                metrics.errors.labels(result.error.type).inc()
-                metrics.history.error(result.error.type, result.error.message, model, request_id)
+        for error in errors:
+            if error is None:
+                good += 1
                 continue
-            good += 1
-            value = result.aggregate if isinstance(result, StepScores) else result.value
-            if value is not None:
-                counts.scores.append(value)
+            counts.failed += 1
+            metrics.errors.labels(error.type).inc()
+            metrics.history.error(error.type, error.message, model, request_id)
         counts.items += good
         metrics.items.labels(model).inc(good)

@@ -10,6 +10,7 @@ from plaudit.serve.desk import Desk
 from plaudit.serve.doors.native import NativeDoor
 from plaudit.serve.doors.openrlhf import OpenRLHFDoor, SlimeDoor
 from plaudit.serve.doors.triton import TritonDoor
+from plaudit.serve.doors.vllm import VllmDoor
 from plaudit.serve.routes import ErrorWriter, Route, Routes
 
 
@@ -26,6 +27,7 @@ DOORS: dict[str, Callable[[Desk], Door]] = {
     "triton": TritonDoor,
     "openrlhf": OpenRLHFDoor,
     "slime": SlimeDoor,
+    "vllm": VllmDoor,
 }
 NATIVE = "native"
 
