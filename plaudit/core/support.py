@@ -98,6 +98,10 @@ def _tried(decoder: Decoder) -> Decoder:
             f"{decoder.name}: {len(trial.shapes)} of {layers} layers go through transformers' attention registry; "
             "the core needs all of them"
         )
+    if not torch.isfinite(together).all():
+        raise ModelError(
+            f"{decoder.name} gives values that are not finite numbers; its weights are damaged: copy the model again"
+        )
     alone = torch.cat([_run(decoder, pack([part], decoder.device))[0] for part in (first, second)])
     _compare(decoder, together, alone, "gives other hidden rows packed than alone: it mixes tokens outside attention")
     if decoder.kind == "causal":

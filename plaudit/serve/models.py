@@ -67,9 +67,16 @@ class Models:
             raise ConfigError("the server was started without model_root, so no model can be swapped in")
         if "\0" in path or "://" in path or Path(path).is_absolute():
             raise ConfigError(f"path {path[:100]!r} must be a path relative to model_root")
-        found = (self._root / path).resolve()
-        if not found.is_relative_to(self._root) or not found.is_dir():
+        try:
+            found = (self._root / path).resolve()
+            inside = found.is_relative_to(self._root) and found.is_dir()
+        except (OSError, RuntimeError):  # a name that is too long, links in a circle
+            inside = False
+        if not inside:
             raise ConfigError(f"path {path[:100]!r} is no directory under model_root")
+        for file in found.rglob("*"):
+            if not file.resolve().is_relative_to(self._root):
+                raise ConfigError(f"path {path[:100]!r} holds the link {file.name!r}, which leads out of model_root")
         return found
 
     def scrub(self, message: str) -> str:

@@ -1,0 +1,465 @@
+"""Who may do what, what model files may do, and what the server tells: section D of docs/reliability.md."""
+
+from __future__ import annotations
+
+import http.server
+import inspect
+import os
+import pickle
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from plaudit.serve import auth
+from tests.serve.hostile import KNOWN, LEAK, Answer, Target, clean_error, clean_message, copied
+from tests.serve.process import ServerProcess
+
+ANN, BOB, ADMIN = "key-of-ann-1234", "key-of-bob-5678", "key-of-admin-9012"
+# What anybody may ask for: pages, health, the version. Every other route needs a key, also those that come later.
+OPEN = re.compile(
+    r"/|/docs|/openapi\.json|/version|/health(/live|/ready)?|/v2/health/(live|ready)|/v2/models/\w+(/versions/1)?/ready"
+)
+OURS = {"/v1/rewards", "/v1/models", "/admin/swap", "/metrics", "/stats"}  # others speak the errors of other servers
+CANARY = "canary"
+BINARY = "application/x-plaudit-tokens"
+TEMPLATE_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture(scope="module")
+def target(root: Path) -> Iterator[Target]:
+    for name, template in (
+        ("escaping", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+        ("endless", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
+    ):
+        (copied("sums", root / name) / "chat_template.jinja").write_text(template)
+    tree = {
+        "models": {
+            "sums": {"path": "sums"},
+            "escaping": {"path": str(root / "escaping")},
+            "endless": {"path": str(root / "endless")},
+        },
+        "api_keys": {"ann": ANN, "bob": BOB},
+        "admin_key": ADMIN,
+        "model_root": str(root),
+        "log": "requests",
+    }
+    with ServerProcess(tree) as server:
+        yield Target(server, ANN)
+
+
+def bare(target: Target) -> httpx.Client:
+    """A client without a key."""
+    return httpx.Client(base_url=target.server.url, timeout=60)
+
+
+def swap(target: Target, path: str, model: str = "sums", key: str = ADMIN) -> httpx.Response:
+    return target.server.http.post(
+        "/admin/swap", json={"model": model, "path": path}, headers={"authorization": f"Bearer {key}"}
+    )
+
+
+def swap_refused(target: Target, path: str) -> str:
+    """The message of a swap that was refused and has changed nothing."""
+    version = target.server.rewards([KNOWN]).json()["version"]
+    error = target.refused(swap(target, path), 400, "swap_failed")
+    assert error["message"].endswith("nothing has changed")
+    assert target.server.rewards([KNOWN]).json()["version"] == version
+    message: str = error["message"]
+    return message
+
+
+# Keys and routes
+
+
+def test_every_route_needs_a_key(target: Target) -> None:
+    """D53: each route that is not open to all is closed without the right key, whatever stands in its place."""
+    with bare(target) as client:
+        paths = client.get("/openapi.json").json()["paths"]
+        assert {"/health/live", "/docs", *OURS} <= set(paths)
+        wrong: list[dict[str, str]] = [
+            {},
+            {"authorization": ""},
+            {"authorization": "Bearer"},
+            {"authorization": "Bearer wrong-key-1234"},
+            {"authorization": f"Basic {ANN}"},
+            {"authorization": ANN},
+            {"authorization": f"Bearer {ANN[:-1]}"},
+            {"authorization": f"Bearer {ANN}x"},
+            {"authorization": f"Bearer {ANN.upper()}"},
+            {"authorization": f"Bearer {ANN} {ANN}"},
+            {"x-api-key": "wrong-key-1234"},
+            {"authorization": "Bearer wrong-key-1234", "x-api-key": ANN},
+            {"triton-access-token": ANN[:-1]},
+            {"cookie": f"key={ANN}"},
+        ]
+        for path, methods in paths.items():
+            for method in methods:
+                if OPEN.fullmatch(path):
+                    assert client.request(method, path).status_code in (200, 503)
+                    continue
+                assert "security" in methods[method]
+                for headers in wrong:
+                    reply = client.request(method, path, headers=headers, json={})
+                    answer = Answer(reply.status_code, reply.headers, reply.content)
+                    closed = (401, 403) if path.startswith("/admin") else (401,)
+                    assert answer.status in closed, (path, headers)
+                    assert not LEAK.search(reply.text)
+                    if path in OURS:
+                        assert clean_error(answer)["type"] in ("unauthorized", "forbidden")
+                    if answer.status == 401:
+                        assert reply.headers["www-authenticate"] == "Bearer"
+                for query in (f"?key={ANN}", f"?api_key={ANN}", f"?Authorization=Bearer%20{ANN}"):
+                    assert client.request(method, path + query, json={}).status_code in (401, 403)
+        assert client.get("/v1/models", headers={"authorization": f"bearer {BOB}"}).status_code == 200
+    assert inspect.getsource(auth).count("compare_digest") >= 3
+    target.sound()
+
+
+@pytest.mark.parametrize(
+    "host", ["x/health/live", "127.0.0.1/health/live?", "a#/health/live", "", "/", "x:y", "@/docs"]
+)
+def test_the_host_header_opens_nothing(target: Target, host: str) -> None:
+    """D54: which route is meant is told by the path alone."""
+    for lines in ("", "X-Forwarded-Host: x/health/live\r\nX-Original-URL: /health/live\r\nX-Rewrite-URL: /docs\r\n"):
+        request = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n{lines}\r\n"
+        target.refused(target.raw(request.encode()), 401, "unauthorized")
+    absolute = b"GET http://x/v1/models HTTP/1.1\r\nHost: /health/live\r\n\r\n"
+    target.refused(target.raw(absolute), 401, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//v1/models", "/v1//models", "/v1/models/", "/v1/models/.", "/health/live/../../v1/models", "/docs/../metrics",
+     "/health/%2e%2e/metrics", "/health/..%2fmetrics", "/%2fmetrics", "/metrics%00", "/metrics%20", "/metrics;x",
+     "/METRICS", "/metrics\\", "/v1/%6dodels%2f", "/v1/models%3f", "/%ff", "/admin", "/admin/", "/.", "/..%5cmetrics"],
+)  # fmt: skip
+def test_other_forms_of_a_path_are_other_paths(target: Target, path: str) -> None:
+    """D55: only the exact path is a route; nothing is taken out of it or put right."""
+    answer = target.raw(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode("latin-1"))
+    assert answer.status in (400, 404), answer
+    clean_error(answer)
+
+
+def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> None:
+    """D55: a path written with %-signs is the same route with the same lock, and only its own method is taken."""
+    for path in ("/%6detrics", "/v1%2Fmodels", "/v1/%6D%6F%64els"):
+        target.refused(target.raw(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), 401, "unauthorized")
+    with bare(target) as client:
+        for path in client.get("/openapi.json").json()["paths"]:
+            for method in ("HEAD", "OPTIONS", "DELETE", "PUT", "PATCH", "TRACE", "PROPFIND"):
+                reply = client.request(method, path)
+                assert reply.status_code == 405, (method, path)
+                assert method not in reply.headers["allow"]
+                assert not LEAK.search(reply.text)
+        reply = client.post("/v1/rewards", json={}, headers={"x-http-method-override": "GET"})
+        assert reply.status_code == 401
+    assert target.raw(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n").status in (400, 404, 405)
+    websocket = target.head("Connection: Upgrade", "Upgrade: websocket", method="GET", path="/v1/models")
+    assert target.raw(websocket.replace(ANN.encode(), b"wrong-key-1234") + b"\r\n").status == 401
+    target.sound()
+
+
+def test_admin_routes_need_the_admin_key(target: Target) -> None:
+    """D56: with another's key 403, without a key 401; and nothing has happened."""
+    before = target.server.rewards([KNOWN]).json()["version"]
+    for key in (ANN, BOB, "wrong-key-1234"):
+        target.refused(swap(target, "escaping", key=key), 403, "forbidden")
+    with bare(target) as client:
+        target.refused(client.post("/admin/swap", json={"model": "sums", "path": "escaping"}), 401, "unauthorized")
+    assert target.server.rewards([KNOWN]).json()["version"] == before
+
+
+def test_without_an_admin_key_admin_routes_are_closed() -> None:
+    """D56, D66: nobody is an administrator by default, and nobody else's machine can connect by default."""
+    rule = {"models": {"rule": {"kind": "rule", "rule": "regex", "pattern": "#12$"}}}
+    with ServerProcess(rule) as server:
+        for headers in ({}, {"authorization": "Bearer None"}, {"authorization": "Bearer"}):
+            reply = server.http.post("/admin/swap", json={"model": "rule", "path": "."}, headers=headers)
+            assert reply.status_code == 403
+            assert clean_error(Answer(403, reply.headers, reply.content))["type"] == "forbidden"
+        assert server.rewards([KNOWN], "rule").json()["items"][0]["scores"] == [1.0]
+        assert listening(psutil.Process(server.process.pid)) == {("127.0.0.1", server.port)}
+
+
+def test_an_address_that_others_reach_needs_a_key() -> None:
+    """D53, D66: without a key the server does not start on such an address, and never listens there."""
+    for host in ("0.0.0.0", "127.0.0.1.example.org"):
+        command = [sys.executable, "-m", "plaudit", "serve", "--host", host, "--port", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert "--api-key" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+# Model files
+
+
+def test_swaps_stay_under_the_root(target: Target, root: Path, tmp_path: Path) -> None:
+    """D57: no path leads out of the root, not through a link either."""
+    outside = copied("sums", tmp_path / "outside")
+    (root / "link").symlink_to(outside, target_is_directory=True)
+    (root / "deep").mkdir()
+    (root / "deep" / "link").symlink_to("../..")
+    linked = copied("sums", root / "linked")
+    (linked / "model.safetensors").unlink()
+    (linked / "model.safetensors").symlink_to(outside / "model.safetensors")
+    (root / "file").write_text("{}")
+    for path in (
+        "../../etc", "..", f"../{outside.name}", "/etc", "link", "deep/link", "linked", "http://127.0.0.1/x",
+        "hf://evil/model", "file:///etc", "a\0b", "missing", "file", "escaping/../../..", "~", "$HOME", "x" * 5000,
+        "../" * 2000,
+    ):  # fmt: skip
+        swap_refused(target, path)
+    assert not target_opened(target, outside)
+    error = target.refused(swap(target, "escaping", model="nobody"), 404, "unknown_model")
+    assert "nobody" in error["message"]
+    for body in (b"", b"[]", b'{"model": "sums"}', b'{"model": "sums", "path": "x", "trust_remote_code": true}'):
+        reply = target.server.http.post("/admin/swap", content=body, headers={"authorization": f"Bearer {ADMIN}"})
+        target.refused(reply, 400, "invalid_request")
+
+
+def target_opened(target: Target, directory: Path) -> bool:
+    """Whether some process of the server has a file of the directory open or mapped."""
+    found = [file.path for process in target.tree() for file in process.open_files()]
+    return any(path.startswith(str(directory)) for path in found)
+
+
+def test_code_beside_a_model_is_not_run(target: Target, root: Path) -> None:
+    """D58: a model that wants its own code is refused, and no module of it is imported."""
+    evil = copied("sums", root / "coded", auto_map={"AutoModelForSequenceClassification": "evil.Model"})
+    canary = root / f"{CANARY}-code"
+    (evil / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Model: pass\n")
+    (evil / "__init__.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    assert "auto_map" in swap_refused(target, "coded")
+    assert not canary.exists()
+
+
+class Evil:
+    def __init__(self, canary: str) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.canary,)
+
+
+def test_pickles_are_not_opened(target: Target, root: Path) -> None:
+    """D59: weights in a pickle are refused, and what they would run has not run."""
+    canary = root / f"{CANARY}-pickle"
+    evil = copied("sums", root / "pickled")
+    (evil / "model.safetensors").unlink()
+    (evil / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(canary))))
+    assert "pytorch_model.bin" in swap_refused(target, "pickled")
+    assert not canary.exists()
+
+
+def test_damaged_weights_are_refused(target: Target, root: Path) -> None:
+    """D59: cut weights, a head of another shape, weights that are no numbers: the old version goes on serving."""
+    cut = copied("sums", root / "cut")
+    with (cut / "model.safetensors").open("r+b") as file:
+        file.truncate(300_000)
+    shaped = copied("sums", root / "shaped")
+    weights = load_file(shaped / "model.safetensors")
+    save_file({**weights, "score.weight": weights["score.weight"][:, :40].copy()}, shaped / "model.safetensors")
+    empty = copied("sums", root / "empty")
+    save_file({k: np.full_like(v, np.nan) for k, v in weights.items()}, empty / "model.safetensors", {"format": "pt"})
+    for name in ("cut", "shaped"):
+        swap_refused(target, name)
+    assert "weights are damaged" in swap_refused(target, "empty")
+
+
+def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
+    """D60: a chat template that reaches for Python is its items' error; other forms of item still have scores."""
+    began = time.monotonic()
+    for model, words in (("escaping", "sandbox"), ("endless", "did not finish")):
+        messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
+        error = target.item_refused({"messages": messages}, "bad_messages", model)
+        assert words in error["message"]
+    assert time.monotonic() - began < 4 * TEMPLATE_SECONDS
+    good = [{"role": "user", "content": "3+4+5="}, {"role": "assistant", "content": KNOWN["responses"][0]}]
+    scores = target.server.rewards([{"messages": good}]).json()["items"][0]["scores"]
+    assert scores == [pytest.approx(target.known, abs=1e-6)]
+
+
+def test_many_items_of_an_endless_template_end_in_time(target: Target) -> None:
+    """D60: a request's deadline holds while its items are put together, too."""
+    answer = {"role": "assistant", "content": "#3"}
+    items = [{"messages": [{"role": "user", "content": f"{n}+2="}, answer]} for n in range(50)]
+    began = time.monotonic()
+    reply = target.server.http.post(
+        "/v1/rewards", json={"model": "endless", "items": items}, headers={"x-deadline": "2"}
+    )
+    assert time.monotonic() - began < 2 + 2 * TEMPLATE_SECONDS
+    target.refused(reply, 504, "deadline")
+
+
+# Wire and world
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x01",
+        struct.pack("<I", 2**32 - 1),
+        struct.pack("<II", 2**32 - 1, 0),
+        struct.pack("<III", 1, 0, 2**32 - 1),
+        struct.pack("<III", 1, 0, 2**31),
+        struct.pack("<IIII", 2, 0, 2**32 - 1, 1) + struct.pack("<i", 5),
+        struct.pack("<IIII", 2, 0, 2, 1) + struct.pack("<i", 5),
+        struct.pack("<III", 1, 1, 1) + struct.pack("<i", 5),
+        struct.pack("<III", 1, 0, 1) + struct.pack("<ii", 5, 5),
+        struct.pack("<III", 1, 0, 1) + b"\x05\0\0",
+        struct.pack("<III", 1, 0, 0) + b"\0",
+        b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,), }",
+        pickle.dumps(Evil("canary-binary")),
+    ],
+    ids=range(13),
+)
+def test_binary_that_lies(target: Target, body: bytes) -> None:
+    """D61: what the numbers in front say must be there to the byte, and is believed only then."""
+    before = target.peak_bytes()
+    reply = target.server.http.post("/v1/rewards?model=sums", content=body, headers={"content-type": BINARY})
+    target.refused(reply, 400, "invalid_binary")
+    assert target.peak_bytes() - before < 20 << 20
+    assert not Path("canary-binary").exists()
+
+
+def test_other_binary_forms_are_not_taken(target: Target) -> None:
+    """D61: no pickle, no .npy, no torch file is looked into, by whatever name it comes."""
+    for kind in ("application/octet-stream", "application/x-npy", "application/python-pickle", "application/x-tensor"):
+        reply = target.server.http.post("/v1/rewards", content=pickle.dumps([1]), headers={"content-type": kind})
+        target.refused(reply, 415, "unsupported_type")
+
+
+def test_no_address_in_a_request_is_visited(target: Target, root: Path) -> None:
+    """D62: the server fetches nothing for anybody."""
+    hits: list[str] = []
+
+    class Trap(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            hits.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_POST = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    trap = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Trap)
+    threading.Thread(target=trap.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{trap.server_port}/x"
+    try:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        items: list[Any] = [
+            {"text": url}, {"prompt": url, "responses": [url, [url]]}, {"url": url}, {"text": url, "truth": url},
+            {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": url}]},
+            {"messages": [{"role": "user", "content": url, "image_url": url}, {"role": "assistant", "content": url}]},
+        ]  # fmt: skip
+        assert target.server.rewards(items).status_code == 200
+        target.refused(target.server.rewards(items, url), 404, "unknown_model")
+        for path in (url, url.replace("http", "file"), f"../{url}", f"\\\\127.0.0.1:{trap.server_port}\\x"):
+            swap_refused(target, path)
+        pointing = copied("sums", root / "pointing", _name_or_path=url, base_model_name_or_path=url)
+        (pointing / "model.safetensors").unlink()
+        swap_refused(target, "pointing")
+        headers = {"referer": url, "origin": url, "x-forwarded-for": url, "x-wap-profile": url, "host": url[7:-2]}
+        assert target.server.http.get("/v1/models", headers=headers).status_code == 200
+        assert hits == []
+    finally:
+        trap.shutdown()
+        trap.server_close()
+
+
+def test_logs_hold_no_texts_and_no_keys(target: Target) -> None:
+    """D64: the log says what happened and to whom, in lines that nobody else can write."""
+    secret = "777+888+999="
+    target.server.rewards([{"prompt": secret, "responses": [secret]}, {"text": secret}, {"texts": secret}])
+    target.server.http.get("/nowhere", params={"key": ANN, "q": secret})
+    target.post(b'{"' + secret.encode() + b'": 1}')
+    for given in ("good-id.1:2/3", 'forged"}', "a b", "x" * 129, "\u00e9", "%0d%0aSet-Cookie:x"):
+        reply = target.server.http.get("/health/live", headers={"x-request-id": given.encode()})
+        assert (reply.headers["x-request-id"] == given) == (given == "good-id.1:2/3")
+    forged = b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-Request-Id: a\rEvent: b\nSet-Cookie: c\r\n\r\n"
+    assert target.raw(forged).status == 400
+    assert target.raw(b"GET /a%0d%0a%7b%22event%22:%22forged%22%7d HTTP/1.1\r\nHost: x\r\n\r\n").status == 404
+    time.sleep(0.5)  # the log has a thread of its own
+    log = target.server.log()
+    for word in (secret, ANN, BOB, ADMIN, "wrong-key-1234", "#12", "Set-Cookie"):
+        assert [line for line in log.splitlines() if word in line] == []
+    requests = [event for event in target.server.events() if event["event"] == "request"]
+    assert {"request_id", "method", "path", "status", "tenant", "ms"} <= set(requests[-1])
+    assert {"ann"} <= {event["tenant"] for event in requests}
+    assert "good-id.1:2/3" in {event["request_id"] for event in requests}
+    assert "forged" not in {event["event"] for event in target.server.events()}
+    assert [line for line in log.splitlines() if not line.startswith(("{", "plaudit serve:"))] == []
+
+
+def test_one_holder_cannot_learn_what_another_asked(target: Target) -> None:
+    """D65: what one key had scored is computed anew for another, so that the time tells nothing."""
+    item = {"prompt": "12+34+56=", "responses": ["12+34=46;46+56=102;#102"]}
+
+    def ask(key: str) -> dict[str, float]:
+        kinds = ("cached", "deduplicated", "prefix", "computed")
+        before = {kind: target.server.metric("plaudit_tokens_total", model="sums", kind=kind) for kind in kinds}
+        reply = target.server.http.post(
+            "/v1/rewards", json={"model": "sums", "items": [item]}, headers={"authorization": f"Bearer {key}"}
+        )
+        assert reply.status_code == 200
+        return {
+            kind: target.server.metric("plaudit_tokens_total", model="sums", kind=kind) - before[kind] for kind in kinds
+        }
+
+    first, again, other = ask(ANN), ask(ANN), ask(BOB)
+    assert again["cached"] > 0
+    assert again["computed"] == 0
+    assert other["cached"] == 0
+    assert other["computed"] >= first["computed"]
+    assert other["prefix"] <= 1 + first["prefix"]
+
+
+def test_only_the_configured_port_is_open(target: Target) -> None:
+    """D66: of all processes of the server one listens, at one address and port."""
+    found = set().union(*(listening(process) for process in target.tree()))
+    assert found == {("127.0.0.1", target.server.port)}
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    connections = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN or not c.raddr]
+    return {(c.laddr.ip, c.laddr.port) for c in connections}
+
+
+def test_a_model_that_is_lost_tells_nothing_of_the_disk(target: Target, root: Path) -> None:
+    """D63: what the loader says of a directory that has gone is for the log, not for those who ask."""
+    shutil.rmtree(root / "endless")
+    sorted(target.server.workers(), key=lambda worker: worker.pid)[2].kill()  # the third model's
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        reply = target.server.rewards([KNOWN], "endless")
+        if reply.status_code == 503:
+            break
+        time.sleep(0.2)
+    target.refused(reply, 503, "not_ready")
+    with bare(target) as client:
+        health = client.get("/health/ready")
+    assert health.status_code == 503
+    for reason in health.json()["reasons"]:
+        clean_message(reason)
+    assert not LEAK.search(target.server.http.get("/v1/models").text)
+    assert str(root / "endless") in target.server.log()
