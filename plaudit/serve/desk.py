@@ -13,10 +13,14 @@ from plaudit.serve.models import Models
 from plaudit.serve.served import Ask, Result, Scored, Served, ServedModel
 
 INPUT_ERRORS = frozenset(
-    ("too_long", "empty", "bad_text", "bad_tokens", "bad_messages", "bad_steps", "no_steps", "invalid_item", "refused")
-)
+    (
+        "too_long", "empty", "bad_text", "bad_tokens", "bad_messages", "bad_steps", "no_steps", "bad_truth", "no_truth",
+        "unsupported_form", "invalid_item", "refused",
+    )
+)  # fmt: skip
+SCORED = ("outcome", "process")
 # The names that protocols without a model's name in them ask for.
-REWARD_MODEL, PROCESS_MODEL = "reward_model", "process_model"
+REWARD_MODEL, PROCESS_MODEL, LOGPROBS_MODEL = "reward_model", "process_model", "logprobs_model"
 
 
 class Desk:
@@ -30,7 +34,7 @@ class Desk:
         self.most_items = most_items
         self._salted = salted
         self.aliases = dict(aliases)
-        for alias, kind in ((REWARD_MODEL, "outcome"), (PROCESS_MODEL, "process")):
+        for alias, kind in ((REWARD_MODEL, "outcome"), (PROCESS_MODEL, "process"), (LOGPROBS_MODEL, "logprobs")):
             first = next((name for name, served in models.served.items() if served.kind == kind), None)
             if first is not None:
                 self.aliases.setdefault(alias, first)
@@ -48,7 +52,11 @@ class Desk:
     def find_model(self, name: str | None, kind: str | None = None) -> ServedModel:
         """One that has tokens: an outcome or process model. `kind` says which, if only one will do."""
         served = self.find(name)
-        if not isinstance(served, ServedModel) or served.kind == "judge" or (kind is not None and served.kind != kind):
+        if (
+            not isinstance(served, ServedModel)
+            or served.kind not in SCORED
+            or (kind is not None and served.kind != kind)
+        ):
             wanted = "outcome or process" if kind is None else kind
             raise HttpError(
                 422, "wrong_kind", f"{served.name} is a {served.kind} model, this route needs an {wanted} model: "

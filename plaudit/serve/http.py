@@ -91,6 +91,7 @@ class Request:
         "path",
         "query",
         "route",
+        "server",
         "tenant",
     )
 
@@ -101,6 +102,7 @@ class Request:
         # Never request.url: that is built from the Host header, which the client writes.
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
+        self.server: tuple[str, int] = scope["server"]  # the address that the connection came to
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"")
         self.id = given.decode() if _SAFE_ID.fullmatch(given) else fresh_id

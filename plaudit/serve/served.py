@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +27,8 @@ from plaudit.reward.ask import HttpAsk
 from plaudit.reward.blend import combine
 from plaudit.reward.intake import Intake
 from plaudit.reward.judge import Judge, JudgeReward
-from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.logprobs import LogprobsReading
+from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reward import Reward
 from plaudit.reward.rule import RuleReward
@@ -142,7 +143,12 @@ class ServedModel:
     async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
         deployment, reading = self.deployment, self.reading
         if reading is None or deployment.link.state == "failed":
-            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.reason}", retry_after=1)
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.public_reason}", retry_after=1)
+        if isinstance(reading, LogprobsReading):
+            raise HttpError(
+                422, "wrong_kind", f"{self.name} is served for log-probs and gives no score; a causal LM that judges "
+                'steps needs kind = "process" and its format',
+            )  # fmt: skip
         with deployment.in_use():
             began = time.perf_counter()
             works = await self._prepare(reading, items, ask)
@@ -156,7 +162,7 @@ class ServedModel:
         """The rows of each work as they come from the model, and the version they are of."""
         deployment = self.deployment
         if self.reading is None or deployment.link.state == "failed":
-            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.reason}", retry_after=1)
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.public_reason}", retry_after=1)
         with deployment.in_use():
             answers = await self._compute(deployment, works, sum(len(work.tokens) for work in works), ask)
         return deployment.version, answers
@@ -171,7 +177,7 @@ class ServedModel:
 
     def intake(self) -> Intake:
         if self.reading is None or isinstance(self.reading, JudgeReading):
-            raise HttpError(503, "not_ready", f"{self.name}: {self.deployment.link.reason}", retry_after=1)
+            raise HttpError(503, "not_ready", f"{self.name}: {self.deployment.link.public_reason}", retry_after=1)
         return self.reading.intake
 
     async def _compute(
@@ -236,15 +242,19 @@ class ServedModel:
             return OutcomeReading(table, tokenizer, facts)
         if isinstance(table, ProcessTable):
             return ProcessReading(table, tokenizer, facts)
-        return JudgeReading(table, tokenizer, facts)
-
-    async def _prepare(self, reading: Reading, items: Sequence[Item], ask: Ask) -> list[Work | Prompt | ItemError]:
-        if _small(items):
-            return _prepared(reading, items)
-        loop = asyncio.get_running_loop()
         if isinstance(table, LogprobsTable):
             return LogprobsReading(table, tokenizer, facts)
-        return await _in_time(loop.run_in_executor(self._shop.threads, _prepared, reading, items), ask)
+        return JudgeReading(table, tokenizer, facts)
+
+    async def _prepare(self, reading: Scoring, items: Sequence[Item], ask: Ask) -> list[Work | Prompt | ItemError]:
+        over = threading.Event()
+        if _small(items):
+            return _prepared(reading, items, over)
+        loop = asyncio.get_running_loop()
+        try:
+            return await _in_time(loop.run_in_executor(self._shop.threads, _prepared, reading, items, over), ask)
+        finally:
+            over.set()  # a thread cannot be stopped: this one looks here before each item
 
     async def _wait(self, deployment: Deployment, ticket: Ticket, ask: Ask) -> list[Answer]:
         metrics = self._shop.metrics
@@ -349,9 +359,11 @@ def _small(items: Sequence[Item]) -> bool:
     return characters <= INLINE_CHARACTERS and tokens <= INLINE_TOKENS
 
 
-def _prepared(reading: Reading, items: Sequence[Item]) -> list[Work | Prompt | ItemError]:
+def _prepared(reading: Scoring, items: Sequence[Item], over: threading.Event) -> list[Work | Prompt | ItemError]:
     works: list[Work | Prompt | ItemError] = []
     for item in items:
+        if over.is_set():
+            break  # nobody waits for them
         try:
             works.append(reading.prepare(item))
         except Refused as error:

@@ -8,7 +8,9 @@ from typing import Protocol
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.desk import Desk
 from plaudit.serve.doors.native import NativeDoor
+from plaudit.serve.doors.openr import OpenRDoor
 from plaudit.serve.doors.openrlhf import OpenRLHFDoor, SlimeDoor
+from plaudit.serve.doors.sglang import SGLangDoor
 from plaudit.serve.doors.triton import TritonDoor
 from plaudit.serve.doors.vllm import VllmDoor
 from plaudit.serve.routes import ErrorWriter, Route, Routes
@@ -27,6 +29,8 @@ DOORS: dict[str, Callable[[Desk], Door]] = {
     "triton": TritonDoor,
     "openrlhf": OpenRLHFDoor,
     "slime": SlimeDoor,
+    "openr": OpenRDoor,
+    "sglang": SGLangDoor,
     "vllm": VllmDoor,
 }
 NATIVE = "native"

@@ -11,7 +11,7 @@ import numpy as np
 
 from plaudit import __version__
 from plaudit.records import Item, ItemError
-from plaudit.serve.desk import Desk
+from plaudit.serve.desk import SCORED, Desk
 from plaudit.serve.http import HttpError, Reply, Request
 from plaudit.serve.protocols import triton
 from plaudit.serve.routes import ErrorWriter, Route
@@ -28,7 +28,7 @@ class TritonDoor:
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
         served = desk.models.served
-        models = [name for name, model in served.items() if isinstance(model, ServedModel) and model.kind != "judge"]
+        models = [name for name, model in served.items() if isinstance(model, ServedModel) and model.kind in SCORED]
         self.names = [*models, *(alias for alias, name in desk.aliases.items() if name in models)]
 
     def routes(self) -> list[Route]:

@@ -1,11 +1,11 @@
 """OpenR's process reward worker, and as much of its FastChat controller as the worker's own models need.
 
-    POST /get_worker_address       {"model": "NAME"} -> {"address": "http://..."}, "" for a name that is not served
-    POST <address>/worker_value_inference
-         {"input_str": "<question and steps with their tags>" or ["...", ...]}
-         -> {"input": as it came, "value": [step scores], or a list of them for a list}
-    POST /worker_get_status        -> {"model_names", "speed", "queue_length"}
-    POST /list_models              -> {"models": ["NAME", ...]}
+POST /get_worker_address       {"model": "NAME"} -> {"address": "http://..."}, "" for a name that is not served
+POST <address>/worker_value_inference
+     {"input_str": "<question and steps with their tags>" or ["...", ...]}
+     -> {"input": as it came, "value": [step scores], or a list of them for a list}
+POST /worker_get_status        -> {"model_names", "speed", "queue_length"}
+POST /list_models              -> {"models": ["NAME", ...]}
 """
 
 from __future__ import annotations

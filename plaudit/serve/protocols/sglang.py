@@ -10,7 +10,7 @@
     in    {"text" or "input_ids", "sampling_params": {"max_new_tokens": 0}, "return_logprob": true,
            "logprob_start_len": 0, "token_ids_logprob": [648, 387]}
     out   {"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": [[null, 1, null], [-0.3, 12, null], ...],
-           "input_token_ids_logprobs": [null, [[-0.1, 648, null], ...], ...], "output_token_ids_logprobs": [[...]], ...}}
+           "input_token_ids_logprobs": [null, [[-0.1, 648, null], ...], ...], "output_token_ids_logprobs": [[...]]}}
 
 Entry i of the `input_` lists belongs to token `logprob_start_len + i` and was read at the token before it; the first is
 null, whatever stands before it. What was read at the last token is in `output_token_ids_logprobs[0]`.
@@ -32,7 +32,6 @@ from plaudit.serve.http import HttpError, Reply
 
 T = TypeVar("T", bound=msgspec.Struct)
 Name = Callable[[int], str | None]
-DEFAULT_NEW_TOKENS = 128  # SGLang's, where sampling_params does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,9 @@ class Wish:
     logprobs: bool
     start: int | None
     tokens: tuple[int, ...]
+
+
+NO_WISH = Wish(False, None, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,31 +147,27 @@ def read_generate(fields: Mapping[str, Any]) -> Generate:
     count = len(inputs)
     if asked.stream:
         raise _bad("stream is true, and nothing is written here that could be streamed; leave it out")
-    for params in _each(asked.sampling_params or {}, count, "sampling_params"):
-        _refuse_writing(params)
-    if any(_each(asked.top_logprobs_num or 0, count, "top_logprobs_num")):
-        raise _bad("top_logprobs_num is not 0: the most likely tokens are not read here; name tokens in token_ids_logprob")
-    chosen = asked.token_ids_logprob or []
-    if chosen and all(isinstance(token, list) for token in chosen):
-        rows = _each(chosen, count, "token_ids_logprob")
-    elif any(isinstance(token, list) for token in chosen):
-        raise _bad("token_ids_logprob mixes token ids and lists of them; give a list of ids, or one for each input")
-    else:
-        rows = [chosen] * count
-    starts = _each(-1 if asked.logprob_start_len is None else asked.logprob_start_len, count, "logprob_start_len")
-    returns = _each(bool(asked.return_logprob) if not isinstance(asked.return_logprob, list) else asked.return_logprob,
-                    count, "return_logprob")  # fmt: skip
+    if any(_each(asked.top_logprobs_num, count, "top_logprobs_num")):
+        raise _bad("top_logprobs_num is not 0: the likeliest tokens are not read here; name some in token_ids_logprob")
+    wanted = _each(asked.return_logprob, count, "return_logprob")
+    for params, logprobs in zip(_each(asked.sampling_params or {}, count, "sampling_params"), wanted, strict=True):
+        _refuse_writing(params, logprobs)
+    starts = _each(asked.logprob_start_len, count, "logprob_start_len")
+    chosen = _token_rows(asked.token_ids_logprob or [], count)
     wishes = [
-        Wish(logprobs, None if start < 0 or not logprobs else start, tuple(tokens) if logprobs else ())
-        for logprobs, start, tokens in zip(returns, starts, rows, strict=True)
+        Wish(True, start if start is not None and start >= 0 else None, tuple(tokens)) if logprobs else NO_WISH
+        for logprobs, start, tokens in zip(wanted, starts, chosen, strict=True)
     ]
-    if not all(returns) and any(p.get("max_new_tokens") for p in _each(asked.sampling_params or {}, count, "")):
-        raise _bad("max_new_tokens is 1 and return_logprob is not true: nothing is written here, only read; set one")
     return Generate(inputs, wishes, asked.return_text_in_logprobs)
 
 
 def write_generate(
-    tokens: Sequence[int], wish: Wish, read: np.ndarray | None, last: np.ndarray | None, name: Name, meta: dict[str, Any]
+    tokens: Sequence[int],
+    wish: Wish,
+    read: np.ndarray | None,
+    last: np.ndarray | None,
+    name: Name,
+    meta: dict[str, Any],
 ) -> dict[str, Any]:
     """read: of the positions from `start` to the one before the last, the log-prob of the token that follows, then
     those of the wish's tokens. last: those of the wish's tokens at the last position."""
@@ -189,8 +187,8 @@ def write_generate(
     return {"text": "", "output_ids": [], "meta_info": {**meta, "completion_tokens": 0, "cached_tokens": 0}}
 
 
-def write_embedding(value: float, meta: dict[str, Any]) -> dict[str, Any]:
-    return {"embedding": [value], "meta_info": meta}
+def write_embedding(values: Sequence[float], meta: dict[str, Any]) -> dict[str, Any]:
+    return {"embedding": list(values), "meta_info": meta}
 
 
 def meta_info(id: str, tokens: int, version: str, began: float) -> dict[str, Any]:
@@ -210,10 +208,8 @@ def read_classify(fields: Mapping[str, Any]) -> Inputs:
     return _replaced(_inputs(_Inputs(input_ids=given)), "input")  # type: ignore[arg-type]
 
 
-def write_classify(
-    model: str, rows: Sequence[Mapping[str, float]], tokens: int, request_id: str
-) -> dict[str, Any]:
-    """out   {"object": "list", "data": [{"index", "label", "probs", "num_classes"}], "usage"}; rows are logits by label"""
+def write_classify(model: str, rows: Sequence[Mapping[str, float]], tokens: int, request_id: str) -> dict[str, Any]:
+    """out   {"data": [{"index", "label", "probs", "num_classes"}, ...], "usage", ...}; rows are logits by label"""
     data = []
     for index, row in enumerate(rows):
         chances = softmax(list(row.values()))
@@ -316,11 +312,23 @@ def _each(value: Any, count: int, field: str) -> list[Any]:
     return value
 
 
-def _refuse_writing(params: Mapping[str, Any]) -> None:
-    most = params.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-    if type(most) is not int or not 0 <= most <= 1:
-        found = "missing, which means 128" if "max_new_tokens" not in params else str(most)[:20]
-        raise _bad(f"sampling_params.max_new_tokens is {found}; this server reads and does not write: set it to 0")
+def _token_rows(given: list[int | list[int]], count: int) -> list[list[int]]:
+    """Token ids for every input: one list for all of them, or a list for each."""
+    rows = [row for row in given if isinstance(row, list)]
+    if not rows:
+        return [given] * count  # type: ignore[list-item]
+    if len(rows) < len(given):
+        raise _bad("token_ids_logprob mixes token ids and lists of them; give a list of ids, or one for each input")
+    return _each(rows, count, "token_ids_logprob")
+
+
+def _refuse_writing(params: Mapping[str, Any], logprobs: bool) -> None:
+    most = params.get("max_new_tokens", "missing")
+    # SGLang would write one token more for 1. Who asks for log-probs with it does not want the token.
+    if type(most) is not int or not 0 <= most <= int(bool(logprobs)):
+        raise _bad(
+            f"sampling_params.max_new_tokens is {str(most)[:20]}; this server reads and does not write: set it to 0"
+        )
 
 
 def _converted(fields: Mapping[str, Any], type: type[T]) -> T:
