@@ -17,7 +17,7 @@ LAYERS = [
     {"core"},
     {"reward"},
     {"serve"},
-    {"train", "place", "search"},
+    {"train", "place", "search", "integrations"},
     {"generate", "score"},
     {"report"},
     {"cli", "__main__"},
@@ -70,7 +70,8 @@ def test_report_reads_only_the_event_log_and_only_the_command_line_reads_report(
     "module",
     [
         "plaudit.plan", "plaudit.config", "plaudit.records", "plaudit.events", "plaudit.cli", "plaudit.score",
-        "plaudit.serve.client",
+        "plaudit.serve.client", "plaudit.integrations.trl", "plaudit.integrations.openrlhf",
+        "plaudit.integrations.verl", "plaudit.integrations.slime",
     ],
 )  # fmt: skip
 def test_these_load_without_torch(module: str) -> None:

@@ -1,0 +1,34 @@
+"""verl: `reward.custom_reward_function.path=.../plaudit/integrations/verl.py`, `....name=compute_score`.
+
+    reward.custom_reward_function.reward_kwargs.url=http://127.0.0.1:5555
+    reward.custom_reward_function.reward_kwargs.model=sums
+
+What is not given there is taken from the environment; see `connection.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from plaudit.errors import ConfigError
+from plaudit.integrations.connection import from_environment, values
+from plaudit.records import Item
+
+
+async def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any = None, extra_info: Mapping[str, Any] | None = None, *,
+    url: str | None = None, model: str | None = None, prompt_key: str = "prompt", **_: Any,
+) -> float:  # fmt: skip
+    """verl does not hand its prompt on: `prompt_key` names where extra_info has it, as text or as messages. Raises
+    where there is no score: verl would train on any number that came instead."""
+    prompt = (extra_info or {}).get(prompt_key)
+    if prompt is None:
+        raise ConfigError(
+            f"extra_info has no {prompt_key!r}, and a reward needs its prompt; write it there when making the data, or "
+            f"set reward_kwargs.prompt_key to one of {sorted(extra_info or {})}"
+        )
+    given = prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
+    item = Item(prompt=given, response=solution_str, truth=ground_truth)
+    scores = await from_environment(url, model).scores_soon([item])
+    return values(scores, f"solution of {data_source}")[0]
