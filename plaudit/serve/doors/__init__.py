@@ -11,6 +11,7 @@ from plaudit.serve.doors.native import NativeDoor
 from plaudit.serve.doors.openr import OpenRDoor
 from plaudit.serve.doors.openrlhf import OpenRLHFDoor, SlimeDoor
 from plaudit.serve.doors.sglang import SGLangDoor
+from plaudit.serve.doors.tei import InfinityDoor, TeiDoor
 from plaudit.serve.doors.triton import TritonDoor
 from plaudit.serve.doors.vllm import VllmDoor
 from plaudit.serve.routes import ErrorWriter, Route, Routes
@@ -31,6 +32,8 @@ DOORS: dict[str, Callable[[Desk], Door]] = {
     "slime": SlimeDoor,
     "openr": OpenRDoor,
     "sglang": SGLangDoor,
+    "tei": TeiDoor,
+    "infinity": InfinityDoor,
     "vllm": VllmDoor,
 }
 NATIVE = "native"

@@ -14,7 +14,7 @@ from plaudit.serve.desk import Desk
 from plaudit.serve.http import HttpError, Reply, Request
 from plaudit.serve.openapi import docs_page, openapi
 from plaudit.serve.page import PAGE
-from plaudit.serve.protocols import native
+from plaudit.serve.protocols import native, vllm
 from plaudit.serve.routes import Route
 from plaudit.serve.served import Result
 
@@ -29,6 +29,7 @@ class NativeDoor:
         self.models = desk.models
         self.others = others
         self.began = time.monotonic()
+        self.created = int(time.time())
 
     def routes(self) -> list[Route]:
         return [
@@ -70,7 +71,10 @@ class NativeDoor:
     async def list_models(self, request: Request) -> Reply:
         keys = ("name", "kind", "version", "state", "max_tokens", "labels")
         models = [{k: d[k] for k in keys if k in d} for d in self.models.describe()]
-        return Reply.json({"object": "list", "data": [{"id": m["name"], "object": "model", **m} for m in models]})
+        # Clients written for vLLM also look here. A model's path is the server's own affair: its root is its name.
+        cards = [vllm.model_card(m["name"], m["name"], m.get("max_tokens"), self.created) for m in models]
+        data = [{"id": m["name"], "object": "model", **m, **card} for m, card in zip(models, cards, strict=True)]
+        return Reply.json({"object": "list", "data": data})
 
     async def swap(self, request: Request) -> Reply:
         body = await request.body()
