@@ -322,7 +322,7 @@ class Deployment:
             self._pump_soon()
         self._tell()
 
-    def on_death(self) -> int:
+    def on_death(self) -> bool:
         """Take back what the worker held: first to be sent again, in their order."""
         self._metrics.restarts.labels(self.name).inc()
         self._seen = (0, 0, 0)
@@ -335,9 +335,9 @@ class Deployment:
         if len(held) == 1 and held[0].deaths >= GUILTY:
             message = f"the worker died {held[0].deaths} times while it computed this item"
             self._answer_all(held, ItemError("worker_crash", message))
-            return held[0].deaths
+            return True
         self._again.extendleft(reversed(held))
-        return 0
+        return False
 
     def _fail(self, error: ItemError) -> None:
         """Answer everything that waits or is held."""

@@ -25,6 +25,7 @@ SILENCE_SECONDS = 10.0  # without a sign of life: the process is stopped or the 
 KILL_SECONDS = 30.0  # ... and now it is replaced
 HANG_SECONDS = 300.0  # alive, but no result of what it holds
 MOST_DEATHS = 3  # in a row, each without a single result
+MOST_BLAMED = 4  # items in a row that may take the blame for deaths, before it must be the worker after all
 PAUSE_SECONDS = 0.2  # before the second start in a row, and so much longer before every further one
 
 
@@ -33,8 +34,9 @@ class Owner(Protocol):
 
     def on_results(self, results: frames.Results) -> None: ...
 
-    def on_death(self) -> int:
-        """The worker has died with what it held: how many of its last deaths one item is to blame for."""
+    def on_death(self) -> bool:
+        """The worker has died with what it held. Whether it is now clear that one item was to blame, also for the
+        deaths before."""
 
     def on_change(self) -> None:
         """The state has changed, or more can be sent."""
@@ -59,7 +61,9 @@ class Link:
         self._owner = owner
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
+        self._served = False  # whether this life of it has had a result
         self._deaths = 0
+        self._blamed = 0
         self._cause: str | None = None  # why we killed it
         self._told: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive(), name=f"link-{name}")
@@ -98,15 +102,19 @@ class Link:
 
     async def _keep_alive(self) -> None:
         while True:
-            began = time.monotonic()
+            self._served = False
             failure = await self._live()
-            served = self.state == "ready" and self.last_result > began
             # From here on nothing can be sent, and the state must say so before anything else runs.
             first = not self._told.done()
             blamed = self._owner.on_death()
             self.state, self.reason = "loading", "its worker died and is starting again"
             code = await self._end()
-            self._deaths = 0 if served else max(0, self._deaths + 1 - blamed)
+            if self._served:
+                self._deaths = self._blamed = 0
+            elif blamed and self._blamed < MOST_BLAMED:
+                self._deaths, self._blamed = 0, self._blamed + 1
+            else:
+                self._deaths += 1
             why = failure or self._cause or f"its worker died (exit {code})"
             self._cause = None
             if failure is not None and first:
@@ -186,6 +194,7 @@ class Link:
                     self._told.set_result(self.hello)
             case frames.Results():
                 self.last_result = self.last_sign
+                self._served = True
                 self._owner.on_results(frame)
             case frames.Failed():
                 connection.end(frame.message)
