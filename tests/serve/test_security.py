@@ -30,12 +30,13 @@ from tests.serve.process import ServerProcess
 ANN, BOB, ADMIN = "key-of-ann-1234", "key-of-bob-5678", "key-of-admin-9012"
 # What anybody may ask for: pages, health, the version. Every other route needs a key, also those that come later.
 OPEN = re.compile(
-    r"/|/docs|/openapi\.json|/version|/health(/live|/ready)?|/v2/health/(live|ready)|/v2/models/\w+(/versions/1)?/ready"
+    r"/|/docs|/openapi\.json|/version|/health(/live|/ready|_generate)?|/v2/health/(live|ready)|/v2/models/\w+(/versions/1)?/ready"
 )
 OURS = {"/v1/rewards", "/v1/models", "/admin/swap", "/metrics", "/stats"}  # others speak the errors of other servers
 CANARY = "canary"
 BINARY = "application/x-plaudit-tokens"
 TEMPLATE_SECONDS = 5.0
+REFUSING = "{% if messages[0]['content'] == '0' %}{{ raise_exception('no zeros here') }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def target(root: Path) -> Iterator[Target]:
     for name, template in (
-        ("escaping", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+        ("escaping", REFUSING + "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
         ("endless", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
     ):
         (copied("sums", root / name) / "chat_template.jinja").write_text(template)
@@ -163,9 +164,12 @@ def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> N
     for path in ("/%6detrics", "/v1%2Fmodels", "/v1/%6D%6F%64els"):
         target.refused(target.raw(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), 401, "unauthorized")
     with bare(target) as client:
-        for path in client.get("/openapi.json").json()["paths"]:
+        for path, taken in client.get("/openapi.json").json()["paths"].items():
             for method in ("HEAD", "OPTIONS", "DELETE", "PUT", "PATCH", "TRACE", "PROPFIND"):
                 reply = client.request(method, path)
+                if method.lower() in taken:
+                    assert reply.status_code == 401
+                    continue
                 assert reply.status_code == 405, (method, path)
                 assert method not in reply.headers["allow"]
                 assert not LEAK.search(reply.text)
@@ -286,10 +290,14 @@ def test_damaged_weights_are_refused(target: Target, root: Path) -> None:
 
 
 def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
-    """D60: a chat template that reaches for Python is its items' error; other forms of item still have scores."""
+    """A24, D60: a chat template that refuses, reaches for Python or loops is its items' error; the next one is fine."""
     began = time.monotonic()
-    for model, words in (("escaping", "sandbox"), ("endless", "did not finish")):
-        messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
+    for model, prompt, words in (
+        ("escaping", "0", "no zeros here"),
+        ("escaping", "1+2=", "sandbox"),
+        ("endless", "1+2=", "did not finish"),
+    ):
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "#3"}]
         error = target.item_refused({"messages": messages}, "bad_messages", model)
         assert words in error["message"]
     assert time.monotonic() - began < 4 * TEMPLATE_SECONDS
