@@ -1,6 +1,7 @@
 # make run    train the three small models of the sums world and show what they can do (under 4 minutes)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   every benchmark that runs on this machine
+# make interop  real clients of other projects against the server
 # make test-gpu  the tests that need a GPU   make soak    the long tests in full
 # make clean  remove what was made here
 #
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test slow soak test-gpu check bench embedded clean install
+.PHONY: run test slow interop soak test-gpu check bench embedded clean install
 
 run: $(INSTALLED)
 	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
@@ -22,10 +23,13 @@ run: $(INSTALLED)
 # One test process per core and one thread in each: the models of the tests are too small for more. A file's tests stay
 # together, for they share what they trained.
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n auto --maxprocesses 4 --dist loadfile
 
 slow: $(INSTALLED) $(VENV)/.smollm2
 	@$(BIN)/python -m pytest -m slow --timeout 900
+
+interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed
+	@$(BIN)/python -m pytest -m interop -rs tests/interop
 
 soak: $(INSTALLED)
 	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py --timeout 3600
@@ -76,7 +80,15 @@ $(VENV)/.smollm2: $(INSTALLED)
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# Another rival. Its server is known to run on Debian 12's own python3 (3.11.2); it wants numpy before 2.
+# Clients of other projects, and this package beside TRL as a user of both has it. tritonclient wants an older greenlet than
+# constraints.txt has, so that what matters is pinned here.
+.venv-interop/.installed: pyproject.toml
+	@echo "setting up .venv-interop (once; a few minutes)"
+	@$(PYTHON) -m venv .venv-interop
+	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 transformers==5.19.0 trl==1.16.0 'tritonclient[http]==2.73.0' openai==3.49.0 huggingface_hub==2.4.0 aiohttp==3.14.5 requests==2.34.2
+	@touch $@
+
+# Another rival, whose client NeMo-Aligner uses. Its server is known to run on Debian 12's own python3 (3.11.2); it wants numpy before 2.
 PYTRITON_PYTHON ?= /usr/bin/python3
 .venv-pytriton/.installed:
 	@echo "setting up .venv-pytriton (once; a few minutes)"

@@ -1,0 +1,28 @@
+"""Other projects' clients live in environments of their own: a script there talks to the server and prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = Path(__file__).parent / "clients"
+
+
+def run_client(environment: str, script: str, given: dict[str, Any], seconds: float = 120) -> Any:
+    """What `clients/<script>.py` printed as its last line, after it read `given` as JSON. Skips where `make interop`
+    has not made the environment."""
+    if not (ROOT / environment / ".installed").exists():
+        pytest.skip(f"{environment} is not there: `make interop` makes it, and runs this")
+    command = [str(ROOT / environment / "bin" / "python"), str(CLIENTS / f"{script}.py")]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        command, input=json.dumps(given), capture_output=True, text=True, timeout=seconds, env=variables, cwd=ROOT
+    )
+    assert done.returncode == 0, f"{script} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(done.stdout.strip().splitlines()[-1])
