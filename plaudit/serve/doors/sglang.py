@@ -134,12 +134,16 @@ class SGLangDoor:
         served.intake()
         reading = served.reading
         assert isinstance(reading, ProcessReading)
+        if not reading.tag:
+            raise HttpError(
+                422, "wrong_kind", f"the steps of {served.name} end without a tag, so {ets.FIELD} cannot name one; "
+                "serve a model whose format has a tag, or name it with --alias process_model=NAME",
+            )  # fmt: skip
         for place in places:
-            if not reading.tag or asked.requires[place].at != reading.tag[-1]:
-                tag = f"{reading.tag[-1]} ({reading.format.tag!r})" if reading.tag else "no tag at all"
+            if asked.requires[place].at != reading.tag[-1]:
                 raise HttpError(
                     422, "invalid_request", f"{ets.FIELD} is {asked.requires[place].at}, and a step of {served.name} "
-                    f"ends with {tag}; send that id, or [PLUS, MINUS, TAG]",
+                    f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
                 )  # fmt: skip
         rows = await self._tokens(served, asked.inputs, places)
         scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows])
