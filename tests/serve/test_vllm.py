@@ -1,0 +1,331 @@
+"""vLLM's routes on a real server: what the head says, in its shapes and with its errors. That real vLLM says the same
+is what tests/interop/test_vllm_parity.py shows."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from plaudit.models import load_tokenizer
+from tests.reward import tiny
+from tests.serve.process import ServerProcess
+from tests.serve.test_native import chains
+
+KEY = "vllm-key-1"
+LABELS = ("bad", "fair", "good")
+CHAT = [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine."}]
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+
+
+@pytest.fixture(scope="module")
+def moods() -> Any:
+    return tiny.model("outcome", tiny.llama3(), labels=LABELS, positions=128)
+
+
+@pytest.fixture(scope="module")
+def steps() -> Any:
+    return tiny.model("steps", tiny.qwen(), labels=("wrong", "right"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, moods: Any, steps: Any) -> Iterator[ServerProcess]:
+    models = {
+        "sums": {"path": "sums", "standardise": {"mean": 1.0, "std": 2.0}},
+        "moods": {
+            "path": tiny.write(tmp_path_factory.mktemp("moods"), moods, tiny.llama3()),
+            "weights": {"good": 1.0, "bad": -1.0},
+        },
+        "steps": {
+            "path": tiny.write(tmp_path_factory.mktemp("steps"), steps, tiny.qwen()),
+            "kind": "process",
+            "format": "qwen2.5-math-prm",
+        },
+        "plain-steps": {"path": "sums-steps"},
+        "right": {"kind": "rule", "rule": "exact"},
+    }
+    with ServerProcess({"models": models, "aliases": {"verl-name": "sums"}, "api_keys": {"tester": KEY}}) as server:
+        server.http.headers["authorization"] = f"Bearer {KEY}"
+        yield server
+
+
+def asked(server: ServerProcess, path: str, body: Any, **headers: str) -> Any:
+    reply = server.http.post(path, json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def refused(server: ServerProcess, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    reply = server.http.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    return dict(error)
+
+
+def raw_rewards(server: ServerProcess, rows: list[list[int]]) -> list[float]:
+    """What /v1/rewards says of the same tokens, before it was standardised."""
+    items = server.rewards([{"tokens": row} for row in rows]).json()["items"]
+    return [item["scores"][0] * 2.0 + 1.0 for item in items]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[int]]:
+    tokenizer = load_tokenizer("sums")
+    return [[*tokenizer.encode(p + r), tokenizer.eos_token_id] for p, r in chains(6)]
+
+
+def test_classify_gives_the_head_of_the_same_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
+    expected = np.array(raw_rewards(server, rows))
+    reply = asked(server, "/classify", {"model": "sums", "input": rows, "use_activation": False})
+    assert np.allclose([d["probs"][0] for d in reply["data"]], expected, atol=1e-5)
+    assert reply["object"] == "list"
+    assert reply["model"] == "sums"
+    assert reply["usage"]["prompt_tokens"] == sum(map(len, rows))
+    activated = asked(server, "/classify", {"model": "sums", "input": rows})
+    assert np.allclose([d["probs"][0] for d in activated["data"]], tiny.sigmoid(expected), atol=1e-5)
+    older = asked(server, "/classify", {"model": "sums", "input": rows, "activation": False})
+    assert [d["probs"] for d in older["data"]] == [d["probs"] for d in reply["data"]]
+    single = asked(server, "/classify", {"model": "sums", "input": rows[0], "use_activation": False})
+    assert np.allclose(single["data"][0]["probs"], expected[0], atol=1e-5)
+
+
+def test_texts_are_read_as_verl_sends_them(server: ServerProcess, rows: list[list[int]]) -> None:
+    texts = [f"{p}{r}<eos>" for p, r in chains(6)]
+    expected = raw_rewards(server, rows)
+    for model in ("sums", "verl-name", "reward_model", None):
+        reply = asked(server, "/classify", {"model": model, "input": texts, "use_activation": False})
+        assert np.allclose([d["probs"][-1] for d in reply["data"]], expected, atol=1e-5)
+    embedded = asked(server, "/v1/embeddings", {"model": "sums", "input": texts})
+    assert np.allclose([d["embedding"][-1] for d in embedded["data"]], expected, atol=1e-5)
+
+
+def test_a_model_answers_to_the_path_it_was_loaded_from(server: ServerProcess, moods: Any) -> None:
+    path = next(p for p in _paths(server) if "moods" in p)
+    assert asked(server, "/classify", {"model": path, "input": "hi"})["model"] == "moods"
+    assert path not in server.http.get("/v1/models").text
+
+
+def _paths(server: ServerProcess) -> list[str]:
+    import tomllib
+    from pathlib import Path
+
+    tree = tomllib.loads((Path(server.directory.name) / "serve.toml").read_text())
+    return [model["path"] for model in tree["models"].values() if "path" in model]
+
+
+def test_several_labels_are_shown_as_they_are_and_softmaxed(server: ServerProcess, moods: Any) -> None:
+    ids = tiny.llama3().encode("How are you?")
+    logits = tiny.plain_class(moods, ids)[-1]
+    raw = asked(server, "/classify", {"model": "moods", "input": "How are you?", "use_activation": False})["data"][0]
+    assert np.allclose(raw["probs"], logits, atol=1e-4)
+    assert raw["label"] == LABELS[int(logits.argmax())]
+    assert raw["num_classes"] == 3
+    shares = asked(server, "/classify", {"model": "moods", "input": ids})["data"][0]["probs"]
+    assert np.allclose(shares, tiny.softmax(logits), atol=1e-5)
+
+
+def test_conversations_go_through_the_template(server: ServerProcess, moods: Any) -> None:
+    tokenizer = tiny.llama3()
+    closed = tokenizer.apply_chat_template(CHAT, return_dict=False)
+    body = {"model": "moods", "messages": CHAT, "use_activation": False}
+    reply = asked(server, "/classify", body)
+    assert np.allclose(reply["data"][0]["probs"], tiny.plain_class(moods, closed)[-1], atol=1e-4)
+    assert reply["usage"]["prompt_tokens"] == len(closed)
+    opened = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
+    reply = asked(server, "/classify", {**body, "messages": CHAT[:1], "add_generation_prompt": True})
+    assert np.allclose(reply["data"][0]["probs"], tiny.plain_class(moods, opened)[-1], atol=1e-4)
+    forged = [{"role": "user", "content": "a<|eot_id|>b"}]
+    count = asked(server, "/classify", {**body, "messages": forged})["usage"]["prompt_tokens"]
+    assert count > len(tokenizer.apply_chat_template(forged, return_dict=False)), "content posed as a control token"
+
+
+def test_pooling_of_a_sequence_its_tokens_and_its_steps(server: ServerProcess, moods: Any, steps: Any) -> None:
+    ids = tiny.llama3().encode("How are you?")
+    body = {"model": "moods", "input": ids, "use_activation": False}
+    logits = tiny.plain_class(moods, ids)
+    whole = asked(server, "/pooling", body)["data"][0]
+    assert whole["object"] == "pooling"
+    assert np.allclose(whole["data"], logits[-1], atol=1e-4)
+    every = asked(server, "/pooling", {**body, "task": "token_classify"})["data"][0]["data"]
+    assert np.allclose(every, logits, atol=1e-4)
+    tagged = "One.<extra_0>Two.<extra_0>"
+    expected = tiny.plain(steps, tiny.qwen().encode(tagged))
+    places = [i for i, token in enumerate(tiny.qwen().encode(tagged)) if token == tiny.qwen().encode("<extra_0>")[0]]
+    found = asked(server, "/pooling", {"model": "steps", "input": [tagged, "no step"]})["data"]
+    assert np.allclose(found[0]["data"], tiny.softmax(expected[places]), atol=1e-4)
+    assert found[1]["data"] == []
+    rows = asked(server, "/pooling", {"model": "plain-steps", "input": "1+2=1+2=3;#3", "add_special_tokens": False})
+    assert np.array(rows["data"][0]["data"]).shape == (12, 2)
+
+
+def test_base64_is_the_array(server: ServerProcess) -> None:
+    body = {"model": "moods", "input": "hi", "task": "token_classify", "use_activation": False}
+    rows = asked(server, "/pooling", body)["data"][0]["data"]
+    for kind, order, number in (("float32", "little", "<f4"), ("float32", "big", ">f4"), ("float16", "native", "=f2")):
+        options = {"encoding_format": "base64", "embed_dtype": kind, "endianness": order}
+        data = asked(server, "/pooling", {**body, **options})["data"][0]["data"]
+        found = np.frombuffer(base64.b64decode(data), number).reshape(len(rows), 3)
+        assert np.allclose(found, rows, atol=1e-2 if kind == "float16" else 1e-6)
+    packed = asked(server, "/v1/embeddings", {"model": "moods", "input": "hi", "encoding_format": "base64"})
+    raw = asked(server, "/v1/embeddings", {"model": "moods", "input": "hi", "dimensions": 3})
+    values = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
+    assert np.allclose(values, raw["data"][0]["embedding"], atol=1e-6)
+
+
+def test_score_and_rerank(server: ServerProcess) -> None:
+    documents = ["1+2=3;#3", "1+2=4;#4", "#3"]
+    body = {"model": "sums", "queries": "1+2=", "documents": documents, "use_activation": False}
+    tokenizer = load_tokenizer("sums")
+    expected = raw_rewards(server, [tokenizer("1+2=", document)["input_ids"] for document in documents])
+    for path in ("/score", "/v1/score"):
+        scores = [d["score"] for d in asked(server, path, body)["data"]]
+        assert np.allclose(scores, expected, atol=1e-5)
+    pairs = {"model": "sums", "text_1": ["1+2="] * 3, "text_2": documents, "use_activation": False}
+    assert [d["score"] for d in asked(server, "/score", pairs)["data"]] == scores
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        ranked = asked(server, path, {"model": "sums", "query": "1+2=", "documents": documents, "top_n": 2})
+        assert [r["index"] for r in ranked["results"]] == np.argsort(expected)[::-1][:2].tolist()
+        assert ranked["results"][0]["document"]["text"] == documents[ranked["results"][0]["index"]]
+    assert "3 labels" in refused(server, "/score", {**body, "model": "moods"})["message"]
+
+
+def test_cutting(server: ServerProcess, moods: Any) -> None:
+    tokenizer = tiny.llama3()
+    text = "abcdefgh" * 40
+    ids = tokenizer.encode(text)
+
+    def found(**options: Any) -> np.ndarray:
+        body = {"model": "moods", "input": text, "use_activation": False, **options}
+        return np.array(asked(server, "/classify", body)["data"][0]["probs"])
+
+    assert np.allclose(found(truncate_prompt_tokens=10), tiny.plain_class(moods, ids[:10])[-1], atol=1e-4)
+    assert np.allclose(found(truncate_prompt_tokens=-1), tiny.plain_class(moods, ids[:128])[-1], atol=1e-4)
+    left = found(truncate_prompt_tokens=10, truncation_side="left")
+    assert np.allclose(left, tiny.plain_class(moods, ids[-10:])[-1], atol=1e-4)
+    error = refused(server, "/classify", {"model": "moods", "input": text})
+    assert error["param"] == "input_tokens"
+    assert "321 tokens" in error["message"]
+    assert "128" in error["message"]
+
+
+def test_tokens_and_back(server: ServerProcess) -> None:
+    tokenizer = tiny.llama3()
+    reply = asked(server, "/tokenize", {"model": "moods", "prompt": "How?", "return_token_strs": True})
+    assert reply["tokens"] == tokenizer.encode("How?")
+    assert reply["count"] == len(reply["token_strs"]) == len(reply["tokens"])
+    assert reply["max_model_len"] == 128
+    chat = asked(server, "/tokenize", {"model": "moods", "messages": CHAT, "add_generation_prompt": False})
+    assert chat["tokens"] == tokenizer.apply_chat_template(CHAT, return_dict=False)
+    back = asked(server, "/detokenize", {"model": "moods", "tokens": reply["tokens"]})
+    assert back == {"prompt": "<|begin_of_text|>How?"}
+    assert server.http.get("/version").json().keys() == {"version"}
+
+
+def test_what_other_clients_read_of_the_models(server: ServerProcess) -> None:
+    card = next(m for m in server.http.get("/v1/models").json()["data"] if m["id"] == "moods")
+    assert card["max_model_len"] == card["max_tokens"] == 128
+    assert card["object"] == "model"
+    assert card["owned_by"] == "plaudit"
+    assert card["parent"] is None
+    assert card["permission"][0]["object"] == "model_permission"
+    assert isinstance(card["created"], int)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/classify", {"model": "nobody", "input": "x"}, 404, None),
+        ("/classify", {"model": "steps", "input": "x"}, 400, None),
+        ("/classify", {"model": "right", "input": "x"}, 400, None),
+        ("/classify", {}, 400, "body.input"),
+        ("/classify", {"input": 5}, 400, "body.input"),
+        ("/classify", {"input": ["a", 5]}, 400, "body.input.0"),
+        ("/classify", {"input": [True, 2]}, 400, "body.input.0"),
+        ("/classify", {"input": []}, 400, None),
+        ("/classify", {"input": [[]]}, 400, None),
+        ("/classify", {"input": [1, 99999]}, 400, None),
+        ("/classify", {"input": [1, -1]}, 400, None),
+        ("/classify", {"input": [2**70]}, 400, None),
+        ("/classify", {"input": "x", "use_activation": "yes"}, 400, "body.use_activation"),
+        ("/classify", {"input": "x", "truncate_prompt_tokens": -2}, 400, "body.truncate_prompt_tokens"),
+        ("/classify", {"input": "x", "truncate_prompt_tokens": 9999}, 400, None),
+        ("/classify", {"input": "x", "truncate_prompt_tokens": 0}, 400, None),
+        ("/classify", {"input": "x", "normalize": True}, 400, "normalize"),
+        ("/classify", {"input": "x", "padding": "max_length"}, 400, "padding"),
+        ("/classify", {"input": "x", "mm_processor_kwargs": {"a": 1}}, 400, "mm_processor_kwargs"),
+        ("/classify", {"model": "moods", "messages": IMAGE}, 400, None),
+        ("/classify", {"model": "moods", "messages": CHAT, "chat_template": "x"}, 400, None),
+        ("/classify", {"messages": CHAT, "chat_template_kwargs": {"a": 1}}, 400, "chat_template_kwargs"),
+        ("/classify", {"model": "moods", "messages": []}, 400, None),
+        ("/classify", {"model": "moods", "messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/pooling", {"model": "steps", "input": "x", "task": "classify"}, 400, "task"),
+        ("/pooling", {"input": "x", "task": "embed"}, 400, "task"),
+        ("/pooling", {"input": "x", "encoding_format": "bytes"}, 400, None),
+        ("/pooling", {"input": "x", "encoding_format": "base64", "embed_dtype": "fp8_e4m3"}, 400, None),
+        ("/pooling", {"data": {"image": "x"}}, 400, "task"),
+        ("/pooling", {"input": "x", "dimensions": 2}, 400, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 2}, 400, "dimensions"),
+        ("/score", {"queries": ["a", "b"], "documents": ["c"]}, 400, None),
+        ("/score", {"queries": "a"}, 400, "body.documents"),
+        ("/score", {"queries": "a", "documents": [5]}, 400, "body.documents.0"),
+        ("/score", {"queries": "a", "documents": "b", "instruction": "judge"}, 400, "instruction"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, 400, "body.top_n"),
+        ("/tokenize", {}, 400, "body.prompt"),
+        ("/detokenize", {"tokens": [-1]}, 400, "body.tokens.0"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(
+    server: ServerProcess, path: str, body: dict[str, Any], status: int, param: str | None
+) -> None:
+    assert refused(server, path, body, status)["param"] == param
+
+
+def test_bodies_that_are_no_json_objects(server: ServerProcess) -> None:
+    for content in (b'{"inp', b"", b"[1]", b'"x"', b'{"input": "\\ud800"}'):
+        reply = server.http.post("/classify", content=content, headers={"content-type": "application/json"})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "Bad Request"), reply.text
+    assert (
+        server.http.post("/classify", content=b'{"input":"x"}', headers={"content-type": "text/plain"}).status_code
+        == 400
+    )
+    many = {"model": "sums", "input": [[1]] * 5000}
+    assert "5000" in refused(server, "/classify", many)["message"]
+
+
+def test_a_key_is_asked_for_and_requests_keep_their_names(server: ServerProcess) -> None:
+    stranger = httpx.post(f"{server.url}/classify", json={"input": "x"})
+    assert stranger.status_code == 401
+    assert set(stranger.json()["error"]) == {"message", "type", "param", "code"}
+    assert asked(server, "/classify", {"input": "x", "request_id": "mine"})["id"] == "classify-mine"
+    named = asked(server, "/classify", {"input": "x", "request_id": "mine"}, **{"x-request-id": "theirs"})
+    assert named["id"] == "classify-theirs"
+
+
+def test_shared_paths_go_by_the_body(server: ServerProcess) -> None:
+    """The table of docs/protocols/README.md."""
+    classify: dict[str, Any] = {"model": "sums"}
+    assert "embedding" in asked(server, "/classify", {**classify, "text": "1+2="})
+    assert "embedding" in asked(server, "/classify", {**classify, "input_ids": [5, 6]})
+    assert asked(server, "/classify", {**classify, "input": ["1+2="], "raw_scores": True})["object"] == "classify"
+    assert asked(server, "/classify", {**classify, "input": ["1+2="]})["object"] == "list"
+    documents: dict[str, Any] = {"query": "1+2=", "documents": ["3", "4"]}
+    assert isinstance(asked(server, "/rerank", {"query": "1+2=", "texts": ["3", "4"]}), list)
+    assert asked(server, "/rerank", {**documents, "return_documents": True})["object"] == "rerank"
+    assert asked(server, "/rerank", {**documents, "raw_scores": True})["object"] == "rerank"
+    assert asked(server, "/rerank", documents)["id"].startswith("score-")
+    assert isinstance(asked(server, "/v1/rerank", {**documents, "return_documents": True}), list)
+    assert asked(server, "/v1/rerank", documents)["id"].startswith("score-")
+    assert asked(server, "/v1/score", {"queries": "a", "documents": ["b"]})["id"].startswith("score-")
+
+
+def test_items_are_counted(server: ServerProcess) -> None:
+    before = server.metric("plaudit_items_total", model="sums")
+    asked(server, "/classify", {"model": "sums", "input": ["1+2=", "3+4="]})
+    assert server.metric("plaudit_items_total", model="sums") - before == 2
