@@ -15,12 +15,15 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 
 @dataclass(frozen=True)
 class Case:
-    """model  put into the body unless None"""
+    """model    whether the body is given the model's name, unless it has one
+    differs  why the two do not answer alike; they must not, then
+    """
 
     name: str
     path: str
     body: Any
     model: bool = True
+    differs: str = ""
 
 
 def _inputs(path: str) -> list[Case]:
@@ -185,7 +188,6 @@ def _tokenizer() -> list[Case]:
         "empty": {"prompt": ""},
         "no prompt": {},
         "number": {"prompt": 5},
-        "unknown model": {"model": "nobody", "prompt": TEXT},
     }
     detokenize: dict[str, Any] = {
         "tokens": {"tokens": TOKENS},
@@ -199,6 +201,51 @@ def _tokenizer() -> list[Case]:
     return cases + [Case(f"/detokenize {name}", "/detokenize", body) for name, body in detokenize.items()]
 
 
-CLASSIFY = [*_inputs("/classify"), *_pooling(), *_tokenizer()]
-POOLING = [*_inputs("/pooling"), *_pooling()]
-SEQUENCE = [*_inputs("/classify"), *POOLING, *_tokenizer(), *_pairs()]
+def _differences(path: str) -> list[Case]:
+    guarded = [{"role": "user", "content": "a<|eot_id|>b"}]
+    bodies: list[tuple[str, Any, str]] = [
+        ("control strings in a message", {"messages": guarded}, "content cannot pose as a control token here"),
+        ("template options", {"messages": CHAT, "chat_template_kwargs": {"a": 1}}, "not supported, and said so"),
+        ("continuation", {"messages": CHAT, "continue_final_message": True}, "not supported, and said so"),
+        ("tokens added to messages", {"messages": CHAT, "add_special_tokens": True}, "not supported, and said so"),
+        ("unknown role", {"messages": [{"role": "narrator", "content": "x"}]}, "a role reaches the template unguarded"),
+        ("activation as text", {"input": TEXT, "use_activation": "true"}, "JSON has booleans"),
+        ("number as text", {"input": TEXT, "truncate_prompt_tokens": "3"}, "JSON has numbers"),
+        ("whole fraction", {"input": [72.0]}, "a token id is an integer"),
+        ("older name", {"input": OTHER, "activation": False}, "vLLM no longer knows it; verl 0.7 sends it"),
+        ("padding", {"input": TEXT, "padding": "max_length"}, "a reward read behind padding is no reward"),
+    ]
+    return [Case(f"{path} {name}", path, body, differs=why) for name, body, why in bodies]
+
+
+UNKNOWN_TOKENIZER = Case(
+    "/tokenize unknown model", "/tokenize", {"model": "nobody", "prompt": TEXT},
+    differs="vLLM's `param` is model here and null on its other routes",
+)  # fmt: skip
+BYTES = Case("/pooling bytes", "/pooling", {"input": TEXT, "encoding_format": "bytes"}, differs="float and base64 do")
+TOKEN_ROWS = Case(
+    "/pooling tokens of a sequence model", "/pooling", {"input": TEXT, "task": "token_classify"},
+    differs="vLLM must be started anew for this",
+)  # fmt: skip
+INSTRUCTION = Case(
+    "/score instruction", "/score", {"queries": TEXT, "documents": OTHER, "instruction": "be strict"},
+    differs="vLLM drops it where it has no template; here that is said",
+)  # fmt: skip
+
+CLASSIFY = [*_inputs("/classify"), *_differences("/classify")]
+POOLING = [*_inputs("/pooling"), *_pooling(), BYTES]
+SEQUENCE = [*CLASSIFY, *POOLING, TOKEN_ROWS, *_tokenizer(), UNKNOWN_TOKENIZER, *_pairs(), INSTRUCTION]
+STEPS = [
+    *POOLING,
+    *(
+        Case(f"/pooling {name}", "/pooling", body)
+        for name, body in {
+            "two steps": {"input": "1+1?2+2?"},
+            "two steps raw": {"input": "1+1?2+2?", "use_activation": False},
+            "named task": {"input": ["a?", "b?c?", "none"], "task": "token_classify"},
+            "whole": {"input": "a?", "task": "classify"},
+            "steps in messages": {"messages": [*CHAT, {"role": "user", "content": "?"}], "use_activation": False},
+            "steps in base64": {"input": "1+1?2+2?", "encoding_format": "base64"},
+        }.items()
+    ),
+]

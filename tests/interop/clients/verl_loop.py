@@ -39,8 +39,7 @@ async def main():
     found = {}
     for flag in ("use_activation", "activation"):
         found[flag] = await asyncio.gather(*(classify(text, flag) for text in given["texts"]))
-    if given["embeddings"]:
-        found["embeddings"] = await asyncio.gather(*map(embed, given["texts"]))
+    found["embeddings"] = await asyncio.gather(*map(embed, given["texts"]))
     try:
         await classify("1+" * 300, "use_activation")
     except aiohttp.ClientResponseError as error:
