@@ -65,22 +65,23 @@ class Desk:
         return served
 
     async def score(
-        self, request: Request, served: Served, items: Sequence[Item], *, priority: int = 0, cache: bool = True
-    ) -> Scored:
+        self, request: Request, served: Served, items: Sequence[Item], *, priority: int = 0, cache: bool = True,
+        path: bool = False,
+    ) -> Scored:  # fmt: skip
         """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
         self.check_count(len(items))
-        scored = await served.score(items, self._ask(request, priority, cache))
+        scored = await served.score(items, self._ask(request, priority, cache, path))
         self._count(served.name, [result.error for result in scored.results], request.id)
         values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
         self.models.metrics.history.model(served.name).scores.extend(value for value in values if value is not None)
         return scored
 
     async def read(
-        self, request: Request, served: ServedModel, works: Sequence[Work], *, priority: int = 0
+        self, request: Request, served: ServedModel, works: Sequence[Work], *, priority: int = 0, path: bool = False
     ) -> tuple[str, list[Answer]]:
         """The version, and for each work its rows as they come from the model, or an ItemError."""
         self.check_count(len(works))
-        version, answers = await served.read(works, self._ask(request, priority, True))
+        version, answers = await served.read(works, self._ask(request, priority, True, path))
         self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request.id)
         return version, answers
 
@@ -103,9 +104,9 @@ class Desk:
                 422, "too_many_items", f"{count} inputs in one request, at most {self.most_items}; split it"
             )
 
-    def _ask(self, request: Request, priority: int, cache: bool) -> Ask:
+    def _ask(self, request: Request, priority: int, cache: bool, path: bool) -> Ask:
         salt = request.tenant if self._salted else ""
-        return Ask(request.tenant, request.id, request.deadline, priority, cache, salt)
+        return Ask(request.tenant, request.id, request.deadline, priority, cache, salt, path)
 
     def _count(self, model: str, errors: Sequence[ItemError | None], request_id: str) -> None:
         metrics = self.models.metrics

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -52,7 +52,11 @@ INLINE_TOKENS = 65536
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """On whose behalf, how urgently, until when."""
+    """On whose behalf, how urgently, until when.
+
+    path   the items are paths of a search, which come again with a step more: each position is read on its own, so that
+           its score is found again and only the new step is computed
+    """
 
     tenant: str
     request_id: str
@@ -60,6 +64,7 @@ class Ask:
     priority: int = 0
     cache: bool = True
     salt: str = ""
+    path: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +188,12 @@ class ServedModel:
     async def _compute(
         self, deployment: Deployment, works: Sequence[Work | Prompt], tokens: int, ask: Ask
     ) -> list[Answer]:
+        parts = [_apart(work) if ask.path and isinstance(work, Work) else [work] for work in works]
+        flat = [work for part in parts for work in part]
         with self._shop.admission.tokens(ask.tenant, tokens):
-            ticket = deployment.submit(works, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
-            return await self._wait(deployment, ticket, ask)
+            ticket = deployment.submit(flat, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
+            answers = iter(await self._wait(deployment, ticket, ask))
+        return [_joined([next(answers) for _ in part]) for part in parts]
 
     async def healthy(self) -> str:
         why = await self.deployment.healthy() if self.reading is not None else "the model is loading"
@@ -336,6 +344,16 @@ class ServedBlend:
 
     def kill(self) -> None:
         pass
+
+
+def _apart(work: Work) -> list[Work | Prompt]:
+    """A work for each position, which ends there: what comes after it cannot change what is read."""
+    return [replace(work, tokens=work.tokens[: at + 1], positions=(at,)) for at in work.positions]
+
+
+def _joined(answers: Sequence[Answer]) -> Answer:
+    failed = next((answer for answer in answers if not isinstance(answer, np.ndarray)), None)
+    return failed if failed is not None else np.concatenate([a for a in answers if isinstance(a, np.ndarray)])
 
 
 async def _in_time(future: asyncio.Future[T], ask: Ask) -> T:

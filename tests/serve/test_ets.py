@@ -118,6 +118,21 @@ def test_a_path_that_grows_has_a_score_for_every_tag_whatever_is_cached(
     assert client.score(text, tag) == client.score(text, tag) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+def test_a_step_more_costs_that_step(
+    server: ServerProcess, client: RuntimeEndpoint, tokenizer: PreTrainedTokenizerFast, tag: int
+) -> None:
+    def computed() -> float:
+        return server.metric("plaudit_tokens_total", model="llemma-prm", kind="computed")
+
+    for require in (tag, [5, 6, tag]):
+        text = f"{QUESTION} {require} "
+        client.cache_prefix(text)
+        for depth in range(1, 9):
+            before, text = computed(), text + STEPS[depth % 3]
+            assert len(client.score(text, require)) == depth
+            assert computed() - before <= len(tokenizer.encode(STEPS[depth % 3])) + 2
+
+
 def test_the_scores_are_those_of_the_native_route(server: ServerProcess, client: RuntimeEndpoint, tag: int) -> None:
     text = f"{QUESTION} " + "".join(STEPS)
     reply = server.rewards([{"text": text}], "llemma-prm", steps=True).json()

@@ -146,7 +146,7 @@ class SGLangDoor:
                     f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
                 )  # fmt: skip
         rows = await self._tokens(served, asked.inputs, places)
-        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows])
+        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows], path=True)
         self.desk.values(scored.results, asked.inputs.field)
         return {
             place: (len(row), result.values)
@@ -165,7 +165,7 @@ class SGLangDoor:
             _check_ids(served, require.pair, ets.FIELD)
             positions = _positions(row, require.at, f"{asked.inputs.field}[{place}]")
             works.append(Work(row, positions, require.pair, len(positions), False))
-        found = await self._read(request, served, works, asked.inputs.field)
+        found = await self._read(request, served, works, asked.inputs.field, path=True)
         return {
             place: (len(row), [sglang.softmax(pair)[0] for pair in values.tolist()])
             for place, row, values in zip(places, rows, found, strict=True)
@@ -219,8 +219,10 @@ class SGLangDoor:
         chosen = prompts if places is None else [prompts[place] for place in places]
         return _sound(await self.classifier.tokens(served, chosen, Cut()), inputs.field)
 
-    async def _read(self, request: Request, served: ServedModel, works: Sequence[Work], field: str) -> list[np.ndarray]:
-        _, answers = await self.desk.read(request, served, works)
+    async def _read(
+        self, request: Request, served: ServedModel, works: Sequence[Work], field: str, *, path: bool = False
+    ) -> list[np.ndarray]:
+        _, answers = await self.desk.read(request, served, works, path=path)
         rows = []
         for answer in answers:
             if isinstance(answer, ItemError):
