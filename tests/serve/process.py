@@ -18,7 +18,7 @@ import psutil
 
 from plaudit.config import to_toml
 
-READY_SECONDS = 120.0
+READY_SECONDS = 240.0
 
 
 class ServerProcess:
