@@ -1,0 +1,217 @@
+"""The same models behind real vLLM and behind Plaudit: the same status, the same keys and types, the same scores.
+
+vLLM takes most of a minute to start, so two of the four models are compared by default and all with VLLM_PARITY=all.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen2Config, Qwen2ForTokenClassification
+
+from tests.interop import vllm_cases
+from tests.interop.environments import ROOT
+from tests.interop.vllm_cases import Case
+from tests.reward import tiny
+from tests.serve.process import ServerProcess, free_port
+
+pytestmark = pytest.mark.interop
+ENVIRONMENT = ROOT / ".venv-vllm"
+START_SECONDS = 400.0
+TOLERANCE = 1e-4
+POSITIONS = 64
+STEP_TAG = "?"
+UNEQUAL = ("created", "message")  # by nature; their types are compared
+
+
+@dataclass(frozen=True)
+class Setting:
+    """options  what vLLM is started with; `table`: what Plaudit's serve.toml says of the model"""
+
+    name: str
+    labels: tuple[str, ...]
+    cases: list[Case]
+    per_token: bool = False
+    options: tuple[str, ...] = ()
+    table: dict[str, Any] = field(default_factory=dict)
+
+
+TAG = tiny.llama3().encode(STEP_TAG, add_special_tokens=False)[0]
+STEP_FORMAT = {"tag": STEP_TAG, "read": "tag", "end": False, "activation": "softmax"}
+SETTINGS = [
+    Setting("reward", ("LABEL_0",), vllm_cases.SEQUENCE),
+    Setting(
+        "steps", ("bad", "fair", "good"), vllm_cases.STEPS, per_token=True,
+        options=("--pooler-config", f'{{"pooling_type": "STEP", "step_tag_id": {TAG}}}'),
+        table={"kind": "process", "format": STEP_FORMAT},
+    ),
+    Setting(
+        "labels", ("bad", "fair", "good"), [*vllm_cases.CLASSIFY, *vllm_cases.POOLING],
+        table={"weights": {"good": 1.0}},
+    ),
+    Setting("tokens", ("bad", "fair", "good"), vllm_cases.POOLING, per_token=True, table={"kind": "process"}),
+]  # fmt: skip
+DEFAULT = 2
+
+
+def write_model(directory: Path, setting: Setting) -> Path:
+    tokenizer = tiny.llama3()
+    shape = {
+        # vLLM's attention on CPU takes heads of 32 and more.
+        "vocab_size": len(tokenizer) + len(tokenizer) % 2, "hidden_size": 128, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "initializer_range": 0.25,
+        "max_position_embeddings": POSITIONS, "tie_word_embeddings": False, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "id2label": dict(enumerate(setting.labels)),
+    }  # fmt: skip
+    torch.manual_seed(11)
+    model: Any
+    if setting.per_token:
+        model = Qwen2ForTokenClassification(Qwen2Config(**shape))
+    else:
+        model = LlamaForSequenceClassification(LlamaConfig(**shape))
+    tiny.write(directory, model.eval(), tokenizer)
+    return directory
+
+
+@contextmanager
+def vllm_server(path: Path, setting: Setting) -> Iterator[httpx.Client]:
+    """Started, and not waited for."""
+    port = free_port()
+    command = [
+        str(ENVIRONMENT / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(path),
+        "--served-model-name", setting.name, "--runner", "pooling", "--dtype", "float32", "--enforce-eager",
+        "--host", "127.0.0.1", "--port", str(port), *setting.options,
+    ]  # fmt: skip
+    variables = {
+        "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    with (path / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=path, env={**os.environ, **variables}, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                yield client
+        finally:
+            # It has processes of its own, which a signal to the first alone may leave behind.
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(20)
+
+
+def wait_ready(client: httpx.Client, path: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"vLLM not ready within {START_SECONDS} s:\n{(path / 'vllm.log').read_text()[-3000:]}")
+
+
+def unlike(theirs: Any, ours: Any, body: Any, at: str = "") -> list[str]:
+    """Where two replies differ: what vLLM says and what Plaudit says."""
+    name = at.rpartition(".")[2]
+    if type(theirs) is not type(ours):
+        return [f"{at}: {theirs!r} and {ours!r}"]
+    if isinstance(theirs, dict):
+        if set(theirs) != set(ours):
+            return [f"{at}: keys {sorted(theirs)} and {sorted(ours)}"]
+        return [found for key in theirs for found in unlike(theirs[key], ours[key], body, f"{at}.{key}")]
+    if isinstance(theirs, list):
+        if len(theirs) != len(ours):
+            return [f"{at}: {len(theirs)} and {len(ours)} entries"]
+        pairs = enumerate(zip(theirs, ours, strict=True))
+        return [found for place, (a, b) in pairs for found in unlike(a, b, body, f"{at}.{place}")]
+    if isinstance(theirs, float):
+        return [] if abs(theirs - ours) <= TOLERANCE else [f"{at}: {theirs} and {ours}"]
+    if name == "data" and isinstance(theirs, str):
+        return unlike(unpacked(theirs, body), unpacked(ours, body), body, f"{at}.base64")
+    if name == "id":
+        theirs, ours = theirs.partition("-")[0], ours.partition("-")[0]
+    if name == "param":  # which of several wrong fields is named, depends on who looks first
+        return []
+    return [] if name in UNEQUAL or theirs == ours else [f"{at}: {theirs!r} and {ours!r}"]
+
+
+def unpacked(text: str, body: dict[str, Any]) -> list[float]:
+    order = {"big": ">"}.get(body.get("endianness", ""), "<")
+    number = {"float16": "f2"}.get(body.get("embed_dtype", ""), "f4")
+    return np.frombuffer(base64.b64decode(text), order + number).astype(np.float64).tolist()
+
+
+def answer(client: httpx.Client, case: Case, model: str) -> tuple[int, Any]:
+    named = case.model and isinstance(case.body, dict)
+    reply = client.post(case.path, json={"model": model, **case.body} if named else case.body)
+    try:
+        return reply.status_code, reply.json()
+    except ValueError:
+        return reply.status_code, reply.text
+
+
+def compared(case: Case, theirs: tuple[int, Any], ours: tuple[int, Any]) -> str:
+    """ "" if they are alike, or if they differ and should."""
+    found = [f"status {theirs[0]} and {ours[0]}"] if theirs[0] != ours[0] else unlike(theirs[1], ours[1], case.body)
+    if case.differs:
+        return "" if found else f"{case.name}: alike, though {case.differs}"
+    return f"{case.name}: {'; '.join(found[:3])}" if found else ""
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_vllm_and_plaudit_answer_alike(setting: Setting, tmp_path: Path) -> None:
+    if not (ENVIRONMENT / ".installed").exists():
+        pytest.skip(".venv-vllm is not there: `make bench` makes it")
+    if SETTINGS.index(setting) >= DEFAULT and os.environ.get("VLLM_PARITY") != "all":
+        pytest.skip("a model more costs a minute: VLLM_PARITY=all compares it too")
+    path = write_model(tmp_path / setting.name, setting)
+    tree = {"models": {setting.name: {"path": str(path), **setting.table}}}
+    with vllm_server(path, setting) as vllm, ServerProcess(tree) as server:
+        wait_ready(vllm, path)
+        outcomes = [
+            compared(case, answer(vllm, case, setting.name), answer(server.http, case, setting.name))
+            for case in setting.cases
+        ]
+        wrong = [outcome for outcome in outcomes if outcome]
+        assert not wrong, "vLLM and Plaudit:\n" + "\n".join(wrong)
+        check_gets(vllm, server.http)
+        check_raw_bodies(vllm, server.http, setting.cases[0].path)
+
+
+def check_gets(vllm: httpx.Client, ours: httpx.Client) -> None:
+    theirs, mine = (client.get("/v1/models").json() for client in (vllm, ours))
+    assert set(theirs) <= set(mine)
+    card, other = theirs["data"][0], mine["data"][0]
+    assert all(type(card[key]) is type(other[key]) for key in card), (card, other)
+    assert card["id"] == other["id"]
+    assert card["max_model_len"] == other["max_model_len"] == POSITIONS
+    assert set(card["permission"][0]) == set(other["permission"][0])
+    assert vllm.get("/version").json().keys() == ours.get("/version").json().keys()
+    assert vllm.get("/health").status_code == ours.get("/health").status_code == 200
+
+
+def check_raw_bodies(vllm: httpx.Client, ours: httpx.Client, path: str) -> None:
+    for content, kind in ((b'{"inp', "application/json"), (b"", "application/json"), (b'{"input":"a"}', "text/plain")):
+        replies = [client.post(path, content=content, headers={"content-type": kind}) for client in (vllm, ours)]
+        theirs, mine = ((reply.status_code, reply.json()) for reply in replies)
+        assert theirs[0] == mine[0] == 400
+        assert not unlike(theirs[1], mine[1], {}), (theirs, mine)
