@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -220,3 +223,29 @@ def test_a_rule_gets_the_label_and_only_open_protocols_need_no_key() -> None:
         key = httpx.Headers({"authorization": "Bearer secret-of-the-trainer"})
         assert server.http.post("/remote_rm", json=sample, headers=key).json() == 1.0
         assert server.http.post("/v1/rewards", json={"items": [{"text": "1"}]}).status_code == 401
+
+
+# The pages
+
+
+PAGES = Path(__file__).parents[2] / "docs" / "protocols"
+
+
+@pytest.mark.parametrize("page", ["nemo-aligner", "openrlhf", "slime"])
+def test_the_examples_of_the_pages_are_answered_as_they_say(server: ServerProcess, page: str) -> None:
+    text = (PAGES / f"{page}.md").read_text()
+    pattern = r"```bash\ncurl -s '?localhost:5555([^ ']+)'? -d '(.*?)'\n```\n\n```text\n(.*?)\n```"
+    examples = re.findall(pattern, text, re.DOTALL)
+    assert examples
+    for path, body, expected in examples:
+        reply = server.http.post(path, content=body)
+        assert reply.status_code == 200, reply.text
+        assert _rounded(reply.json()) == _rounded(json.loads(expected))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return {name: _rounded(item) for name, item in value.items()} if isinstance(value, dict) else value
