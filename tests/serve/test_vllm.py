@@ -4,6 +4,7 @@ is what tests/interop/test_vllm_parity.py shows."""
 from __future__ import annotations
 
 import base64
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -329,3 +330,26 @@ def test_items_are_counted(server: ServerProcess) -> None:
     before = server.metric("plaudit_items_total", model="sums")
     asked(server, "/classify", {"model": "sums", "input": ["1+2=", "3+4="]})
     assert server.metric("plaudit_items_total", model="sums") - before == 2
+
+
+def test_no_body_is_a_fault_of_the_server(server: ServerProcess) -> None:
+    rng = random.Random(3)
+    odd: list[Any] = [
+        None, True, -1, 0, 2**62, 1.5, "", "x", "🙂" * 50, [], [[]], [None], ["a", 1], [[1], ["a"]], {}, {"a": {}},
+        [{}], [{"role": "user", "content": None}], [{"role": 5}], [[[[1]]]], CHAT, "moods", "steps", "left", "base64",
+        [5, 6, 7], "token_classify", [{"role": "assistant", "content": [{"type": "text", "text": 5}]}],
+    ]  # fmt: skip
+    fields = (
+        "model", "input", "messages", "truncate_prompt_tokens", "truncation_side", "use_activation", "activation",
+        "task", "encoding_format", "queries", "documents", "query", "top_n", "max_tokens_per_doc", "prompt", "tokens",
+        "inputs", "texts", "raw_scores", "parameters", "request_id", "priority", "add_generation_prompt", "dimensions",
+    )  # fmt: skip
+    paths = (
+        "/classify", "/pooling", "/v1/embeddings", "/score", "/rerank", "/tokenize", "/detokenize", "/predict", "/",
+        "/infinity/classify", "/infinity/rerank",
+    )  # fmt: skip
+    for path in paths * 40:
+        body = {field: rng.choice(odd) for field in rng.sample(fields, rng.randint(1, 6))}
+        reply = server.http.post(path, json=body)
+        assert reply.status_code < 500, (path, body, reply.text)
+        assert reply.status_code == 200 or "error" in reply.json()

@@ -6,6 +6,7 @@ These protocols show what the model's head says. Weights and standardisation of 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +23,20 @@ from plaudit.reward.process import ProcessReading
 from plaudit.reward.work import Work
 from plaudit.serve.desk import PROCESS_MODEL, REWARD_MODEL, Desk
 from plaudit.serve.http import HttpError, Request
-from plaudit.serve.served import INLINE_CHARACTERS, ServedModel
+from plaudit.serve.served import INLINE_CHARACTERS, INLINE_TOKENS, ServedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """special  whether the tokenizer adds what it adds of itself"""
+    """special                whether the tokenizer adds what it adds of itself
+    text_most, pair_most   tokens of each that are looked at; 0: all
+    """
 
     text: str
     pair: str | None = None
     special: bool = True
+    text_most: int = 0
+    pair_most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,13 @@ class Classifier:
     async def tokens(self, served: ServedModel, prompts: Sequence[Prompt], cut: Cut) -> list[list[int] | ItemError]:
         self.desk.check_count(len(prompts))
         intake = served.intake()
-        if _characters(prompts) <= INLINE_CHARACTERS:
-            return _tokenised(intake, prompts, cut)
-        return await asyncio.to_thread(_tokenised, intake, prompts, cut)
+        over = threading.Event()
+        if _effort(prompts) <= INLINE_CHARACTERS:
+            return _tokenised(intake, prompts, cut, over)
+        try:
+            return await asyncio.to_thread(_tokenised, intake, prompts, cut, over)
+        finally:
+            over.set()  # a thread cannot be stopped: this one looks here before each prompt
 
     async def spelled(self, served: ServedModel, prompt: Prompt) -> list[int]:
         """Of any length."""
@@ -98,8 +107,10 @@ class Classifier:
     ) -> list[np.ndarray]:
         """(tokens, labels) of each; of a process model whose format has a tag (steps, labels or columns)."""
         reading = served.reading
+        works: Sequence[Work | None]
         if isinstance(reading, ProcessReading) and reading.tag:
-            works = [_steps(reading, ids) for ids in tokens]
+            small = sum(map(len, tokens)) <= INLINE_TOKENS
+            works = _steps(reading, tokens) if small else await asyncio.to_thread(_steps, reading, tokens)
         elif isinstance(reading, ProcessReading) and reading.columns is not None:
             works = [Work(ids, tuple(range(len(ids))), reading.columns, 0, False) for ids in tokens]
         else:
@@ -133,28 +144,39 @@ def activate(logits: np.ndarray) -> np.ndarray:
     return shares
 
 
-def _steps(reading: ProcessReading, tokens: list[int]) -> Work | None:
-    try:
-        return reading.prepare(Item(tokens=tuple(tokens)))
-    except Refused as error:
-        if error.type == "no_steps":
-            return None
-        raise HttpError(400, error.type, str(error)) from error
+def _steps(reading: ProcessReading, tokens: Sequence[list[int]]) -> list[Work | None]:
+    """None where there is no step."""
+    works: list[Work | None] = []
+    for ids in tokens:
+        try:
+            works.append(reading.prepare(Item(tokens=tuple(ids))))
+        except Refused as error:
+            if error.type != "no_steps":
+                raise HttpError(400, error.type, str(error)) from error
+            works.append(None)
+    return works
 
 
-def _characters(prompts: Sequence[Prompt]) -> int:
-    """Chats count as long: a template is rendered in another process, which takes its time."""
-    sizes = (
-        len(p.text) + len(p.pair or "") if isinstance(p, Text) else INLINE_CHARACTERS + 1
-        for p in prompts
-        if isinstance(p, Text | Chat)
-    )
-    return sum(sizes)
+def _effort(prompts: Sequence[Prompt]) -> int:
+    """In characters. A chat is more than any: its template is rendered in another process."""
+    effort = 0
+    for prompt in prompts:
+        if isinstance(prompt, Text):
+            effort += len(prompt.text) + len(prompt.pair or "")
+        elif isinstance(prompt, Chat):
+            return INLINE_CHARACTERS + 1
+        else:
+            effort += len(prompt) * INLINE_CHARACTERS // INLINE_TOKENS
+    return effort
 
 
-def _tokenised(intake: Intake, prompts: Sequence[Prompt], cut: Cut) -> list[list[int] | ItemError]:
+def _tokenised(
+    intake: Intake, prompts: Sequence[Prompt], cut: Cut, over: threading.Event
+) -> list[list[int] | ItemError]:
     found: list[list[int] | ItemError] = []
     for prompt in prompts:
+        if over.is_set():
+            break  # nobody waits for it
         try:
             found.append(_scorable(intake, prompt, cut))
         except Refused as error:
@@ -189,7 +211,9 @@ def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
         refuse_surrogates(prompt.text + (prompt.pair or ""))
     except RequestError as error:
         raise Refused("bad_text", str(error)) from error
-    found = intake.tokenizer(prompt.text, prompt.pair, add_special_tokens=prompt.special)
+    text = _shortened(intake, prompt.text, prompt.text_most)
+    pair = None if prompt.pair is None else _shortened(intake, prompt.pair, prompt.pair_most)
+    found = intake.tokenizer(text, pair, add_special_tokens=prompt.special)
     ids: list[int] = found["input_ids"]
     if cut.most is None or len(ids) <= cut.most:
         return ids
@@ -206,10 +230,9 @@ def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
     return tokens[: cut.most]
 
 
-def shortened(intake: Intake, text: str, most: int) -> str:
+def _shortened(intake: Intake, text: str, most: int) -> str:
     """The text up to where its first `most` tokens end."""
-    while text:
-        intake.refuse_huge(Item(text=text))
+    while text and most:
         spans = intake.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         if len(spans) <= most:
             break

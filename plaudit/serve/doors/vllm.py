@@ -12,7 +12,7 @@ import numpy as np
 from plaudit import __version__
 from plaudit.records import ItemError
 from plaudit.serve.desk import Desk
-from plaudit.serve.doors.classifier import Chat, Classifier, Cut, Prompt, Text, activate, shortened
+from plaudit.serve.doors.classifier import Chat, Classifier, Cut, Prompt, Text, activate
 from plaudit.serve.http import HttpError, Reply, Request
 from plaudit.serve.protocols import vllm
 from plaudit.serve.routes import ErrorWriter, Handler, Route
@@ -127,11 +127,10 @@ class VllmDoor:
         for name, most in (("query", asked.query_tokens), ("doc", asked.document_tokens)):
             if most >= intake.limit:
                 raise vllm.FieldError(f"max_tokens_per_{name} ({most}) must be less than {intake.limit}", None)
-        prompts: list[Prompt] = []
-        for query, document in zip(asked.queries, asked.documents, strict=True):
-            first = shortened(intake, query, asked.query_tokens) if asked.query_tokens else query
-            second = shortened(intake, document, asked.document_tokens) if asked.document_tokens else document
-            prompts.append(Text(first, second))
+        prompts = [
+            Text(query, document, text_most=asked.query_tokens, pair_most=asked.document_tokens)
+            for query, document in zip(asked.queries, asked.documents, strict=True)
+        ]
         tokens = await self._tokens(served, prompts, asked.asked)
         rows = np.stack(await self.classifier.logits(request, served, tokens, asked.asked.priority))
         values = rows if asked.asked.activate is False else activate(rows)

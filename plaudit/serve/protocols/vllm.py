@@ -288,19 +288,16 @@ def _prompts(given: Any) -> Sequence[str | Sequence[int]]:
     if isinstance(given, list):
         if not given:
             raise FieldError("You must pass at least one prompt", None)
-        if all(isinstance(entry, str) for entry in given):
+        kinds = {*map(type, given)}  # there may be millions: booleans are no ints here
+        if kinds == {str}:
             return given
-        if all(map(_is_token, given)):
+        if kinds == {int}:
             return [given]
         for place, entry in enumerate(given):
-            if not isinstance(entry, list) or not all(map(_is_token, entry)):
+            if type(entry) is not list or not {*map(type, entry)} <= {int}:
                 raise _schema(f"input[{place}] is {_shown(entry)}; expected all texts, or all token ids", place)
         return given
     raise _schema(f"input is {_shown(given)}; expected a text, token ids, or a list of either")
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int
 
 
 def _conversation(given: Any, instead: Any) -> Sequence[Mapping[str, Any]] | None:
@@ -382,7 +379,9 @@ def _schema(message: str, place: int | None = None) -> HttpError:
 
 
 def _shown(value: Any) -> str:
-    return repr(value)[:60] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    if isinstance(value, str):
+        return repr(value[:60])
+    return str(value) if isinstance(value, bool | float | None) else f"of type {type(value).__name__}"
 
 
 def classification(
