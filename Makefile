@@ -28,7 +28,7 @@ test: $(INSTALLED)
 slow: $(INSTALLED) $(VENV)/.smollm2
 	@$(BIN)/python -m pytest -m slow --timeout 900
 
-interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed
+interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m interop -rs tests/interop
 
 soak: $(INSTALLED)
