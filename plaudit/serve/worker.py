@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
+import torch
 
 from plaudit.config.reward import parse_reward
 from plaudit.core import Engine, SamplingParams
@@ -36,6 +37,7 @@ ALIVE_EVERY = 1.0  # seconds
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 SMALLEST_BUDGET = 256
+NARROW = 192  # hidden units: for a narrower model threads that sleep while they wait cost more than they bring
 
 
 @dataclass
@@ -258,6 +260,10 @@ def _first(sock: socket.socket) -> frames.Start:
 def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
     table = parse_reward(tree, "the model's table")
     engine, facts, tokenizer, digest = load_worker(table)
+    if engine.decoder.device.type == "cpu" and getattr(table, "threads", None) is None:
+        width = engine.decoder.module.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        if width < NARROW:
+            torch.set_num_threads(1)
     return engine, frames.Hello(digest, msgspec.to_builtins(facts), engine.budget, *tokenizer_parts(tokenizer))
 
 
