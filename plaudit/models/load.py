@@ -18,11 +18,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from plaudit.errors import ModelError, nearest
+from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models import catalog, weights
 from plaudit.models.fresh import LABELS, init_head, seeded, set_pad
 from plaudit.models.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
-from plaudit.models.quiet import one_line, quiet
+from plaudit.models.quiet import quiet
 from plaudit.models.safety import read_json, refuse_adapter, refuse_code
 from plaudit.models.text import load_tokenizer
 from plaudit.models.value_head import HEAD, ValueModel, check_head

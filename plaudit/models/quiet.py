@@ -26,9 +26,3 @@ def quiet() -> Iterator[None]:
             logging.set_verbosity(verbosity)
             if bars:
                 logging.enable_progress_bar()
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """A library's message, which may run over many lines, as the tail of ours."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 1] + "…"

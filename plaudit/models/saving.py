@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from plaudit.errors import StorageError
+from plaudit.errors import StorageError, one_line
 from plaudit.models.fresh import set_pad
-from plaudit.models.quiet import one_line, quiet
+from plaudit.models.quiet import quiet
 
 OURS = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.*",

@@ -12,9 +12,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from plaudit.errors import ModelError, RequestError
+from plaudit.errors import ModelError, RequestError, one_line
 from plaudit.models import catalog
-from plaudit.models.quiet import one_line, quiet
+from plaudit.models.quiet import quiet
 from plaudit.models.safety import refuse_code
 
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")

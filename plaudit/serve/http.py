@@ -14,6 +14,8 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from plaudit.errors import one_line
+
 if TYPE_CHECKING:
     from plaudit.serve.routes import Route
 
@@ -145,7 +147,7 @@ class Request:
             try:
                 found = msgspec.json.decode(self.content)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                why = " ".join(str(error).split())[:200] or type(error).__name__
+                why = one_line(error, 200)
                 raise HttpError(400, "invalid_json", f"the body is not JSON: {why}") from None
             if not isinstance(found, dict):
                 raise HttpError(400, "invalid_json", f"the body is a JSON {type(found).__name__}; expected an object")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from plaudit import __version__
-from plaudit.errors import PlauditError
+from plaudit.errors import PlauditError, one_line
 from plaudit.records import Item
 from plaudit.serve.desk import Desk
 from plaudit.serve.http import HttpError, Reply, Request
@@ -81,7 +81,7 @@ class NativeDoor:
         try:
             asked = msgspec.json.decode(body, type=_Swap)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise HttpError(400, "invalid_request", " ".join(str(error).split())[:200]) from None
+            raise HttpError(400, "invalid_request", one_line(error, 200)) from None
         try:
             version = await self.models.swap(asked.model, asked.path)
         except PlauditError as error:

@@ -40,6 +40,7 @@ from urllib.parse import parse_qsl
 import msgspec
 import numpy as np
 
+from plaudit.errors import one_line
 from plaudit.records import Item, Score, StepScores
 from plaudit.serve.http import HttpError
 
@@ -94,9 +95,9 @@ def read_json(body: bytes, most_items: int) -> Asked:
     try:
         asked = _decoded(body, most_items)
     except msgspec.ValidationError as error:
-        raise HttpError(422, "invalid_request", _one_line(error)) from None
+        raise HttpError(422, "invalid_request", one_line(error, 200)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpError(400, "invalid_json", f"the body is not JSON: {_one_line(error)}") from None
+        raise HttpError(400, "invalid_json", f"the body is not JSON: {one_line(error, 200)}") from None
     if not -PRIORITIES <= asked.priority <= PRIORITIES:
         raise HttpError(422, "invalid_request", f"priority {asked.priority} is not from {-PRIORITIES} to {PRIORITIES}")
     if not asked.items:
@@ -127,7 +128,7 @@ def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[
     except UnicodeDecodeError:
         return "a text of this item is not Unicode: it has a lone surrogate, or bytes that are not UTF-8"
     except (msgspec.DecodeError, RecursionError) as error:
-        return _one_line(error)
+        return one_line(error, 200)
     forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(item, name) is not None]
     if len(forms) != 1:
         return f"an item has one of prompt + responses, messages, text and tokens; this has {forms or 'none'}"
@@ -229,7 +230,3 @@ def _queried_model(query: bytes) -> str | None:
 def _check_count(count: int, most: int) -> None:
     if count > most:
         raise HttpError(422, "too_many_items", f"{count} responses in one request, at most {most}; split it")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from plaudit.errors import one_line
 from plaudit.serve.http import HttpError
 
 
@@ -60,4 +61,4 @@ def _converted(fields: Mapping[str, Any], type: Any) -> Any:
     try:
         return msgspec.convert(fields, type)
     except msgspec.ValidationError as error:
-        raise HttpError(422, "invalid_request", " ".join(str(error).split())[:200]) from None
+        raise HttpError(422, "invalid_request", one_line(error, 200)) from None

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from plaudit.errors import one_line
 from plaudit.records import Item, Score, StepScores
 from plaudit.serve.http import HttpError
 
@@ -53,7 +54,7 @@ def read(body: bytes, query: dict[str, str]) -> Asked:
     try:
         asked = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpError(422, "invalid_request", f"query must be a list of texts: {_one_line(error)}") from None
+        raise HttpError(422, "invalid_request", f"query must be a list of texts: {one_line(error, 200)}") from None
     count = len(asked.query)
     return Asked(asked.query, _beside(asked.prompts, count), _beside(asked.labels, count), read_truncate(query))
 
@@ -76,7 +77,3 @@ def write(results: Sequence[Score | StepScores], values: Sequence[float]) -> dic
     if attributes and all(attributes):
         logs = {name: [float(a[name]) for a in attributes] for name in attributes[0]}
     return {"rewards": list(values), "scores": list(values), "extra_logs": logs}
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from plaudit.errors import one_line
 from plaudit.serve.http import HttpError, Reply
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -335,7 +336,7 @@ def _converted(fields: Mapping[str, Any], type: type[T]) -> T:
     try:
         return msgspec.convert(fields, type)
     except msgspec.ValidationError as error:
-        raise _bad(" ".join(str(error).split())[:200]) from None
+        raise _bad(one_line(error, 200)) from None
 
 
 def _usage(tokens: int) -> dict[str, int]:

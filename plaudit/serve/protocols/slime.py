@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from plaudit.errors import one_line
 from plaudit.records import Item
 from plaudit.serve.http import HttpError
 from plaudit.serve.protocols.openrlhf import read_truncate
@@ -35,7 +36,7 @@ def read(body: bytes, query: dict[str, str]) -> Asked:
     try:
         asked = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = " ".join(str(error).split())[:200]
+        why = one_line(error, 200)
         raise HttpError(422, "invalid_request", f"expected prompt, response and label: {why}") from None
     truncate = read_truncate(query)
     rendered = query.get("rendered", "false")

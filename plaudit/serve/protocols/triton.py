@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from plaudit.errors import one_line
 from plaudit.serve.http import HttpError, Reply
 
 NUMBERS = {
@@ -98,7 +99,7 @@ def read_infer(body: bytes, header_length: bytes | None, most_rows: int) -> Infe
     try:
         asked = _INFER.decode(body[:size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = one_line(error, 200)
         raise _bad(f"the inference request is not valid: {why}") from None
     rest = memoryview(body)[size:]
     tensors: dict[str, Tensor] = {}
@@ -214,7 +215,7 @@ def _from_json(entry: _Input, count: int) -> np.ndarray | list[bytes]:
             return [value.encode() for value in checked]
         return np.array(checked, dtype=NUMBERS[entry.datatype])
     except (msgspec.ValidationError, OverflowError, ValueError) as error:
-        why = " ".join(str(error).split())[:120]
+        why = one_line(error, 120)
         raise _bad(f"input {entry.name!r}: a value is not {entry.datatype} ({why})") from None
 
 
