@@ -1,32 +1,155 @@
-"""Log-probabilities of given tokens, without ever holding the logits of a whole batch."""
+"""Log-probabilities of given tokens, and entropies, without ever holding the logits of a whole batch.
+
+Rows are taken in chunks. The forward pass keeps one number per row, the log of its sum of exponentials; the backward
+pass computes a chunk's logits again and turns them in place into their own gradient, softmax less one-hot. So memory
+does not grow with rows × vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 LOGIT_ELEMENTS = 1 << 24
-"""Logits held at once: 64 MiB in float32."""
+"""Logits held at once: 64 MiB in float32, and once more while they are worked on."""
+
+Finish = Callable[[Tensor], Tensor]
 
 
-def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """log p(target) of each row, (N,), in float32.
+def token_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    finish: Finish | None = None,
+) -> Tensor:  # fmt: skip
+    """log p(target) of each row, (R,), in float32 (float64 if the head is).
 
-    hidden   (N, hidden) rows before the vocabulary head
-    head     (V, hidden) weight of the head
-    targets  (N,) token ids
-
-    Rows are taken in chunks and each chunk's logits are computed again in the backward pass, so that memory does not
-    grow with rows × vocabulary.
+    hidden       (R, hidden) rows before the vocabulary head, of the head's type
+    head, bias   (V, hidden) and (V,): the head
+    targets      (R,) token ids
+    temperature  what the logits are divided by: that of sampling, where it is the policy's own distribution
+    finish       what the model does to its logits (rows, V) before that, such as a soft cap; not in place
     """
-    rows = max(1, LOGIT_ELEMENTS // head.shape[0])
-    if hidden.shape[0] <= rows:
-        return _chunk(hidden, head, targets, bias)
-    chunks = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-    return torch.cat([checkpoint(_chunk, h, head, t, bias, use_reentrant=False) for h, t in chunks])
+    return _apply(hidden, head, targets, bias, temperature, finish, False, False)[0]
 
 
-def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, head, bias).float()
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+def token_logprobs_and_entropy(
+    hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    finish: Finish | None = None, entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same, and the entropy (R,) of each row at that temperature, which has a gradient if asked to."""
+    return _apply(hidden, head, targets, bias, temperature, finish, True, entropy_grad)
+
+
+def _apply(
+    hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, finish: Finish | None,
+    entropy: bool, entropy_grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if temperature <= 0:
+        raise ValueError(f"temperature = {temperature}: a log-probability needs one above 0; greedy sampling has none")
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets, bias, temperature, finish, entropy, entropy_grad
+    )
+    return result
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, LOGIT_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(hidden, head, bias).to(_wide(head))
+
+
+def _wide(head: Tensor) -> torch.dtype:
+    return torch.promote_types(head.dtype, torch.float32)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None, temperature: float,
+        finish: Finish | None, entropy: bool, entropy_grad: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        rows = hidden.shape[0]
+        logp, normaliser, entropies = (hidden.new_zeros(rows, dtype=_wide(head)) for _ in range(3))
+        for part in _chunks(rows, head.shape[0]):
+            logits = _logits(hidden[part], head, bias)
+            if finish is not None:
+                logits = finish(logits)
+            if temperature != 1:
+                logits = logits.div_(temperature)
+            chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
+            if entropy:
+                peak = logits.amax(-1, keepdim=True)
+                exponentials = logits.sub_(peak).exp()
+                total = exponentials.sum(-1)
+                # H = log Σ e^z - Σ z e^z / Σ e^z
+                entropies[part] = total.log() - exponentials.mul_(logits).sum(-1) / total
+                normaliser[part] = total.log() + peak.squeeze(-1)
+            else:
+                normaliser[part] = logits.logsumexp(-1)
+            logp[part] = chosen - normaliser[part]
+        ctx.save_for_backward(hidden, head, targets, bias, normaliser, entropies)
+        ctx.temperature, ctx.finish, ctx.entropy_grad = temperature, finish, entropy_grad
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropies)
+        return logp, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head, targets, bias, normaliser, entropies = ctx.saved_tensors
+        needs_hidden, needs_head, _, needs_bias = ctx.needs_input_grad[:4]
+        parts = _chunks(hidden.shape[0], head.shape[0])
+        # Sums over several chunks are held in float32, whatever the head is in.
+        held = _wide(head) if len(parts) > 1 else head.dtype
+        to_hidden = torch.empty_like(hidden) if needs_hidden else None
+        to_head = torch.zeros_like(head, dtype=held) if needs_head else None
+        to_bias = torch.zeros_like(bias, dtype=_wide(head)) if needs_bias else None
+        for part in parts:
+            delta = _logits_gradient(
+                _logits(hidden[part], head, bias), targets[part], normaliser[part], to_logp[part],
+                (entropies[part], to_entropy[part]) if ctx.entropy_grad else None, ctx.temperature, ctx.finish,
+            )  # fmt: skip
+            if to_bias is not None:
+                to_bias += delta.sum(0)
+            delta = delta.to(head.dtype)
+            if to_hidden is not None:
+                to_hidden[part] = delta @ head
+            if to_head is not None:
+                to_head += delta.T @ hidden[part]
+        narrow = [None if g is None else g.to(head.dtype) for g in (to_hidden, to_head, to_bias)]
+        return (*narrow[:2], None, narrow[2], None, None, None, None)
+
+
+def _logits_gradient(
+    logits: Tensor, targets: Tensor, normaliser: Tensor, to_logp: Tensor, entropy: tuple[Tensor, Tensor] | None,
+    temperature: float, finish: Finish | None,
+) -> Tensor:  # fmt: skip
+    """(rows, V): the gradient in a chunk's logits as the head gave them. Overwrites them."""
+    raw = logits
+    if finish is not None:
+        with torch.enable_grad():
+            finished = finish(raw.requires_grad_())
+        logits = finished.detach().clone()
+    if temperature != 1:
+        logits.div_(temperature)
+    log_p = logits.sub_(normaliser[:, None])
+    if entropy is None:
+        delta = log_p.exp_().mul_(-to_logp[:, None])
+    else:
+        value, to_value = entropy
+        # dH/dz = -p (log p + H), beside dlogp/dz = onehot - p
+        slope = (log_p + value[:, None]).mul_(to_value[:, None]).add_(to_logp[:, None])
+        delta = log_p.exp_().mul_(slope).neg_()
+    delta.scatter_add_(1, targets[:, None], to_logp[:, None])
+    if temperature != 1:
+        delta.div_(temperature)
+    if finish is not None:
+        (delta,) = torch.autograd.grad(finished, raw, delta)
+    return delta

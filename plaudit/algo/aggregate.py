@@ -1,0 +1,38 @@
+"""What each token counts in the loss, which is the sum of weight × per-token loss.
+
+Three ways, as compared by Yu et al. (DAPO, 2025) and Liu et al. (Dr. GRPO, 2025):
+    token     1 / all policy tokens of the batch                              DAPO
+    sequence  a mean over each sample's policy tokens, then over samples      Shao et al. (GRPO, 2024)
+    constant  1 / (samples · constant): a sum over tokens, scaled             Dr. GRPO; constant = 1 is the plain sum
+Deviations:
+1. The weights are those of the whole batch, over all ranks and micro-batches. Parts of it use their slice, and their
+   gradients add up to that of the whole however it was split.
+2. A sample without a policy token is in no denominator: it can pull the loss nowhere and must not thin it either.
+   Samples that only have advantage 0 are counted: they were drawn from the policy, and leaving them out would make the
+   step larger the less there is to learn.
+3. A batch without any policy token has weights 0, not 0 / 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from plaudit.algo.ragged import policy_tokens, repeat
+
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def token_weights(mask: Tensor, lengths: Sequence[int], how: Aggregation, constant: float | None = None) -> Tensor:
+    """(T,) float32, 0 outside the mask. mask (T,) bool and lengths (N,) of the whole batch."""
+    tokens = policy_tokens(mask, lengths)
+    samples = (tokens > 0).sum().clamp(min=1)
+    if how == "token":
+        return mask.float() / tokens.sum().clamp(min=1)
+    if how == "sequence":
+        return mask.float() / repeat(tokens.clamp(min=1) * samples, lengths)
+    if constant is None or constant <= 0:
+        raise ValueError(f"constant = {constant}: the aggregation of that name divides by it, give a number above 0")
+    return mask.float() / (samples * constant)

@@ -1,0 +1,21 @@
+"""CISPO: the weight is clipped, the gradient of no token is dropped.
+
+MiniMax (MiniMax-M1, 2025). The loss of a token is -sg(clip(ratio)) · A · log π. Deviations:
+1. The flags mark every clipped weight, whatever the sign of its advantage: the bound is in force for both.
+2. The lower bound is an argument; the paper has none, which is low = 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plaudit.algo.ppo import PolicyTerms, ratio_of
+
+
+def cispo(logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> PolicyTerms:
+    """logp, old, advantages: (T,). low, high: distances from 1."""
+    ratio = ratio_of(logp, old).detach()
+    loss = -ratio.clamp(1 - low, 1 + high) * advantages.detach() * logp
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+    return PolicyTerms(loss, ratio, ratio < 1 - low, ratio > 1 + high, nowhere)

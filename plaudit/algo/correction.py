@@ -1,0 +1,79 @@
+"""What is made of samples whose probabilities the learner sees differently than the engine that drew them.
+
+Truncated importance sampling: Yao et al. (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training,
+2025), after Ionides (2008). Masked: Liu et al. (When Speed Kills Stability, 2025). The weight is π_old / behaviour,
+beside PPO's own ratio π / π_old (the decoupled objective of Hilton et al. 2022): where the two agree it is 1.
+Deviations:
+1. The log ratio, of a token or of a sample, is kept within ±20.
+2. "truncate" also lifts weights to `floor`, which is 0 unless given.
+3. Weights are not normalised to mean 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from plaudit.algo.ppo import LOG_RATIO_LIMIT
+from plaudit.algo.ragged import repeat, sample_mean, sample_sum
+
+Mode = Literal["truncate", "mask"]
+Level = Literal["token", "sequence", "geometric"]
+
+
+def importance_weights(
+    old: Tensor, behaviour: Tensor, mask: Tensor, lengths: Sequence[int], mode: Mode, level: Level, cap: float,
+    floor: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Weights (T,) without gradient, and the policy tokens (T,) bool that are kept; 0 and false at masked tokens.
+
+    old, behaviour  (T,) the learner's and the engine's log-probs; at masked tokens they may be anything
+    mode            truncate: weights are brought into [floor, cap]; mask: those outside of it become 0
+    level           token: each its own; sequence: the product over the sample; geometric: the sample's mean
+    """
+    difference = torch.where(mask, old.detach() - behaviour, 0.0)
+    if level == "sequence":
+        difference = repeat(sample_sum(difference, lengths), lengths)
+    elif level == "geometric":
+        difference = repeat(sample_mean(difference, mask, lengths), lengths)
+    weights = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    kept = mask
+    if mode == "truncate":
+        weights = weights.clamp(floor, cap)
+    else:
+        kept = mask & (weights >= floor) & (weights <= cap)
+    return torch.where(kept, weights, 0.0), kept
+
+
+def mismatch(old: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far learner and engine are apart over policy tokens. old, behaviour: (T,) log-probs.
+
+    abs_mean, abs_max, abs_std  of |log π_old - log behaviour|
+    k1, k3                      estimates of KL(behaviour, π_old)
+    ess                         effective sample size of the untruncated token weights, as a share of the tokens
+    correlation                 Pearson's, of the two probabilities; of constants 1 if they are equal, else 0
+    """
+    if not mask.any():
+        return {"abs_mean": 0.0, "abs_max": 0.0, "abs_std": 0.0, "k1": 0.0, "k3": 0.0, "ess": 1.0, "correlation": 1.0}
+    ours, theirs = old.detach()[mask].double(), behaviour.detach()[mask].double()
+    difference = (ours - theirs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    size, weights = difference.abs(), difference.exp()
+    figures = {
+        "abs_mean": size.mean(),
+        "abs_max": size.max(),
+        "abs_std": size.std(correction=0),
+        "k1": -difference.mean(),
+        "k3": (difference.expm1() - difference).mean(),
+        "ess": weights.sum().square() / (len(weights) * weights.square().sum()),
+        "correlation": _pearson(ours.exp(), theirs.exp()),
+    }
+    return {name: figure.item() for name, figure in figures.items()}
+
+
+def _pearson(a: Tensor, b: Tensor) -> Tensor:
+    x, y = a - a.mean(), b - b.mean()
+    scale = (x.square().sum() * y.square().sum()).sqrt()
+    return (x * y).sum() / scale if scale > 0 else torch.tensor(float(torch.equal(a, b)))

@@ -1,0 +1,80 @@
+"""Proximal policy optimisation: the clipped ratio.
+
+Schulman et al. (2017). Deviations:
+1. Two bounds, 1 - low and 1 + high (DAPO, Yu et al. 2025); the paper's are low = high.
+2. `dual` bounds the loss of negative advantages, at dual · |A| (Ye et al. 2020).
+3. The log ratio is kept within ±20, so that exp stays finite; beyond it there is no gradient.
+4. The value loss may be clipped around the values of rollout time, as in the paper's code: half the larger square.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+
+
+class PolicyTerms(NamedTuple):
+    """What a policy loss gives, per token (T,). The flags say where the bound is in force."""
+
+    loss: Tensor
+    """To be summed with the weights of `aggregate.token_weights`; masked tokens have weight 0 there."""
+    ratio: Tensor
+    """π / π_old, detached."""
+    clipped_low: Tensor
+    clipped_high: Tensor
+    clipped_dual: Tensor
+
+
+def ratio_of(logp: Tensor, old: Tensor) -> Tensor:
+    """(T,): π / π_old with its gradient; exactly 1 where the two are equal."""
+    return (logp - old.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def clipped(
+    logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> PolicyTerms:
+    """logp, old, advantages: (T,); only logp has a gradient. low, high: distances from 1; dual: above 1."""
+    return clip_ratio(ratio_of(logp, old), advantages, low, high, dual)
+
+
+def clip_ratio(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> PolicyTerms:
+    """The same from a ratio (T,)."""
+    advantages = advantages.detach()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    clipped_dual = torch.zeros_like(ratio, dtype=torch.bool)
+    if dual is not None:
+        ceiling = -advantages * dual
+        clipped_dual = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(clipped_dual, ceiling, loss)
+    at = ratio.detach()
+    return PolicyTerms(loss, at, (advantages < 0) & (at < 1 - low), (advantages > 0) & (at > 1 + high), clipped_dual)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
+    """(T,): half the squared error; with a clip, of the worse of the value and the value held near the old one."""
+    error = (values - returns).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * error
+
+
+def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """(T,) bool: where the clip of `value_loss` is in force, and the value has no gradient."""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return (near - returns).square() > (values - returns).square()
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over policy tokens: 1 perfect, 0 no better than a constant.
+
+    0 where the returns do not vary: there is nothing to explain.
+    """
+    target, error = returns[mask].double(), (returns - values)[mask].double()
+    if len(target) < 2 or (spread := target.var().item()) == 0:
+        return 0.0
+    return 1 - error.var().item() / spread

@@ -1,0 +1,53 @@
+"""Sums over samples that lie end to end.
+
+T tokens of N samples: nothing is padded, sample i is the next lengths[i] tokens, sum(lengths) = T. A mask (T,) is true
+at the policy's own tokens and false at those of tools and observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def repeat(per_sample: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(N,) to (T,): each sample's number at each of its tokens."""
+    counts = torch.tensor(lengths, dtype=torch.long, device=per_sample.device)
+    return torch.repeat_interleave(per_sample, counts, output_size=sum(lengths))
+
+
+def sample_sum(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(T,) to (N,): the sum over each sample's tokens, 0 for a sample without tokens."""
+    owner = repeat(torch.arange(len(lengths), device=values.device), lengths)
+    return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(0, owner, values)
+
+
+def policy_tokens(mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(N,): how many of each sample's tokens are the policy's own."""
+    return sample_sum(mask.long(), lengths)
+
+
+def sample_mean(values: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(N,): the mean over each sample's policy tokens, 0 where it has none."""
+    sums = sample_sum(torch.where(mask, values, 0.0), lengths)
+    return sums / policy_tokens(mask, lengths).clamp(min=1)
+
+
+def discounted(values: Tensor, lengths: Sequence[int], factor: float) -> Tensor:
+    """(T,): out[t] = values[t] + factor · out[t + 1] within each sample. Has no gradient."""
+    size, longest = np.asarray(lengths, dtype=np.int64), max(lengths, default=0)
+    at = np.arange(longest)[:, None] < size[None, :]  # (longest, N), time first
+    table = np.zeros(at.shape)
+    table.T[at.T] = values.detach().cpu().double().numpy()
+    for t in range(longest - 2, -1, -1):
+        table[t] += factor * table[t + 1]
+    return torch.from_numpy(table.T[at.T]).to(values)
+
+
+def group_index(groups: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number (N,) of each sample's group, counted from 0, and the size (G,) of each group."""
+    _, index, sizes = torch.unique(torch.tensor(groups, device=device), return_inverse=True, return_counts=True)
+    return index, sizes

@@ -1,0 +1,78 @@
+"""What is done to rewards before they become advantages.
+
+The running figures are those of Welford (1962), merged as by Chan et al. (1983). Deviations:
+1. A reward is normalised by figures that already know it: update first, then normalise.
+2. Clipping comes after normalising, in units of the deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plaudit.algo.ragged import policy_tokens
+
+
+def at_last_token(per_sample: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(N,) to (T,): each sample's reward on its last policy token; of a sample without one it is nowhere."""
+    ends = policy_tokens(mask, lengths).cumsum(0)
+    some = ends.diff(prepend=ends.new_zeros(1)) > 0
+    placed = torch.zeros(len(mask), dtype=per_sample.dtype, device=mask.device)
+    placed[mask.nonzero().squeeze(-1)[ends[some] - 1]] = per_sample[some]
+    return placed
+
+
+def clip_rewards(totals: Tensor, low: float, high: float) -> Tensor:
+    return totals.clamp(low, high)
+
+
+def length_penalty(lengths: Sequence[int], per_token: float, free: int = 0) -> Tensor:
+    """(N,) float32: -per_token for each token beyond the free ones."""
+    return -per_token * (torch.tensor(lengths, dtype=torch.float32) - free).clamp(min=0)
+
+
+class RunningNorm:
+    """Mean and deviation of all rewards so far. Evaluation calls `normalise` only, and changes nothing."""
+
+    def __init__(self, clip: float | None = None, eps: float = 1e-8) -> None:
+        self.clip = clip
+        self.eps = eps
+        self.count = 0
+        self.mean = 0.0
+        self.squares = 0.0
+        """The summed squared distance from the mean."""
+
+    @property
+    def std(self) -> float:
+        """Unbiased; 1 until there are two rewards."""
+        return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 1.0
+
+    def update(self, values: Tensor) -> None:
+        if len(values):
+            wide = values.detach().double()
+            mean = wide.mean()
+            self._add(len(wide), mean.item(), (wide - mean).square().sum().item())
+
+    def merge(self, other: RunningNorm) -> None:
+        """Take in what another one saw, as if it had been seen here."""
+        self._add(other.count, other.mean, other.squares)
+
+    def normalise(self, values: Tensor) -> Tensor:
+        scaled = (values - self.mean) / (self.std + self.eps)
+        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+
+    def state(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
+
+    def _add(self, count: int, mean: float, squares: float) -> None:
+        total = self.count + count
+        if total:
+            apart = mean - self.mean
+            self.squares += squares + apart * apart * self.count * count / total
+            self.mean += apart * count / total
+            self.count = total

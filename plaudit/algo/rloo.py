@@ -1,0 +1,21 @@
+"""REINFORCE leave-one-out: the baseline of a sample is the mean of the others of its prompt.
+
+Kool et al. (2019); Ahmadian et al. (Back to Basics, 2024). The loss is `reinforce.plain`, a response being one action:
+aggregation "constant" with constant 1. Deviations:
+1. A group of one has no others to compare with and gets 0, not its raw reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from plaudit.algo.grpo import group_relative
+from plaudit.algo.ragged import group_index
+
+
+def leave_one_out(totals: Tensor, groups: Sequence[int]) -> Tensor:
+    """(N,): reward - mean of the others = n / (n - 1) · (reward - mean of all). totals (N,), groups (N,)."""
+    index, sizes = group_index(groups, totals.device)
+    return group_relative(totals, groups, "none") * (sizes / (sizes - 1).clamp(min=1))[index]
