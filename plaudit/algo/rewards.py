@@ -46,8 +46,8 @@ class RunningNorm:
 
     @property
     def std(self) -> float:
-        """Unbiased; 1 until there are two rewards."""
-        return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 1.0
+        """Unbiased; 1 until two rewards differ, so that the first other one is not divided by nearly nothing."""
+        return (self.squares / (self.count - 1)) ** 0.5 if self.squares > 0 else 1.0
 
     def update(self, values: Tensor) -> None:
         if len(values):

@@ -1,28 +1,94 @@
+"""Log-probabilities and entropies of a vocabulary head, against brute force; what is held for the backward pass."""
+
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from plaudit.algo import logprobs
-from plaudit.algo.logprobs import token_logprobs
+from plaudit.algo.logprobs import Finish, token_logprobs, token_logprobs_and_entropy
+
+
+def soft_cap(logits: Tensor) -> Tensor:
+    return 3 * torch.tanh(logits / 3)
+
+
+FINISHES = pytest.mark.parametrize("finish", [None, soft_cap, lambda logits: logits], ids=["none", "cap", "identity"])
+TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+
+
+def inputs(dtype: torch.dtype = torch.float32, rows: int = 37, vocabulary: int = 50) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(rows, 8, generator=generator), torch.randn(vocabulary, 8, generator=generator)
+    bias, targets = (
+        torch.randn(vocabulary, generator=generator),
+        torch.randint(0, vocabulary, (rows,), generator=generator),
+    )
+    return [*(t.to(dtype).requires_grad_() for t in (hidden, head, bias)), targets]
 
 
 def test_by_hand() -> None:
     hidden = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     head = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     # logits: row 0 is [0, 1], row 1 is [0, 2]
-    expected = torch.tensor([1 - torch.tensor([0.0, 1.0]).logsumexp(0), 0 - torch.tensor([0.0, 2.0]).logsumexp(0)])
-    torch.testing.assert_close(token_logprobs(hidden, head, torch.tensor([1, 0])), expected)
+    first, second = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(2))
+    logp, entropy = token_logprobs_and_entropy(hidden, head, torch.tensor([1, 0]))
+    assert logp.tolist() == pytest.approx([math.log(first), math.log(second)], rel=1e-6)
+    by_hand = [-p * math.log(p) - (1 - p) * math.log(1 - p) for p in (first, second)]
+    assert entropy.tolist() == pytest.approx(by_hand, rel=1e-6)
 
 
-def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(37, 8, generator=generator, requires_grad=True)
-    head = torch.randn(50, 8, generator=generator, requires_grad=True)
-    bias = torch.randn(50, generator=generator, requires_grad=True)
-    targets = torch.randint(0, 50, (37,), generator=generator)
+@FINISHES
+@TEMPERATURES
+def test_every_row_by_brute_force(finish: Finish | None, temperature: float) -> None:
+    """One row and one token at a time, in Python's own arithmetic: no row may see another's target."""
+    hidden, head, bias, targets = inputs(rows=5, vocabulary=7)
+    logp, entropy = token_logprobs_and_entropy(hidden, head, targets, bias, temperature, finish)
+    torch.testing.assert_close(logp, token_logprobs(hidden, head, targets, bias, temperature, finish))
+    for row in range(5):
+        logits = [
+            sum(h * w for h, w in zip(hidden[row].tolist(), head[v].tolist(), strict=True)) + bias[v].item()
+            for v in range(7)
+        ]
+        if finish is soft_cap:
+            logits = [3 * math.tanh(x / 3) for x in logits]
+        weights = [math.exp(x / temperature) for x in logits]
+        chances = [w / sum(weights) for w in weights]
+        assert logp[row].item() == pytest.approx(math.log(chances[int(targets[row])]), abs=1e-5)
+        assert entropy[row].item() == pytest.approx(-sum(p * math.log(p) for p in chances), abs=1e-5)
 
-    def run() -> list[torch.Tensor]:
-        values = token_logprobs(hidden, head, targets, bias)
-        return [values, *torch.autograd.grad(values.square().sum(), [hidden, head, bias])]
+
+@FINISHES
+@TEMPERATURES
+@pytest.mark.parametrize("elements", [1 << 24, 9 * 2])
+def test_gradients_are_those_of_finite_differences(
+    finish: Finish | None, temperature: float, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "LOGIT_ELEMENTS", elements)
+    hidden, head, bias, targets = inputs(torch.float64, rows=5, vocabulary=9)
+
+    def both(*weights: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, head, bias = weights
+        return token_logprobs_and_entropy(hidden, head, targets, bias, temperature, finish, entropy_grad=True)
+
+    assert torch.autograd.gradcheck(both, (hidden, head, bias))
+    assert torch.autograd.gradcheck(lambda *weights: both(*weights)[1], (hidden, head, bias))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_chunks_change_neither_values_nor_gradients(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, bias, targets = inputs()
+
+    def run() -> list[Tensor]:
+        if entropy:
+            values, more = token_logprobs_and_entropy(hidden, head, targets, bias, 0.8, entropy_grad=True)
+            loss = values.square().sum() + more.square().sum()
+        else:
+            values = token_logprobs(hidden, head, targets, bias, 0.8)
+            loss = values.square().sum()
+        return [values, *torch.autograd.grad(loss, [hidden, head, bias])]
 
     whole = run()
     monkeypatch.setattr(logprobs, "LOGIT_ELEMENTS", 50 * 5)
@@ -30,6 +96,91 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_the_entropy_has_a_gradient_only_if_asked() -> None:
+    hidden, head, bias, targets = inputs()
+    logp, entropy = token_logprobs_and_entropy(hidden, head, targets, bias)
+    assert logp.requires_grad
+    assert not entropy.requires_grad
+    (with_entropy,) = torch.autograd.grad(logp.sum(), hidden)
+    (alone,) = torch.autograd.grad(token_logprobs(hidden, head, targets, bias).sum(), hidden)
+    torch.testing.assert_close(with_entropy, alone)
+
+
+def test_a_head_that_is_frozen_gets_no_gradient() -> None:
+    hidden, head, _, targets = inputs()
+    token_logprobs(hidden, head.detach(), targets).sum().backward()
+    assert hidden.grad is not None
+    assert head.grad is None
+
+
 def test_half_precision_rows_are_summed_in_float32() -> None:
-    hidden, head = torch.randn(4, 16).bfloat16(), torch.randn(1000, 16).bfloat16()
-    assert token_logprobs(hidden, head, torch.arange(4)).dtype == torch.float32
+    hidden, head, bias, targets = inputs(torch.bfloat16, rows=6, vocabulary=1000)
+    logp, entropy = token_logprobs_and_entropy(hidden, head, targets, bias)
+    assert logp.dtype == entropy.dtype == torch.float32
+    logits = torch.nn.functional.linear(hidden, head, bias).float()
+    torch.testing.assert_close(logp, logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1))
+    logp.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+
+
+def test_half_precision_gradients_of_many_chunks_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head, bias, targets = inputs(torch.bfloat16, rows=600, vocabulary=20)
+
+    def error() -> float:
+        """Of the head's gradient against that of the same numbers in float64."""
+        exact = [t.detach().double().requires_grad_() for t in (hidden, head, bias)]
+        (wanted,) = torch.autograd.grad(token_logprobs(exact[0], exact[1], targets, exact[2]).sum(), exact[1])
+        (found,) = torch.autograd.grad(token_logprobs(hidden, head, targets, bias).sum(), head)
+        return float((found.double() - wanted).norm() / wanted.norm())
+
+    whole = error()
+    monkeypatch.setattr(logprobs, "LOGIT_ELEMENTS", 20 * 2)
+    assert error() < 1.5 * whole
+
+
+def held(make: Callable[[], Tensor]) -> int:
+    """Elements kept for the backward pass, parameters and inputs left out."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        make()
+    return sum(kept.values())
+
+
+def test_nothing_of_rows_times_vocabulary_is_held_for_the_backward_pass() -> None:
+    hidden, head, bias, targets = inputs(rows=64, vocabulary=500)
+    plain = held(lambda: torch.nn.functional.linear(hidden, head, bias).log_softmax(-1)[:, 0])
+    assert plain >= 64 * 500
+    assert held(lambda: token_logprobs(hidden, head, targets, bias)) <= 4 * 64
+    assert held(lambda: token_logprobs_and_entropy(hidden, head, targets, bias, entropy_grad=True)[0]) <= 4 * 64
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden, head = torch.tensor([[1e4], [-1e4]], requires_grad=True), torch.tensor([[1.0], [-1.0], [0.0]])
+    logp, entropy = token_logprobs_and_entropy(hidden, head, torch.tensor([0, 0]), entropy_grad=True)
+    assert logp.tolist() == [0, -2e4]
+    assert entropy.tolist() == [0, 0]
+    (logp.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.flatten().tolist() == [0, 2]
+
+
+def test_no_rows() -> None:
+    hidden, head, bias, targets = inputs()
+    logp, entropy = token_logprobs_and_entropy(hidden[:0], head, targets[:0], bias)
+    assert logp.shape == entropy.shape == (0,)
+    logp.sum().backward()
+    assert head.grad is not None
+    assert not head.grad.any()
+
+
+def test_a_temperature_of_zero_has_no_log_probability() -> None:
+    hidden, head, _, targets = inputs()
+    with pytest.raises(ValueError, match="temperature = 0"):
+        token_logprobs(hidden, head, targets, temperature=0.0)
