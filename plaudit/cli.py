@@ -29,8 +29,8 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run directory holds and start over.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> None:
-    """Train a model: SFT, reward model or process reward model, as the recipe says."""
-    from plaudit.config import load_recipe, to_toml
+    """Train a model: SFT, reward model, process reward model or RL, as the recipe says."""
+    from plaudit.config import RlRecipe, load_recipe, to_toml
     from plaudit.errors import ConfigError
 
     tree = load_recipe(recipe, sets)
@@ -41,11 +41,17 @@ def train(
         raise ConfigError("--resume and --fresh contradict each other: give one")
     from plaudit.train.progress import Progress
     from plaudit.train.run import Run
-    from plaudit.train.supervised import SupervisedTraining
 
     directory = out or Path("runs") / recipe.stem
     with Run(directory, tree, resume=resume, fresh=fresh) as run:
-        summary = SupervisedTraining(tree, run, Progress(directory.name)).fit()
+        if isinstance(tree, RlRecipe):
+            from plaudit.train.rl import RlTraining
+
+            summary = RlTraining(tree, run, Progress(directory.name)).fit()
+        else:
+            from plaudit.train.supervised import SupervisedTraining
+
+            summary = SupervisedTraining(tree, run, Progress(directory.name)).fit()
     typer.echo(f"{directory.name}: {summary['steps']} steps in {summary['seconds']} s; model in {run.final}")
 
 
@@ -143,18 +149,38 @@ def serve_rewards(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write. Default: report.html in the first run.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Watch a run that is at work, until it ends.")] = False,
     to: Annotated[str | None, typer.Option(help="Forward metrics to tensorboard, wandb or trackio instead.")] = None,
 ) -> None:
-    """Show what runs did."""
+    """Show what runs did: tables and a diagnosis here, curves and samples on one HTML page."""
+    from plaudit.errors import ConfigError
+
     if to is not None:
         from plaudit.report.sinks import forward
 
         for run in runs:
             typer.echo(f"{run}: {forward(run, to)} steps sent to {to}")
         return
+    if follow:
+        from plaudit.report.following import Following
+
+        if len(runs) > 1 or out is not None:
+            raise ConfigError("--follow watches one run and writes no page: give one run directory and no --out")
+        Following(runs[0]).show()
+        return
+    from plaudit.output import check_writable, written
+    from plaudit.report.history import read_history
+    from plaudit.report.page import render_page
     from plaudit.report.terminal import print_report
 
-    print_report(runs)
+    histories = [read_history(run) for run in runs]
+    page = out or runs[0] / "report.html"
+    check_writable(page)
+    print_report(histories)
+    with written(page) as file:
+        file.write(render_page(histories))
+    typer.echo(f"page: {page}")
 
 
 @app.command("import")

@@ -1,6 +1,9 @@
 """Recipes and other configuration, typed. Imports no torch."""
 
-from plaudit.config.recipe import (
+from plaudit.config.algorithm import RlAlgorithm
+from plaudit.config.recipe import Recipe, load_recipe, parse_recipe
+from plaudit.config.rl import RlRecipe
+from plaudit.config.supervised import (
     BaseRecipe,
     BradleyTerry,
     DataTable,
@@ -10,9 +13,8 @@ from plaudit.config.recipe import (
     RewardRecipe,
     SftRecipe,
     SumsTable,
+    SupervisedTrain,
     TrainTable,
-    load_recipe,
-    parse_recipe,
 )
 from plaudit.config.table import Table, differences, to_toml
 
@@ -22,10 +24,14 @@ __all__ = [
     "DataTable",
     "NewModel",
     "PrmRecipe",
+    "Recipe",
     "Regression",
     "RewardRecipe",
+    "RlAlgorithm",
+    "RlRecipe",
     "SftRecipe",
     "SumsTable",
+    "SupervisedTrain",
     "Table",
     "TrainTable",
     "differences",

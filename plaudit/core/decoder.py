@@ -84,12 +84,12 @@ class Decoder:
 
     def logits(self, rows: Tensor) -> Tensor:
         """(W, hidden) -> (W, vocabulary), float32 or wider."""
-        return self._finish(_wide(self._vocabulary_head()(rows)))
+        return self.finish(_wide(self._vocabulary_head()(rows)))
 
     def narrow_logits(self, rows: Tensor) -> Tensor:
         """The same values in the module's own dtype, where nothing is done to them after the head."""
         narrow: Tensor = self._vocabulary_head()(rows)
-        return narrow if self._plain_logits() else self._finish(_wide(narrow))
+        return narrow if self.plain_logits else self.finish(_wide(narrow))
 
     def columns(self, rows: Tensor, tokens: Sequence[int]) -> Tensor:
         """The logits of a few tokens only, in float32: (W, hidden) -> (W, len(tokens))."""
@@ -98,7 +98,7 @@ class Decoder:
         if type(head) is not nn.Linear:  # an adapter's layer adds to its weight
             return self.logits(rows)[:, at]
         bias = None if head.bias is None else _wide(head.bias[at])
-        return self._finish(F.linear(_wide(rows), _wide(head.weight[at]), bias))
+        return self.finish(F.linear(_wide(rows), _wide(head.weight[at]), bias))
 
     def head(self, rows: Tensor) -> Tensor:
         """The class head in float32: (W, hidden) -> (W, labels)."""
@@ -124,11 +124,13 @@ class Decoder:
             raise RequestError(f"{self.name} has no vocabulary head: it scores, it does not generate")
         return self.module.get_output_embeddings()  # type: ignore[no-any-return, operator]
 
-    def _plain_logits(self) -> bool:
+    @property
+    def plain_logits(self) -> bool:
+        """Whether nothing is done to the logits after the head."""
         names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
         return all(getattr(self.config, name, None) is None for name in names)
 
-    def _finish(self, logits: Tensor) -> Tensor:
+    def finish(self, logits: Tensor) -> Tensor:
         """What some families do to their logits; `support.inspect` compares the result with the module's own."""
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap is not None:

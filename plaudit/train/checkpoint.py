@@ -1,6 +1,7 @@
 """Checkpoints that are whole or absent.
 
-    checkpoints/step-000200/  model/ (a plain HF directory), optimizer.safetensors, state.json, manifest.json
+    checkpoints/step-000200/  model/ (a plain HF directory), optimizer.safetensors, state.json, manifest.json,
+                              and for PPO the critic and its optimizer
     checkpoints/latest        the name of the newest complete one
 
 Everything is written to a temporary directory and synced; the manifest, with the SHA-256 of each file, comes last;
@@ -50,8 +51,10 @@ class Checkpoints:
         self.keep = keep
 
     def save(
-        self, step: int, save_model: Callable[[Path], object], optimizer: dict[str, Tensor], state: dict[str, Any]
-    ) -> Path:
+        self, step: int, save_model: Callable[[Path], object], optimizer: dict[str, Tensor], state: dict[str, Any],
+        more: Callable[[Path], object] | None = None,
+    ) -> Path:  # fmt: skip
+        """`more` writes what else belongs to it into the directory it is given."""
         final = self.directory / f"step-{step:06d}"
         temporary = self.directory / f"{final.name}.tmp"
         try:
@@ -59,6 +62,8 @@ class Checkpoints:
             temporary.mkdir(parents=True)
             save_model(temporary / "model")
             save_file(optimizer, temporary / "optimizer.safetensors")
+            if more is not None:
+                more(temporary)
             _write(temporary / "state.json", json.dumps({"step": step, **state}))
             _write(temporary / "manifest.json", json.dumps(_manifest(temporary), indent=1))
             for path in (*temporary.rglob("*"), temporary):

@@ -1,23 +1,37 @@
-"""AdamW with warm-up, decay and clipping, whose whole state is plain tensors."""
+"""AdamW with warm-up, decay and clipping, whose whole state is plain tensors.
+
+Weights that are not float32 have a float32 copy here: gradients are summed into it, the step is taken on it, and the
+rounded result is what the model runs with. A small step is so never lost to rounding.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from plaudit.config import TrainTable
 from plaudit.errors import RunError
 
 
+class NotFinite(RunError):
+    """The weights are as they were before the update."""
+
+
 class Optimizer:
-    def __init__(self, model: nn.Module, table: TrainTable) -> None:
+    def __init__(self, model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> None:
+        """`beside`: parameters that learn with the model's, such as a value head on its trunk."""
         self.table = table
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = {**dict(model.named_parameters()), **(beside or {})}
+        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.masters = {name: _master(p) for name, p in self.parameters.items()}
         # Norms, biases and single vectors are scales, not maps: decaying them only shrinks the signal.
-        decayed = [p for p in self.parameters.values() if p.ndim > 1]
-        plain = [p for p in self.parameters.values() if p.ndim <= 1]
+        decayed = [p for p in self.masters.values() if p.ndim > 1]
+        plain = [p for p in self.masters.values() if p.ndim <= 1]
         self.adam = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": table.weight_decay}, {"params": plain, "weight_decay": 0.0}],
             lr=table.lr, betas=table.betas, fused=True,
@@ -28,9 +42,9 @@ class Optimizer:
 
     def step(self, step: int) -> dict[str, float]:
         """Clip, set the rate of this step, update. Refuses a gradient that is not finite: nothing is changed then."""
-        norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.table.clip_norm)
+        norm = nn.utils.clip_grad_norm_(list(self.masters.values()), self.table.clip_norm)
         if not norm.isfinite():
-            raise RunError(
+            raise NotFinite(
                 f"the gradient norm is {norm.item()} at step {step}: the weights are left as they were; "
                 f"lower train.lr (now {self.table.lr}) or look at the data of this step, then --resume"
             )
@@ -38,23 +52,54 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                with torch.no_grad():
+                    parameter.copy_(self.masters[name])
         return {"grad_norm": norm.item(), "lr": rate}
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer, by parameter name."""
-        return {
+        found = {
             f"{key}/{name}": value.detach().cpu()
-            for name, parameter in self.parameters.items()
-            for key, value in self.adam.state[parameter].items()
+            for name, master in self.masters.items()
+            for key, value in self.adam.state[master].items()
         }
+        copies = {n: m for n, m in self.masters.items() if m is not self.parameters[n]}
+        return found | {f"master/{name}": master.detach().cpu() for name, master in copies.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         self.adam.state.clear()
         for path, value in tensors.items():
             key, name = path.split("/", 1)
-            parameter = self.parameters[name]
-            # Adam counts its steps on the CPU.
-            self.adam.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+            master = self.masters[name]
+            if key == "master":
+                with torch.no_grad():
+                    master.copy_(value)
+            else:  # Adam counts its steps on the CPU
+                self.adam.state[master][key] = value if key == "step" else value.to(master.device)
+
+    def save(self, path: Path) -> None:
+        save_file(self.state(), path)
+
+    def restore(self, path: Path) -> None:
+        self.load(load_file(path))
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, or its float32 copy, into which its gradients then flow."""
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    master = nn.Parameter(parameter.detach().float().clone())
+
+    def move(of: Tensor) -> None:
+        assert of.grad is not None
+        gradient = of.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        of.grad = None
+
+    parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+    return master
 
 
 def learning_rate(table: TrainTable, step: int) -> float:

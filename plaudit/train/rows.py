@@ -105,14 +105,14 @@ class FileRows:
 
     def train(self, index: int) -> Row:
         epoch, position = divmod(index, len(self.rows))
-        return self.rows[_shuffled(len(self.rows), f"{self.seed} {epoch}")[position]]
+        return self.rows[shuffled(len(self.rows), f"{self.seed} {epoch}")[position]]
 
     def heldout(self) -> list[Row]:
         return self.held
 
 
 @lru_cache(maxsize=2)
-def _shuffled(count: int, key: str) -> list[int]:
+def shuffled(count: int, key: str) -> list[int]:
     order = list(range(count))
     random.Random(key).shuffle(order)
     return order

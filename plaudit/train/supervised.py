@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from plaudit.config import NewModel, PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.core.packing import use_packed_attention
-from plaudit.errors import ConfigError, RunError
+from plaudit.errors import ConfigError
 from plaudit.events import RESUME
 from plaudit.models import Kind, Loaded, choose_device, load_policy, load_reward, load_steps, new_llama, save
 from plaudit.train import randomness
@@ -28,16 +24,13 @@ from plaudit.train.optimizer import Optimizer
 from plaudit.train.progress import Progress
 from plaudit.train.rows import WorldRows, open_rows
 from plaudit.train.run import Run
+from plaudit.train.signals import Interrupted, interruptible
 from plaudit.worlds.sums import STEP_END
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 KINDS: dict[str, Kind] = {"sft": "policy", "reward": "reward", "prm": "steps"}
 ON_LONG_CHAINS = ("pair_accuracy", "step_auc", "first_wrong_f1")
 SupervisedRecipe = SftRecipe | RewardRecipe | PrmRecipe
-
-
-class Interrupted(RunError):
-    """SIGTERM came: the state is saved, `--resume` goes on."""
 
 
 class SupervisedTraining:
@@ -75,7 +68,7 @@ class SupervisedTraining:
         """Train to the last step, save the model, and return the final figures."""
         steps = self.recipe.train.steps
         begin = time.monotonic() - self.seconds
-        with _interruptible() as interrupted, self.progress.bar(self.step, steps):
+        with interruptible() as interrupted, self.progress.bar(self.step, steps):
             while self.step < steps:
                 metrics = self.learner.update(self._batch(self.step), self.step)
                 self.step += 1
@@ -205,20 +198,3 @@ def reward_toml(recipe: SupervisedRecipe) -> str | None:
 
 def _parameters(loaded: Loaded) -> int:
     return sum(parameter.numel() for parameter in loaded.module.parameters())
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """A list that stops being empty when SIGTERM or SIGINT comes; a second one ends the process at once."""
-    came: list[int] = []
-
-    def remember(number: int, _: FrameType | None) -> None:
-        came.append(number)
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

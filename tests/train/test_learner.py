@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from plaudit.config import BradleyTerry, TrainTable, load_recipe
+from plaudit.config import BradleyTerry, SupervisedTrain, load_recipe
 from plaudit.core.packing import use_packed_attention
 from plaudit.errors import RunError
 from plaudit.models import new_llama
@@ -14,7 +14,7 @@ from plaudit.train.learner import Learner
 from plaudit.train.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
 from plaudit.train.optimizer import Optimizer, learning_rate
 
-TABLE = TrainTable(steps=100, batch=8, lr=1e-3, warmup=10)
+TABLE = SupervisedTrain(steps=100, batch=8, lr=1e-3, warmup=10)
 RAGGED = (5, 17, 9, 30, 2, 11, 23, 8)
 
 

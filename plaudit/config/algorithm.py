@@ -1,0 +1,213 @@
+"""What a policy is trained by: a name that stands for a published method, and every choice behind the name.
+
+A name only fills in what the recipe leaves out; the resolved recipe shows all of it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from plaudit.config.table import NonNegative, Positive, Share, Table
+
+Estimator = Literal["gae", "return", "group", "leave-one-out"]
+
+
+class KlTable(Table):
+    """Keeping near the reference, which is the policy as it was at first."""
+
+    coef: NonNegative = 0.0
+    """0: no reference is held and none is computed."""
+    where: Literal["reward", "loss"] = "loss"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    straight_through: bool = False
+    """loss: the value of the estimator with the gradient of k2, the only right one on the policy's own samples."""
+    importance: bool = False
+    """loss: weigh it with the ratio to the policy that sampled, which makes k3 unbiased off-policy."""
+    target: Positive | None = None
+    """Adapt coef towards this KL per response."""
+    horizon: PositiveInt = 10_000
+    """Samples over which coef adapts."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.target is not None and self.coef == 0:
+            raise ValueError("kl.target adapts kl.coef by factors, and coef = 0 stays 0: set coef above 0")
+        if self.where == "reward" and (self.straight_through or self.importance):
+            raise ValueError('straight_through and importance shape a gradient; kl.where = "reward" has none')
+        return self
+
+
+class ClipTable(Table):
+    low: Positive = 0.2
+    """The ratio is kept above 1 - low."""
+    high: Positive = 0.2
+    """And under 1 + high."""
+    dual: Annotated[float, Field(gt=1)] | None = None
+    """For negative advantages: the ratio counts at most this much."""
+    value: Positive | None = 0.2
+    """How far a new value may move from the old one; none: freely."""
+
+
+class AdvantageTable(Table):
+    """gae            a critic's temporal differences
+    return         the discounted rewards that follow, without a baseline
+    group          the reward less its group's mean
+    leave-one-out  the reward less the mean of the others in its group
+    """
+
+    estimator: Estimator = "group"
+    scale: Literal["none", "group", "batch"] = "none"
+    """group: divide by the standard deviation of the group's rewards, or of the batch's."""
+    whiten: bool = False
+    """To mean 0 and standard deviation 1 over all tokens of the batch."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.scale != "none" and self.estimator != "group":
+            raise ValueError(f'scale = "{self.scale}" is for estimator = "group", not for "{self.estimator}"')
+        return self
+
+
+class CorrectionTable(Table):
+    """What is done where the engine that sampled and the learner disagree on a log-prob, or the sample is stale."""
+
+    mode: Literal["none", "truncate", "mask"] = "none"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    cap: Positive = 2.0
+    """truncate: weights are at most this. mask: what is above counts nothing."""
+    floor: NonNegative = 0.0
+    """mask: what is below counts nothing."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.floor >= self.cap:
+            raise ValueError(f"floor ({self.floor}) must be under cap ({self.cap})")
+        return self
+
+
+class OverlongTable(Table):
+    """DAPO's soft punishment of responses that come near the length limit."""
+
+    buffer: PositiveInt
+    """Tokens before the limit in which the punishment grows from 0 to factor."""
+    factor: Positive = 1.0
+
+
+class ShapingTable(Table):
+    """What is done to a reward before it becomes an advantage, in this order."""
+
+    normalise: bool = False
+    """By the running mean and standard deviation of all rewards so far."""
+    clip: tuple[float, float] | None = None
+    length_penalty: NonNegative = 0.0
+    """Taken off per token of the response."""
+    overlong: OverlongTable | None = None
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip = [{self.clip[0]}, {self.clip[1]}] must be [lowest, highest]")
+        return self
+
+
+class DynamicTable(Table):
+    """Sample further prompts until a step has its number of groups whose rewards differ."""
+
+    rounds: PositiveInt = 8
+    """Give up, and train on what there is, after this many draws of prompts_per_step."""
+
+
+class RlAlgorithm(Table):
+    name: str
+    loss: Literal["clip", "plain", "gspo", "gspo-token", "cispo"] = "clip"
+    """clip: PPO's. plain: the policy gradient. gspo: clipped by the sequence's ratio. cispo: a clipped weight."""
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens; over each response's tokens, then responses; or a sum over `constant` per response."""
+    constant: Positive | None = None
+    """aggregate = "constant": what a response's sum is divided by. Default: sampling.max_tokens."""
+    advantage: AdvantageTable = AdvantageTable()
+    gamma: Share = 1.0
+    lam: Share = 0.95
+    bootstrap: bool = True
+    """gae: a response that was cut off is worth its critic's value after the cut; else 0, as if it had ended."""
+    mask_truncated: bool = False
+    """Leave responses that were cut off out of the loss."""
+    clip: ClipTable = ClipTable()
+    kl: KlTable = KlTable()
+    entropy: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    shaping: ShapingTable = ShapingTable()
+    correction: CorrectionTable = CorrectionTable()
+    dynamic: DynamicTable | None = None
+    old_logprobs: Literal["learner", "engine"] = "learner"
+    """Whose log-probs the ratio starts from."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("name") not in PRESETS:
+            return given
+        return over(PRESETS[given["name"]], given)
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.name not in PRESETS:
+            raise ValueError(f"name = {self.name!r} is no algorithm; there are {', '.join(PRESETS)}")
+        return self
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a response is compared with the others to its prompt."""
+        return self.advantage.estimator in ("group", "leave-one-out")
+
+
+def over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` laid over `base`, table by table."""
+    merged = dict(base)
+    for key, value in given.items():
+        below = merged.get(key)
+        merged[key] = over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+_WHOLE = {"aggregate": "constant", "constant": 1.0}  # a response is one action: its log-probs are summed
+_GROUP_SCALED = {"estimator": "group", "scale": "group"}
+# What each paper does; the files of plaudit/algo name the papers and where they are left.
+PRESETS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "advantage": {"estimator": "gae", "whiten": True},
+        "kl": {"coef": 0.02, "where": "reward", "estimator": "k1"},
+    },
+    "reinforce": {"loss": "plain", **_WHOLE, "advantage": {"estimator": "return"}},
+    "reinforce++": {
+        "advantage": {"estimator": "return", "whiten": True},
+        "kl": {"coef": 0.01, "where": "reward", "estimator": "k1"},
+    },
+    "reinforce++-baseline": {
+        "advantage": {"estimator": "group", "whiten": True},
+        "kl": {"coef": 0.01, "where": "loss", "estimator": "k2"},
+    },
+    "rloo": {
+        "loss": "plain",
+        **_WHOLE,
+        "advantage": {"estimator": "leave-one-out"},
+        "kl": {"coef": 0.01, "where": "reward", "estimator": "k1"},
+    },
+    "grpo": {
+        "aggregate": "sequence",
+        "advantage": _GROUP_SCALED,
+        "kl": {"coef": 0.04, "where": "loss", "estimator": "k3"},
+    },
+    "dr-grpo": {"aggregate": "constant", "advantage": {"estimator": "group"}},
+    "dapo": {"advantage": _GROUP_SCALED, "clip": {"low": 0.2, "high": 0.28}, "dynamic": {}},
+    "gspo": {
+        "loss": "gspo",
+        "aggregate": "sequence",
+        "advantage": _GROUP_SCALED,
+        "clip": {"low": 3e-4, "high": 4e-4},
+    },
+    "cispo": {"loss": "cispo", "advantage": _GROUP_SCALED, "clip": {"low": 1.0, "high": 4.0}},
+}

@@ -1,0 +1,267 @@
+"""The recipe of RL training. What cannot work is refused here, with the equation, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
+
+from plaudit.config.algorithm import RlAlgorithm
+from plaudit.config.reward import KINDS, OutcomeTable, ProcessTable, RewardTable, parse_reward
+from plaudit.config.supervised import BaseRecipe, ModelTable, SumsTable, TrainTable
+from plaudit.config.table import NonNegative, Positive, Share, Table
+from plaudit.errors import ConfigError, nearest
+
+
+class LoraTable(Table):
+    """Train small matrices beside the weights (extra `lora`). The reference is the model without them."""
+
+    rank: PositiveInt = 16
+    alpha: Positive = 32.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+
+
+class RlModelTable(ModelTable):
+    lora: LoraTable | None = None
+    recompute: bool = False
+    """Keep a layer's input alone in the forward pass and compute the rest again in the backward: less memory."""
+
+
+class RlDataTable(Table):
+    """Prompts, from one of three sources.
+
+    world  a built-in task, which knows the truth
+    path   a .jsonl or .parquet file of {"prompt"} or {"messages"}, with what the rule needs under `truth`
+    gym    the name of a reasoning-gym task (extra `verify`)
+    """
+
+    world: str | None = None
+    path: str | None = None
+    gym: str | None = None
+    eval_path: str | None = None
+    """Held-out prompts; without it the last tenth of `path` (at most eval_items) is held out."""
+    truth: str = "answer"
+    """path: the key of what a rule compares the answer with."""
+    chat: bool = False
+    """A plain prompt becomes the user's message in the model's chat template."""
+    system: str | None = None
+    """With chat: the system message before it."""
+    limit: PositiveInt | None = None
+    eval_items: PositiveInt = 200
+    sums: SumsTable = SumsTable()
+    gym_options: Mapping[str, Any] = {}
+    """gym: the task's own settings, such as max_value."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("world", "path", "gym") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of data.world, data.path and data.gym; found {given or 'none'}")
+        if self.system is not None and not self.chat:
+            raise ValueError("system is the first message of a chat: set data.chat = true, or leave it out")
+        return self
+
+
+class EnvironmentTable(Table):
+    """Something that answers the policy between its turns."""
+
+    name: str
+    """A built-in one, or file.py:Class, or package.module:Class"""
+    max_turns: PositiveInt = 8
+    options: Mapping[str, Any] = {}
+
+
+class RlRewardTable(Table):
+    """Where rewards come from: a server (url), or any reward of docs/rewards.md, run in this process.
+
+    [reward]                                   [reward]              [reward]
+    url = "http://127.0.0.1:5555"              path = "sums"         rule = "exact"
+    model = "sums"                                                   answer = "#(\\\\d+)$"
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    url: str | tuple[str, ...] | None = None
+    model: str | None = None
+    """url: the name of the model there; the first one without it."""
+    key_env: str | None = None
+    """url: the environment variable that holds the API key."""
+    on_error: Literal["mask", "halt"] = "mask"
+    """A response that could not be scored is left out and counted, or ends the run."""
+    max_errors: Share = 0.5
+    """mask: end the run if more than this part of a step's responses has no score."""
+    patience: Positive = 600.0
+    """url: seconds to wait for a server that is away, before the run saves its state and ends."""
+    members: Mapping[str, Mapping[str, Any]] | None = None
+    """Several rewards as one: a table each, with its `weight`."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys that describe a reward of this process."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = [name for name in ("url", "members") if getattr(self, name) is not None]
+        sources += [name for name in ("path", "rule", "template") if name in self.own]
+        if len(sources) != 1:
+            raise ValueError(f"give one of url, path, rule, template and members; found {sources or 'none'}")
+        if self.url is None and self.model is not None:
+            raise ValueError("model names a reward of a server: give its url, or path for a model run here")
+        try:
+            self.tables()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def tables(self) -> dict[str, RewardTable | Mapping[str, Any]]:
+        """The rewards of this process by name: whole tables, or of a model the keys that its directory completes."""
+        if self.url is not None:
+            return {}
+        if self.members is None:
+            return {"reward": _table(self.own, "reward")}
+        if not self.members:
+            raise ConfigError("reward.members is empty: name at least one")
+        return {
+            name: _table({k: v for k, v in table.items() if k != "weight"}, f"reward.members.{name}")
+            for name, table in self.members.items()
+        }
+
+    def blend(self) -> RewardTable | None:
+        """How the members become one."""
+        if self.members is None:
+            return None
+        weights = {name: table.get("weight", 1.0) for name, table in self.members.items()}
+        return parse_reward({"kind": "blend", "members": weights, **self.own}, "reward")
+
+
+def _table(keys: Mapping[str, Any], source: str) -> RewardTable | Mapping[str, Any]:
+    kind = "rule" if "rule" in keys else "judge" if "template" in keys else keys.get("kind")
+    if kind in ("rule", "judge"):
+        return parse_reward({"kind": kind, **keys}, source)
+    known = {*OutcomeTable.model_fields, *ProcessTable.model_fields}
+    for key in keys:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r}; {nearest(key, {*known, *RlRewardTable.model_fields})}")
+    if "path" not in keys:
+        raise ConfigError(f"{source} has neither path, rule nor template; kinds of reward are {', '.join(KINDS)}")
+    return dict(keys)
+
+
+class CriticTable(Table):
+    path: str | None = None
+    """A model directory whose trunk it starts from. Default: the policy's."""
+    shared: bool = False
+    """One trunk with the policy: a value head on its hidden states."""
+    url: str | None = None
+    """A critic server (`plaudit critic`) in place of a local one."""
+    lr: Positive = 1e-4
+    coef: Positive = 0.5
+    """shared: weight of the value loss beside the policy's."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the critic learns and the policy waits."""
+    clip_norm: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        given = [name for name in ("path", "url") if getattr(self, name) is not None] + ["shared"] * self.shared
+        if len(given) > 1:
+            raise ValueError(f"a critic has one home; found {' and '.join(given)}")
+        return self
+
+
+class RlTrainTable(TrainTable):
+    prompts_per_step: PositiveInt
+    samples_per_prompt: PositiveInt = 1
+    epochs: PositiveInt = 1
+    """How often a step's samples are gone through."""
+    minibatches: PositiveInt = 1
+    """Updates in each of them."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] = 0
+    eval_every: PositiveInt = 10
+    eval_samples: PositiveInt = 1
+    """Responses to each held-out prompt, at the training's own temperature."""
+    non_finite: Literal["halt", "skip"] = "halt"
+    """What happens where a loss or gradient is not a finite number: the weights stay, and the run ends or goes on."""
+    dump: bool = False
+    """Write every step's samples to rollouts/, for --train-only and --replay."""
+    show: Annotated[int, Field(ge=0)] = 4
+    """Samples per evaluation that go into the event log, token by token."""
+
+
+class SamplingTable(Table):
+    temperature: NonNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+
+class PlacementTable(Table):
+    name: Literal["colocated"] = "colocated"
+
+
+class EngineTable(Table):
+    name: Literal["core"] = "core"
+    kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+
+
+class ResourcesTable(Table):
+    """Processes that train together. Their product is how many there are."""
+
+    data_parallel: PositiveInt = 1
+    """Ranks that share weights, gradients and optimizer (FSDP2), each with a part of the batch."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share each matrix."""
+
+
+class RlRecipe(BaseRecipe):
+    task: Literal["rl"]
+    model: RlModelTable
+    data: RlDataTable
+    reward: RlRewardTable
+    algorithm: RlAlgorithm
+    critic: CriticTable | None = None
+    train: RlTrainTable
+    sampling: SamplingTable = SamplingTable()
+    environment: EnvironmentTable | None = None
+    placement: PlacementTable = PlacementTable()
+    engine: EngineTable = EngineTable()
+    resources: ResourcesTable = ResourcesTable()
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        train, algorithm, sampling = self.train, self.algorithm, self.sampling
+        n = train.samples_per_prompt
+        if self.model.path is None:
+            raise ValueError("RL starts from a policy that can already answer sometimes: give model.path")
+        if algorithm.grouped and n < 2:
+            raise ValueError(
+                f"samples_per_prompt = {n}, and {algorithm.name} compares a response with the others to its prompt: "
+                "r - mean(r) = 0 in a group of one. Set train.samples_per_prompt to 2 or more"
+            )
+        if algorithm.dynamic is not None and n < 2:
+            raise ValueError(f"algorithm.dynamic keeps groups whose rewards differ, and samples_per_prompt = {n}")
+        if (train.prompts_per_step * n) % train.minibatches:
+            raise ValueError(
+                f"prompts_per_step × samples_per_prompt = {train.prompts_per_step} × {n} = "
+                f"{train.prompts_per_step * n} responses do not divide into {train.minibatches} minibatches of one size"
+            )
+        if sampling.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens = {sampling.max_tokens}: a response needs at least one token")
+        if sampling.temperature == 0:
+            raise ValueError("sampling.temperature = 0 gives the same response every time: there is nothing to compare")
+        overlong = algorithm.shaping.overlong
+        if overlong is not None and overlong.buffer > sampling.max_tokens:
+            raise ValueError(
+                f"shaping.overlong.buffer = {overlong.buffer} is more than sampling.max_tokens = {sampling.max_tokens}"
+            )
+        if (self.critic is not None) != (algorithm.advantage.estimator == "gae"):
+            if self.critic is not None:
+                raise ValueError(f'{algorithm.name} uses no critic: leave [critic] out, or set name = "ppo"')
+            raise ValueError('advantage.estimator = "gae" needs a [critic] table; an empty one will do')
+        if algorithm.bootstrap and algorithm.mask_truncated and algorithm.advantage.estimator == "gae":
+            raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
+        return self

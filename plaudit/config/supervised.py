@@ -1,0 +1,178 @@
+"""The tables that recipes have in common, and the recipes of supervised training: SFT, reward and process models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+
+from plaudit.config.table import NonNegative, Positive, Share, Table
+
+
+class NewModel(Table):
+    """A Llama-shaped model trained from nothing."""
+
+    hidden: PositiveInt = 64
+    layers: PositiveInt = 2
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    ffn: PositiveInt = 192
+    positions: PositiveInt = 256
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"hidden ({self.hidden}) must be a multiple of heads ({self.heads}), "
+                f"and heads of kv_heads ({self.kv_heads})"
+            )
+        return self
+
+
+class ModelTable(Table):
+    path: str | None = None
+    """A model directory, a run directory, or the name of an embedded model."""
+    new: NewModel | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    """auto takes the GPU if there is one."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.new is None):
+            raise ValueError("give either model.path or a [model.new] table, and not both")
+        return self
+
+
+class SumsTable(Table):
+    """The sums world: how hard its chains are and how its demonstrations go wrong."""
+
+    operands: tuple[PositiveInt, PositiveInt] = (3, 5)
+    """Fewest and most numbers in a chain."""
+    digits: PositiveInt = 1
+    hard_share: Share = 0.0
+    """Part of the training problems that come from the long chains of sums-hard."""
+    slip: Share = 0.05
+    """Chance that a step's result is off."""
+    habit: Share = 0.8
+    """Chance that the demonstrator drops the carry where he is used to (adding 7)."""
+    ramble: Share = 0.1
+    """Chance of a true but needless step before each step."""
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        low, high = self.operands
+        if not 2 <= low <= high:
+            raise ValueError(f"operands must be [fewest, most] with 2 <= fewest <= most, got [{low}, {high}]")
+        return self
+
+
+class DataTable(Table):
+    world: str | None = None
+    path: str | None = None
+    """A .jsonl or .parquet file."""
+    eval_path: str | None = None
+    """Held-out items; without it the last tenth of `path` (at most eval_items) is held out."""
+    limit: PositiveInt | None = None
+    eval_items: PositiveInt = 500
+    sums: SumsTable = SumsTable()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.world is None) == (self.path is None):
+            raise ValueError('give either data.world (such as "sums") or data.path, and not both')
+        return self
+
+
+class CheckpointTable(Table):
+    every: PositiveInt = 200
+    keep: PositiveInt = 2
+
+
+class TrainTable(Table):
+    """How the weights move, whatever the loss is."""
+
+    steps: PositiveInt
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens in one forward pass. Moves memory and time, never the gradient."""
+    lr: Positive
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    final_lr_share: Share = 0.05
+    warmup: Annotated[int, Field(ge=0)] = 20
+    weight_decay: NonNegative = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip_norm: Positive = 1.0
+    threads: PositiveInt | None = None
+    """CPU threads; torch's own choice without it. Small models train no faster with more than one."""
+    eval_every: PositiveInt = 200
+    checkpoint: CheckpointTable = CheckpointTable()
+
+
+class SupervisedTrain(TrainTable):
+    batch: PositiveInt
+    """Items per step: demonstrations, pairs or judged solutions."""
+
+
+class SftAlgorithm(Table):
+    name: Literal["sft"] = "sft"
+
+
+class BradleyTerry(Table):
+    """Pairs: the chosen response should score higher than the rejected one."""
+
+    name: Literal["bradley-terry"] = "bradley-terry"
+    use_margins: bool = False
+    """Ask for a lead of the item's own `margin`."""
+    centring: NonNegative = 0.01
+    """Weight of the penalty (chosen + rejected)², which keeps scores around zero."""
+
+
+class Regression(Table):
+    """Rated responses: each attribute's score should equal its rating."""
+
+    name: Literal["regression"] = "regression"
+    attributes: tuple[str, ...] = ("score",)
+
+
+class StepsAlgorithm(Table):
+    """Per-step targets, read at the token that ends each step."""
+
+    name: Literal["steps"] = "steps"
+
+
+class BaseRecipe(Table):
+    seed: Annotated[int, Field(ge=0)] = 1
+    model: ModelTable
+    train: TrainTable
+
+
+class SupervisedRecipe(BaseRecipe):
+    data: DataTable
+    train: SupervisedTrain
+
+
+class SftRecipe(SupervisedRecipe):
+    task: Literal["sft"]
+    algorithm: SftAlgorithm = SftAlgorithm()
+
+
+def algorithm_by_name(table: Any) -> str | None:
+    """Which reward algorithm a table means: the first one unless it says otherwise."""
+    if isinstance(table, Mapping):
+        return str(table.get("name", "bradley-terry"))
+    return getattr(table, "name", None)
+
+
+class RewardRecipe(SupervisedRecipe):
+    task: Literal["reward"]
+    algorithm: Annotated[
+        Annotated[BradleyTerry, Tag("bradley-terry")] | Annotated[Regression, Tag("regression")],
+        Discriminator(algorithm_by_name),
+    ] = BradleyTerry()
+
+
+class PrmRecipe(SupervisedRecipe):
+    task: Literal["prm"]
+    algorithm: StepsAlgorithm = StepsAlgorithm()

@@ -1,0 +1,60 @@
+"""What a step learns from: scored samples as flat arrays over their response tokens, end to end, nothing padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.records import Sample
+
+
+@dataclass(frozen=True)
+class Experience:
+    """N samples with T response tokens. What a recipe does not use is None."""
+
+    samples: tuple[Sample, ...]
+    mask: Tensor
+    """(T,) bool: the tokens that are learned from."""
+    behaviour: Tensor
+    """(T,) log-probs of the engine, under the distribution that was sampled."""
+    advantages: Tensor
+    old: Tensor | None = None
+    """(T,) log-probs before the first update; None: they are the first forward pass's own."""
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    """(T,) the critic's, before the first update."""
+    returns: Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample.token_ids) for sample in self.samples]
+
+    def select(self, indices: Sequence[int]) -> Experience:
+        """Some of the samples, in the order given."""
+        ends = np.cumsum(self.lengths)
+        rows = torch.from_numpy(
+            np.concatenate([np.arange(ends[i] - len(self.samples[i].token_ids), ends[i]) for i in indices])
+        )
+        fields = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns")
+        chosen: dict[str, Any] = {n: None if (t := getattr(self, n)) is None else t[rows] for n in fields}
+        return replace(self, samples=tuple(self.samples[i] for i in indices), **chosen)
+
+
+def own_tokens(samples: Sequence[Sample]) -> Tensor:
+    """(T,) bool: the policy's own."""
+    return torch.from_numpy(np.fromiter((bool(own) for sample in samples for own in sample.mask), bool))
+
+
+def flat(samples: Sequence[Sample], field: str) -> Tensor:
+    return torch.from_numpy(np.fromiter((x for sample in samples for x in getattr(sample, field)), np.float32))
+
+
+def minibatches(count: int, parts: int, seed: int | str) -> list[list[int]]:
+    """All samples in an order of their own, in parts of one size (the last ones may be smaller by one)."""
+    order = np.random.default_rng([*str(seed).encode()]).permutation(count) if parts > 1 else np.arange(count)
+    return [part.tolist() for part in np.array_split(order, min(parts, count))]

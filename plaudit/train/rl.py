@@ -1,0 +1,339 @@
+"""RL training: the one loop. Rollouts give scored samples, the learner updates, the channel publishes."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from plaudit.config import RlRecipe
+from plaudit.config.rl import CriticTable
+from plaudit.core import Engine
+from plaudit.core.packing import use_packed_attention
+from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, RunError, VersionChanged
+from plaudit.events import RESUME
+from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_value, save
+from plaudit.records import Batch, Prompt
+from plaudit.train import lora, randomness
+from plaudit.train.advantages import Estimate
+from plaudit.train.checkpoint import Checkpoint
+from plaudit.train.clock import Clock
+from plaudit.train.critic import Critic, LocalCritic, SharedCritic
+from plaudit.train.experience import Experience
+from plaudit.train.optimizer import Optimizer
+from plaudit.train.policy import Policy
+from plaudit.train.prompts import open_prompts
+from plaudit.train.reference import Reference, WithoutAdapter
+from plaudit.train.rl_learner import RlLearner
+from plaudit.train.rollouts import Rollouts, SingleTurn, batch_metrics
+from plaudit.train.run import Run
+from plaudit.train.scorer import RewardFailed, Scorer
+from plaudit.train.showing import sample_events
+from plaudit.train.signals import Interrupted, interruptible
+
+NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
+
+
+class Viewer(Protocol):
+    """What a person sees of a run at work."""
+
+    def bar(self, done: int, total: int) -> Any: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def figures(self, step: int, figures: dict[str, float]) -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+
+class RlTraining:
+    def __init__(self, recipe: RlRecipe, run: Run, viewer: Viewer) -> None:
+        self.recipe = recipe
+        self.run = run
+        self.viewer = viewer
+        self.clock = Clock()
+        randomness.seed_everything(recipe.seed)
+        if recipe.train.threads is not None:
+            torch.set_num_threads(recipe.train.threads)
+        checkpoint = run.checkpoints.load(viewer.warn) if run.resume else None
+        # Rewards first: what cannot be had is known before a model is loaded.
+        self.scorer = Scorer(recipe.reward)
+        try:
+            self._build(checkpoint)
+        except BaseException:
+            self.scorer.close()
+            raise
+
+    def _build(self, checkpoint: Checkpoint | None) -> None:
+        recipe = self.recipe
+        self.loaded = load_trained(recipe, checkpoint)
+        module = self.loaded.module
+        self.engine = Engine(module, self.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
+        head = value_head(recipe.critic, module) if recipe.critic is not None and recipe.critic.shared else None
+        self.policy = Policy(
+            self.engine.decoder, recipe.algorithm, temperature=recipe.sampling.temperature,
+            max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens, value_head=head,
+            value_coef=0.0 if recipe.critic is None else recipe.critic.coef,
+        )  # fmt: skip
+        beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
+        self.optimizer = Optimizer(module, recipe.train, beside)
+        self.critic = self._critic(checkpoint)
+        self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self._reference(), self.clock)
+        self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed)
+        self.heldout = self.prompts.heldout()
+        check_room(recipe, self.heldout, self.engine.decoder.max_positions)
+        player = SingleTurn(self.engine, recipe.sampling, recipe.seed)
+        self.rollouts = Rollouts(recipe, player, self.prompts, self.scorer, self.clock)
+        self.step = self.version = self.samples = self.tokens = 0
+        self.seconds = 0.0
+        self.before: dict[str, float] = {}
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the last step, save the policy, and return the final figures."""
+        try:
+            with interruptible() as interrupted, self.viewer.bar(self.step, self.recipe.train.steps):
+                self._loop(interrupted)
+            return self._finish()
+        finally:
+            self.scorer.close()
+
+    def _loop(self, interrupted: list[int]) -> None:
+        train = self.recipe.train
+        if not self.before:
+            self.before = self.evaluate()
+        begin = time.monotonic() - self.seconds
+        self.clock.split()
+        while self.step < train.steps:
+            drawn = self.rollouts.drawn
+            try:
+                batch = self.rollouts.next(self.step, self.version)
+            except NO_REWARDS as error:
+                self.rollouts.drawn = drawn
+                self.save_checkpoint()
+                raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
+            metrics, experience, advantage = self.learner.update(batch, self.step)
+            with self.clock("publish"):
+                self.version = self.engine.new_version(self.version + 1)
+            self.step += 1
+            self.seconds = time.monotonic() - begin
+            self._report(batch, metrics, experience, advantage)
+            if interrupted:
+                self.save_checkpoint()
+                raise Interrupted(f"stopped at step {self.step} of {train.steps}, state saved: --resume goes on")
+            if self.step % train.eval_every == 0 and self.step < train.steps:
+                with self.clock("evaluate"):
+                    self.evaluate()
+            if self.step % train.checkpoint.every == 0:
+                with self.clock("checkpoint"):
+                    self.save_checkpoint()
+            self.seconds = time.monotonic() - begin
+
+    def _report(
+        self, batch: Batch, metrics: dict[str, float], experience: Experience | None, advantage: Estimate | None
+    ) -> None:
+        split = self.clock.split()
+        tokens = sum(len(sample.token_ids) for sample in batch.samples)
+        self.samples += len(batch.samples)
+        self.tokens += tokens
+        metrics = {
+            **batch_metrics(batch.samples),
+            **metrics,
+            **split,
+            "perf/samples_per_second": len(batch.samples) / split["time/step"],
+            "perf/tokens_per_second": tokens / split["time/step"],
+            "perf/peak_bytes": float(peak_bytes()),
+            "progress/samples": float(self.samples),
+            "progress/tokens": float(self.tokens),
+            "progress/prompts": float(self.rollouts.drawn),
+        }
+        self.run.events.metric(metrics, step=self.step, version=self.version)
+        if experience is not None and advantage is not None and self._shows():
+            for event in sample_events(self.loaded.tokenizer, experience, advantage, self.recipe.train.show):
+                self.run.events.write("sample", step=self.step, version=batch.version, **event)
+        self.viewer.step(self.step, metrics)
+
+    def _shows(self) -> bool:
+        train = self.recipe.train
+        return train.show > 0 and (self.step % train.eval_every == 0 or self.step in (1, train.steps))
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out figures: the reward of the run and, where the world knows it, the truth."""
+        samples = self.rollouts.heldout(self.heldout, self.recipe.train.eval_samples, "heldout")
+        scored = [sample.reward for sample in samples if sample.reward is not None]
+        figures = {"reward": sum(scored) / len(scored)} if scored else {}
+        truth = [self.prompts.right(self.heldout[sample.group], sample) for sample in samples]
+        known = [right for right in truth if right is not None]
+        if known:
+            figures["accuracy"] = sum(known) / len(known)
+        figures["length"] = sum(len(sample.token_ids) for sample in samples) / len(samples)
+        self.run.events.metric({f"heldout/{name}": value for name, value in figures.items()}, step=self.step)
+        self.viewer.figures(self.step, figures)
+        return figures
+
+    def _finish(self) -> dict[str, Any]:
+        after = self.evaluate()
+        self.save_model(self.run.final)
+        summary: dict[str, Any] = {
+            "task": "rl",
+            "algorithm": self.recipe.algorithm.name,
+            "seed": self.recipe.seed,
+            "steps": self.recipe.train.steps,
+        }
+        for name in after:
+            summary |= {f"{name}_before": self.before.get(name), f"{name}_after": after[name]}
+        summary |= {
+            "seconds": round(self.seconds, 1),
+            "samples": self.samples,
+            "samples_per_second": round(self.samples / self.seconds, 1) if self.seconds else 0.0,
+            "peak_bytes": peak_bytes(),
+            "parameters": sum(parameter.numel() for parameter in self.loaded.module.parameters()),
+        }
+        self.run.summarise(summary)
+        return summary
+
+    # State
+
+    def save_model(self, directory: Path) -> Path:
+        module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
+        return save(module, self.loaded.tokenizer, directory)
+
+    def save_checkpoint(self) -> None:
+        state = {
+            "seconds": self.seconds,
+            "random": randomness.capture(),
+            "threads": torch.get_num_threads(),
+            "version": self.version,
+            "drawn": self.rollouts.drawn,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "before": self.before,
+            "learner": self.learner.state(),
+        }
+        with self.run.events.span("checkpoint", step=self.step):
+            self.run.checkpoints.save(self.step, self.save_model, self.optimizer.state(), state, self._save_more)
+
+    def _save_more(self, directory: Path) -> None:
+        if self.critic is not None:
+            self.critic.save(directory)
+        if self.recipe.model.lora is not None:
+            save_file(lora.adapter_tensors(self.loaded.module), directory / "adapter.safetensors")
+        if self.policy.value_head is not None:
+            save_file(dict(self.policy.value_head.state_dict()), directory / "value_head.safetensors")
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        self.step, self.version, self.seconds = checkpoint.step, state["version"], state["seconds"]
+        self.rollouts.drawn, self.samples, self.tokens = state["drawn"], state["samples"], state["tokens"]
+        self.before = state["before"]
+        self.learner.load(state["learner"])
+        self.optimizer.load(checkpoint.optimizer())
+        if self.critic is not None:
+            self.critic.load(checkpoint.path)
+        if self.policy.value_head is not None:
+            self.policy.value_head.load_state_dict(load_file(checkpoint.path / "value_head.safetensors"))
+        randomness.restore(state["random"])
+        self.engine.new_version(self.version)
+        self.run.events.note(RESUME, step=self.step)
+
+    # Parts
+
+    def _reference(self) -> Reference | None:
+        """None without a KL: then no second model is held."""
+        recipe = self.recipe
+        if recipe.algorithm.kl.coef == 0:
+            return None
+        if recipe.model.lora is not None:
+            return WithoutAdapter(self.policy)
+        assert recipe.model.path is not None
+        frozen = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device)).module
+        frozen.requires_grad_(False)
+        use_packed_attention(frozen)
+        return Policy(
+            type(self.engine.decoder)(frozen, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
+            max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens,
+        )  # fmt: skip
+
+    def _critic(self, checkpoint: Checkpoint | None) -> Critic | None:
+        table, recipe = self.recipe.critic, self.recipe
+        if table is None:
+            return None
+        if table.shared:
+            return SharedCritic(self.policy)
+        source = checkpoint.path / "critic" if checkpoint is not None else table.path or recipe.model.path
+        assert source is not None
+        loaded = load_value(
+            source, recipe.model.dtype, choose_device(recipe.model.device), fresh_head=checkpoint is None,
+            seed=recipe.seed,
+        )  # fmt: skip
+        model = loaded.module
+        assert isinstance(model, ValueModel)
+        if len(loaded.tokenizer) != len(self.loaded.tokenizer):
+            raise ConfigError(
+                f"critic.path has a vocabulary of {len(loaded.tokenizer)} tokens and the policy one of "
+                f"{len(self.loaded.tokenizer)}: the critic reads the policy's tokens, so they must be the same"
+            )
+        if checkpoint is None:
+            nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
+        without_dropout(model)
+        train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
+        return LocalCritic(
+            model, loaded.tokenizer, Optimizer(model, train), clip=recipe.algorithm.clip.value,
+            micro_batch_tokens=recipe.train.micro_batch_tokens,
+        )  # fmt: skip
+
+
+def load_trained(recipe: RlRecipe, checkpoint: Checkpoint | None) -> Loaded:
+    """The policy as it is at the start of this run or, with a checkpoint, as it was there."""
+    table = recipe.model
+    assert table.path is not None
+    source = checkpoint.model if checkpoint is not None and table.lora is None else table.path
+    loaded = load_policy(source, table.dtype, choose_device(table.device))
+    without_dropout(loaded.module)
+    if table.lora is not None:
+        lora.attach(loaded.module, table.lora, recipe.seed)
+        if checkpoint is not None:
+            lora.load_adapter(loaded.module, load_file(checkpoint.path / "adapter.safetensors"))
+    if table.recompute:
+        loaded.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        loaded.module.train()  # transformers recomputes in this mode alone; without dropout it differs in nothing else
+    return loaded
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Two forward passes on the same tokens must agree: the ratio of an update starts at 1."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def value_head(table: CriticTable, module: nn.Module) -> nn.Linear:
+    config: Any = module.config
+    device = next(module.parameters()).device
+    head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=device)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def check_room(recipe: RlRecipe, prompts: list[Prompt], positions: int) -> None:
+    longest = max(len(prompt.token_ids or ()) for prompt in prompts)
+    room, asked = positions - longest, recipe.sampling.max_tokens
+    if asked > room:
+        raise ConfigError(
+            f"the longest held-out prompt has {longest} tokens and the model {positions} positions: "
+            f"{positions} - {longest} = {room} are left, and sampling.max_tokens = {asked}"
+        )
+
+
+def peak_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,154 @@
+"""Rollouts: prompts in, scored samples of whole groups out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from plaudit.algo.dapo import informative
+from plaudit.config import RlRecipe
+from plaudit.config.rl import SamplingTable
+from plaudit.core import Engine, SamplingParams
+from plaudit.records import Batch, Prompt, Sample
+from plaudit.train.clock import Clock
+from plaudit.train.prompts import Prompts
+from plaudit.train.scorer import Scorer
+
+
+class Player(Protocol):
+    """Plays prompts out to the end: one answer, or turns with an environment."""
+
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
+        """n samples of each prompt, in order; `group` is the prompt's index. The same seed gives the same samples."""
+
+
+class Rollouts:
+    """`drawn` is how many training prompts were asked so far: the position in the data."""
+
+    def __init__(self, recipe: RlRecipe, player: Player, prompts: Prompts, scorer: Scorer, clock: Clock) -> None:
+        self.recipe = recipe
+        self.player = player
+        self.prompts = prompts
+        self.scorer = scorer
+        self.clock = clock
+        self.drawn = 0
+
+    def next(self, step: int, version: int) -> Batch:
+        """The samples of one step. With dynamic sampling, groups whose rewards are all equal are replaced by others,
+        as long as the rounds last."""
+        wanted, dynamic = self.recipe.train.prompts_per_step, self.recipe.algorithm.dynamic
+        rounds = dynamic.rounds if dynamic is not None else 1
+        kept: list[list[Sample]] = []
+        spare: list[list[Sample]] = []
+        for _ in range(rounds):
+            groups = self._round(step)
+            telling = groups if dynamic is None else [group for group in groups if _differ(group)]
+            spare += [group for group in groups if group not in telling]
+            kept += telling
+            if len(kept) >= wanted:
+                break
+        # A batch keeps its size; groups that teach nothing fill it where the rounds gave too few that do.
+        chosen = (kept + spare)[:wanted]
+        samples = [replace(sample, group=i) for i, group in enumerate(chosen) for sample in group]
+        return Batch(tuple(samples), version)
+
+    def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
+        """Scored answers to held-out prompts."""
+        samples = self.player.play(prompts, n, seed)
+        return self.scorer.score([prompts[sample.group] for sample in samples], samples)
+
+    def _round(self, step: int) -> list[list[Sample]]:
+        first, count = self.drawn, self.recipe.train.prompts_per_step
+        self.drawn += count
+        prompts = [self.prompts.train(index) for index in range(first, self.drawn)]
+        with self.clock("generate"):
+            samples = self.player.play(prompts, self.recipe.train.samples_per_prompt, f"{step} {first}")
+        with self.clock("reward"):
+            samples = self.scorer.score([prompts[sample.group] for sample in samples], samples)
+        groups: list[list[Sample]] = [[] for _ in prompts]
+        for sample in samples:
+            prompt = prompts[sample.group]
+            extra = {**sample.extra, "prompt": prompt.text, "right": self.prompts.right(prompt, sample)}
+            groups[sample.group].append(replace(sample, extra=extra))
+        return groups
+
+
+class SingleTurn:
+    """One answer to each prompt."""
+
+    def __init__(self, engine: Engine, sampling: SamplingTable, seed: int) -> None:
+        self.engine = engine
+        self.sampling = sampling
+        self.seed = seed
+
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
+        asked = [list(prompt.token_ids or ()) for prompt in prompts]
+        params = [
+            sampling_params(self.sampling, n, f"{self.seed} {seed} {index}") for index in range(len(prompts))
+        ]  # fmt: skip
+        return self.engine.generate(asked, params)
+
+
+def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big")
+    return SamplingParams(
+        n=n, temperature=table.temperature, top_p=table.top_p, top_k=table.top_k, max_tokens=table.max_tokens,
+        stop=table.stop, seed=number,
+    )  # fmt: skip
+
+
+def _differ(group: Sequence[Sample]) -> bool:
+    rewards = [sample.reward for sample in group if sample.reward is not None]
+    return bool(informative(torch.tensor(rewards), [0] * len(rewards)))
+
+
+def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What the samples of a step are like: rewards, groups, lengths, truth."""
+    scored: list[float] = [sample.reward for sample in samples if sample.reward is not None]
+    rewards = torch.tensor(scored, dtype=torch.float64)
+    lengths = torch.tensor([float(sum(sample.mask)) for sample in samples], dtype=torch.float64)
+    stopped = [float(sum(sample.mask)) for sample in samples if sample.finish_reason == "stop"]
+    found: dict[str, float] = {
+        "reward/errors": sum(sample.error is not None for sample in samples) / len(samples),
+        "length/mean": lengths.mean().item(),
+        "length/min": lengths.min().item(),
+        "length/max": lengths.max().item(),
+        "length/prompt_mean": sum(len(sample.prompt_ids) for sample in samples) / len(samples),
+        "length/truncated": _share(samples, "length"),
+        "length/aborted": _share(samples, "abort"),
+    }
+    if stopped:
+        found["length/stopped_mean"] = sum(stopped) / len(stopped)
+    if scored:
+        found |= {
+            "reward/mean": rewards.mean().item(),
+            "reward/std": rewards.std(correction=0).item(),
+            "reward/min": rewards.min().item(),
+            "reward/max": rewards.max().item(),
+        }
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            groups.setdefault(sample.group, []).append(sample.reward)
+    if any(len(group) > 1 for group in groups.values()):
+        found["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
+    judged: list[Any] = [sample.extra.get("right") for sample in samples]
+    known = [right for right in judged if right is not None]
+    if known:
+        found["accuracy"] = sum(known) / len(known)
+        by_group: dict[int, bool] = {}
+        for sample in samples:
+            by_group[sample.group] = by_group.get(sample.group, False) or bool(sample.extra.get("right"))
+        found["pass_at_k"] = sum(by_group.values()) / len(by_group)
+    turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
+    if turns:
+        found["turns/mean"] = sum(turns) / len(turns)
+    return found
+
+
+def _share(samples: Sequence[Sample], reason: str) -> float:
+    return sum(sample.finish_reason == reason for sample in samples) / len(samples)

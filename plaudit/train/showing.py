@@ -1,0 +1,46 @@
+"""Samples for the event log, token by token, so that a person can see what was rewarded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plaudit.algo.kl import kl_estimate
+from plaudit.train.advantages import Estimate
+from plaudit.train.experience import Experience
+
+
+def sample_events(tokenizer: Any, experience: Experience, found: Estimate, count: int) -> Iterator[dict[str, Any]]:
+    """The worst, the best and some between: as many as asked for."""
+    order = sorted(range(len(experience.samples)), key=lambda i: experience.samples[i].reward or 0.0)
+    count = min(count, len(order))
+    chosen = sorted({order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)})
+    ends = torch.tensor(experience.lengths).cumsum(0).tolist()
+    policy = experience.behaviour if experience.old is None else experience.old
+    kl = None if experience.reference is None else kl_estimate(policy, experience.reference, "k1")
+    for i in chosen:
+        sample = experience.samples[i]
+        rows = slice(ends[i] - len(sample.token_ids), ends[i])
+        yield {
+            "group": sample.group,
+            "index": sample.index,
+            "prompt": sample.extra.get("prompt", ""),
+            "response": sample.text,
+            "tokens": [tokenizer.decode([token]) for token in sample.token_ids],
+            "mask": list(sample.mask),
+            "reward": sample.reward,
+            "error": None,
+            "right": sample.extra.get("right"),
+            "finish_reason": sample.finish_reason,
+            "token_rewards": _rounded(found.token_rewards[rows]),
+            "kl": None if kl is None else _rounded(kl[rows]),
+            "logprobs": _rounded(experience.behaviour[rows]),
+            "advantages": _rounded(experience.advantages[rows]),
+        }
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
