@@ -37,7 +37,10 @@ def ratio_of(logp: Tensor, old: Tensor) -> Tensor:
 def clipped(
     logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
 ) -> PolicyTerms:
-    """logp, old, advantages: (T,); only logp has a gradient. low, high: distances from 1; dual: above 1."""
+    """logp, old, advantages: (T,); only logp has a gradient. low, high: distances from 1; dual: above 1.
+
+    All of them finite, at masked tokens too: 0 · NaN is NaN.
+    """
     return clip_ratio(ratio_of(logp, old), advantages, low, high, dual)
 
 
