@@ -8,7 +8,13 @@ from plaudit.errors import RunError
 from plaudit.events import Event, read_events
 
 
-def run_events(run: Path) -> list[Event]:
-    if not (run / "events.jsonl").is_file():
+def event_log(run: Path) -> Path:
+    path = run / "events.jsonl"
+    if not path.is_file():
         raise RunError(f"{run} is no run directory: it has no events.jsonl; `plaudit train RECIPE` makes one")
+    return path
+
+
+def run_events(run: Path) -> list[Event]:
+    event_log(run)
     return read_events(run)

@@ -1,81 +1,83 @@
-"""Runs in the terminal: where each came to, and how its loss fell."""
+"""Runs in the terminal: where each came to, how its curves went, what is wrong with it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from plaudit.events import Event
-from plaudit.report.source import run_events
+from plaudit.report.curve import Curve
+from plaudit.report.diagnosis import diagnose, verdict
+from plaudit.report.figures import FIGURES
+from plaudit.report.finding import percent
+from plaudit.report.history import History
+from plaudit.report.sparkline import sparkline
 
-# What the figures mean, in the order in which they are shown.
-FIGURES = {
-    "accuracy/sums/sampled": "answers right, sampled at temperature 1",
-    "accuracy/sums/greedy": "answers right, greedy",
-    "accuracy/sums-hard/sampled": "long chains right, sampled",
-    "accuracy/sums-hard/greedy": "long chains right, greedy",
-    "pair_accuracy": "pairs ordered as the truth orders them",
-    "step_auc": "right steps scored above wrong ones (AUC)",
-    "first_wrong_f1": "first wrong step found (F1)",
-    "sums-hard/pair_accuracy": "pairs of long chains ordered as the truth orders them",
-    "sums-hard/step_auc": "steps of long chains (AUC)",
-    "sums-hard/first_wrong_f1": "first wrong step of long chains (F1)",
-    "lead": "mean lead of the better response",
-    "score_mean": "mean score",
-    "score_std": "spread of scores",
-    "heldout_loss": "loss on held-out items",
+COLOURS = {"bad": "red", "watch": "yellow", "fine": "green"}
+
+# What is drawn of a run against rewards, with what it is called.
+_CURVES = {
+    "reward/mean": "reward",
+    "accuracy": "answers right",
+    "kl/reference": "KL",
+    "policy/entropy": "entropy",
+    "length/mean": "length",
 }
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_SPARKS = 24
+_PHASES = 4
 
 
-def print_report(runs: Sequence[Path], console: Console | None = None) -> None:
+def print_report(runs: Sequence[History], console: Console | None = None) -> None:
     console = console or Console()
     table = Table(title="on held-out items", title_style="dim", title_justify="left", box=None, pad_edge=False)
     for heading in ("run", "figure"):
         table.add_column(heading)
     table.add_column("value", justify="right")
     for run in runs:
-        events = run_events(run)
-        curve = [float(e["values"]["loss"]) for e in events if e["kind"] == "metric" and "loss" in e["values"]]
-        figures = final_figures(events)
-        label = run.resolve().name
-        for name in [*FIGURES, *sorted(set(figures) - set(FIGURES))]:
-            if name in figures:
-                table.add_row(label, FIGURES.get(name, name), f"{figures[name]:.3f}")
-                label = ""
-        table.add_row(
-            label, f"loss over {len(curve)} steps {sparkline(curve)}", f"{_seconds(events):.0f} s", end_section=True
-        )
+        rows = [*_figures(run), *_curves(run), *_times(run)] or [("nothing measured", "")]
+        for i, (what, value) in enumerate(rows):
+            table.add_row("" if i else run.name, what, value, end_section=i == len(rows) - 1)
     console.print(table)
+    for run in runs:
+        _print_diagnosis(run, console)
 
 
-def final_figures(events: Sequence[Event]) -> dict[str, float]:
-    """The last value of every held-out figure."""
-    figures: dict[str, float] = {}
-    for event in events:
-        if event["kind"] == "metric":
-            for name, value in event["values"].items():
-                if name.startswith("heldout/"):
-                    figures[name.removeprefix("heldout/")] = float(value)
-    return figures
+def _figures(run: History) -> list[tuple[str, str]]:
+    """Each held-out figure: the last, and before it the first where there were several."""
+    figures = {name: curve for name, curve in run.held_out().items() if len(curve)}
+    names = [*(name for name in FIGURES if name in figures), *sorted(set(figures) - set(FIGURES))]
+    return [(FIGURES.get(name, name), _first_and_last(figures[name])) for name in names]
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """The curve in a line of blocks, each the mean of its part."""
-    if not values:
-        return ""
-    width = min(_SPARKS, len(values))
-    edges = [i * len(values) // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
+def _first_and_last(curve: Curve) -> str:
+    last = f"{curve.values[-1]:.3f}"
+    return f"{curve.values[0]:.3f} → {last}" if len(curve) > 1 else last
 
 
-def _seconds(events: Sequence[Event]) -> float:
-    return float(events[-1]["wall"]) - float(events[0]["wall"])
+def _curves(run: History) -> list[tuple[str, str]]:
+    if not run.reinforced:
+        loss = run.curves.get("loss")
+        return [(f"loss over {len(loss)} steps {sparkline(loss.finite)}", f"{run.seconds:.0f} s")] if loss else []
+    rows = []
+    for name, called in _CURVES.items():
+        if curve := run.curve(name):
+            rows.append((f"{called:13} {sparkline(curve.finite)}", f"{curve.early():.3g} → {curve.late():.3g}"))
+    return [(f"over {run.steps} steps of training:", f"{run.seconds:.0f} s"), *rows]
+
+
+def _times(run: History) -> list[tuple[str, str]]:
+    split = run.time_split() if run.phases() else {}
+    total = sum(split.values())
+    shares = [f"{name} {percent(seconds / total)}" for name, seconds in list(split.items())[:_PHASES]] if total else []
+    return [("time: " + ", ".join(shares), "")] if shares else []
+
+
+def _print_diagnosis(run: History, console: Console) -> None:
+    findings = diagnose(run)
+    severity, told = verdict(run, findings)
+    console.print(Text.assemble(f"{run.name}: ", (told, COLOURS[severity])), soft_wrap=True)
+    for finding in findings:
+        if finding.severity != "fine":
+            said = (f"  {finding.rule}: ", COLOURS[finding.severity])
+            console.print(Text.assemble(said, finding.says, (f" {finding.cure}", "dim")), soft_wrap=True)

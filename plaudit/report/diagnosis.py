@@ -1,0 +1,62 @@
+"""What is wrong with a run, in plain words, with the numbers and the cure.
+
+Each rule is a function of a run's history. It gives a finding, also when what it looked at is fine, or None where the
+run has not logged what it needs. "At the end" is the mean of the last quarter of the run, "at first" that of its first
+fifth; a change of less than three standard errors counts as none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from plaudit.report.finding import WORST_FIRST, Finding, Severity, count, number, percent
+from plaudit.report.history import History
+from plaudit.report.rules import examples, policy, reward, sampling
+
+Rule = Callable[[History], Finding | None]
+
+# In the order in which findings of one severity are told.
+RULES: tuple[Rule, ...] = (
+    policy.not_finite, reward.over_optimised, reward.equal_groups, reward.learning, examples.loss_falls,
+    examples.overfitting, policy.entropy, policy.kl_without_reward, policy.gradient, reward.reward_errors,
+    sampling.truncation, sampling.length_growth, reward.saturated, policy.first_ratio, sampling.mismatch,
+    sampling.effective_samples, sampling.staleness, policy.clipping, policy.critic, policy.zero_loss, policy.warm_up,
+    sampling.slowest_phase,
+)  # fmt: skip
+
+
+def diagnose(run: History) -> list[Finding]:
+    """All findings, the worst first."""
+    found = [finding for rule in RULES if (finding := rule(run))]
+    return sorted(found, key=lambda finding: WORST_FIRST.index(finding.severity))
+
+
+def verdict(run: History, findings: Sequence[Finding]) -> tuple[Severity, str]:
+    """The run in one line: how it stands, and what it learned."""
+    told = _progress(run)
+    bad = [finding for finding in findings if finding.severity == "bad"]
+    watch = [finding for finding in findings if finding.severity == "watch"]
+    if bad:
+        more = f", and {count(len(bad) - 1, 'more problem')}" if len(bad) > 1 else ""
+        return "bad", f"Not well: {bad[0].rule}{more}. {told}"
+    if watch:
+        return "watch", f"Running, with {count(len(watch), 'thing')} to watch: {watch[0].rule}. {told}"
+    if not findings:
+        return "watch", f"Too little was logged to judge this run. {told}"
+    return "fine", f"Healthy. {told}"
+
+
+def _progress(run: History) -> str:
+    parts = []
+    if run.reinforced:
+        if score := run.curve("reward/mean"):
+            parts.append(f"reward {number(score.early())} → {number(score.late())}")
+        held = run.held_out().get("accuracy")
+        if held and len(held.finite) > 1:
+            parts.append(f"held-out answers right {percent(held.finite[0])} → {percent(held.finite[-1])}")
+        elif truth := run.truth:
+            parts.append(f"answers right {percent(truth.early())} → {percent(truth.late())}")
+    elif loss := run.curve("loss"):
+        parts.append(f"loss {number(loss.early())} → {number(loss.late())}")
+    told = ", ".join(parts) or "nothing measured"
+    return f"{told[0].upper()}{told[1:]} over {count(run.steps, 'step')}."

@@ -1,0 +1,34 @@
+"""What a rule found: how grave it is, a sentence with the numbers, and the cure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["bad", "watch", "fine"]
+WORST_FIRST: tuple[Severity, ...] = ("bad", "watch", "fine")
+
+# With fewer points than this a trend cannot be told from chance.
+ENOUGH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    rule: str
+    severity: Severity
+    says: str
+    cure: str = ""
+
+
+def percent(share: float) -> str:
+    digits = 1 if 0 < share < 0.0995 else 0
+    return "nan" if math.isnan(share) else f"{100 * share:.{digits}f} %"
+
+
+def number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def count(many: int, noun: str) -> str:
+    return f"{many} {noun}" if many == 1 else f"{many} {noun}s"

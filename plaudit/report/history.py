@@ -1,0 +1,105 @@
+"""What a run did, in the form in which all views ask for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plaudit.events import Event
+from plaudit.report.curve import Curve
+from plaudit.report.source import run_events
+
+HELD_OUT = "heldout/"
+_REST = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    name: str
+    curves: Mapping[str, Curve]
+    seconds: float = 0.0
+    spans: Mapping[str, float] = field(default_factory=dict)
+    memory: Sequence[Event] = ()
+    samples: Sequence[Event] = ()
+
+    @property
+    def steps(self) -> int:
+        return max((curve.steps[-1] for curve in self.curves.values() if curve.steps), default=0)
+
+    @property
+    def reinforced(self) -> bool:
+        """Whether this is a run against rewards; else it learned from examples."""
+        return "reward/mean" in self.curves
+
+    @property
+    def truth(self) -> Curve | None:
+        """The share of samples that are right, where the world knows it."""
+        return self.curve("accuracy", f"{HELD_OUT}accuracy")
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the mean reward has come within a thirtieth of the range to the greatest reward seen."""
+        mean, greatest, least = self.curve("reward/mean"), self.curve("reward/max"), self.curve("reward/min")
+        if mean is None or greatest is None:
+            return False
+        top = max(greatest.finite)
+        bottom = min(least.finite) if least else min(mean.finite)
+        return top > bottom and top - mean.late() <= (top - bottom) / 30
+
+    def curve(self, *names: str) -> Curve | None:
+        """The first of these that has a finite value."""
+        return next((curve for name in names if (curve := self.curves.get(name)) and curve.finite), None)
+
+    def held_out(self) -> dict[str, Curve]:
+        return {name.removeprefix(HELD_OUT): c for name, c in self.curves.items() if name.startswith(HELD_OUT)}
+
+    def phases(self) -> dict[str, list[tuple[int, float]]]:
+        """(step, seconds) of every phase of a step; what no phase accounts for is `other`. Longest phase first."""
+        phases = {
+            name.removeprefix("time/"): [(s, v) for s, v in zip(c.steps, c.values, strict=True) if math.isfinite(v)]
+            for name, c in self.curves.items()
+            if name.startswith("time/") and name != "time/step"
+        }
+        if whole := self.curves.get("time/step"):
+            known: dict[int, float] = {}
+            for points in phases.values():
+                for step, seconds in points:
+                    known[step] = known.get(step, 0.0) + seconds
+            rest = [(s, max(0.0, v - known.get(s, 0.0))) for s, v in zip(whole.steps, whole.values, strict=True)]
+            phases[_REST] = [(step, seconds) for step, seconds in rest if math.isfinite(seconds)]
+        lasted = {name: points for name, points in phases.items() if any(seconds > 0 for _, seconds in points)}
+        return dict(sorted(lasted.items(), key=lambda item: -sum(seconds for _, seconds in item[1])))
+
+    def time_split(self) -> dict[str, float]:
+        """Seconds of every phase over the run, longest first; the spans of a run that has no `time/` figures."""
+        split = {name: sum(seconds for _, seconds in points) for name, points in self.phases().items()}
+        return split or dict(sorted(self.spans.items(), key=lambda item: -item[1]))
+
+
+def read_history(run: Path) -> History:
+    return history_of(run.resolve().name, run_events(run))
+
+
+def history_of(name: str, events: Sequence[Event]) -> History:
+    points: dict[str, dict[int, float]] = {}
+    spans: dict[str, float] = {}
+    for event in events:
+        if event["kind"] == "metric" and "step" in event:
+            for metric, value in event["values"].items():
+                points.setdefault(metric, {})[event["step"]] = float(value)
+        elif event["kind"] == "span":
+            spans[event["name"]] = spans.get(event["name"], 0.0) + float(event["seconds"])
+    curves = {}
+    for metric, by_step in points.items():
+        steps = sorted(by_step)
+        curves[metric] = Curve(tuple(steps), tuple(by_step[step] for step in steps))
+    return History(
+        name=name,
+        curves=curves,
+        seconds=float(events[-1]["wall"]) - float(events[0]["wall"]) if events else 0.0,
+        spans=spans,
+        memory=[event for event in events if event["kind"] == "memory"],
+        samples=[event for event in events if event["kind"] == "sample"],
+    )

@@ -1,0 +1,134 @@
+"""One HTML page about runs: complete in itself, nothing from the network, nothing in it that a sample could start."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from plaudit.events import Event
+from plaudit.report.diagnosis import diagnose, verdict
+from plaudit.report.figures import FIGURES
+from plaudit.report.history import History
+
+# Bounds on what one page carries, so that a long run gives a page a browser opens at once.
+MOST_POINTS, MOST_STRIPES, MOST_MEMORY, MOST_SAMPLE_TOKENS = 1000, 200, 600, 200_000
+
+_SAMPLE_FIELDS = (
+    "step", "version", "group", "index", "prompt", "response", "tokens", "mask", "reward", "error", "right",
+    "finish_reason", "token_rewards", "kl", "logprobs", "advantages",
+)  # fmt: skip
+_PER_TOKEN = ("token_rewards", "kl", "logprobs", "advantages")
+_TEMPLATE = Path(__file__).with_name("page.html")
+_DATA, _POLICY = "{{data}}", "{{script-hash}}"
+
+
+def render_page(runs: Sequence[History]) -> str:
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    script = template.split("<script>")[1].split("</script>")[0]
+    # The browser runs the page's own script and no other, wherever a text may come to stand.
+    own = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    data = {"labels": FIGURES, "runs": [_run(run) for run in runs]}
+    return template.replace(_POLICY, own).replace(_DATA, _embedded(data))
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that may stand in a script element: no character in it can end the element or begin another."""
+    text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _plain(value: Any) -> Any:
+    """Numbers to six digits; what is no finite number is null."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _run(run: History) -> dict[str, Any]:
+    findings = diagnose(run)
+    severity, told = verdict(run, findings)
+    return {
+        "name": run.name,
+        "steps": run.steps,
+        "seconds": run.seconds,
+        "severity": severity,
+        "verdict": told,
+        "findings": [asdict(finding) for finding in findings],
+        "curves": {name: _points(run, name) for name in run.curves},
+        "times": run.time_split(),
+        "stripes": _stripes(run),
+        "memory": _memory(run.memory),
+        "samples": _samples(run.samples),
+    }
+
+
+def _points(run: History, name: str) -> list[Sequence[float]]:
+    curve = run.curves[name].thinned(MOST_POINTS)
+    return [curve.steps, curve.values]
+
+
+def _stripes(run: History) -> dict[str, Any]:
+    """Seconds of every phase along the run, as means over stretches of steps: the layers of a stacked area."""
+    phases = run.phases()
+    steps = sorted({step for points in phases.values() for step, _ in points})
+    if not steps:
+        return {"steps": [], "layers": {}}
+    count = min(MOST_STRIPES, len(steps))
+    place = {step: i * count // len(steps) for i, step in enumerate(steps)}
+    size = [0] * count
+    for part in place.values():
+        size[part] += 1
+    layers = {}
+    for name, points in phases.items():
+        sums = [0.0] * count
+        for step, seconds in points:
+            sums[place[step]] += seconds
+        layers[name] = [total / size[i] for i, total in enumerate(sums)]
+    first = {part: step for step, part in reversed(place.items())}
+    return {"steps": [first[part] for part in range(count)], "layers": layers}
+
+
+def _memory(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """What memory held, thinned by keeping the fullest moment of each stretch."""
+    moments = [
+        {"at": event["wall"] - events[0]["wall"], "step": event.get("step"), "phase": event["phase"],
+         "bytes": {what: int(float(count)) for what, count in event["bytes"].items()}}
+        for event in events
+    ]  # fmt: skip
+    count = min(MOST_MEMORY, len(moments))
+    stretches = [moments[i * len(moments) // count : (i + 1) * len(moments) // count] for i in range(count)]
+    return [max(stretch, key=lambda moment: sum(moment["bytes"].values())) for stretch in stretches]
+
+
+def _samples(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """All samples of a short run; of a long one those of evenly chosen steps, the first and the last among them."""
+    by_step: dict[int, list[Event]] = {}
+    for event in events:
+        by_step.setdefault(event.get("step", 0), []).append(event)
+    steps = sorted(by_step)
+    tokens = sum(len(event.get("tokens") or ()) for event in events)
+    keep = max(2, len(steps) * MOST_SAMPLE_TOKENS // max(1, tokens))
+    if keep < len(steps):
+        steps = [steps[i * (len(steps) - 1) // (keep - 1)] for i in range(keep)]
+    return [_sample(event) for step in steps for event in by_step[step]]
+
+
+def _sample(event: Event) -> dict[str, Any]:
+    kept = {key: event[key] for key in _SAMPLE_FIELDS if key in event}
+    # A number that is not finite is a string in the log.
+    if kept.get("reward") is not None:
+        kept["reward"] = float(kept["reward"])
+    for key in _PER_TOKEN:
+        if kept.get(key) is not None:
+            kept[key] = [None if value is None else float(value) for value in kept[key]]
+    return kept

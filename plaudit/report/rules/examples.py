@@ -1,0 +1,35 @@
+"""What can be said of a run that learns from examples."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from plaudit.report.finding import ENOUGH, Finding, number
+from plaudit.report.history import History
+
+
+def loss_falls(run: History) -> Finding | None:
+    curve = None if run.reinforced else run.curve("loss")
+    if curve is None or len(curve.finite) < ENOUGH:
+        return None
+    moved = f"loss {number(curve.early())} → {number(curve.late())}"
+    if curve.late() < curve.early() - curve.noise():
+        return Finding("learning", "fine", f"The loss falls: {number(curve.early())} → {number(curve.late())}.")
+    return Finding(
+        "nothing learned",
+        "watch",
+        f"The loss does not fall: {moved}, with ±{number(curve.noise())} of noise.",
+        "Raise train.lr, train longer, or look at the data.",
+    )
+
+
+def overfitting(run: History) -> Finding | None:
+    held = run.held_out().get("heldout_loss")
+    if run.reinforced or held is None or len(held.finite) < 3:
+        return None
+    least, last = min(held.finite), held.finite[-1]
+    step = held.steps[held.values.index(least)]
+    if last > least * 1.05 + 1e-6 and all(a <= b for a, b in pairwise(held.finite[held.finite.index(least) :])):
+        says = f"The held-out loss rises since step {step} ({number(least)} → {number(last)})."
+        return Finding("overfitting", "watch", says, f"Stop near step {step}, use more data, or lower train.lr.")
+    return Finding("held-out loss", "fine", f"The held-out loss is {number(last)}, at least {number(least)}.")

@@ -1,0 +1,196 @@
+"""What the policy's own figures say: gradient, entropy, KL, clipping, critic."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from plaudit.report.finding import ENOUGH, Finding, number, percent
+from plaudit.report.history import History
+
+
+def not_finite(run: History) -> Finding | None:
+    watched = ("policy/loss", "policy/grad_norm", "reward/mean", "kl/reference", "value/loss", "loss", "grad_norm")
+    curves = [(name, curve) for name in watched if (curve := run.curves.get(name))]
+    if not curves:
+        return None
+    broken = [(step, name) for name, curve in curves if (step := curve.first_not_finite) is not None]
+    if not broken:
+        return Finding("finite numbers", "fine", "Losses, gradients and rewards are finite at every step.")
+    step, name = min(broken)
+    says = f"{name} is not finite, first at step {step}."
+    return Finding(
+        "a number that is none",
+        "bad",
+        says,
+        "Go back to a checkpoint before it; lower train.lr or clip the gradient harder.",
+    )
+
+
+def gradient(run: History) -> Finding | None:
+    curve = run.curve("policy/grad_norm", "grad_norm")
+    if curve is None or len(curve.finite) < ENOUGH:
+        return None
+    usual, late = median(curve.finite), curve.late()
+    peak = max(curve.finite)
+    step = curve.steps[curve.values.index(peak)]
+    if usual > 0 and late > 10 * max(curve.early(), usual / 10):
+        says = f"The gradient norm grew from {number(curve.early())} to {number(late)}."
+        return Finding(
+            "exploding gradient", "bad", says, "Lower train.lr, clip the gradient harder, or warm up for longer."
+        )
+    if usual > 0 and peak > 20 * usual:
+        says = f"The gradient norm jumped to {number(peak)} at step {step}; it is {number(usual)} as a rule."
+        return Finding(
+            "a spike of the gradient",
+            "watch",
+            says,
+            "Look at the samples of that step; clip the gradient if it comes again.",
+        )
+    return Finding("gradient", "fine", f"The gradient norm stays near {number(usual)}, at most {number(peak)}.")
+
+
+def entropy(run: History) -> Finding | None:
+    curve = run.curve("policy/entropy")
+    if curve is None or len(curve.finite) < ENOUGH:
+        return None
+    before, after = curve.early(), curve.late()
+    moved = f"entropy {number(before)} → {number(after)}"
+    solved = (truth := run.truth) is not None and truth.late() > 0.9
+    if after < 0.1 * before and not solved:
+        return Finding(
+            "entropy collapse",
+            "bad",
+            f"The policy has stopped exploring: {moved}.",
+            "Raise the temperature, the upper clip bound or the entropy bonus; lower train.lr.",
+        )
+    if after < 0.3 * before and not solved:
+        return Finding(
+            "entropy falls",
+            "watch",
+            f"The policy explores less and less: {moved}.",
+            "If the reward stops rising, raise the upper clip bound or the temperature.",
+        )
+    if after > 2 * before + 0.05:
+        return Finding(
+            "entropy grows",
+            "watch",
+            f"The policy becomes more random: {moved}.",
+            "Lower train.lr or the entropy bonus; look at the samples for noise.",
+        )
+    return Finding(
+        "entropy", "fine", f"Entropy {number(before)} → {number(after)}{': the prompts are solved' if solved else ''}."
+    )
+
+
+def kl_without_reward(run: History) -> Finding | None:
+    kl, reward = run.curve("kl/reference"), run.curve("reward/mean")
+    if kl is None or reward is None or len(kl.finite) < ENOUGH or len(reward.finite) < ENOUGH:
+        return None
+    before, after = kl.middle(), kl.late()
+    gain = reward.late() - reward.middle()
+    moved = f"KL to the reference {number(before)} → {number(after)} over the second half"
+    if after > 1.5 * before and after > 0.01 and gain <= reward.noise() and not run.saturated:
+        says = f"The policy moves away without getting better: {moved}, reward {gain:+.3g}."
+        return Finding(
+            "KL grows without reward",
+            "watch",
+            says,
+            "Raise the KL coefficient or lower train.lr; an earlier checkpoint is likely as good.",
+        )
+    return Finding("KL to the reference", "fine", f"{moved}, reward {gain:+.3g}.")
+
+
+def clipping(run: History) -> Finding | None:
+    curves = [curve for name in ("policy/clip_low", "policy/clip_high") if (curve := run.curve(name))]
+    if not curves:
+        return None
+    share = sum(curve.late() for curve in curves)
+    if share > 0.2:
+        says = f"{percent(share)} of tokens are clipped: most of the update is thrown away."
+        return Finding(
+            "too much clipping",
+            "bad" if share > 0.35 else "watch",
+            says,
+            "Lower train.lr, make fewer updates per batch, or widen the clip range.",
+        )
+    if share == 0:
+        updates = run.curve("policy/updates")
+        kl = run.curve("policy/kl_old")
+        if updates and updates.late() > 1 and kl and abs(kl.late()) < 1e-6:
+            says = f"Nothing is ever clipped and the policy hardly moves within a batch (KL {number(kl.late())})."
+            return Finding("tiny updates", "watch", says, "Raise train.lr.")
+        return Finding(
+            "clipping", "fine", "Nothing is clipped: with one update per batch the ratio is 1, and nothing can be."
+        )
+    return Finding("clipping", "fine", f"{percent(share)} of tokens are clipped.")
+
+
+def first_ratio(run: History) -> Finding | None:
+    ratio, kl, updates = run.curve("policy/ratio_mean"), run.curve("policy/kl_old"), run.curve("policy/updates")
+    if ratio is None and kl is None:
+        return None
+    single = updates is not None and max(updates.finite) <= 1
+    # With one update per batch the new and the old log-probs are those of the same weights: only rounding is allowed.
+    most, most_kl = (0.01, 1e-3) if single else (0.1, 0.1)
+    off = max(abs(value - 1) for value in (ratio.finite if single else ratio.finite[:1])) if ratio else 0.0
+    far = max(abs(value) for value in (kl.finite if single else kl.finite[:1])) if kl else 0.0
+    where = "with one update per batch" if single else "at the first step"
+    says = f"The ratio of new to old probabilities is off 1 by {number(off)}, their KL is {number(far)}, {where}."
+    if off <= most and far <= most_kl:
+        return Finding("ratio at 1", "fine", says)
+    return Finding(
+        "ratio far from 1",
+        "bad",
+        says,
+        "The old log-probs are not of these weights: check dropout, temperature, dtype and the order of tokens.",
+    )
+
+
+def zero_loss(run: History) -> Finding | None:
+    loss, norm = run.curve("policy/loss"), run.curve("policy/grad_norm")
+    if loss is None or max(abs(value) for value in loss.finite) > 1e-6:
+        return None
+    if norm and max(norm.finite) == 0:
+        return Finding(
+            "no gradient",
+            "bad",
+            "The loss and its gradient are 0 at every step: nothing is trained.",
+            "Look whether all rewards of a group are equal, and whether the mask leaves any token.",
+        )
+    says = (
+        "The loss is 0: normal with one update per batch, where the ratio is 1 and the advantages sum to 0. "
+        "Its gradient is not 0."
+    )
+    return Finding("loss of 0", "fine", says)
+
+
+def warm_up(run: History) -> Finding | None:
+    curve = run.curve("policy/lr", "lr")
+    if curve is None or len(curve.finite) < 3:
+        return None
+    peak = max(curve.values)
+    step = curve.steps[curve.values.index(peak)]
+    if step == curve.steps[-1] and curve.values[0] < peak * 0.9:
+        return Finding(
+            "still warming up",
+            "watch",
+            f"The learning rate was still rising at step {step} ({number(peak)}).",
+            "Judge the run later, or shorten the warm-up.",
+        )
+    return Finding("warm-up", "fine", f"The learning rate came to its height, {number(peak)}, at step {step}.")
+
+
+def critic(run: History) -> Finding | None:
+    curve = run.curve("value/explained_variance")
+    if curve is None or len(curve.finite) < ENOUGH:
+        return None
+    late = curve.late()
+    if late > 0.05:
+        return Finding("critic", "fine", f"The critic explains {percent(late)} of the variance of returns.")
+    says = f"The critic explains nothing of the returns (explained variance {number(late)} at the end)."
+    return Finding(
+        "useless critic",
+        "bad" if late < -0.5 else "watch",
+        says,
+        "Train the critic first for some steps, raise its learning rate, or use a group baseline instead.",
+    )

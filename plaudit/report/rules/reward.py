@@ -1,0 +1,103 @@
+"""What the rewards say about a run."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from plaudit.report.finding import ENOUGH, Finding, number, percent
+from plaudit.report.history import History
+
+
+def equal_groups(run: History) -> Finding | None:
+    curve = run.curve("reward/zero_std_groups")
+    if curve is None:
+        return None
+    share = curve.late()
+    says = f"{percent(share)} of groups have equal rewards at the end"
+    if share < 0.5:
+        return Finding("groups differ", "fine", f"{says}; the others give a gradient.")
+    cure = "Raise the temperature or the difficulty of the prompts, or set dynamic sampling."
+    if (truth := run.truth) and truth.late() > 0.9:
+        cure = "Most prompts are solved: give harder ones, or stop here."
+    return Finding(
+        "equal rewards within groups", "bad" if share >= 0.8 else "watch", f"{says}: no gradient from them.", cure
+    )
+
+
+def learning(run: History) -> Finding | None:
+    curve = run.curve("reward/mean")
+    if curve is None or len(curve.finite) < ENOUGH:
+        return None
+    before, after, noise = curve.early(), curve.late(), curve.noise()
+    moved = f"reward {number(before)} → {number(after)}"
+    if after < before - noise:
+        return Finding(
+            "the reward falls",
+            "bad",
+            f"The policy gets worse: {moved}.",
+            "Lower train.lr; check the sign of the reward and of the advantages.",
+        )
+    if after <= before + noise and not run.saturated:
+        says = f"No learning beyond chance: {moved}, with ±{number(noise)} of noise."
+        return Finding(
+            "nothing learned",
+            "watch",
+            says,
+            "Raise train.lr or train longer; look whether groups differ in reward and samples are cut off.",
+        )
+    return Finding("learning", "fine", f"Reward {number(before)} → {number(after)}, with ±{number(noise)} of noise.")
+
+
+def over_optimised(run: History) -> Finding | None:
+    reward, truth = run.curve("reward/mean"), run.truth
+    if reward is None or truth is None or len(truth.finite) < ENOUGH or len(reward.finite) < ENOUGH:
+        return None
+    smooth = truth.smoothed()
+    peak = max(smooth.values)
+    step = smooth.steps[smooth.values.index(peak)]
+    after = smooth.values[-1]
+    lost = peak - after
+    gained = reward.late() - reward.smoothed().near(step)
+    if lost > max(0.03, truth.noise()) and gained > -reward.noise() / 2:
+        says = (
+            f"Since step {step} the truth falls ({percent(peak)} → {percent(after)} right) while the reward holds or "
+            f"rises ({gained:+.3g}): the policy learns to please the reward, not to be right."
+        )
+        cure = f"Take the checkpoint near step {step}; raise the KL coefficient, or mend the reward."
+        return Finding("over-optimisation", "bad", says, cure)
+    if reward.late() - reward.early() > reward.noise() and truth.late() - truth.early() <= truth.noise():
+        says = f"The reward rises and the truth does not ({percent(truth.early())} → {percent(truth.late())} right)."
+        return Finding(
+            "reward without truth", "watch", says, "Read samples with a high reward: it may pay for the wrong thing."
+        )
+    return Finding(
+        "reward and truth agree",
+        "fine",
+        f"The truth does not fall where the reward rises ({percent(after)} right at the end).",
+    )
+
+
+def saturated(run: History) -> Finding | None:
+    if run.curve("reward/max") is None or run.curve("reward/mean") is None:
+        return None
+    if not run.saturated:
+        return Finding("room to learn", "fine", "The reward is not at its ceiling.")
+    late = run.curves["reward/mean"].late()
+    says = f"The reward is at its ceiling ({number(late)}): little is left to learn from these prompts."
+    return Finding("saturated reward", "watch", says, "Stop here, or go on with harder prompts.")
+
+
+def reward_errors(run: History) -> Finding | None:
+    curve = run.curve("reward/errors")
+    if curve is None:
+        return None
+    share = fmean(curve.finite)
+    if share <= 0.01:
+        return Finding("rewards arrive", "fine", f"{percent(share)} of samples could not be scored.")
+    says = f"{percent(share)} of samples could not be scored (at worst {percent(max(curve.finite))} of a step)."
+    return Finding(
+        "reward errors",
+        "bad" if share > 0.1 else "watch",
+        says,
+        "Read the errors in the samples below; a reward server's page lists its last ones.",
+    )

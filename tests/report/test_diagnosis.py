@@ -1,0 +1,144 @@
+"""Each rule on made-up runs: it speaks where it should, with the numbers, and is content where it should be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from plaudit.report.curve import Curve
+from plaudit.report.diagnosis import RULES, diagnose, verdict
+from plaudit.report.history import History
+from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, Shape, history
+
+EVERYTHING = {**HEALTHY, **CRITIC, **ASYNCHRONOUS}
+
+
+def flat(value: float) -> Shape:
+    return lambda x: value
+
+
+def spoken(run: History, severity: str) -> dict[str, str]:
+    return {found.rule: f"{found.says} {found.cure}" for found in diagnose(run) if found.severity == severity}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("shapes", [HEALTHY, EVERYTHING], ids=["grpo", "ppo"])
+def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int) -> None:
+    run = history(shapes, seed=seed)
+    findings = diagnose(run)
+    assert {found.severity for found in findings} == {"fine"}
+    assert len(findings) >= 18
+    severity, told = verdict(run, findings)
+    assert severity == "fine"
+    assert told.startswith("Healthy. Reward 0.3")
+    assert told.endswith("over 120 steps.")
+
+
+@pytest.mark.parametrize(
+    ("severity", "rule", "words", "changed"),
+    [
+        ("bad", "equal rewards within groups", "92 % of groups", {"reward__zero_std_groups": flat(0.92)}),
+        ("watch", "equal rewards within groups", "dynamic sampling", {"reward__zero_std_groups": flat(0.65)}),
+        ("bad", "entropy collapse", "0.0", {"policy__entropy": lambda x: 0.8 * math.exp(-8 * x)}),
+        ("watch", "entropy falls", "explores less", {"policy__entropy": lambda x: 0.8 * (1 - 0.85 * x)}),
+        ("watch", "entropy grows", "more random", {"policy__entropy": lambda x: 0.8 + 2 * x}),
+        ("watch", "KL grows without reward", "without getting better",
+         {"kl__reference": lambda x: 0.02 + x * x, "reward__mean": lambda x: 0.3 + 0.45 * min(x, 0.3)}),
+        ("bad", "over-optimisation", "Since step 6",
+         {"accuracy": lambda x: 0.4 + 0.4 * (x if x < 0.5 else 1 - x)}),
+        ("watch", "reward without truth", "pay for the wrong thing", {"accuracy": flat(0.4)}),
+        ("watch", "nothing learned", "No learning beyond chance", {"reward__mean": flat(0.4)}),
+        ("bad", "the reward falls", "gets worse", {"reward__mean": lambda x: 0.7 - 0.3 * x}),
+        ("watch", "saturated reward", "harder prompts",
+         {"reward__mean": lambda x: 1 - 0.5 * math.exp(-9 * x), "accuracy": lambda x: 1 - 0.5 * math.exp(-9 * x)}),
+        ("watch", "cut-off samples", "20 %", {"length__truncated": flat(0.2)}),
+        ("bad", "cut-off samples", "token limit", {"length__truncated": flat(0.5)}),
+        ("watch", "length without reward", "20 →", {"length__mean": lambda x: 18 * 3**x, "reward__mean": flat(0.4)}),
+        ("watch", "samples shrink", "gives up", {"length__mean": lambda x: 40 * 0.2**x}),
+        ("bad", "exploding gradient", "grew from", {"policy__grad_norm": lambda x: 0.5 * math.exp(6 * x)}),
+        ("bad", "a number that is none", "first at step 61", {"policy__loss": lambda x: math.nan if x > 0.5 else 0.0}),
+        ("bad", "a number that is none", "grad_norm", {"policy__grad_norm": lambda x: math.inf if x > 0.9 else 1.0}),
+        ("watch", "too much clipping", "25 %", {"policy__clip_high": flat(0.25)}),
+        ("bad", "too much clipping", "thrown away", {"policy__clip_low": flat(0.25), "policy__clip_high": flat(0.2)}),
+        ("watch", "tiny updates", "Raise train.lr", {"policy__updates": flat(4)}),
+        ("bad", "ratio far from 1", "at the first step", {"policy__ratio_mean": flat(1.4)}),
+        ("bad", "ratio far from 1", "with one update per batch",
+         {"policy__updates": flat(1), "policy__kl_old": flat(0.02)}),
+        ("watch", "mismatch", "usual in bfloat16", {"mismatch__abs_mean": flat(0.005)}),
+        ("bad", "mismatch too large", "stale weights", {"mismatch__abs_mean": flat(0.08)}),
+        ("watch", "few effective samples", "50 %", {"mismatch__ess": flat(0.5)}),
+        ("bad", "few effective samples", "a few samples carry", {"mismatch__ess": flat(0.1)}),
+        ("watch", "reward errors", "5", {"reward__errors": flat(0.05)}),
+        ("bad", "reward errors", "20 %", {"reward__errors": flat(0.2)}),
+        ("watch", "generate takes most of the time", "% of the time goes to generate",
+         {"time__generate": flat(8), "time__step": flat(10)}),
+        ("bad", "no gradient", "nothing is trained", {"policy__grad_norm": flat(0)}),
+        ("fine", "loss of 0", "normal with one update per batch", {}),
+        ("watch", "still warming up", "still rising", {"policy__lr": lambda x: x}),
+        ("watch", "useless critic", "explains nothing", {"value__explained_variance": flat(-0.1)}),
+        ("bad", "useless critic", "group baseline", {"value__explained_variance": flat(-2)}),
+        ("watch", "samples too old", "dropped", {"staleness__max": flat(4), "dropped__stale": flat(3)}),
+        ("watch", "staleness at its bound", "bound is 4", {"staleness__max": flat(4.2), "staleness__bound": flat(4)}),
+        ("watch", "mismatch", "versions old", {"mismatch__abs_mean": flat(0.05), "staleness__mean": flat(1.5)}),
+    ],
+)  # fmt: skip
+def test_a_rule_speaks(severity: str, rule: str, words: str, changed: dict[str, Shape]) -> None:
+    run = history(**changed)
+    # A bound is what the recipe says, not something measured.
+    run = replace(run, curves={name: exact(curve) if "bound" in name or "updates" in name else curve
+                               for name, curve in run.curves.items()})  # fmt: skip
+    said = spoken(run, severity)
+    assert rule in said, [(found.severity, found.rule) for found in diagnose(run)]
+    assert words in said[rule]
+    if severity != "fine":
+        assert rule not in spoken(history(EVERYTHING), severity)
+        assert verdict(run, diagnose(run))[0] in ("bad", severity)
+
+
+def exact(curve: Curve) -> Curve:
+    return Curve(curve.steps, tuple(float(round(value)) for value in curve.values))
+
+
+def test_a_solved_task_may_lose_its_entropy() -> None:
+    run = history(policy__entropy=lambda x: 0.8 * math.exp(-8 * x), accuracy=lambda x: min(0.99, 0.3 + 1.5 * x))
+    assert "entropy" in spoken(run, "fine")
+
+
+def test_one_spike_of_the_gradient_is_named_by_its_step() -> None:
+    run = history(policy__grad_norm=lambda x: 50.0 if abs(x - 0.5) < 1e-9 else 0.5)
+    assert "at step 60" in spoken(run, "watch")["a spike of the gradient"]
+
+
+def test_a_run_of_examples_is_judged_by_its_losses() -> None:
+    falls = history({"loss": lambda x: 2 * math.exp(-3 * x), "grad_norm": flat(1), "lr": flat(1e-3)})
+    assert {found.rule for found in diagnose(falls)} >= {"learning", "gradient", "finite numbers"}
+    severity, told = verdict(falls, diagnose(falls))
+    assert severity == "fine"
+    assert told.startswith("Healthy. Loss 1.")
+    stays = history({"loss": flat(2)})
+    assert "The loss does not fall" in spoken(stays, "watch")["nothing learned"]
+    held = Curve((30, 60, 90, 120), (0.9, 0.5, 0.6, 0.7))
+    over = replace(falls, curves={**falls.curves, "heldout/heldout_loss": held})
+    assert "since step 60 (0.5 → 0.7)" in spoken(over, "watch")["overfitting"]
+
+
+def test_a_run_that_has_hardly_begun_is_not_judged() -> None:
+    assert verdict(History("empty", {}), []) == (
+        "watch", "Too little was logged to judge this run. Nothing measured over 0 steps."
+    )  # fmt: skip
+    begun = history(steps=3)
+    assert not spoken(begun, "bad")
+    assert set(spoken(begun, "watch")) <= {"still warming up"}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_rule_bears_nonsense(rule: object) -> None:
+    assert callable(rule)
+    for value in (math.nan, math.inf, 0.0, -1.0):
+        names = [*EVERYTHING, "loss", "grad_norm", "lr", "heldout/heldout_loss", "heldout/accuracy", "policy/updates"]
+        for steps in (1, 2, 40):
+            numbers = tuple(range(1, steps + 1))
+            rule(History("odd", {name: Curve(numbers, (value,) * steps) for name in names}))
+    rule(History("empty", {name: Curve((), ()) for name in EVERYTHING}))

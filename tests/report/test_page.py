@@ -1,0 +1,234 @@
+"""The page in a real browser, from a file, with nothing to ask anybody for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from plaudit.events import EventLog
+from plaudit.report.history import history_of, read_history
+from plaudit.report.page import MOST_POINTS, MOST_SAMPLE_TOKENS, render_page
+from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, HOSTILE, write_run
+
+CHROMIUM = shutil.which("chromium")
+HACKED = {
+    **HEALTHY,
+    **CRITIC,
+    **ASYNCHRONOUS,
+    "reward/mean": lambda x: -2 + 5 * x,
+    "accuracy": lambda x: 0.3 + 0.9 * x - 1.1 * x * x,
+}
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium for the tests of the page: apt install chromium")
+
+
+def data_of(page: str) -> dict[str, list[dict[str, object]]]:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    data: dict[str, list[dict[str, object]]] = json.loads(found)
+    return data
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "grpo")
+
+
+@pytest.fixture(scope="module")
+def two(one: Path) -> Path:
+    return write_run(one.parent / "ppo", HACKED, steps=90, seed=1)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=10_000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Iterator[object]:
+    """Opens the page of runs. Whatever a test does with it, it must not complain, nor ask for anything."""
+    opened: list[Page] = []
+    complaints: list[str] = []
+    asked: list[str] = []
+
+    def show(*runs: Path, scheme: str = "light", width: int = 1280) -> Page:
+        file = tmp_path / "report.html"
+        file.write_text(render_page([read_history(run) for run in runs]), encoding="utf-8")
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.set_default_timeout(10_000)
+        page.goto(file.as_uri())
+        opened.append(page)
+        return page
+
+    yield show
+    for page in opened:
+        page.close()
+    assert complaints == []
+    assert {url.partition(":")[0] for url in asked} <= {"file", "data"}
+    assert len([url for url in asked if url.startswith("file:")]) == len(opened)
+
+
+@in_browser
+def test_curves_are_drawn_and_tell_their_values(open_page, one: Path) -> None:  # type: ignore[no-untyped-def]
+    page = open_page(one)
+    expect(page.locator(".verdict")).to_contain_text("Healthy. Reward 0.3")
+    expect(page).to_have_title("grpo – Plaudit report")
+    for title in ("Reward and truth", "KL to the reference", "Entropy", "Length of samples", "Samples cut off",
+                  "Gradient norm", "Trainer against engine", "Rewards one by one"):  # fmt: skip
+        figure = page.locator("figure", has=page.get_by_role("heading", name=title, exact=True))
+        drawn = [path for path in figure.locator("path.curve").all() if (path.get_attribute("d") or "").count("L") > 50]
+        assert drawn, title
+    first = page.locator("figure").first
+    assert first.locator("svg[role=img] circle").count() == 14  # seven evaluations, reward and truth
+    expect(page.get_by_text("The same at every step: policy/loss 0", exact=False)).to_be_visible()
+    before = first.locator(".key b").first.inner_text()
+    first.locator("svg[role=img]").hover(position={"x": 100, "y": 100})
+    expect(page.locator("#at")).to_contain_text("step ")
+    assert first.locator(".key b").first.inner_text() != before
+    first.locator("svg[role=img]").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#at")).to_have_text(re.compile(r"step \d+"))
+    page.mouse.move(5, 5)
+    smooth = first.locator("path.raw").count()
+    page.get_by_label("smoothed").uncheck()
+    assert first.locator("path.raw").count() < smooth
+
+
+@in_browser
+def test_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: ignore[no-untyped-def]
+    page = open_page(two)
+    expect(page.locator(".verdict")).to_contain_text("Not well: over-optimisation")
+    expect(page.locator("#diagnosis > .finding").first).to_contain_text("the truth falls")
+    page.locator("#diagnosis summary").click()
+    expect(page.locator("#diagnosis details .finding").first).to_be_visible()
+    expect(page.get_by_role("heading", name="Explained variance")).to_be_visible()
+    expect(page.get_by_role("heading", name="Staleness")).to_be_visible()
+    assert page.locator("#time path.layer").count() == 7
+    expect(page.locator("#time tbody tr").first).to_contain_text("generate")
+    assert page.locator("#memory path.layer").count() == 5
+    expect(page.locator("#memory tbody")).to_contain_text("update53.4 MiB")
+    page.locator("#time svg[role=img]").hover()
+    expect(page.locator("#time .key")).to_contain_text("step ")
+
+
+@in_browser
+def test_samples_by_step_and_colour(open_page, one: Path) -> None:  # type: ignore[no-untyped-def]
+    page = open_page(one)
+    tokens = page.locator("#response .token")
+    expect(page.get_by_label("Step", exact=True)).to_have_value("111")
+    expect(page.locator("#facts")).to_contain_text("reward 1truth rightended by the token limit")
+    assert tokens.count() == 16
+    advantage = tokens.first.evaluate("node => getComputedStyle(node).backgroundColor")
+    for what in ("token_rewards", "kl", "logprobs"):
+        page.get_by_label("Coloured by").select_option(what)
+        expect(page.locator("#scale i")).to_be_visible()
+        assert tokens.first.evaluate("node => getComputedStyle(node).backgroundColor") != advantage
+    tokens.nth(4).hover()
+    expect(page.locator("#numbers")).to_contain_text('token 5 "15" · advantage 0.6')
+    expect(page.locator("#numbers")).to_contain_text("probability")
+    page.get_by_role("button", name="Earlier step").click()
+    expect(page.get_by_label("Step", exact=True)).to_have_value("101")
+    expect(page.locator("#facts")).to_contain_text("policy version 100")
+    page.locator("#choice button").nth(1).click()
+    assert page.locator(".token.masked").count() == 3
+    page.get_by_label("Coloured by").select_option("kl")
+    expect(page.locator("#scale")).to_contain_text("no KL to the reference")
+    page.locator("#choice button").nth(2).click()
+    expect(page.locator("#facts")).to_contain_text("timeout: no answer")
+    page.get_by_label("Step", exact=True).select_option("11")
+    expect(page.locator("#choice button[aria-pressed=true]")).to_contain_text("0.2")
+
+
+@in_browser
+def test_hostile_text_stays_text(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run = write_run(tmp_path / "<img src=x onerror=alert(1)>", steps=12)
+    log = EventLog(run)
+    log.metric({f"reward/{HOSTILE}": 1.0, f"heldout/{HOSTILE}": 0.5, f"time/{HOSTILE}": 1.0}, step=12)
+    log.write("memory", step=12, phase=HOSTILE, bytes={HOSTILE: 5})
+    log.close()
+    page = open_page(run)
+    page.get_by_label("Step", exact=True).select_option("1")
+    page.locator("#choice button").nth(3).click()
+    expect(page.locator("#prompt")).to_have_text(f"7+8+4= {HOSTILE}")
+    expect(page.locator("#response .token").first).to_have_text(HOSTILE)
+    page.locator("#response .token").last.hover()
+    expect(page.locator("#numbers")).to_contain_text("<b>bold</b>")
+    page.locator("#choice button").nth(2).click()
+    expect(page.locator("#facts")).to_contain_text(HOSTILE)
+    assert page.locator("img, b b, main script").count() == 0
+    assert page.title() == "<img src=x onerror=alert(1)> – Plaudit report"
+    assert page.locator("script").count() == 2
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_several_runs_lie_over_each_other_and_fit_a_phone(open_page, one: Path, two: Path, scheme: str) -> None:  # type: ignore[no-untyped-def]
+    page = open_page(one, two, scheme=scheme, width=400)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert page.locator(".verdict").count() == 2
+    expect(page.locator("figure").first.locator(".key")).to_contain_text("held-out reward 0.75 3")
+    page.get_by_label("Run", exact=True).select_option("1")
+    expect(page.get_by_label("Step", exact=True)).to_have_value("81")
+    page.set_viewport_size({"width": 1100, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 1100
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (int(re.findall(r"\d+", paper)[0]) > 128) == (scheme == "light")
+
+
+@in_browser
+def test_a_run_of_examples_and_one_that_has_hardly_begun(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    log = EventLog(tmp_path)
+    page = open_page(tmp_path)
+    expect(page.locator(".verdict")).to_contain_text("Too little was logged")
+    for step in range(1, 61):
+        log.metric({"loss": 1 / step, "grad_norm": 1.0 + step % 3, "lr": 1e-3, "tokens": 100.0}, step=step)
+        if step % 20 == 0:
+            log.metric({"heldout/heldout_loss": 1 / step, "heldout/accuracy/sums/greedy": step / 60}, step=step)
+    log.metric({"loss": float("nan")}, step=61)
+    log.close()
+    page = open_page(tmp_path)
+    expect(page.locator(".verdict")).to_contain_text("Not well: a number that is none")
+    expect(page.locator("#figures tbody")).to_contain_text("answers right, greedy0.3331")
+    assert page.locator("figure").first.locator("svg[role=img] circle").count() == 3
+    expect(page.get_by_role("heading", name="answers right, greedy")).to_be_visible()
+
+
+def test_a_long_run_gives_a_page_of_bounded_size() -> None:
+    events: list[dict[str, object]] = [{"kind": "note", "text": "start", "wall": 0.0}]
+    for step in range(20_000):
+        events.append(
+            {"kind": "metric", "step": step, "wall": step, "values": {"reward/mean": "nan", "time/update": 1}}
+        )
+        tokens = ["x"] * 100
+        events.append({"kind": "sample", "step": step, "wall": step, "tokens": tokens, "kl": ["inf"] * 100})
+        events.append({"kind": "memory", "step": step, "wall": step, "phase": "p", "bytes": {"a": step}})
+    (run,) = data_of(render_page([history_of("long", events)]))["runs"]
+    assert len(run["curves"]["reward/mean"][0]) <= MOST_POINTS  # type: ignore[index]
+    samples = run["samples"]
+    assert isinstance(samples, list)
+    assert sum(len(sample["tokens"]) for sample in samples) <= MOST_SAMPLE_TOKENS
+    assert (samples[0]["step"], samples[-1]["step"]) == (0, 19_999)
+    assert samples[0]["kl"] == [None] * 100
+    memory = run["memory"]
+    assert isinstance(memory, list)
+    assert memory[-1]["bytes"] == {"a": 19_999}
+    assert len(memory) == 600
+
+
+def test_text_cannot_leave_the_data(tmp_path: Path) -> None:
+    page = render_page([read_history(write_run(tmp_path / "run", steps=2))])
+    assert page.count("</script>") == 2
+    assert page.count("<script") == 2
+    assert 'onerror="document' not in page
+    assert HOSTILE in json.dumps(data_of(page), ensure_ascii=False).replace('\\"', '"')
