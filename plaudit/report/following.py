@@ -1,0 +1,107 @@
+"""The live view of a run that another process writes, from its event log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from plaudit.events import RESUME, START, Event
+from plaudit.report.history import HELD_OUT
+from plaudit.report.live import LiveView
+from plaudit.report.source import event_log
+
+END = "end"
+
+
+class Following:
+    """Reads on until the run writes its `end` note, its process is gone, or the reader presses Ctrl-C."""
+
+    def __init__(self, run: Path, console: Console | None = None, poll_seconds: float = 0.25) -> None:
+        self.path = event_log(run)
+        self.poll_seconds = poll_seconds
+        self._begun = self._now = 0.0
+        # The pace is that of the run, not that of reading its log.
+        self.view = LiveView(run.resolve().name, console, clock=lambda: self._now)
+        self._writer: int | None = None
+        self._ended = False
+
+    def show(self) -> None:
+        with self.view.bar(0, 0):
+            try:
+                for event in self._events():
+                    self._take(event)
+            except KeyboardInterrupt:
+                pass  # the way out of a view of a run that goes on
+        self.view.close()
+
+    def _events(self) -> Iterator[Event]:
+        place = 0
+        while True:
+            over = self._ended or (self._writer is not None and not _runs(self._writer))
+            before = place
+            for end, event in _complete_lines(self.path, before):
+                place = end
+                yield event
+            # Asked before reading: all that a process wrote before it went has been read now, and no other has begun.
+            if over and place == before:
+                return
+            time.sleep(self.poll_seconds)
+
+    def _take(self, event: Event) -> None:
+        kind, step = event["kind"], event.get("step", 0)
+        self._now = self._begun + float(event["t"])
+        if kind == "note":
+            self._note(event, step)
+        elif kind == "plan" and isinstance(event.get("steps"), int):
+            self.view.expect(step, event["steps"])
+        elif kind == "metric":
+            values = {name: float(value) for name, value in event["values"].items()}
+            figures = {name.removeprefix(HELD_OUT): v for name, v in values.items() if name.startswith(HELD_OUT)}
+            rest = {name: value for name, value in values.items() if not name.startswith(HELD_OUT)}
+            if rest:
+                self.view.step(step, rest)
+            if figures:
+                self.view.figures(step, figures)
+
+    def _note(self, event: Event, step: int) -> None:
+        if event["text"] == START:
+            self._writer, self._ended, self._begun = int(event["pid"]), False, float(event["wall"])
+        elif event["text"] == RESUME:
+            self.view.rewind(step)
+        elif event["text"] == END:
+            self._ended = True
+
+
+def _complete_lines(path: Path, place: int) -> list[tuple[int, Event]]:
+    """The events from this place of the file on, each with the place where it ends.
+
+    A line that is not whole is left for the next time, and nothing of it is kept: when its writer was killed, the next
+    one cuts it off and writes over it.
+    """
+    found = []
+    with path.open("rb") as file:
+        file.seek(place)
+        for line in file:
+            if line.endswith(b"\n"):
+                place += len(line)
+                found.append((place, json.loads(line)))
+    return found
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    try:
+        # One that is over and that nobody has asked after still has its number, in state Z.
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # a system without /proc
+        return True
