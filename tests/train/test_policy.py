@@ -1,0 +1,211 @@
+"""The learner's numbers: where a log-prob belongs, what the temperature does, and that nothing depends on batching."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plaudit.algo.kl import kl_estimate
+from plaudit.core import Engine, SamplingParams
+from plaudit.models import load_policy
+from plaudit.train.advantages import estimate
+from plaudit.train.critic import LocalCritic
+from plaudit.train.experience import Experience, flat, minibatches, own_tokens
+from plaudit.train.optimizer import Optimizer
+from plaudit.train.policy import Policy
+from tests.train.rl_world import gradients, made_up, policy, recipe, relative, tiny
+
+ALGORITHMS = [
+    {"name": "ppo"}, {"name": "reinforce"}, {"name": "reinforce++"}, {"name": "reinforce++-baseline"}, {"name": "rloo"},
+    {"name": "grpo"}, {"name": "dr-grpo"}, {"name": "dapo"}, {"name": "gspo"}, {"name": "cispo"},
+    {"name": "grpo", "entropy": 0.01, "correction": {"mode": "truncate", "level": "sequence"}},
+    {"name": "grpo", "kl": {"coef": 0.1, "estimator": "k2", "importance": True}},
+]  # fmt: skip
+
+
+def experience(learner: Policy, off_policy: bool = True) -> Experience:
+    samples = tuple(made_up())
+    old = learner.logprobs(samples)
+    own = own_tokens(samples)
+    shift = 0.15 * torch.randn(len(old), generator=torch.Generator().manual_seed(5))
+    old = torch.where(own, old + shift, 0.0) if off_policy else old
+    noise = torch.randn(len(old), generator=torch.Generator().manual_seed(6))
+    reference = torch.where(own, old + 0.2 * noise, 0.0)
+    advantages = torch.where(own, noise, 0.0)
+    returns = torch.where(own, noise.flip(0), 0.0)
+    return Experience(
+        samples, own, flat(samples, "logprobs"), advantages, old, reference, torch.zeros_like(old), returns
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_tokens_logprob_comes_from_the_row_before_it_at_the_sampling_temperature(temperature: float) -> None:
+    module = tiny()
+    found = policy(module, {"name": "grpo"}, temperature=temperature).logprobs(made_up())
+    expected: list[float] = []
+    module.set_attn_implementation("sdpa")
+    for sample in made_up():
+        ids = torch.tensor([sample.prompt_ids + sample.token_ids])
+        with torch.no_grad():
+            table = (module(ids).logits[0] / temperature).log_softmax(-1)
+        for t, (token, own) in enumerate(zip(sample.token_ids, sample.mask, strict=True)):
+            expected.append(table[len(sample.prompt_ids) + t - 1, token].item() if own else 0.0)
+    assert torch.allclose(found, torch.tensor(expected), atol=1e-5)
+
+
+def test_a_value_is_read_before_its_token_and_after_the_last() -> None:
+    model = tiny("value")
+    critic = LocalCritic(model, None, Optimizer(model, recipe().train), clip=None, micro_batch_tokens=64)  # type: ignore[arg-type]
+    before, after = critic.values(made_up())
+    model.set_attn_implementation("sdpa")
+    expected, ends = [], []
+    for sample in made_up():
+        with torch.no_grad():
+            row = model(torch.tensor([sample.prompt_ids + sample.token_ids]))[0]
+        expected.append(row[len(sample.prompt_ids) - 1 : -1])
+        ends.append(row[-1:])
+    assert torch.allclose(before, torch.cat(expected), atol=1e-5)
+    assert torch.allclose(after, torch.cat(ends), atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: "-".join(map(str, a)) if len(a) > 1 else a["name"])
+@pytest.mark.parametrize("budget", [60, 30, 1])
+def test_the_gradient_is_the_same_however_a_batch_is_split(algorithm: dict, budget: int) -> None:
+    module = tiny()
+    whole = policy(module, algorithm, micro_batch_tokens=4096)
+    data = experience(whole)
+    whole_loss = whole.gradient(data, 0.1).metrics()["policy/loss"]
+    expected = gradients(module)
+    module.zero_grad()
+    split = policy(module, algorithm, micro_batch_tokens=budget)
+    loss = split.gradient(data, 0.1).metrics()["policy/loss"]
+    assert loss == pytest.approx(whole_loss, rel=1e-5, abs=1e-7)
+    assert relative(gradients(module), expected) < 1e-6
+
+
+def test_the_critics_gradient_is_the_same_however_a_batch_is_split() -> None:
+    found = []
+    for budget in (4096, 30, 1):
+        model = tiny("value")
+        critic = LocalCritic(model, None, Optimizer(model, recipe().train), clip=0.2, micro_batch_tokens=budget)  # type: ignore[arg-type]
+        critic.gradient(experience(policy(tiny(), {"name": "ppo"})))
+        found.append(gradients(model))
+    assert max(relative(other, found[0]) for other in found[1:]) < 1e-6
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_first_ratio_is_exactly_one(parts: int) -> None:
+    """π_old is the learner's own, taken in the micro-batches of the first epoch."""
+    learner = policy(tiny(), {"name": "dapo"}, temperature=0.8, micro_batch_tokens=40)
+    data = experience(learner, off_policy=False)
+    first = minibatches(len(data.samples), parts, "1 0 0")[0]
+    chosen = data.select(first)
+    chosen = replace(chosen, old=learner.logprobs(chosen.samples))
+    seen = learner.gradient(chosen, 0.0).metrics()
+    assert seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0
+    assert seen["policy/kl_old"] == 0.0
+    assert seen["policy/clip_low"] == seen["policy/clip_high"] == 0.0
+
+
+def test_one_update_needs_no_old_logprobs() -> None:
+    """Taken from the pass itself they give the gradient that a pass of their own would."""
+    module = tiny()
+    learner = policy(module, {"name": "grpo", "kl": {"coef": 0.0}})
+    data = experience(learner, off_policy=False)
+    learner.gradient(data, 0.0)
+    expected = gradients(module)
+    module.zero_grad()
+    learner.gradient(replace(data, old=None), 0.0)
+    assert relative(gradients(module), expected) == 0.0
+
+
+def test_a_tools_tokens_teach_nothing() -> None:
+    """Neither their advantages nor what the engine said of them reach the gradient or a denominator."""
+    module = tiny()
+    learner = policy(module, {"name": "grpo"})
+    data = experience(learner)
+    learner.gradient(data, 0.1)
+    expected = gradients(module)
+    module.zero_grad()
+    spoiled = replace(
+        data, advantages=torch.where(data.mask, data.advantages, 99.0),
+        behaviour=torch.where(data.mask, data.behaviour, -99.0),
+    )  # fmt: skip
+    learner.gradient(spoiled, 0.1)
+    assert relative(gradients(module), expected) == 0.0
+
+
+def test_a_batch_of_tool_tokens_alone_has_no_gradient() -> None:
+    module = tiny()
+    learner = policy(module, {"name": "grpo"})
+    data = experience(learner)
+    learner.gradient(replace(data, mask=torch.zeros_like(data.mask)), 0.0)
+    assert all(not g.any() for g in gradients(module).values())
+
+
+def test_recomputing_activations_changes_no_gradient() -> None:
+    module = tiny()
+    learner = policy(module, {"name": "grpo"})
+    data = experience(learner)
+    learner.gradient(data, 0.1)
+    expected = gradients(module)
+    module.zero_grad()
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    module.train()
+    learner.gradient(data, 0.1)
+    assert relative(gradients(module), expected) < 1e-6
+
+
+def test_engine_and_learner_agree_and_the_end_token_is_the_policys_own() -> None:
+    loaded = load_policy("sums-policy")
+    engine = Engine(loaded.module, loaded.tokenizer, seed=4)
+    for temperature in (1.0, 0.6):
+        samples = engine.generate(["7+8+4=", "9+9="], SamplingParams(n=4, temperature=temperature, max_tokens=40))
+        learner = policy(loaded.module, {"name": "grpo"}, temperature=temperature)
+        assert (learner.logprobs(samples) - flat(samples, "logprobs")).abs().max() < 1e-5
+        for sample in samples:
+            ended = sample.token_ids[-1] == loaded.tokenizer.eos_token_id
+            assert ended == (sample.finish_reason == "stop")
+            assert sample.token_ids.count(loaded.tokenizer.eos_token_id) == ended
+            assert set(sample.mask) == {1}
+
+
+def test_bfloat16_weights_keep_steps_that_are_too_small_for_them() -> None:
+    """A float32 copy takes the step; without one a weight of 1 never moves by 1e-3."""
+    layer = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(layer.weight)
+    optimizer = Optimizer(layer, recipe(train={"lr": 1e-3}).train)
+    for step in range(8):
+        optimizer.zero()
+        layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step(step)
+    assert torch.allclose(optimizer.masters["weight"], torch.full((1, 4), 1 - 8e-3), atol=1e-4)
+    assert layer.weight.dtype == torch.bfloat16
+    assert (layer.weight < 1).all()
+    again = Optimizer(layer, recipe(train={"lr": 1e-3}).train)
+    again.load(optimizer.state())
+    assert torch.equal(again.masters["weight"], optimizer.masters["weight"])
+
+
+def test_the_kl_in_the_reward_and_gae_by_hand() -> None:
+    """Two tokens, γ = λ = 1, a critic that says 0.5 and 1.0: advantages are what follows less the value."""
+    sample = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
+                     versions=(0, 0), reward=2.0)  # fmt: skip
+    algorithm = recipe(
+        algorithm={"name": "ppo", "lam": 1.0, "advantage": {"whiten": False}, "kl": {"coef": 0.1}}
+    ).algorithm  # fmt: skip
+    found = estimate(
+        algorithm, [sample], torch.tensor([2.0]), kl_coef=0.1, old=torch.tensor([-1.0, -2.0]),
+        reference=torch.tensor([-2.0, -1.0]), values=torch.tensor([0.5, 1.0]), after=torch.tensor([7.0]),
+    )  # fmt: skip
+    assert torch.allclose(found.token_rewards, torch.tensor([-0.1, 2.1]))  # k1 is 1 and -1
+    assert torch.allclose(found.advantages, torch.tensor([1.5, 1.1]))
+    assert found.returns is not None
+    assert torch.allclose(found.returns, torch.tensor([2.0, 2.1]))
+    cut = estimate(
+        algorithm, [replace(sample, finish_reason="length")], torch.tensor([2.0]), kl_coef=0.0,
+        values=torch.tensor([0.5, 1.0]), after=torch.tensor([7.0]),
+    )  # fmt: skip
+    assert cut.returns is not None
+    assert torch.allclose(cut.returns, torch.tensor([9.0, 9.0]))  # a cut response is worth what its critic expects
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), "k1").item() == 1.0
