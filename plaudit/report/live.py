@@ -148,7 +148,8 @@ class LiveView:
         total = sum(spent.values())
         if not total:
             return []
-        longest = sorted(spent.items(), key=lambda item: -item[1])[: len(_PHASE_COLOURS)]
+        longest = sorted(spent.items(), key=lambda item: -item[1])
+        longest = [(name, seconds) for name, seconds in longest if seconds >= total / 100][: len(_PHASE_COLOURS)]
         bar, names = Text(), Text()
         for (name, seconds), colour in zip(longest, _PHASE_COLOURS, strict=False):
             bar.append("█" * round(_BAR * seconds / total), colour)

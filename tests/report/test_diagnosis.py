@@ -51,6 +51,7 @@ def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int
         ("watch", "reward without truth", "pay for the wrong thing", {"accuracy": flat(0.4)}),
         ("watch", "nothing learned", "No learning beyond chance", {"reward__mean": flat(0.4)}),
         ("bad", "the reward falls", "gets worse", {"reward__mean": lambda x: 0.7 - 0.3 * x}),
+        ("watch", "a dip at the start", "warm up", {"reward__mean": lambda x: max(0.6 - 4 * x, 0.3 + x / 2)}),
         ("watch", "saturated reward", "harder prompts",
          {"reward__mean": lambda x: 1 - 0.5 * math.exp(-9 * x), "accuracy": lambda x: 1 - 0.5 * math.exp(-9 * x)}),
         ("watch", "cut-off samples", "20 %", {"length__truncated": flat(0.2)}),

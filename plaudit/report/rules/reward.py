@@ -48,6 +48,20 @@ def learning(run: History) -> Finding | None:
     return Finding("learning", "fine", f"Reward {number(before)} → {number(after)}, with ±{number(noise)} of noise.")
 
 
+def early_dip(run: History) -> Finding | None:
+    curve = run.curve("reward/mean")
+    if curve is None or len(curve.finite) < ENOUGH:
+        return None
+    smooth = curve.smoothed()
+    first, half = curve.finite[0], len(smooth) // 2
+    low = min(smooth.values[:half])
+    step = smooth.steps[smooth.values.index(low)]
+    if first - low <= max(curve.noise(), 0.15 * (max(curve.finite) - min(curve.finite))) or curve.late() <= first:
+        return Finding("start", "fine", f"The reward begins at {number(first)} and does not fall off.")
+    says = f"The reward fell at first, {number(first)} → {number(low)} near step {step}, before it rose."
+    return Finding("a dip at the start", "watch", says, "The first updates are too large: warm up, or lower train.lr.")
+
+
 def over_optimised(run: History) -> Finding | None:
     reward, truth = run.curve("reward/mean"), run.truth
     if reward is None or truth is None or len(truth.finite) < ENOUGH or len(reward.finite) < ENOUGH:
