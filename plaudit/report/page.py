@@ -104,6 +104,7 @@ def _memory(events: Sequence[Event]) -> list[dict[str, Any]]:
         {"at": event["wall"] - events[0]["wall"], "step": event.get("step"), "phase": event["phase"],
          "bytes": {what: int(float(count)) for what, count in event["bytes"].items()}}
         for event in events
+        if event["bytes"]
     ]  # fmt: skip
     count = min(MOST_MEMORY, len(moments))
     stretches = [moments[i * len(moments) // count : (i + 1) * len(moments) // count] for i in range(count)]
@@ -124,7 +125,7 @@ def _samples(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _sample(event: Event) -> dict[str, Any]:
-    kept = {key: event[key] for key in _SAMPLE_FIELDS if key in event}
+    kept = {"step": 0, **{key: event[key] for key in _SAMPLE_FIELDS if key in event}}
     # A number that is not finite is a string in the log.
     if kept.get("reward") is not None:
         kept["reward"] = float(kept["reward"])

@@ -11,7 +11,7 @@ from rich.text import Text
 from plaudit.report.curve import Curve
 from plaudit.report.diagnosis import diagnose, verdict
 from plaudit.report.figures import FIGURES
-from plaudit.report.finding import percent
+from plaudit.report.finding import count, percent
 from plaudit.report.history import History
 from plaudit.report.sparkline import sparkline
 
@@ -63,7 +63,7 @@ def _curves(run: History) -> list[tuple[str, str]]:
     for name, called in _CURVES.items():
         if curve := run.curve(name):
             rows.append((f"{called:13} {sparkline(curve.finite)}", f"{curve.early():.3g} → {curve.late():.3g}"))
-    return [(f"over {run.steps} steps of training:", f"{run.seconds:.0f} s"), *rows]
+    return [(f"over {count(run.steps, 'step')} of training:", f"{run.seconds:.0f} s"), *rows]
 
 
 def _times(run: History) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import subprocess
 import sys
 import time
@@ -44,8 +45,6 @@ def drawn(view: LiveView) -> str:
 
 
 def test_a_line_at_most_every_five_seconds_and_every_evaluation() -> None:
-    import random
-
     console, out = plain()
     clock = Clock()
     view = LiveView("demo", console, clock)

@@ -204,6 +204,25 @@ def test_a_run_of_examples_and_one_that_has_hardly_begun(open_page, tmp_path: Pa
     expect(page.get_by_role("heading", name="answers right, greedy")).to_be_visible()
 
 
+@in_browser
+def test_a_log_with_gaps_is_shown_as_far_as_it_goes(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    log = EventLog(tmp_path)
+    log.write("sample", prompt=[{"role": "user", "content": "hello"}], response="no tokens")
+    log.write("sample", step=3, prompt="p", response="abc", tokens=["a", "b", "c"], mask=[1], reward=float("nan"),
+              kl=[0.1], advantages=[], logprobs=None)  # fmt: skip
+    log.metric({"elsewhere": 1.0})
+    log.metric({"reward/mean": float("nan"), "accuracy": float("inf"), "time/step": 0.0, "length/mean": 3.0}, step=1)
+    log.write("memory", phase="empty", bytes={})
+    log.close()
+    page = open_page(tmp_path)
+    expect(page.locator("#response")).to_have_text("abc")
+    page.locator("#response .token").last.hover()
+    page.get_by_role("button", name="Earlier step").click()
+    expect(page.locator("#response")).to_have_text("no tokens")
+    page.locator("#response .token").hover()
+    expect(page.locator("#prompt")).to_contain_text("hello")
+
+
 def test_a_long_run_gives_a_page_of_bounded_size() -> None:
     events: list[dict[str, object]] = [{"kind": "note", "text": "start", "wall": 0.0}]
     for step in range(20_000):
