@@ -45,14 +45,19 @@ def train(
     directory = out or Path("runs") / recipe.stem
     with Run(directory, tree, resume=resume, fresh=fresh) as run:
         if isinstance(tree, RlRecipe):
+            from plaudit.report.live import LiveView
             from plaudit.train.rl import RlTraining
 
-            summary = RlTraining(tree, run, Progress(directory.name)).fit()
+            summary = RlTraining(tree, run, LiveView(directory.name)).fit()
         else:
             from plaudit.train.supervised import SupervisedTraining
 
             summary = SupervisedTraining(tree, run, Progress(directory.name)).fit()
-    typer.echo(f"{directory.name}: {summary['steps']} steps in {summary['seconds']} s; model in {run.final}")
+    told = [f"{summary['steps']} steps in {summary['seconds']} s"]
+    for name in ("accuracy", "reward"):
+        if f"{name}_after" in summary:
+            told.append(f"{name} {summary[f'{name}_before']:.3f} -> {summary[f'{name}_after']:.3f}")
+    typer.echo(f"{directory.name}: {'; '.join(told)}; model in {run.final}")
 
 
 @app.command("generate")

@@ -106,6 +106,7 @@ class RlTraining:
 
     def _loop(self, interrupted: list[int]) -> None:
         train = self.recipe.train
+        self.run.events.write("plan", steps=train.steps)
         if not self.before:
             self.before = self.evaluate()
         begin = time.monotonic() - self.seconds
@@ -196,6 +197,7 @@ class RlTraining:
             "parameters": sum(parameter.numel() for parameter in self.loaded.module.parameters()),
         }
         self.run.summarise(summary)
+        self.run.events.note("end")
         return summary
 
     # State

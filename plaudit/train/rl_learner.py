@@ -55,7 +55,7 @@ class RlLearner:
             for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} {epoch}"):
                 seen.merge(self._minibatch(experience.select(indices), step))
                 updates += 1
-        metrics |= seen.metrics(updates)
+        metrics |= {"policy/updates": float(updates), **seen.metrics(updates)}
         return metrics, experience, advantage
 
     def state(self) -> dict[str, Any]:

@@ -1,0 +1,353 @@
+"""RL training through its loop and its command: rising rewards, bit-equal resumption, faults of rewards and numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plaudit.config import RlRecipe, to_toml
+from plaudit.errors import ConfigError, RunError
+from plaudit.events import read_events
+from plaudit.models import load_policy
+from plaudit.records import Item, ItemError, Score
+from plaudit.train.rl import RlTraining
+from plaudit.train.run import Run
+from tests.serve.process import ServerProcess
+from tests.serve.scripted import Answer, Asked, Scripted
+from tests.train.rl_world import Silent, recipe, weights
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+PPO = {"name": "ppo", "kl": {"coef": 0.05}}
+
+
+def train(directory: Path, tree: RlRecipe, **options: Any) -> tuple[dict[str, Any], Silent]:
+    viewer = Silent()
+    with Run(directory, tree, **options) as run:
+        return RlTraining(tree, run, viewer).fit(), viewer
+
+
+def metrics(directory: Path, *names: str) -> list[dict[str, float]]:
+    found = [e["values"] for e in read_events(directory) if e["kind"] == "metric" and "policy/loss" in e["values"]]
+    return [
+        {name: values[name] for name in names or values if not name.startswith(("time/", "perf/"))} for values in found
+    ]
+
+
+def test_grpo_raises_the_true_accuracy(tmp_path: Path) -> None:
+    tree = recipe(
+        train={"steps": 12, "prompts_per_step": 24, "samples_per_prompt": 8, "lr": 4e-4, "eval_every": 6},
+        algorithm={"name": "grpo", "kl": {"coef": 0.0}}, data={"eval_items": 200},
+    )  # fmt: skip
+    summary, viewer = train(tmp_path / "run", tree)
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+    assert summary["reward_after"] == summary["accuracy_after"]
+    assert {"seconds", "samples_per_second", "reward_before"} <= summary.keys()
+    assert all(seen["mismatch/abs_mean"] < 1e-6 and seen["mismatch/abs_max"] < 1e-4 for seen in viewer.seen)
+    assert all(seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0 for seen in viewer.seen)
+    shown = [e for e in read_events(tmp_path / "run") if e["kind"] == "sample"]
+    assert {e["step"] for e in shown} == {1, 6, 12}
+    assert all(len(e["tokens"]) == len(e["advantages"]) == len(e["logprobs"]) for e in shown)
+
+
+SMALL = {"steps": 20, "prompts_per_step": 4, "samples_per_prompt": 4, "checkpoint": {"every": 5}, "eval_every": 50}
+RUNS = {
+    "grpo": {"algorithm": {"name": "grpo"}},
+    "ppo": {
+        "algorithm": {**PPO, "kl": {"coef": 0.05, "target": 1.0, "horizon": 50}, "shaping": {"normalise": True}},
+        "reward": {"path": "sums"}, "train": {"minibatches": 2, "epochs": 2},
+    },
+    "ppo-shared": {"algorithm": PPO, "critic": {"shared": True}, "reward": {"path": "sums"}},
+    "lora": {"algorithm": {"name": "dapo"}, "model": {"lora": {"rank": 4}}},
+}  # fmt: skip
+
+
+def built(name: str) -> RlRecipe:
+    tables = RUNS[name]
+    return recipe(**{**tables, "train": {**SMALL, **tables.get("train", {})}, "data": {"eval_items": 8}})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
+    tree = built(name)
+    summary, _ = train(tmp_path / "straight", tree)
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(tree))
+    run = tmp_path / "broken"
+    command = [sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run)]
+    child = subprocess.Popen(command, env=ENV, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and child.poll() is None:
+        if (run / "checkpoints" / "step-000010").exists():
+            break
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    child.wait(30)
+    assert not (run / "summary.json").exists(), "the run ended before it could be stopped"
+    resumed, _ = train(run, tree, resume=True)
+    assert metrics(run) == metrics(tmp_path / "straight")
+    expected, found = weights(tmp_path / "straight"), weights(run)
+    assert all(torch.equal(expected[n], found[n]) for n in expected)
+    changing = ("seconds", "samples_per_second", "peak_bytes")
+    assert {k: v for k, v in resumed.items() if k not in changing} == {
+        k: v for k, v in summary.items() if k not in changing
+    }
+
+
+def test_sigterm_saves_the_state(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(built("grpo").model_copy(update={"seed": 2})))
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run), "--set", "train.steps=100000"]
+    child = subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and metrics(run)):
+        time.sleep(0.01)
+    child.terminate()
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert "state saved: --resume goes on" in said
+    assert (run / "checkpoints" / "latest").exists()
+
+
+def test_lora_leaves_the_base_alone_and_is_saved_merged(tmp_path: Path) -> None:
+    tree = recipe(model={"lora": {"rank": 4}}, train={"steps": 3, "lr": 1e-2}, algorithm={"name": "grpo"})
+    with Run(tmp_path / "run", tree) as run:
+        training = RlTraining(tree, run, Silent())
+        base = load_policy("sums-policy").module
+        reference = training.learner.reference
+        assert reference is not None
+        samples = training.engine.generate(["7+8+4="])
+        before = reference.logprobs(samples)
+        training.fit()
+        assert torch.equal(reference.logprobs(samples), before), "the reference moved"
+        assert (training.policy.logprobs(samples) - before).abs().max() > 1e-4
+        saved = load_policy(tmp_path / "run" / "final").module
+        for name, parameter in base.named_parameters():
+            moved = not torch.equal(parameter, saved.get_parameter(name))
+            assert moved == ("proj" in name), name
+        from tests.train.rl_world import policy
+
+        merged = policy(saved, {"name": "grpo"}).logprobs(samples)
+        assert torch.allclose(merged, training.policy.logprobs(samples), atol=1e-4)
+
+
+# Rewards that fail
+
+
+class Flaky:
+    """Right scores, but for the items that `wrong` names."""
+
+    def __init__(self, wrong: Any) -> None:
+        self.wrong = wrong
+        self.calls = 0
+
+    def score(self, items: list[Item]) -> list[Score]:
+        self.calls += 1
+        return [
+            Score(error=ItemError("boom", "no score"))
+            if self.wrong(self.calls, i)
+            else Score(float(len(item.response or "")))
+            for i, item in enumerate(items)
+        ]
+
+    def close(self) -> None: ...
+
+
+def with_reward(directory: Path, tree: RlRecipe, reward: Any) -> dict[str, Any]:
+    with Run(directory, tree) as run:
+        training = RlTraining(tree, run, Silent())
+        training.scorer.close()
+        training.scorer.source = reward
+        return training.fit()
+
+
+def test_failed_rewards_are_left_out_and_counted(tmp_path: Path) -> None:
+    """A quarter has none: they are no zeros, and groups left with one are dropped."""
+    with_reward(tmp_path / "run", recipe(train={"steps": 2}), Flaky(lambda _, i: i % 4 == 0))
+    for seen in metrics(tmp_path / "run", "reward/errors", "dropped/samples", "reward/min"):
+        assert seen["reward/errors"] == 0.25
+        assert seen["dropped/samples"] == 4
+        assert seen["reward/min"] > 0
+    with_reward(
+        tmp_path / "few", recipe(train={"steps": 1}, reward={**EXACT, "max_errors": 0.9}), Flaky(lambda _, i: i % 4)
+    )
+    assert (
+        next(e for e in read_events(tmp_path / "few") if "dropped/samples" in e.get("values", {}))["values"][
+            "dropped/samples"
+        ]
+        == 16
+    )
+
+
+EXACT = {"rule": "exact", "answer": r"#(\d+)$"}
+
+
+@pytest.mark.parametrize(
+    ("table", "wrong"),
+    [({"max_errors": 0.2}, lambda n, i: n > 2 and i % 2), ({"on_error": "halt"}, lambda n, i: n > 2 and i == 3)],
+)
+def test_too_many_failed_rewards_end_the_run_with_its_state_saved(tmp_path: Path, table: dict, wrong: Any) -> None:
+    tree = recipe(train={"steps": 4}, reward={**EXACT, **table})
+    with pytest.raises(RunError, match=r"no score.*--resume"):
+        with_reward(tmp_path / "run", tree, Flaky(wrong))
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").exists()
+    summary, _ = train(tmp_path / "run", tree, resume=True)
+    assert summary["samples"] == 4 * 16
+
+
+def lengths(asked: Asked) -> dict[str, Any]:
+    items = [{"scores": [float(len(r)) for r in item["responses"]]} for item in asked.body["items"]]
+    return {"model": "sums", "version": "0-a", "items": items}
+
+
+def test_a_reward_server_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
+    gone: list[float] = []
+
+    def answer(number: int, asked: Asked) -> Answer:
+        if number >= 3 and not gone:
+            gone.append(time.monotonic())
+        away = gone and time.monotonic() - gone[0] < 2.0
+        return Answer({}, 503) if away else Answer(lengths(asked))
+
+    with Scripted(answer) as server:
+        tree = recipe(train={"steps": 6}, reward={"url": server.url, "patience": 60.0})
+        summary, viewer = train(tmp_path / "run", tree)
+    assert gone
+    assert len(viewer.seen) == 6
+    assert all(seen["reward/errors"] == 0 and seen["reward/min"] > 0 for seen in viewer.seen)
+    assert summary["samples"] == 6 * 16
+
+
+@pytest.mark.slow
+def test_a_killed_reward_server_is_waited_for_until_it_is_back(tmp_path: Path) -> None:
+    with ServerProcess(None, "--model", "sums") as server:
+        port = server.url.rpartition(":")[2]
+        tree = recipe(train={"steps": 12}, reward={"url": server.url, "patience": 240.0})
+        again: list[ServerProcess] = []
+
+        def kill_and_restart() -> None:
+            while not ((tmp_path / "run" / "events.jsonl").exists() and metrics(tmp_path / "run")):
+                time.sleep(0.01)
+            server.kill()
+            time.sleep(5)
+            again.append(ServerProcess(None, "--model", "sums", "--port", port, wait=False))
+
+        thread = threading.Thread(target=kill_and_restart)
+        thread.start()
+        summary, viewer = train(tmp_path / "run", tree)
+        thread.join()
+        again[0].__exit__(None, None, None)
+    assert summary["samples"] == 12 * 16
+    assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
+
+
+def test_past_the_patience_the_state_is_saved_and_the_run_ends(tmp_path: Path) -> None:
+    with Scripted(lambda n, asked: Answer(lengths(asked)) if n < 3 else Answer({}, 503)) as server:
+        tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 1.0})
+        with pytest.raises(RunError, match="the state is saved: --resume goes on"):
+            train(tmp_path / "run", tree)
+        state = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
+        assert state["drawn"] == 8
+        server.script = lambda _, asked: Answer(lengths(asked))
+        summary, _ = train(tmp_path / "run", tree, resume=True)
+    assert summary["samples"] == 8 * 16
+
+
+@pytest.mark.parametrize("spoil", ["nan", "count", "version"])
+def test_a_reply_that_is_wrong_never_reaches_the_loss(tmp_path: Path, spoil: str) -> None:
+    def answer(number: int, asked: Asked) -> Answer:
+        reply = lengths(asked)
+        if number >= 2 and spoil == "count":
+            reply["items"] = reply["items"][:-1]
+        if number >= 2 and spoil == "nan":
+            reply["items"][0]["scores"][0] = float("nan")
+        if number >= 2 and spoil == "version":
+            del reply["version"]
+        return Answer(reply)
+
+    with Scripted(answer) as server:
+        tree = recipe(train={"steps": 4}, reward={"url": server.url, "patience": 2.0})
+        with pytest.raises(RunError, match="the state is saved"):
+            train(tmp_path / "run", tree)
+
+
+# Numbers that go wrong
+
+
+def spoiled(directory: Path, tree: RlRecipe, at: int) -> dict[str, Any]:
+    """A run whose gradient is not finite at one step."""
+    with Run(directory, tree) as run:
+        training = RlTraining(tree, run, Silent())
+        inner = training.policy.gradient
+
+        def gradient(experience: Any, kl_coef: float) -> Any:
+            seen = inner(experience, kl_coef)
+            if training.step == at:
+                next(training.loaded.module.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+            return seen
+
+        training.policy.gradient = gradient  # type: ignore[method-assign]
+        try:
+            return training.fit()
+        finally:
+            assert all(p.isfinite().all() for p in training.loaded.module.parameters())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_nothing(tmp_path: Path) -> None:
+    tree = recipe(train={"steps": 4, "checkpoint": {"every": 1}})
+    with pytest.raises(RunError, match=r"gradient norm is nan at step 2.*left as they were"):
+        spoiled(tmp_path / "run", tree, 2)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-000002"
+
+
+def test_or_the_update_is_skipped_and_counted(tmp_path: Path) -> None:
+    spoiled(tmp_path / "run", recipe(train={"steps": 4, "non_finite": "skip"}), 2)
+    steps = [e["values"] for e in read_events(tmp_path / "run") if "dropped/samples" in e.get("values", {})]
+    assert [values.get("dropped/updates", 0.0) for values in steps] == [0.0, 0.0, 1.0, 0.0]
+
+
+# Recipes that cannot work
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"train": {"samples_per_prompt": 1}}, r"r - mean\(r\) = 0 in a group of one"),
+        ({"train": {"minibatches": 3}}, r"4 × 4 = 16 responses do not divide into 3"),
+        ({"sampling": {"max_tokens": 0}}, "a response needs at least one token"),
+        ({"sampling": {"temperature": 0.0}}, "nothing to compare"),
+        ({"algorithm": {"name": "grop"}}, "no algorithm"),
+        ({"algorithm": {"name": "grpo", "kl": {"coef": 0.0, "target": 1.0}}}, "coef = 0 stays 0"),
+        ({"algorithm": {"name": "rloo", "advantage": {"scale": "group"}}}, "is for estimator"),
+        ({"critic": {}}, "uses no critic"),
+        ({"reward": {"url": "http://127.0.0.1:1", "rule": "exact"}}, "give one of url"),
+        ({"reward": {"path": "sums", "pahts": 1}}, "unknown key 'pahts'"),
+        ({"data": {"gym": "gcd"}}, "give one of data.world"),
+        ({"algorithm": {"name": "dapo", "shaping": {"overlong": {"buffer": 99}}}}, "more than sampling.max_tokens"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused_with_the_reason(tables: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        recipe(**tables)
+
+
+def test_a_response_budget_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    tree = recipe(sampling={"max_tokens": 250})
+    with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match=r"256 - \d+ = \d+ are left"):
+        RlTraining(tree, run, Silent())
+
+
+def test_dynamic_sampling_keeps_the_batch_size_and_loses_no_prompt(tmp_path: Path) -> None:
+    tree = recipe(train={"steps": 3, "prompts_per_step": 4}, algorithm={"name": "dapo", "dynamic": {"rounds": 3}})
+    _, viewer = train(tmp_path / "run", tree)
+    drawn = [seen["progress/prompts"] for seen in viewer.seen]
+    assert all(later - earlier in (4, 8, 12) for earlier, later in zip([0, *drawn], drawn, strict=False))
+    assert all(seen["progress/samples"] == 16 * (i + 1) for i, seen in enumerate(viewer.seen))
