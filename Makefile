@@ -1,4 +1,4 @@
-# make run    train the three small models of the sums world and show what they can do (under 4 minutes)
+# make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (under 8 minutes)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   every benchmark that runs on this machine
 # make interop  real clients of other projects against the server
@@ -18,7 +18,12 @@ run: $(INSTALLED)
 	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
 	@$(BIN)/plaudit train recipes/sums-prm.toml --fresh --set model.path=runs/sums-sft
 	@$(BIN)/plaudit train recipes/sums-reward.toml --fresh --set model.path=runs/sums-prm
-	@$(BIN)/plaudit report runs/sums-sft runs/sums-prm runs/sums-reward
+	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
+	echo "the reward model is served on http://127.0.0.1:$$port (log: runs/serve.log)"; \
+	$(BIN)/plaudit serve --model sums=runs/sums-reward --port $$port > runs/serve.log 2>&1 & server=$$!; \
+	trap "kill $$server" EXIT; \
+	$(BIN)/plaudit train recipes/sums-ppo.toml --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0
+	@$(BIN)/plaudit report runs/sums-ppo runs/sums-sft runs/sums-prm runs/sums-reward
 
 # One test process per core and one thread in each: the models of the tests are too small for more. A file's tests stay
 # together, for they share what they trained.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from plaudit.algo.ragged import repeat, sample_sum
 from plaudit.algo.rewards import RunningNorm
 from plaudit.config import RlRecipe
 from plaudit.errors import RunError
-from plaudit.records import Batch
+from plaudit.records import Batch, Sample
 from plaudit.train.advantages import Estimate, estimate, shaped, usable
 from plaudit.train.clock import Clock
 from plaudit.train.critic import Critic
@@ -44,7 +45,7 @@ class RlLearner:
     def update(self, batch: Batch, step: int) -> tuple[dict[str, float], Experience | None, Estimate | None]:
         """Metrics, and what was learned from; nothing where no sample could teach anything."""
         samples = usable(batch.samples, self.algorithm.grouped)
-        metrics = {"dropped/samples": float(len(batch.samples) - len(samples))}
+        metrics = dropped(batch.samples, samples)
         if not samples:
             return metrics, None, None
         experience, advantage, found = self._experience(Batch(samples, batch.version), step)
@@ -156,3 +157,11 @@ class RlLearner:
             metrics["kl/reference_per_response"] = per_sample
             self.kl.update(per_sample, len(experience.samples))
         return metrics
+
+
+def dropped(given: Sequence[Sample], used: Sequence[Sample]) -> dict[str, float]:
+    """How many samples could not be learned from, and whether long ones are lost more than others."""
+    kept = {id(sample) for sample in used}
+    lost = [len(sample.token_ids) for sample in given if id(sample) not in kept]
+    found = {"dropped/samples": float(len(lost))}
+    return found | {"dropped/length_mean": sum(lost) / len(lost)} if lost else found

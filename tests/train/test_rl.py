@@ -172,9 +172,10 @@ def with_reward(directory: Path, tree: RlRecipe, reward: Any) -> dict[str, Any]:
 def test_failed_rewards_are_left_out_and_counted(tmp_path: Path) -> None:
     """A quarter has none: they are no zeros, and groups left with one are dropped."""
     with_reward(tmp_path / "run", recipe(train={"steps": 2}), Flaky(lambda _, i: i % 4 == 0))
-    for seen in metrics(tmp_path / "run", "reward/errors", "dropped/samples", "reward/min"):
+    for seen in metrics(tmp_path / "run", "reward/errors", "dropped/samples", "dropped/length_mean", "reward/min"):
         assert seen["reward/errors"] == 0.25
         assert seen["dropped/samples"] == 4
+        assert seen["dropped/length_mean"] > 0
         assert seen["reward/min"] > 0
     with_reward(
         tmp_path / "few", recipe(train={"steps": 1}, reward={**EXACT, "max_errors": 0.9}), Flaky(lambda _, i: i % 4)
