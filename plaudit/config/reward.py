@@ -75,14 +75,15 @@ class RuleTable(Table):
     regex     the pattern is found in the response
     exact     the answer equals the truth, white space around both aside
     math      the answer equals the truth as mathematics (extra `verify`)
+    gym       what the reasoning-gym task that set the prompt gives for the answer (extra `verify`)
     function  what a Python function returns: f(prompt, response, truth) -> float
     """
 
     kind: Literal["rule"] = "rule"
-    rule: Literal["regex", "exact", "math", "function"]
+    rule: Literal["regex", "exact", "math", "gym", "function"]
     pattern: str | None = None
     answer: str | None = None
-    """exact, math: a regex whose first group, in its last match, is the answer; without it the whole response is."""
+    """exact, math, gym: a regex whose first group, in its last match, is the answer; without it all of the response."""
     function: str | None = None
     """package.module:name or file.py:name"""
     right: float = 1.0
@@ -97,8 +98,8 @@ class RuleTable(Table):
         for key in ("pattern", "function"):
             if (getattr(self, key) is not None) != (key == needed):
                 raise ValueError(f'rule = "{self.rule}" {"needs" if key == needed else "takes no"} {key}')
-        if self.answer is not None and self.rule not in ("exact", "math"):
-            raise ValueError(f'rule = "{self.rule}" takes no answer; it is for exact and math')
+        if self.answer is not None and self.rule not in ("exact", "math", "gym"):
+            raise ValueError(f'rule = "{self.rule}" takes no answer; it is for exact, math and gym')
         if self.answer is not None and re.compile(self.answer).groups < 1:
             raise ValueError(f"answer = {self.answer!r} has no group; put ( ) around the answer")
         if self.function is not None and not all(self.function.rpartition(":")[::2]):

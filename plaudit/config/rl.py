@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from plaudit.config.algorithm import RlAlgorithm
-from plaudit.config.reward import KINDS, OutcomeTable, ProcessTable, RewardTable, parse_reward
+from plaudit.config.reward import KINDS, OutcomeTable, ProcessTable, RewardTable, RuleTable, parse_reward
 from plaudit.config.supervised import BaseRecipe, ModelTable, SumsTable, TrainTable
 from plaudit.config.table import NonNegative, Positive, Share, Table
 from plaudit.errors import ConfigError, nearest
@@ -253,6 +253,8 @@ class RlRecipe(BaseRecipe):
             raise ValueError(f"sampling.max_tokens = {sampling.max_tokens}: a response needs at least one token")
         if sampling.temperature == 0:
             raise ValueError("sampling.temperature = 0 gives the same response every time: there is nothing to compare")
+        for table in self.reward.tables().values():
+            self._fits_the_data(table)
         overlong = algorithm.shaping.overlong
         if overlong is not None and overlong.buffer > sampling.max_tokens:
             raise ValueError(
@@ -265,3 +267,10 @@ class RlRecipe(BaseRecipe):
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.advantage.estimator == "gae":
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self
+
+    def _fits_the_data(self, reward: RewardTable | Mapping[str, Any]) -> None:
+        rule = reward.rule if isinstance(reward, RuleTable) else None
+        if self.data.gym is not None and rule in ("exact", "math"):
+            raise ValueError(f'a gym task checks its own answers: set rule = "gym" in place of rule = "{rule}"')
+        if self.data.gym is None and rule == "gym":
+            raise ValueError('rule = "gym" asks the task that set the prompt: give data.gym, or take another rule')

@@ -113,7 +113,8 @@ class _Worker:
         fault = "its process died or took too long" if reply is None else str(json.loads(reply)["fault"])
         if fault:
             self._end()
-            cure = "; pip install 'plaudit[verify]'" if "math_verify" in fault else ""
+            wanting = "math_verify" in fault or "reasoning_gym" in fault
+            cure = "; pip install 'plaudit[verify]'" if wanting else ""
             raise ConfigError(f"the rule {self.table.function or self.table.rule!r} cannot start: {fault}{cure}")
 
     def ask(self, line: bytes) -> float | ItemError:

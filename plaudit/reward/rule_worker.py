@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class NoTruth(Exception):
 
 def new_rule(table: dict[str, Any]) -> Rule:
     right, wrong = float(table["right"]), float(table["wrong"])
+    answer = None if table["answer"] is None else re.compile(table["answer"])
     check: Callable[[str, str], bool]
     match table["rule"]:
         case "regex":
@@ -40,14 +42,15 @@ def new_rule(table: dict[str, Any]) -> Rule:
             check = _exact
         case "math":
             check = _mathematics()
+        case "gym":
+            return _gym(answer)
         case _:
             return _function(table["function"])
-    answer = None if table["answer"] is None else re.compile(table["answer"])
 
     def compare(_: Any, response: str, truth: Any) -> float:
         if truth is None:
             raise NoTruth
-        found = response if answer is None else _last_group(answer, response)
+        found = _answer(answer, response)
         return right if found is not None and check(found, str(truth)) else wrong
 
     return compare
@@ -72,6 +75,34 @@ def _mathematics() -> Callable[[str, str], bool]:
     return equal
 
 
+def _gym(answer: re.Pattern[str] | None) -> Rule:
+    """The truth names the task and its options and holds the item, as `data.gym` gives it."""
+    import reasoning_gym
+
+    @lru_cache(maxsize=8)
+    def task(name: str, options: str) -> Any:
+        return reasoning_gym.create_dataset(name, size=1, **json.loads(options))
+
+    def score(_: Any, response: str, truth: Any) -> Any:
+        if not isinstance(truth, dict) or not {"task", "options", "item"} <= truth.keys():
+            raise NoTruth
+        asked = task(truth["task"], json.dumps(truth["options"]))
+        return asked.score_answer(_answer(answer, response), entry=_with_tuples(truth["item"]))
+
+    return score
+
+
+def _with_tuples(value: Any) -> Any:
+    """An item as its task made it: JSON has no tuples, and some tasks compare with theirs."""
+    if isinstance(value, list):
+        return [_with_tuples(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tuple"}:
+        return tuple(_with_tuples(part) for part in value["tuple"])
+    return {key: _with_tuples(part) for key, part in value.items()}
+
+
 def _function(name: str) -> Rule:
     home, _, attribute = name.rpartition(":")
     if not home.endswith(".py"):
@@ -87,9 +118,11 @@ def _function(name: str) -> Rule:
     return from_file
 
 
-def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
+def _answer(pattern: re.Pattern[str] | None, response: str) -> str | None:
+    if pattern is None:
+        return response
     found = None
-    for match in pattern.finditer(text):
+    for match in pattern.finditer(response):
         found = match[1]
     return found
 

@@ -18,7 +18,7 @@ from plaudit.core.packing import use_packed_attention
 from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, RunError, VersionChanged
 from plaudit.events import RESUME
 from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_value, save
-from plaudit.records import Batch, Prompt
+from plaudit.records import Batch
 from plaudit.train import lora, randomness
 from plaudit.train.advantages import Estimate
 from plaudit.train.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from plaudit.train.critic import Critic, LocalCritic, SharedCritic
 from plaudit.train.experience import Experience
 from plaudit.train.optimizer import Optimizer
 from plaudit.train.policy import Policy
-from plaudit.train.prompts import open_prompts
+from plaudit.train.prompts import Room, open_prompts
 from plaudit.train.reference import Reference, WithoutAdapter
 from plaudit.train.rl_learner import RlLearner
 from plaudit.train.rollouts import Rollouts, SingleTurn, batch_metrics
@@ -84,9 +84,9 @@ class RlTraining:
         self.optimizer = Optimizer(module, recipe.train, beside)
         self.critic = self._critic(checkpoint)
         self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self._reference(), self.clock)
-        self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed)
+        room = Room(self.engine.decoder.max_positions, recipe.sampling.max_tokens)
+        self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
         self.heldout = self.prompts.heldout()
-        check_room(recipe, self.heldout, self.engine.decoder.max_positions)
         player = SingleTurn(self.engine, recipe.sampling, recipe.seed)
         self.rollouts = Rollouts(recipe, player, self.prompts, self.scorer, self.clock)
         self.step = self.version = self.samples = self.tokens = 0
@@ -323,16 +323,6 @@ def value_head(table: CriticTable, module: nn.Module) -> nn.Linear:
     head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=device)
     nn.init.zeros_(head.weight)
     return head
-
-
-def check_room(recipe: RlRecipe, prompts: list[Prompt], positions: int) -> None:
-    longest = max(len(prompt.token_ids or ()) for prompt in prompts)
-    room, asked = positions - longest, recipe.sampling.max_tokens
-    if asked > room:
-        raise ConfigError(
-            f"the longest held-out prompt has {longest} tokens and the model {positions} positions: "
-            f"{positions} - {longest} = {room} are left, and sampling.max_tokens = {asked}"
-        )
 
 
 def peak_bytes() -> int:
