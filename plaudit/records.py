@@ -93,6 +93,20 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment says to what the policy wrote.
+
+    observation  text that the policy reads before it goes on
+    reward       for this turn, besides that of the whole response
+    done         the response is over; nobody reads the observation
+    """
+
+    observation: str = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """An outcome reward: a finite `value`, or an `error`."""
 

@@ -69,7 +69,12 @@ class EnvironmentTable(Table):
     name: str
     """A built-in one, or file.py:Class, or package.module:Class"""
     max_turns: PositiveInt = 8
+    timeout: Positive = 30.0
+    """Seconds for one answer of the environment; a response whose environment takes longer fails."""
+    threads: PositiveInt = 8
+    """Environments that are asked at the same time."""
     options: Mapping[str, Any] = {}
+    """What the class is made with."""
 
 
 class RlRewardTable(Table):

@@ -24,13 +24,14 @@ from plaudit.train.advantages import Estimate
 from plaudit.train.checkpoint import Checkpoint
 from plaudit.train.clock import Clock
 from plaudit.train.critic import Critic, LocalCritic, SharedCritic
+from plaudit.train.episodes import new_player
 from plaudit.train.experience import Experience
 from plaudit.train.optimizer import Optimizer
 from plaudit.train.policy import Policy
 from plaudit.train.prompts import Room, open_prompts
 from plaudit.train.reference import Reference, WithoutAdapter
 from plaudit.train.rl_learner import RlLearner
-from plaudit.train.rollouts import Rollouts, SingleTurn, batch_metrics
+from plaudit.train.rollouts import Rollouts, batch_metrics
 from plaudit.train.run import Run
 from plaudit.train.scorer import RewardFailed, Scorer
 from plaudit.train.showing import sample_events
@@ -87,8 +88,7 @@ class RlTraining:
         room = Room(self.engine.decoder.max_positions, recipe.sampling.max_tokens)
         self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
         self.heldout = self.prompts.heldout()
-        player = SingleTurn(self.engine, recipe.sampling, recipe.seed)
-        self.rollouts = Rollouts(recipe, player, self.prompts, self.scorer, self.clock)
+        self.rollouts = Rollouts(recipe, new_player(recipe, self.engine), self.prompts, self.scorer, self.clock)
         self.step = self.version = self.samples = self.tokens = 0
         self.seconds = 0.0
         self.before: dict[str, float] = {}

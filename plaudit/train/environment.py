@@ -1,0 +1,68 @@
+"""Environments: what answers the policy between its turns, and how one is found by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from plaudit.config.rl import EnvironmentTable
+from plaudit.errors import ConfigError, nearest, one_line
+from plaudit.records import Prompt, Turn
+
+BUILT_IN = {"calculator": "plaudit.worlds.calculator:Calculator"}
+
+
+class Environment(Protocol):
+    """One for each sample; its calls come one after the other, from whichever thread is free."""
+
+    def reset(self, prompt: Prompt) -> None:
+        """A response to this prompt begins."""
+
+    def step(self, response: str) -> Turn:
+        """What the policy wrote in this turn, stop string included."""
+
+
+def load_environment(table: EnvironmentTable) -> Callable[[], Environment]:
+    """Makes environments. What cannot be made is told now, not in the middle of a rollout."""
+    home, colon, name = BUILT_IN.get(table.name, table.name).rpartition(":")
+    if not (home and colon and name):
+        raise ConfigError(
+            f"environment.name = {table.name!r} is neither built in ({nearest(table.name, BUILT_IN)}) nor of the form "
+            "file.py:Class or package.module:Class"
+        )
+    try:
+        found = getattr(_module(home), name)
+    except Exception as error:  # a user's file may raise whatever it likes
+        raise ConfigError(f"environment.name = {table.name!r} cannot be loaded: {_said(error)}") from error
+    options = dict(table.options)
+    try:
+        first = found(**options)
+    except Exception as error:
+        raise ConfigError(f"environment.options: {name}(**{options}) fails: {_said(error)}") from error
+    for method in ("reset", "step"):
+        if not callable(getattr(first, method, None)):
+            raise ConfigError(f"environment.name = {table.name!r} has no method {method!r}; see docs/environments.md")
+    return lambda: found(**options)
+
+
+def _module(home: str) -> Any:
+    if not home.endswith(".py"):
+        return importlib.import_module(home)
+    path = Path(home)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {home}")
+    spec = importlib.util.spec_from_file_location(f"plaudit_environment_{path.stem}", path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -1,0 +1,36 @@
+"""The tokens of what an environment says. Its text never becomes control tokens; a chat template's own do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plaudit.errors import ConfigError
+from plaudit.models import encode, render_chat
+
+ASKED, SAID = "a", "b"  # stand for a conversation so far: what follows a turn does not depend on it
+
+
+class ObservationEncoder:
+    """In a conversation the observation is the user's next message, with all that the template puts between the
+    policy's turn and its next one; elsewhere it is plain text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def tokens(self, observation: str, *, chat: bool, last: int) -> tuple[int, ...]:
+        """`last` is the policy's last token: an end-of-turn token that it wrote itself is not written again."""
+        if not chat:
+            return tuple(encode(self.tokenizer, observation))
+        before: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
+        head = render_chat(self.tokenizer, before, add_generation_prompt=True) + encode(self.tokenizer, SAID)
+        said = {"role": "assistant", "content": SAID}
+        whole = render_chat(
+            self.tokenizer, [*before, said, {"role": "user", "content": observation}], add_generation_prompt=True
+        )
+        if whole[: len(head)] != head:
+            raise ConfigError(
+                "the model's chat template writes a finished turn otherwise than one that is being written, so that a "
+                "conversation cannot go on token by token: set data.chat = false and write the turns as plain text"
+            )
+        between = whole[len(head) :]
+        return tuple(between[1:] if between[:1] == [last] else between)

@@ -1,0 +1,411 @@
+"""Turns with an environment: token for token what was sampled, masks and rewards where they belong, failures apart."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plaudit.config import RlRecipe, load_recipe
+from plaudit.config.rl import EnvironmentTable, SamplingTable
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import ConfigError
+from plaudit.models import encode, load_policy
+from plaudit.records import Batch, ItemError, Prompt, Sample, Turn
+from plaudit.train.advantages import estimate, shaped, usable
+from plaudit.train.clock import Clock
+from plaudit.train.environment import load_environment
+from plaudit.train.episodes import Episodes
+from plaudit.train.experience import Experience, flat, own_tokens
+from plaudit.train.observation import ObservationEncoder
+from plaudit.train.optimizer import Optimizer
+from plaudit.train.policy import Policy
+from plaudit.train.rl_learner import RlLearner
+from plaudit.train.rollouts import batch_metrics
+from plaudit.train.side_by_side import Overdue, SideBySide
+from plaudit.worlds.calculator import Calculator
+
+SAMPLING = SamplingTable(max_tokens=64, stop=("=",))
+TABLE = EnvironmentTable(name="calculator", max_turns=12, timeout=5.0)
+LOADED = load_policy("sums-policy", "float32", "cpu")
+TOKENIZER = LOADED.tokenizer
+RECIPE = Path("recipes/sums-tool.toml")
+
+
+def prompt(text: str) -> Prompt:
+    return Prompt(text, (TOKENIZER.bos_token_id, *encode(TOKENIZER, text)), "0")
+
+
+PROMPTS = [prompt(text) for text in ("7+8+4=", "1+2+3+4=", "9+9+9=", "5+6=", "8+1+7+2+3=")]
+
+
+def engine(**options: Any) -> Engine:
+    return Engine(LOADED.module, TOKENIZER, **options)
+
+
+class ScriptedEngine(Engine):
+    """The real engine, but each turn's text is dictated: what it would be sampled with is kept."""
+
+    def __init__(self, turns: Sequence[str]) -> None:
+        super().__init__(LOADED.module, TOKENIZER)
+        self.turns = list(turns)
+        self.contexts: list[list[int]] = []
+
+    def generate(self, prompts: Any, params: Any = None) -> list[Sample]:
+        (context,), (param,) = prompts, params
+        assert isinstance(param, SamplingParams)
+        self.contexts.append(context)
+        ids = tuple(encode(TOKENIZER, self.turns.pop(0)))[: param.max_tokens]
+        logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
+        reason: Any = "length" if len(ids) == param.max_tokens else "stop"
+        return [
+            Sample(tuple(context), ids, "", logprobs, logprobs, (self.version,) * len(ids), (1,) * len(ids), reason)
+        ]
+
+
+class Scripted:
+    """Says what it is told to, and keeps what it hears."""
+
+    def __init__(self, *turns: Any) -> None:
+        self.turns = list(turns)
+        self.heard: list[str] = []
+
+    def reset(self, prompt: Prompt) -> None:
+        self.heard.append(prompt.text)
+
+    def step(self, response: str) -> Turn:
+        self.heard.append(response)
+        turn = self.turns.pop(0)
+        if isinstance(turn, Exception):
+            raise turn
+        if callable(turn):
+            turn = turn()
+        return turn  # type: ignore[no-any-return]
+
+
+def scripted(
+    texts: Sequence[str], turns: Sequence[Any], sampling: SamplingTable = SAMPLING, table: EnvironmentTable = TABLE
+) -> tuple[Sample, Scripted, ScriptedEngine]:
+    world, played = Scripted(*turns), ScriptedEngine(texts)
+    (sample,) = Episodes(played, sampling, table, 1, make=lambda: world).play([prompt("7+8=")], 1, "s")
+    return sample, world, played
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(encode(TOKENIZER, text))
+
+
+# What a sample holds
+
+
+def test_two_turns_by_hand() -> None:
+    sample, world, played = scripted(["7+8=", "#15"], [Turn("15;", 0.25), Turn("never read", 0.5, done=True)])
+    assert world.heard == ["7+8=", "7+8=", "#15"]
+    assert sample.token_ids == ids("7+8=") + ids("15;") + ids("#15")
+    assert sample.text == "7+8=15;#15"
+    assert sample.mask == (1, 1, 1, 1, 0, 0, 0, 1, 1, 1)
+    assert sample.token_rewards == (0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0.5)
+    assert sample.logprobs == (-0.1, -0.2, -0.30000000000000004, -0.4, 0, 0, 0, -0.1, -0.2, -0.30000000000000004)
+    assert sample.raw_logprobs == sample.logprobs
+    assert sample.versions == (0,) * 10
+    assert (sample.finish_reason, sample.extra["turns"], sample.extra["end"]) == ("stop", 2, "done")
+    first = list(prompt("7+8=").token_ids or ())
+    assert played.contexts == [first, [*first, *sample.token_ids[:7]]], "the tokens as they were, none written anew"
+
+
+def test_versions_are_those_of_the_turn() -> None:
+    played = ScriptedEngine(["7+8=", "#15"])
+
+    def published() -> Turn:
+        played.new_version(5)
+        return Turn("15;")
+
+    world = Scripted(published, Turn(done=True))
+    (sample,) = Episodes(played, SAMPLING, TABLE, 1, make=lambda: world).play([prompt("7+8=")], 1, "s")
+    assert sample.versions == (0,) * 7 + (5,) * 3
+
+
+def test_an_observation_never_becomes_control_tokens() -> None:
+    sample, _, _ = scripted(["7+8=", "#1"], [Turn("<eos>"), Turn(done=True)])
+    assert TOKENIZER.eos_token_id not in sample.token_ids
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "text", "turns", "end"),
+    [
+        (4, "7+8=", 1, "tokens"),  # the policy's turn fills it
+        (7, "7+8=", 1, "tokens"),  # after the observation nothing would be left to say
+        (8, "7+8=15;#", 2, "tokens"),  # one token is
+        (64, "7+8=15;#15", 2, "done"),
+    ],
+)  # fmt: skip
+def test_the_budget_is_over_own_and_observed_tokens(max_tokens: int, text: str, turns: int, end: str) -> None:
+    sampling = SAMPLING.model_copy(update={"max_tokens": max_tokens})
+    sample, _, _ = scripted(["7+8=", "#15"], [Turn("15;", 0.5), Turn(done=True)], sampling)
+    assert (sample.text, sample.extra["turns"], sample.extra["end"]) == (text, turns, end)
+    assert sample.finish_reason == ("stop" if end == "done" else "length")
+    assert len(sample.token_ids) <= max_tokens
+    assert sample.token_rewards is not None
+    assert sample.token_rewards[3] == (0.0 if max_tokens == 4 else 0.5), "a turn that was cut off is not answered"
+
+
+def test_turns_are_limited() -> None:
+    table = TABLE.model_copy(update={"max_turns": 2})
+    sample, _, _ = scripted(["7+8=", "1+1=", "#2"], [Turn("15;"), Turn("2;", 1.0)], table=table)
+    assert (sample.text, sample.finish_reason, sample.extra["end"]) == ("7+8=15;1+1=", "length", "turns")
+    assert sample.token_rewards is not None
+    assert sample.token_rewards[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("turn", "type", "message"),
+    [
+        (ValueError("no such tool\nat all"), "environment_failed", "ValueError: no such tool at all"),
+        (None, "environment_failed", "TypeError: gave NoneType, expected a Turn"),
+        (Turn(reward=float("nan")), "environment_failed", "ValueError: the reward is nan, expected a finite number"),
+        (Turn("\ud800"), "environment_failed", "RequestError: the text is not Unicode: lone surrogate '\\ud800' at 0"),
+        (lambda: time.sleep(30), "timeout", "no answer in 0.2 s"),
+    ],
+)
+def test_an_environment_that_fails_costs_its_own_sample(turn: Any, type: str, message: str) -> None:
+    table = TABLE.model_copy(update={"timeout": 0.2})
+    sample, _, _ = scripted(["7+8=", "#15"], [turn, Turn(done=True)], table=table)
+    assert sample.finish_reason == "error"
+    assert sample.error == ItemError(type, f"Scripted.step: {message}")
+    assert sample.token_ids == ids("7+8="), "what it said until then is kept"
+    assert usable([replace(sample, reward=1.0)], grouped=False) == ()
+    assert batch_metrics([sample])["reward/errors"] == 1.0
+
+
+def test_the_others_of_a_step_go_on_when_one_fails() -> None:
+    made: list[int] = []
+
+    class Moody(Calculator):
+        def __init__(self) -> None:
+            made.append(len(made))
+            self.number = made[-1]
+
+        def step(self, response: str) -> Turn:
+            if self.number == 1:
+                raise RuntimeError("not today")
+            return super().step(response)
+
+    calm = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 1, "s")
+    moody = Episodes(engine(), SAMPLING, TABLE, 1, make=Moody).play(PROMPTS, 1, "s")
+    assert made == list(range(len(PROMPTS))), "one environment for each sample"
+    assert [sample.error is not None for sample in moody] == [False, True, False, False, False]
+    assert [s for i, s in enumerate(moody) if i != 1] == [s for i, s in enumerate(calm) if i != 1]
+
+
+# The same samples, whoever else plays
+
+
+def comparable(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
+    return [(s.token_ids, s.mask, s.finish_reason, s.text, s.token_rewards) for s in samples]
+
+
+def test_a_sample_is_the_same_alone_and_among_others() -> None:
+    together = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    assert [(s.group, s.index) for s in together] == [(g, i) for g in range(len(PROMPTS)) for i in range(4)]
+    assert len({s.token_ids for s in together[:4]}) > 1, "samples of a prompt differ"
+    fewer = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS[:1], 2, "s")
+    assert comparable(fewer) == comparable(together[:2])
+    for one, other in zip(fewer, together, strict=False):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert comparable(Episodes(engine(), SAMPLING, TABLE, 2).play(PROMPTS, 4, "s")) != comparable(together)
+
+
+def test_neither_cache_nor_batching_changes_the_samples() -> None:
+    roomy = engine()
+    samples = Episodes(roomy, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    assert roomy.stats().tokens_shared > 0, "later turns find the earlier ones in the cache"
+    tight = engine(budget=16, max_running=2, kv_bytes=8 * roomy.backend.block_size * roomy.decoder.token_bytes())
+    again = Episodes(tight, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    assert tight.stats().evictions > 0, "there was no room to keep them"
+    assert comparable(again) == comparable(samples)
+    roomy.check()
+    tight.check()
+
+
+def test_behaviour_logprobs_are_those_of_one_pass_over_the_whole() -> None:
+    samples = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 2, "s")
+    for sample in samples:
+        (whole,) = engine().logprobs([[*sample.prompt_ids, *sample.token_ids]])
+        found = whole[len(sample.prompt_ids) - 1 :].tolist()
+        expected = [value if own else 0.0 for value, own in zip(found, sample.mask, strict=True)]
+        assert sample.raw_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_calculator_adds() -> None:
+    world = Calculator()
+    assert world.step("7+8=") == Turn("15;")
+    assert world.step("#19").done
+    assert world.step("7+8=9=").done
+    samples = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    for sample in samples:
+        for step in sample.text.split(";")[:-1]:
+            left, _, result = step.partition("=")
+            assert sum(map(int, left.split("+"))) == int(result), "every sum is the calculator's, so it is right"
+    assert sum(sample.finish_reason == "stop" for sample in samples) > len(samples) // 2
+
+
+# What is learned from
+
+
+def tool_recipe(**train: Any) -> RlRecipe:
+    sets = [f"train.{name}={value}" for name, value in train.items()]
+    recipe = load_recipe(
+        RECIPE, [*sets, "algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3", "algorithm.aggregate=token"]
+    )
+    assert isinstance(recipe, RlRecipe)
+    return recipe
+
+
+def played_and_scored() -> tuple[Sample, ...]:
+    samples = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS[:2], 4, "s")
+    return tuple(replace(sample, reward=float(i * i % 5)) for i, sample in enumerate(samples))
+
+
+def test_masked_tokens_have_no_advantage_no_loss_and_no_place_in_a_denominator() -> None:
+    recipe, samples = tool_recipe(), played_and_scored()
+    own = own_tokens(samples)
+    assert 0 < int(own.sum()) < len(own)
+    rewards = shaped(recipe.algorithm.shaping, samples, 64, None)
+    policy = Policy(
+        engine().decoder, recipe.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096
+    )  # fmt: skip
+    old = policy.logprobs(samples)
+    found = estimate(recipe.algorithm, samples, rewards, kl_coef=0.1, old=old, reference=old - 1)
+    assert not found.advantages[~own].any()
+    assert found.advantages[own].all()
+    experience = Experience(samples, own, flat(samples, "logprobs"), found.advantages, old=old, reference=old - 0.5)
+
+    def gradient(experience: Experience) -> tuple[dict[str, float], torch.Tensor]:
+        policy.module.zero_grad()
+        seen = policy.gradient(experience, 0.1).metrics(1)
+        parts = [p.grad.flatten() for p in policy.module.parameters() if p.grad is not None]
+        return seen, torch.cat(parts).clone()
+
+    seen, whole = gradient(experience)
+    # Whatever stands at the masked tokens: nothing moves.
+    noise = torch.where(own, 0.0, 7.0)
+    moved = replace(
+        experience, behaviour=experience.behaviour - noise, advantages=found.advantages + noise, old=old - noise,
+        reference=experience.reference - noise if experience.reference is not None else None,
+    )  # fmt: skip
+    again, other = gradient(moved)
+    assert again == seen
+    assert torch.equal(whole, other)
+    # And the loss is the mean over own tokens alone, written out.
+    assert seen["kl/loss"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, abs=1e-5)
+    assert seen["policy/loss"] == pytest.approx(-found.advantages[own].mean().item(), abs=1e-5)
+
+
+def test_an_update_learns_from_turns() -> None:
+    recipe = tool_recipe(lr=1e-5)
+    loaded = load_policy("sums-policy", "float32", "cpu")
+    mine = Engine(loaded.module, loaded.tokenizer)
+    policy = Policy(mine.decoder, recipe.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096)
+    learner = RlLearner(recipe, policy, Optimizer(loaded.module, recipe.train), None, policy, Clock())
+    metrics, experience, _ = learner.update(Batch(played_and_scored()), 0)
+    assert experience is not None
+    assert metrics["mismatch/abs_max"] < 1e-4, "the engine's log-probs are those of one pass over the whole"
+    assert metrics["kl/reference"] == pytest.approx(0.0, abs=1e-5)
+
+
+# Conversations
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def chat_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(["<|im_start|>", "<|im_end|>", *bytes_])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=CHATML
+    )
+
+
+def test_in_a_conversation_an_observation_is_the_users_next_message() -> None:
+    tokenizer = chat_tokenizer()
+    encoder = ObservationEncoder(tokenizer)
+    end = tokenizer.eos_token_id
+    between = "\n<|im_start|>user\n15<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(encoder.tokens("15", chat=True, last=end)) == between
+    assert tokenizer.decode(encoder.tokens("15", chat=True, last=5)) == "<|im_end|>" + between, "a stop string cut in"
+    sly = encoder.tokens("<|im_end|>", chat=True, last=end)
+    assert sly.count(end) == 1, "the text of an observation is text"
+    assert tokenizer.decode(encoder.tokens("15", chat=False, last=end)) == "15"
+
+
+def test_a_template_that_rewrites_turns_is_refused() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = CHATML.replace("m['content']", "m['content'] | upper")
+    with pytest.raises(ConfigError, match=r"set data.chat = false"):
+        ObservationEncoder(tokenizer).tokens("15", chat=True, last=5)
+
+
+# Finding one
+
+
+def test_an_environment_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "guess.py"
+    file.write_text(
+        "from plaudit.records import Turn\n"
+        "class Guess:\n"
+        "    def __init__(self, bonus=0.0): self.bonus = bonus\n"
+        "    def reset(self, prompt): pass\n"
+        "    def step(self, response): return Turn(reward=self.bonus, done=True)\n"
+    )
+    make = load_environment(EnvironmentTable(name=f"{file}:Guess", options={"bonus": 2.0}))
+    assert make().step("x") == Turn(reward=2.0, done=True)
+    assert make() is not make()
+    assert isinstance(load_environment(EnvironmentTable(name="plaudit.worlds.calculator:Calculator"))(), Calculator)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("calculater", {}, "neither built in .*did you mean 'calculator'"),
+        ("nowhere.py:Guess", {}, "no file nowhere.py"),
+        ("plaudit.nowhere:Guess", {}, "No module named"),
+        ("plaudit.records:Guess", {}, "has no attribute 'Guess'"),
+        ("plaudit.records:Turn", {}, "no method 'reset'"),
+        ("calculator", {"digits": 3}, r"Calculator\(\*\*\{'digits': 3\}\) fails"),
+    ],
+)  # fmt: skip
+def test_one_that_cannot_be_made_is_told_before_anything_runs(name: str, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_environment(EnvironmentTable(name=name, options=options))
+
+
+# Time limits
+
+
+def test_calls_run_side_by_side_and_late_ones_are_given_up() -> None:
+    def slow(number: int, seconds: float) -> Callable[[], int]:
+        def call() -> int:
+            time.sleep(seconds)
+            return number
+
+        return call
+
+    begin = time.monotonic()
+    found = SideBySide[int](4, 0.3).run([slow(i, 20.0 if i % 5 == 0 else 0.01) for i in range(20)])
+    assert time.monotonic() - begin < 5.0
+    assert [i for i, result in enumerate(found) if isinstance(result, Overdue)] == [0, 5, 10, 15]
+    assert [result for result in found if isinstance(result, int)] == [i for i in range(20) if i % 5]
+    assert SideBySide[int](4, 1.0).run([]) == []
