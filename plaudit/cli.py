@@ -22,33 +22,57 @@ Out = Annotated[Path | None, typer.Option(help="Run directory. Default: runs/<re
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A TOML recipe, such as recipes/sums-sft.toml.")],
+    recipe: Annotated[Path | None, typer.Argument(help="A TOML recipe, such as recipes/sums-sft.toml.")] = None,
     sets: Sets = [],  # noqa: B006 (typer copies it)
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run directory holds and start over.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="RL: samples and scores, no update.")] = False,
+    train_only: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="RL: learn from the samples that a run dumped, make none.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="RL: train a run's dump again, compare all numbers with its log.")
+    ] = None,
 ) -> None:
     """Train a model: SFT, reward model, process reward model or RL, as the recipe says."""
     from plaudit.config import RlRecipe, load_recipe, to_toml
     from plaudit.errors import ConfigError
 
+    if replay is not None:
+        if recipe is not None or sets or resume or rollout_only or train_only:
+            raise ConfigError("--replay goes by the run's own recipe and dump: give it no recipe and no other option")
+        _replay(replay, out or replay / "replay")
+        return
+    if recipe is None:
+        raise ConfigError("no recipe: name one, such as recipes/sums-sft.toml")
     tree = load_recipe(recipe, sets)
     if dry_run:
         typer.echo(to_toml(tree), nl=False)
         return
     if resume and fresh:
         raise ConfigError("--resume and --fresh contradict each other: give one")
+    directory = out or Path("runs") / recipe.stem
+    if rollout_only or train_only is not None:
+        _check_debugging(tree.task, directory, rollout_only, train_only)
     from plaudit.train.progress import Progress
     from plaudit.train.run import Run
 
-    directory = out or Path("runs") / recipe.stem
     with Run(directory, tree, resume=resume, fresh=fresh) as run:
         if isinstance(tree, RlRecipe):
             from plaudit.report.live import LiveView
+            from plaudit.train.dump import Dump
             from plaudit.train.rl import RlTraining
+            from plaudit.train.rollout_only import roll_out
 
-            summary = RlTraining(tree, run, LiveView(directory.name)).fit()
+            dumped = None if train_only is None else Dump.find(train_only)
+            training = RlTraining(tree, run, LiveView(directory.name), dumped)
+            if rollout_only:
+                made = roll_out(training)
+                typer.echo(f"{made['samples']} samples of {made['steps']} steps in {made['rollouts']}")
+                return
+            summary = training.fit()
         else:
             from plaudit.train.supervised import SupervisedTraining
 
@@ -58,6 +82,26 @@ def train(
         if f"{name}_after" in summary:
             told.append(f"{name} {summary[f'{name}_before']:.3f} -> {summary[f'{name}_after']:.3f}")
     typer.echo(f"{directory.name}: {'; '.join(told)}; model in {run.final}")
+
+
+def _check_debugging(task: str, directory: Path, rollout_only: bool, train_only: Path | None) -> None:
+    from plaudit.errors import ConfigError
+
+    if task != "rl":
+        raise ConfigError(f"--rollout-only and --train-only are for RL, and the recipe has task = {task!r}")
+    if rollout_only and train_only is not None:
+        raise ConfigError("--rollout-only and --train-only contradict each other: give one")
+    if train_only is not None and train_only.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(f"{train_only} is in the run directory {directory}: name another one with --out")
+
+
+def _replay(run: Path, out: Path) -> None:
+    from plaudit.report.live import LiveView
+    from plaudit.train.replay import replay
+
+    verdict = replay(run, out, LiveView(run.name))
+    typer.echo(f"{run.name}: {verdict.text}")
+    raise typer.Exit(0 if verdict.equal else 1)
 
 
 @app.command("generate")

@@ -24,6 +24,7 @@ from plaudit.train.advantages import Estimate
 from plaudit.train.checkpoint import Checkpoint
 from plaudit.train.clock import Clock
 from plaudit.train.critic import Critic, LocalCritic, SharedCritic
+from plaudit.train.dump import Dump, DumpedRollouts
 from plaudit.train.episodes import new_player
 from plaudit.train.experience import Experience
 from plaudit.train.optimizer import Optimizer
@@ -53,10 +54,12 @@ class Viewer(Protocol):
 
 
 class RlTraining:
-    def __init__(self, recipe: RlRecipe, run: Run, viewer: Viewer) -> None:
+    def __init__(self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None) -> None:
+        """`dumped`: samples of another run to learn from, in place of new ones."""
         self.recipe = recipe
         self.run = run
         self.viewer = viewer
+        self.dumped = dumped
         self.clock = Clock()
         randomness.seed_everything(recipe.seed)
         if recipe.train.threads is not None:
@@ -88,12 +91,18 @@ class RlTraining:
         room = Room(self.engine.decoder.max_positions, recipe.sampling.max_tokens)
         self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
         self.heldout = self.prompts.heldout()
-        self.rollouts = Rollouts(recipe, new_player(recipe, self.engine), self.prompts, self.scorer, self.clock)
+        player = new_player(recipe, self.engine)
+        self.rollouts: Rollouts | DumpedRollouts = Rollouts(recipe, player, self.prompts, self.scorer, self.clock)
+        if self.dumped is not None:
+            self.rollouts = DumpedRollouts(self.dumped, self.rollouts, self.engine.decoder.vocab_size)
         self.step = self.version = self.samples = self.tokens = 0
         self.seconds = 0.0
         self.before: dict[str, float] = {}
         if checkpoint is not None:
             self._restore(checkpoint)
+        self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump else None
+        if self.dump is not None:
+            self.dump.discard_after(self.step)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the policy, and return the final figures."""
@@ -119,6 +128,8 @@ class RlTraining:
                 self.rollouts.drawn = drawn
                 self.save_checkpoint()
                 raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
+            if self.dump is not None:
+                self.dump.write(self.step + 1, batch, self.rollouts.drawn)
             metrics, experience, advantage = self.learner.update(batch, self.step)
             with self.clock("publish"):
                 self.version = self.engine.new_version(self.version + 1)

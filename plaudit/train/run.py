@@ -1,6 +1,7 @@
 """A run directory: one writer at a time, its recipe, events, checkpoints and summary.
 
-runs/<name>/  recipe.toml  events.jsonl  checkpoints/  final/ (the trained model)  summary.json  lock
+runs/<name>/  recipe.toml  events.jsonl  checkpoints/  rollouts/ (with train.dump)  final/ (the trained model)
+              summary.json  lock
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from plaudit.events import EventLog, read_lines
 from plaudit.train.checkpoint import Checkpoints, write_atomically
 
 # A resumed run may go on for longer, look more often and keep more; all else decides the numbers.
-MAY_CHANGE_ON_RESUME = ("train.steps", "train.eval_every", "train.checkpoint", "data.eval_items", "model.device")
+MAY_CHANGE_ON_RESUME = (
+    "train.steps",
+    "train.eval_every",
+    "train.checkpoint",
+    "train.dump",
+    "data.eval_items",
+    "model.device",
+)
 
 
 class Run:
@@ -73,7 +81,7 @@ class Run:
     def _prepare(self) -> None:
         stored = self.directory / "recipe.toml"
         if self.fresh or not self._begun():
-            for name in ("checkpoints", "final"):
+            for name in ("checkpoints", "final", "rollouts"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
             for path in (stored, self.directory / "summary.json", *self.directory.glob("events*.jsonl")):
                 path.unlink(missing_ok=True)
