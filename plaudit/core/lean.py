@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from plaudit.core.attention import Layout, Rule
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+MANY_ROWS = 256  # up to here one more call costs more than to copy queries and keys into one tensor
 OPTIONAL_NORMS = ("q_norm", "k_norm")  # of every head, as in Qwen 3
 
 
@@ -73,9 +74,13 @@ def _attention(
     value = _linear(y, parts["v_proj"]).view(len(y), -1, layer.dim)
     if wanted is None:
         query = _heads(y, parts, "q", layer.dim)
-        both = _rotate(torch.cat((query, key), dim=1), cos, sin)
-        count = query.shape[1]
-        out = layout.attend(index, both[:, :count], both[:, count:], value, layer.rule)
+        if len(y) > MANY_ROWS:
+            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        else:
+            count = query.shape[1]
+            both = _rotate(torch.cat((query, key), dim=1), cos, sin)
+            query, key = both[:, :count], both[:, count:]
+        out = layout.attend(index, query, key, value, layer.rule)
     else:
         query = _rotate(_heads(y[wanted], parts, "q", layer.dim), cos[wanted], sin[wanted])
         keys, values = layout.context(index, _rotate(key, cos, sin), value)

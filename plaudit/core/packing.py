@@ -6,6 +6,7 @@ together. Gradients flow through it, so training uses the same forward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,6 +19,8 @@ from plaudit.core.attention import ATTENTION, Group, Layout, group_spans, use_pa
 from plaudit.core.varlen import VarlenLayout
 
 __all__ = ["ATTENTION", "Packed", "PackedTree", "hidden_rows", "pack", "pack_tree", "trunk", "use_packed_attention"]
+
+ALONE = 96  # tokens of a whole sequence from which on it is attended to by itself
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def grouped_layout(
     groups: list[Group] = []
     restore = np.empty(sum(new for _, new, _ in spans), dtype=np.int64)
     done = 0
-    for members in group_spans(spans):
+    # On a CPU a long sequence by itself is as fast, and needs no copies of its rows and no padding.
+    for members in group_spans(spans, ALONE if torch.device(device).type == "cpu" else sys.maxsize):
         first, new, before = (np.array([spans[i][f] for i in members])[:, None] for f in range(3))
         longest, most = int(new.max()), int((new + before).max())
         steps = np.minimum(np.arange(longest)[None], new - 1)
@@ -121,7 +125,10 @@ def grouped_layout(
             keys[row, : len(rows[i])] = rows[i]
         restore[first + steps] = done + np.arange(len(members))[:, None] * longest + steps
         queries, at, positions = (torch.from_numpy(x).to(device) for x in (first + steps, keys, before + steps))
-        groups.append(Group(queries, at, positions, whole=not before.any()))
+        whole = not before.any()
+        start, length, _ = spans[members[0]]
+        alone = slice(start, start + length) if whole and len(members) == 1 else None
+        groups.append(Group(queries, at, positions, whole, alone))
         done += len(members) * longest
     return Layout(tuple(groups), torch.from_numpy(restore).to(device))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.packing import hidden_rows, pack, use_packed_attention
+from plaudit.core.packing import ALONE, hidden_rows, pack, use_packed_attention
 from plaudit.records import NEXT
 from tests.core import tiny
 
@@ -29,6 +29,20 @@ def test_logprobs_alone_batched_and_cached(family: str) -> None:
     ids = tiny.sequences(1, 7, 2, 50)
     expected = [tiny.plain_logprobs(module, s) for s in ids]
     for got in (engine.logprobs(ids), engine.logprobs(ids, cache=True), [engine.logprobs([s])[0] for s in ids]):
+        for g, e in zip(got, expected, strict=True):
+            close(g, e)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_sequences_are_attended_to_alone_and_short_ones_in_groups(family: str) -> None:
+    module = tiny.model(family)
+    engine = Engine(module, budget=512)
+    ids = tiny.sequences(3, 9, ALONE - 40, ALONE + 60)
+    layout = pack(ids).layout
+    assert any(group.alone for group in layout.groups)
+    assert any(len(group.queries) > 1 for group in layout.groups)
+    expected = [tiny.plain_logprobs(module, s) for s in ids]
+    for got in (engine.logprobs(ids), engine.logprobs(ids, cache=True), engine.logprobs(ids, cache=True)):
         for g, e in zip(got, expected, strict=True):
             close(g, e)
 
