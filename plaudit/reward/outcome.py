@@ -48,7 +48,8 @@ class OutcomeReading:
         if not np.isfinite(values).all():
             error = ItemError("nonfinite_score", f"{self.facts.name} gave a score that is not a finite number")
             return Score(error=error, truncated=work.truncated, tokens=len(work.tokens))
-        pooled = values.astype(np.float64).mean(axis=0)
+        wide = values.astype(np.float64)
+        pooled = wide[0] if len(wide) == 1 else wide.mean(axis=0)
         value = float(pooled @ self.weights)
         if self.table.standardise is not None:
             value = (value - self.table.standardise.mean) / self.table.standardise.std

@@ -87,19 +87,17 @@ class App:
 
     async def _unless_gone(self, route: Route, request: Request) -> Reply | None:
         """The handler's reply; None, and the handler stopped, if the client goes away first."""
-        task = asyncio.current_task()
+        task, connection = asyncio.current_task(), request.connection
         assert task is not None
-        gone = asyncio.create_task(request.disconnected())
-        gone.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
         try:
-            return await route.handler(request)
+            return await route.handler(request) if connection.enter(task) else None
         except asyncio.CancelledError:
-            if not gone.done() or gone.cancelled():
+            if not connection.lost:
                 raise
             task.uncancel()
             return None
         finally:
-            gone.cancel()
+            connection.working.discard(task)
 
     def _count_error(self, type: str, message: str, request: Request) -> None:
         self.metrics.errors.labels(type).inc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ def work_key(
     sizes = f"{len(tokens)} {len(positions)} {'-' if columns is None else len(columns)}"
     digest = hashlib.sha256(f"{version}\0{salt}\0{sizes} {logprobs}\0".encode())
     for numbers in (tokens, positions, columns or ()):
-        digest.update(np.asarray(numbers, dtype="<i8").tobytes())
+        digest.update(array("q", numbers))
     return digest.digest()
 
 

@@ -56,6 +56,11 @@ class Ticket:
         if count == 0:
             self.done.set_result(None)
 
+    def expire(self) -> None:
+        """Its deadline has passed: whoever awaits `done` gets a TimeoutError."""
+        if not self.done.done():
+            self.done.set_exception(TimeoutError())
+
     def answer(self, index: int, answer: Answer) -> None:
         self.answers[index] = answer
         self._open -= 1

@@ -77,6 +77,26 @@ class Limits:
     request_seconds: float
 
 
+class Connection:
+    """What the listener tells of a request's connection: who works for it, to be cancelled when it is lost."""
+
+    __slots__ = ("lost", "working")
+
+    def __init__(self) -> None:
+        self.lost = False
+        self.working: set[asyncio.Task[Any]] = set()
+
+    def enter(self, task: asyncio.Task[Any]) -> bool:
+        """Whether there is still anybody to work for."""
+        self.working.add(task)
+        return not self.lost
+
+    def lose(self) -> None:
+        self.lost = True
+        for task in self.working:
+            task.cancel()
+
+
 class Request:
     """One request. `tenant` is the name of the API key it came with."""
 
@@ -84,7 +104,9 @@ class Request:
         "_fields",
         "_limits",
         "_receive",
+        "_scope",
         "complete",
+        "connection",
         "content",
         "deadline",
         "headers",
@@ -100,6 +122,8 @@ class Request:
     def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
         self._receive = receive
         self._limits = limits
+        self._scope = scope
+        self.connection: Connection = scope["connection"]
         self.method: str = scope["method"]
         # Never request.url: that is built from the Host header, which the client writes.
         self.path: str = scope["path"]
@@ -169,29 +193,35 @@ class Request:
         limit = self._limits.body_bytes
         self._announced(limit)
         parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                more = True
-                while more:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise HttpError(400, "disconnected", "the client went away before its body had arrived")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        raise _too_large(limit)
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise HttpError(
-                408, "slow_body", f"the body did not arrive within {self._limits.body_seconds:g} s ({size} bytes came)"
-            ) from None
+        if "arrived" in self._scope:  # most bodies come with their headers: there is nothing to wait for
+            await self._receive_parts(parts, limit)
+        else:
+            try:
+                async with asyncio.timeout(self._limits.body_seconds):
+                    await self._receive_parts(parts, limit)
+            except TimeoutError:
+                seconds, size = self._limits.body_seconds, sum(map(len, parts))
+                raise HttpError(
+                    408, "slow_body", f"the body did not arrive within {seconds:g} s ({size} bytes came)"
+                ) from None
         self.complete = True
         body = b"".join(parts)
         coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
         if coding in (b"identity", b""):
             return body
         return await asyncio.to_thread(_unpacked, body, coding, limit)  # takes its time and releases the GIL
+
+    async def _receive_parts(self, parts: list[bytes], limit: int) -> None:
+        size, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise HttpError(400, "disconnected", "the client went away before its body had arrived")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            more = message.get("more_body", False)
 
     async def linger(self) -> None:
         """Drop what still comes of a body that nobody wants. A connection closed on unread bytes is reset, and the
@@ -200,11 +230,6 @@ class Request:
             async with asyncio.timeout(LINGER_SECONDS):
                 while (await self._receive()).get("more_body", False):
                     pass
-
-    async def disconnected(self) -> None:
-        """Returns when the client has gone."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     def _announced(self, limit: int) -> None:
         length = self.headers.get(b"content-length")

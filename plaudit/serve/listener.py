@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plaudit.config.serve import LimitsTable
 from plaudit.errors import ConfigError
-from plaudit.serve.http import HttpError
+from plaudit.serve.http import Connection, HttpError
 
 KEEP_ALIVE_SECONDS = 75
 SPARE_FILES = 256  # beside the connections: workers, pipes, logs
@@ -28,12 +28,14 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self.transport = _Gathering(transport, self.loop)  # type: ignore[assignment]
             self._timer: asyncio.TimerHandle | None = None
+            self._connection = Connection()
             self._in_headers = True
             self._header_bytes = self._header_count = self._raw_bytes = 0
             self._arm()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
+            self._connection.lose()
             super().connection_lost(exc)
             # uvicorn forgets this after an error, and the timer would keep all of the connection for its time.
             self._unset_keepalive_if_required()
@@ -50,6 +52,7 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self.scope["connection"] = self._connection  # type: ignore[typeddict-unknown-key]
             self._in_headers = True
             self._header_bytes = self._header_count = self._raw_bytes = 0
 
@@ -80,6 +83,7 @@ def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
 
         def on_message_complete(self) -> None:
             if self.cycle is not None:
+                self.scope["arrived"] = True  # type: ignore[typeddict-unknown-key]
                 super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:

@@ -255,9 +255,9 @@ class ServedModel:
         return JudgeReading(table, tokenizer, facts)
 
     async def _prepare(self, reading: Scoring, items: Sequence[Item], ask: Ask) -> list[Work | Prompt | ItemError]:
-        over = threading.Event()
         if _small(items):
-            return _prepared(reading, items, over)
+            return _prepared(reading, items, None)
+        over = threading.Event()
         loop = asyncio.get_running_loop()
         try:
             return await _in_time(loop.run_in_executor(self._shop.threads, _prepared, reading, items, over), ask)
@@ -266,9 +266,10 @@ class ServedModel:
 
     async def _wait(self, deployment: Deployment, ticket: Ticket, ask: Ask) -> list[Answer]:
         metrics = self._shop.metrics
+        # asyncio.timeout does the same at several times the price, which small requests would feel.
+        timer = asyncio.get_running_loop().call_later(ask.deadline - time.monotonic(), ticket.expire)
         try:
-            async with asyncio.timeout(ask.deadline - time.monotonic()):
-                await ticket.done
+            await ticket.done
         except TimeoutError:
             waiting, held = deployment.cancel(ticket)
             metrics.expired.labels(self.name).inc(waiting)
@@ -279,6 +280,8 @@ class ServedModel:
             waiting, held = deployment.cancel(ticket)
             metrics.cancelled.labels(self.name).inc(waiting + held)
             raise
+        finally:
+            timer.cancel()
         return [answer for answer in ticket.answers if answer is not None]
 
 
@@ -377,10 +380,10 @@ def _small(items: Sequence[Item]) -> bool:
     return characters <= INLINE_CHARACTERS and tokens <= INLINE_TOKENS
 
 
-def _prepared(reading: Scoring, items: Sequence[Item], over: threading.Event) -> list[Work | Prompt | ItemError]:
+def _prepared(reading: Scoring, items: Sequence[Item], over: threading.Event | None) -> list[Work | Prompt | ItemError]:
     works: list[Work | Prompt | ItemError] = []
     for item in items:
-        if over.is_set():
+        if over is not None and over.is_set():
             break  # nobody waits for them
         try:
             works.append(reading.prepare(item))
