@@ -18,6 +18,7 @@ from plaudit.core.prefix import Node, PrefixTree
 from plaudit.core.sequence import Chain, Sequence
 
 PRIORITY_STEPS = 64  # one level of priority is worth this many steps of waiting
+WORTH_COPYING = 4  # tokens of a block: to copy fewer, and to mask them, costs more than to compute them
 PATIENCE = 16  # a sequence that has found no room for this many steps is no longer passed by
 
 
@@ -147,7 +148,7 @@ class Scheduler:
             self.pool.retain(node.block)
         sequence.chain = Chain([n.block for n in match.nodes], list(match.nodes))
         sequence.computed = len(match.nodes) * self.tree.block_size
-        if match.partial is None:
+        if match.partial is None or (not match.nodes and match.partial_tokens < WORTH_COPYING):
             return False
         self.pool.retain(match.partial.block)  # so that making room for the copy does not evict its source
         if self._cover(sequence, sequence.computed + match.partial_tokens, reserve):
