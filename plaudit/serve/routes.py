@@ -57,11 +57,17 @@ class Place:
 
 
 class Routes:
-    """shapes  by a path's beginning, how errors of paths that do not exist are written"""
+    """shapes     by a path's beginning, how errors of paths that do not exist are written
+    strangers  by a path's beginning, the route that all other paths there lead to, whatever their method
+    """
 
-    def __init__(self, routes: Iterable[Route], shapes: Mapping[str, ErrorWriter] | None = None) -> None:
+    def __init__(
+        self, routes: Iterable[Route], shapes: Mapping[str, ErrorWriter] | None = None,
+        strangers: Mapping[str, Route] | None = None,
+    ) -> None:  # fmt: skip
         self.all = tuple(routes)
         self._shapes = dict(shapes or {})
+        self._strangers = {start: Place([route]) for start, route in (strangers or {}).items()}
         claimed: dict[str, dict[str, list[Route]]] = {}
         for route in self.all:
             claimed.setdefault(route.path, {}).setdefault(route.method, []).append(route)
@@ -72,6 +78,9 @@ class Routes:
     def find(self, method: str, path: str) -> Place:
         methods = self._by_path.get(path)
         if methods is None:
+            for start, stranger in self._strangers.items():
+                if path.startswith(start):
+                    return stranger
             raise HttpError(404, "not_found", "no such path; see /docs")
         place = methods.get(method)
         if place is None:

@@ -55,4 +55,5 @@ def open_doors(desk: Desk, names: Sequence[str] | None) -> Routes:
     others = [route for door in doors for route in door.routes()]
     native = NativeDoor(desk, others)
     shapes = {start: writer for door in doors for start, writer in door.shapes.items()}
-    return Routes([*native.routes(), *others], shapes)
+    strangers = {start: route for door in doors if isinstance(door, TritonDoor) for start, route in door.strangers()}
+    return Routes([*native.routes(), *others], shapes, strangers)

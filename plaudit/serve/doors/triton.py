@@ -18,6 +18,7 @@ from plaudit.serve.routes import ErrorWriter, Route
 from plaudit.serve.served import ServedModel
 
 WORTH_PACKING = 1024  # bytes
+MOST_NAMED = 20  # models in an error
 
 Answer = Callable[[str, Request], Awaitable[Reply]]
 
@@ -50,6 +51,10 @@ class TritonDoor:
                 ]
         return routes
 
+    def strangers(self) -> list[tuple[str, Route]]:
+        """What the paths of models that are not served lead to. With a key, for the answer names those that are."""
+        return [("/v2/models/", self._route("", "/v2/models/", self.unknown, ""))]
+
     def _route(
         self, method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, *,
         open: bool = False, work: bool = False,
@@ -65,6 +70,15 @@ class TritonDoor:
 
     async def server(self, request: Request) -> Reply:
         return Reply.json(triton.server_metadata(__version__))
+
+    async def unknown(self, request: Request) -> Reply:
+        name, _, rest = request.path.removeprefix("/v2/models/").partition("/")
+        served = ", ".join(self.names[:MOST_NAMED]) or "none"
+        if name in self.names:
+            raise HttpError(404, "not_found", f"no {rest[:100]!r} of model {name!r}; its only version is 1, see /docs")
+        raise HttpError(
+            404, "unknown_model", f"Request for unknown model: {name[:100]!r} is not found; served: {served}"
+        )
 
     async def live(self, request: Request) -> Reply:
         return Reply(200, b"")
