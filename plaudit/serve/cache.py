@@ -24,6 +24,23 @@ def work_key(
     return digest.digest()
 
 
+def step_keys(
+    version: str, tokens: Sequence[int], positions: Sequence[int], columns: Sequence[int] | None, salt: str,
+    logprobs: bool,
+) -> list[bytes]:  # fmt: skip
+    """A key for each position alone, of the tokens up to it: the same whatever comes after. No work's key is among
+    them, for a version begins with a digit."""
+    about = "-" if columns is None else " ".join(map(str, columns))
+    digest = hashlib.sha256(f"step\0{version}\0{salt}\0{about} {logprobs}\0".encode())
+    keys: list[bytes] = []
+    start = 0
+    for position in positions:
+        digest.update(array("q", tokens[start : position + 1]))
+        keys.append(digest.digest())
+        start = position + 1
+    return keys
+
+
 class ScoreCache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

@@ -22,6 +22,7 @@ from plaudit.serve import frames
 from plaudit.serve.cache import ScoreCache, work_key
 from plaudit.serve.link import HANG_SECONDS, KILL_SECONDS, SILENCE_SECONDS, Link
 from plaudit.serve.metrics import Metrics
+from plaudit.serve.path import Path
 from plaudit.serve.queue import FairQueue
 
 WINDOW = 4  # budgets of tokens that the worker may hold: enough to gather and to sort, little enough to stay fair
@@ -167,6 +168,17 @@ class Deployment:
             self.queue.add(tenant, fresh, priority)
             self._pump_soon()
         return ticket
+
+    def path(self, work: Work, salt: str, *, recall: bool) -> Path:
+        """The work as a path, whose steps are found again. One that needs nothing computed is counted here."""
+        path = Path(work, self.version, salt, self._cache, recall=recall)
+        if path.rest is None:
+            cost = len(work.tokens)
+            self._counts.tokens += cost
+            self._counts.cached += cost
+            for kind in ("submitted", "cached"):
+                self._metrics.tokens.labels(self.name, kind).inc(cost)
+        return path
 
     def _key(self, work: Work | Prompt, salt: str) -> bytes:
         if isinstance(work, Prompt):

@@ -66,11 +66,10 @@ class Desk:
 
     async def score(
         self, request: Request, served: Served, items: Sequence[Item], *, priority: int = 0, cache: bool = True,
-        path: bool = False,
     ) -> Scored:  # fmt: skip
         """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
         self.check_count(len(items))
-        scored = await served.score(items, self._ask(request, priority, cache, path))
+        scored = await served.score(items, self._ask(request, priority, cache, path=served.kind == "process"))
         self._count(served.name, [result.error for result in scored.results], request.id)
         values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
         self.models.metrics.history.model(served.name).scores.extend(value for value in values if value is not None)

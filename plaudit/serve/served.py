@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ from plaudit.serve.deployment import Answer, Deployment, Prompt, Ticket
 from plaudit.serve.http import HttpError
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.metrics import Metrics
+from plaudit.serve.path import Path
 from plaudit.serve.text import tokenizer_of
 
 T = TypeVar("T")
@@ -54,8 +55,8 @@ INLINE_TOKENS = 65536
 class Ask:
     """On whose behalf, how urgently, until when.
 
-    path   the items are paths of a search, which come again with a step more: each position is read on its own, so that
-           its score is found again and only the new step is computed
+    path   the items are works of positions, which may come again with a step more: each position is kept on its own, so
+           that its score is found again and only the new step is computed
     """
 
     tenant: str
@@ -188,12 +189,18 @@ class ServedModel:
     async def _compute(
         self, deployment: Deployment, works: Sequence[Work | Prompt], tokens: int, ask: Ask
     ) -> list[Answer]:
-        parts = [_apart(work) if ask.path and isinstance(work, Work) else [work] for work in works]
-        flat = [work for part in parts for work in part]
+        paths: list[Path] = []
+        left = works
+        if ask.path:
+            paths = [deployment.path(work, ask.salt, recall=ask.cache) for work in works if isinstance(work, Work)]
+            left = [path.rest for path in paths if path.rest is not None]
         with self._shop.admission.tokens(ask.tenant, tokens):
-            ticket = deployment.submit(flat, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
-            answers = iter(await self._wait(deployment, ticket, ask))
-        return [_joined([next(answers) for _ in part]) for part in parts]
+            ticket = deployment.submit(left, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
+            answers = await self._wait(deployment, ticket, ask)
+        if not ask.path:
+            return answers
+        given = iter(answers)
+        return [path.joined(None if path.rest is None else next(given)) for path in paths]
 
     async def healthy(self) -> str:
         why = await self.deployment.healthy() if self.reading is not None else "the model is loading"
@@ -347,16 +354,6 @@ class ServedBlend:
 
     def kill(self) -> None:
         pass
-
-
-def _apart(work: Work) -> list[Work | Prompt]:
-    """A work for each position, which ends there: what comes after it cannot change what is read."""
-    return [replace(work, tokens=work.tokens[: at + 1], positions=(at,)) for at in work.positions]
-
-
-def _joined(answers: Sequence[Answer]) -> Answer:
-    failed = next((answer for answer in answers if not isinstance(answer, np.ndarray)), None)
-    return failed if failed is not None else np.concatenate([a for a in answers if isinstance(a, np.ndarray)])
 
 
 async def _in_time(future: asyncio.Future[T], ask: Ask) -> T:

@@ -133,6 +133,35 @@ def test_a_step_more_costs_that_step(
             assert computed() - before <= len(tokenizer.encode(STEPS[depth % 3])) + 2
 
 
+@pytest.mark.parametrize("door", ["/v1/rewards", "/pooling", "/v2/models/llemma-prm/infer"])
+def test_a_step_more_costs_that_step_through_other_doors(
+    server: ServerProcess, tokenizer: PreTrainedTokenizerFast, door: str
+) -> None:
+    def computed() -> float:
+        return server.metric("plaudit_tokens_total", model="llemma-prm", kind="computed")
+
+    def ask(ids: list[int]) -> None:
+        rows = [("tokens", [1, len(ids)], ids), ("sequence_lengths", [1, 1], [len(ids)])]
+        inputs = [{"name": name, "shape": shape, "datatype": "INT64", "data": data} for name, shape, data in rows]
+        bodies: dict[str, Any] = {
+            "/v1/rewards": {"model": "llemma-prm", "items": [{"tokens": ids}]},
+            "/pooling": {"model": "llemma-prm", "input": [ids]},
+            "/v2/models/llemma-prm/infer": {"inputs": inputs},
+        }
+        reply = server.http.post(door, json=bodies[door])
+        assert reply.status_code == 200, reply.text
+
+    text = f"{QUESTION} {door} {STEPS[0]}"
+    ask(tokenizer.encode(text))
+    for depth in range(1, 6):
+        before, text = computed(), text + STEPS[depth % 3]
+        ask(tokenizer.encode(text))
+        assert computed() - before <= len(tokenizer.encode(STEPS[depth % 3])) + 2
+    before = computed()
+    ask(tokenizer.encode(text))
+    assert computed() == before
+
+
 def test_the_scores_are_those_of_the_native_route(server: ServerProcess, client: RuntimeEndpoint, tag: int) -> None:
     text = f"{QUESTION} " + "".join(STEPS)
     reply = server.rewards([{"text": text}], "llemma-prm", steps=True).json()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plaudit.serve import frames
 from plaudit.serve.admission import Admission, Room
-from plaudit.serve.cache import OVERHEAD, ScoreCache, work_key
+from plaudit.serve.cache import OVERHEAD, ScoreCache, step_keys, work_key
 from plaudit.serve.http import HttpError
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
@@ -80,6 +80,22 @@ def test_everything_a_score_depends_on_is_in_its_key() -> None:
         for logprobs in (False, True)
     }
     assert len(keys) == 2 * 4 * 4 * 4 * 2 * 2
+
+
+def test_the_key_of_a_step_depends_on_all_up_to_it_and_on_nothing_after() -> None:
+    tokens = [5, 6, 7, 8, 9]
+    whole = step_keys("0-a", tokens, (1, 3, 4), (1, 2), "", False)
+    assert whole[:2] == step_keys("0-a", [*tokens[:4], 1], (1, 3), (1, 2), "", False)
+    assert whole[1:2] == step_keys("0-a", tokens, (3,), (1, 2), "", False)
+    others = [
+        step_keys(*other)
+        for other in (
+            ("1-a", tokens, (1, 3, 4), (1, 2), "", False), ("0-a", [4, *tokens[1:]], (1, 3, 4), (1, 2), "", False),
+            ("0-a", tokens, (1, 3, 4), (12,), "", False), ("0-a", tokens, (1, 3, 4), None, "", False),
+            ("0-a", tokens, (1, 3, 4), (1, 2), "alice", False), ("0-a", tokens, (1, 3, 4), (1, 2), "", True),
+        )
+    ]  # fmt: skip
+    assert len({*whole, *(key for keys in others for key in keys)}) == 3 * 7
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=80), st.integers(0, 2000))

@@ -115,13 +115,16 @@ class Classifier:
             works = [Work(ids, tuple(range(len(ids))), reading.columns, 0, False) for ids in tokens]
         else:
             works = [Work(ids, tuple(range(len(ids))), None, 0, False) for ids in tokens]
-        found = iter(await self._read(request, served, [w for w in works if w is not None], priority))
+        # Of a format without a tag every token is read: too much to keep one by one.
+        steps = isinstance(reading, ProcessReading) and bool(reading.tag)
+        sound = [work for work in works if work is not None]
+        found = iter(await self._read(request, served, sound, priority, path=steps))
         return [np.zeros((0, 0), dtype=np.float32) if work is None else next(found) for work in works]
 
     async def _read(
-        self, request: Request, served: ServedModel, works: Sequence[Work], priority: int
+        self, request: Request, served: ServedModel, works: Sequence[Work], priority: int, *, path: bool = False
     ) -> list[np.ndarray]:
-        _, answers = await self.desk.read(request, served, works, priority=priority)
+        _, answers = await self.desk.read(request, served, works, priority=priority, path=path)
         rows = []
         for place, answer in enumerate(answers):
             if isinstance(answer, ItemError):

@@ -66,7 +66,7 @@ class OpenRDoor:
             if isinstance(row, ItemError):
                 raise HttpError(422, row.type, f"input_str[{place}]: {row.message}")
             items.append(Item(tokens=tuple(row)))
-        scored = await self.desk.score(request, served, items, path=True)
+        scored = await self.desk.score(request, served, items)
         self.desk.values(scored.results, "input_str")
         return Reply.json(openr.write_value(asked, [r.values for r in scored.results if isinstance(r, StepScores)]))
 

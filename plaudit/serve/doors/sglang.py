@@ -146,7 +146,7 @@ class SGLangDoor:
                     f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
                 )  # fmt: skip
         rows = await self._tokens(served, asked.inputs, places)
-        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows], path=True)
+        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows])
         self.desk.values(scored.results, asked.inputs.field)
         return {
             place: (len(row), result.values)
