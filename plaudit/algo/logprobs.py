@@ -17,6 +17,10 @@ from torch.autograd.function import once_differentiable
 
 LOGIT_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32, and once more while they are worked on."""
+CPU_ROWS = 256
+"""A CPU takes so many rows at least, for each chunk also reads the whole head, and no more of a small vocabulary than
+its caches hold."""
+CPU_ELEMENTS = 1 << 21
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -56,8 +60,11 @@ def _apply(
     return result
 
 
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
+def _chunks(rows: int, head: Tensor) -> list[slice]:
+    vocabulary = head.shape[0]
     size = max(1, LOGIT_ELEMENTS // vocabulary)
+    if head.device.type == "cpu":
+        size = min(size, max(CPU_ROWS, CPU_ELEMENTS // vocabulary))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -77,7 +84,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows = hidden.shape[0]
         logp, normaliser, entropies = (hidden.new_zeros(rows, dtype=_wide(head)) for _ in range(3))
-        for part in _chunks(rows, head.shape[0]):
+        for part in _chunks(rows, head):
             logits = _logits(hidden[part], head, bias)
             if finish is not None:
                 logits = finish(logits)
@@ -105,7 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets, bias, normaliser, entropies = ctx.saved_tensors
         needs_hidden, needs_head, _, needs_bias = ctx.needs_input_grad[:4]
-        parts = _chunks(hidden.shape[0], head.shape[0])
+        parts = _chunks(hidden.shape[0], head)
         # Sums over several chunks are held in float32, whatever the head is in.
         held = _wide(head) if len(parts) > 1 else head.dtype
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -122,9 +129,16 @@ class _TokenLogprobs(torch.autograd.Function):
             if to_hidden is not None:
                 to_hidden[part] = delta @ head
             if to_head is not None:
-                to_head += delta.T @ hidden[part]
+                _add_product(to_head, delta.T, hidden[part])
         narrow = [None if g is None else g.to(head.dtype) for g in (to_hidden, to_head, to_bias)]
         return (*narrow[:2], None, narrow[2], None, None, None, None)
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    if to.dtype == a.dtype:
+        to.addmm_(a, b)  # no copy of the head's size for each chunk
+    else:
+        to += a @ b
 
 
 def _logits_gradient(

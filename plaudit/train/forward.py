@@ -1,6 +1,8 @@
 """The learner's forward pass: log-probs, entropies and values of response tokens, packed, with or without gradients.
 
-The token at t is predicted by the row at t - 1. Only the policy's own tokens are read; a tool's cost no head.
+The token at t is predicted by the row of the token before it. Only the policy's own tokens are read; a tool's cost no
+head. Samples share the rows of a common beginning, their prompt above all: it is computed once, and its gradient is the
+sum of theirs.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from torch import Tensor, nn
 
 from plaudit.algo.logprobs import token_logprobs_and_entropy
 from plaudit.core.decoder import Decoder
-from plaudit.core.packing import Packed, hidden_rows, pack
+from plaudit.core.packing import Packed, hidden_rows, pack_tree
 from plaudit.records import Sample
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Samples packed end to end, and where their response tokens lie."""
+    """Samples packed into one row, and where their response tokens lie."""
 
     packed: Packed
-    tokens: Tensor
-    """(T,) row of every response token."""
+    before: Tensor
+    """(T,) row of the token before each response token, which predicts it."""
+    targets: Tensor
+    """(T,) the response tokens."""
     own: Tensor
     """(K,) which of the T are the policy's."""
     ends: Tensor
@@ -32,39 +36,38 @@ class Responses:
 
 
 def pack_responses(samples: Sequence[Sample], device: torch.device) -> Responses:
-    packed = pack([sample.prompt_ids + sample.token_ids for sample in samples], device)
-    rows, ends = [], []
-    for start, sample in zip(packed.starts, samples, strict=True):
-        first = start + len(sample.prompt_ids)
-        rows.append(np.arange(first, first + len(sample.token_ids)))
-        ends.append(first + len(sample.token_ids) - 1)
+    sequences = [sample.prompt_ids + sample.token_ids for sample in samples]
+    order = sorted(range(len(samples)), key=sequences.__getitem__)
+    tree = pack_tree([sequences[i] for i in order], device)
+    rows = dict(zip(order, tree.rows, strict=True))
+    before = [rows[i][len(sample.prompt_ids) - 1 : -1] for i, sample in enumerate(samples)]
+    targets = np.fromiter((token for sample in samples for token in sample.token_ids), np.int64)
     mask = np.fromiter((own for sample in samples for own in sample.mask), bool)
-    return Responses(
-        packed, torch.from_numpy(np.concatenate(rows)).to(device), torch.from_numpy(mask.nonzero()[0]).to(device),
-        torch.tensor(ends, device=device),
-    )  # fmt: skip
+    ends = np.array([rows[i][-1] for i in range(len(samples))])
+    places = (np.concatenate(before), targets, mask.nonzero()[0], ends)
+    return Responses(tree.packed, *(torch.from_numpy(place).to(device) for place in places))
 
 
 def logprobs_and_entropy(
     decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(T,) each, 0 at tokens that are not the policy's."""
-    rows = responses.tokens[responses.own]
+    own = responses.own
     head = decoder.module.get_output_embeddings()  # type: ignore[operator]
     logp, entropy = token_logprobs_and_entropy(
-        hidden[rows - 1], head.weight, responses.packed.input_ids[0, rows], head.bias, temperature=temperature,
+        hidden[responses.before[own]], head.weight, responses.targets[own], head.bias, temperature=temperature,
         finish=None if decoder.plain_logits else decoder.finish, entropy_grad=entropy_grad,
     )  # fmt: skip
-    zeros = torch.zeros(len(responses.tokens), device=logp.device)
-    return zeros.index_put((responses.own,), logp), zeros.index_put((responses.own,), entropy)
+    zeros = torch.zeros(len(responses.targets), device=logp.device)
+    return zeros.index_put((own,), logp), zeros.index_put((own,), entropy)
 
 
 def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The value before each response token (T,), and after each sample's last (N,), in float32."""
-    rows = torch.cat([responses.tokens - 1, responses.ends])
+    rows = torch.cat([responses.before, responses.ends])
     bias = None if score.bias is None else score.bias.float()
     values = nn.functional.linear(hidden[rows].float(), score.weight.float(), bias).squeeze(-1)
-    return values[: len(responses.tokens)], values[len(responses.tokens) :]
+    return values[: len(responses.targets)], values[len(responses.targets) :]
 
 
 def hidden_of(module: nn.Module, responses: Responses) -> Tensor:

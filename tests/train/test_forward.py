@@ -1,0 +1,66 @@
+"""Samples with a common beginning share its rows; their numbers and gradients are as if each had been alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plaudit.records import Sample
+from plaudit.train.experience import Experience, flat, own_tokens
+from plaudit.train.forward import pack_responses
+from tests.train.rl_world import gradients, made_up, policy, relative, tiny
+
+
+def cousins() -> tuple[Sample, ...]:
+    """Two prompts, one the beginning of the other; responses that begin alike, end within another, or are the same."""
+    first, second = (3, 1, 4, 1), (3, 1, 4, 1, 5)
+    responses = [(2, 6, 5), (2, 6, 5, 3), (2, 6), (2, 6, 5), (7, 1, 8), (2, 7)]
+    samples = []
+    for i, response in enumerate(responses):
+        empty = (0.0,) * len(response)
+        samples.append(
+            replace(
+                made_up()[0], prompt_ids=second if i % 4 == 3 else first, token_ids=response, logprobs=empty,
+                raw_logprobs=empty, versions=(0,) * len(response), mask=(1,) * len(response),
+            )
+        )  # fmt: skip
+    return (*samples, samples[0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_each_sample_by_itself(temperature: float) -> None:
+    module = tiny()
+    found = policy(module, {"name": "grpo"}, temperature=temperature).logprobs(cousins())
+    module.set_attn_implementation("sdpa")
+    expected = []
+    for sample in cousins():
+        ids = torch.tensor([sample.prompt_ids + sample.token_ids])
+        with torch.no_grad():
+            table = (module(ids).logits[0] / temperature).log_softmax(-1)
+        expected += [table[len(sample.prompt_ids) + t - 1, token] for t, token in enumerate(sample.token_ids)]
+    assert torch.allclose(found, torch.stack(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo", "rloo"])
+def test_the_gradient_is_the_sum_of_theirs(algorithm: str) -> None:
+    samples, module = cousins(), tiny()
+    together = policy(module, {"name": algorithm}, micro_batch_tokens=4096)
+    old = together.logprobs(samples) + 0.1
+    advantages = torch.randn(len(old), generator=torch.Generator().manual_seed(6))
+    data = Experience(samples, own_tokens(samples), flat(samples, "logprobs"), advantages, old)
+    together.gradient(data, 0.0)
+    expected = gradients(module)
+    module.zero_grad()
+    policy(module, {"name": algorithm}, micro_batch_tokens=1).gradient(data, 0.0)
+    assert relative(gradients(module), expected) < 1e-6
+
+
+def test_a_common_beginning_is_computed_once() -> None:
+    samples = cousins()
+    responses = pack_responses(samples, torch.device("cpu"))
+    alone = sum(len(sample.prompt_ids + sample.token_ids) for sample in samples)
+    assert responses.packed.input_ids.shape[1] < alone / 2
+    ids = responses.packed.input_ids[0]
+    lasts = [sample.token_ids[-1] for sample in samples]
+    assert ids[responses.ends].tolist() == lasts
+    assert responses.targets.tolist() == [token for sample in samples for token in sample.token_ids]
