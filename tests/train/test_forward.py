@@ -64,3 +64,20 @@ def test_a_common_beginning_is_computed_once() -> None:
     lasts = [sample.token_ids[-1] for sample in samples]
     assert ids[responses.ends].tolist() == lasts
     assert responses.targets.tolist() == [token for sample in samples for token in sample.token_ids]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_a_gpus_kernels_know_queries_that_begin_behind_their_keys(dtype: torch.dtype, close: float) -> None:
+    """A response's queries are fewer than its keys, which lie elsewhere in the row."""
+    samples, module = cousins(), tiny().to("cuda", dtype)
+    together = policy(module, {"name": "grpo"}, micro_batch_tokens=4096)
+    old = together.logprobs(samples) + 0.1
+    advantages = torch.randn(len(old), generator=torch.Generator().manual_seed(6))
+    data = Experience(samples, own_tokens(samples), flat(samples, "logprobs"), advantages, old)
+    together.gradient(data, 0.0)
+    expected = gradients(module)
+    module.zero_grad()
+    policy(module, {"name": "grpo"}, micro_batch_tokens=1).gradient(data, 0.0)
+    assert relative(gradients(module), expected) < close
