@@ -35,7 +35,7 @@ from plaudit.train.rl_learner import RlLearner
 from plaudit.train.rollouts import Rollouts, batch_metrics
 from plaudit.train.run import Run
 from plaudit.train.scorer import RewardFailed, Scorer
-from plaudit.train.showing import sample_events
+from plaudit.train.showing import failed_events, sample_events
 from plaudit.train.signals import Interrupted, interruptible
 
 NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
@@ -166,10 +166,17 @@ class RlTraining:
             "progress/prompts": float(self.rollouts.drawn),
         }
         self.run.events.metric(metrics, step=self.step, version=self.version)
-        if experience is not None and advantage is not None and self._shows():
-            for event in sample_events(self.loaded.tokenizer, experience, advantage, self.recipe.train.show):
-                self.run.events.write("sample", step=self.step, version=batch.version, **event)
+        if self._shows():
+            self._show(batch, experience, advantage)
         self.viewer.step(self.step, metrics)
+
+    def _show(self, batch: Batch, experience: Experience | None, advantage: Estimate | None) -> None:
+        count, tokenizer = self.recipe.train.show, self.loaded.tokenizer
+        events = list(failed_events(tokenizer, batch.samples, count // 2))
+        if experience is not None and advantage is not None:
+            events += sample_events(tokenizer, experience, advantage, count)
+        for event in events:
+            self.run.events.write("sample", step=self.step, version=batch.version, **event)
 
     def _shows(self) -> bool:
         train = self.recipe.train

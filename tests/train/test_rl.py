@@ -177,6 +177,8 @@ def test_failed_rewards_are_left_out_and_counted(tmp_path: Path) -> None:
         assert seen["dropped/samples"] == 4
         assert seen["dropped/length_mean"] > 0
         assert seen["reward/min"] > 0
+    shown = [e for e in read_events(tmp_path / "run") if e["kind"] == "sample" and e["error"] is not None]
+    assert {e["error"]["type"] for e in shown} == {"boom"}
     with_reward(
         tmp_path / "few", recipe(train={"steps": 1}, reward={**EXACT, "max_errors": 0.9}), Flaky(lambda _, i: i % 4)
     )
