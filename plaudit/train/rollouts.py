@@ -102,7 +102,7 @@ def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:
 
 
 def _differ(group: Sequence[Sample]) -> bool:
-    rewards = [sample.reward for sample in group if sample.reward is not None]
+    rewards = [sample.reward + _on_the_way(sample) for sample in group if sample.reward is not None]
     return bool(informative(torch.tensor(rewards), [0] * len(rewards)))
 
 
@@ -133,7 +133,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     groups: dict[int, list[float]] = {}
     for sample in samples:
         if sample.reward is not None:
-            groups.setdefault(sample.group, []).append(sample.reward)
+            groups.setdefault(sample.group, []).append(sample.reward + _on_the_way(sample))
     if any(len(group) > 1 for group in groups.values()):
         found["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
     judged: list[Any] = [sample.extra.get("right") for sample in samples]
@@ -147,7 +147,13 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
     if turns:
         found["turns/mean"] = sum(turns) / len(turns)
+        found["turns/reward"] = sum(map(_on_the_way, samples)) / len(samples)
     return found
+
+
+def _on_the_way(sample: Sample) -> float:
+    """What an environment gave for single turns."""
+    return sum(sample.token_rewards or (), 0.0)
 
 
 def _share(samples: Sequence[Sample], reason: str) -> float:

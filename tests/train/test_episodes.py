@@ -153,6 +153,15 @@ def test_the_budget_is_over_own_and_observed_tokens(max_tokens: int, text: str, 
     assert sample.token_rewards[3] == (0.0 if max_tokens == 4 else 0.5), "a turn that was cut off is not answered"
 
 
+def test_rewards_of_turns_tell_groups_apart() -> None:
+    samples = [
+        replace(scripted(["7+8=", "#15"], [Turn("15;", bonus), Turn(done=True)])[0], reward=1.0, group=0, index=i)
+        for i, bonus in enumerate((0.0, 0.5))
+    ]
+    found = batch_metrics(samples)
+    assert (found["turns/mean"], found["turns/reward"], found["reward/zero_std_groups"]) == (2.0, 0.25, 0.0)
+
+
 def test_turns_are_limited() -> None:
     table = TABLE.model_copy(update={"max_turns": 2})
     sample, _, _ = scripted(["7+8=", "1+1=", "#2"], [Turn("15;"), Turn("2;", 1.0)], table=table)
