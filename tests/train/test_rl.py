@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from plaudit.config import RlRecipe, to_toml
-from plaudit.errors import ConfigError, RunError
+from plaudit.errors import ConfigError, DataError, RunError
 from plaudit.events import read_events
 from plaudit.models import load_policy
 from plaudit.records import Item, ItemError, Score
@@ -344,7 +344,7 @@ def test_a_recipe_that_cannot_work_is_refused_with_the_reason(tables: dict, said
 
 def test_a_response_budget_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
     tree = recipe(sampling={"max_tokens": 250})
-    with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match=r"256 - \d+ = \d+ are left"):
+    with Run(tmp_path / "run", tree) as run, pytest.raises(DataError, match=r"256 - \d+ = \d+ are left"):
         RlTraining(tree, run, Silent())
 
 
