@@ -56,26 +56,37 @@ def train(
     directory = out or Path("runs") / recipe.stem
     if rollout_only or train_only is not None:
         _check_debugging(tree.task, directory, rollout_only, train_only)
+    from plaudit.train.launch import is_rank, launch
+
+    if isinstance(tree, RlRecipe) and tree.resources.ranks > 1:
+        if rollout_only:
+            raise ConfigError(f"--rollout-only is for one process, and resources name {tree.resources.ranks} ranks")
+        if not is_rank():
+            raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
     from plaudit.train.progress import Progress
-    from plaudit.train.run import Run
 
-    with Run(directory, tree, resume=resume, fresh=fresh) as run:
-        if isinstance(tree, RlRecipe):
-            from plaudit.report.live import LiveView
-            from plaudit.train.dump import Dump
-            from plaudit.train.rl import RlTraining
-            from plaudit.train.rollout_only import roll_out
+    if isinstance(tree, RlRecipe):
+        from plaudit.report.live import LiveView
+        from plaudit.train.dump import Dump
+        from plaudit.train.follower import NoViewer, joined_run
+        from plaudit.train.rl import RlTraining
+        from plaudit.train.rollout_only import roll_out
 
-            dumped = None if train_only is None else Dump.find(train_only)
-            training = RlTraining(tree, run, LiveView(directory.name), dumped)
+        dumped = None if train_only is None else Dump.find(train_only)
+        with joined_run(directory, tree, resume=resume, fresh=fresh) as (run, ranks):
+            training = RlTraining(tree, run, LiveView(directory.name) if ranks.main else NoViewer(), dumped, ranks)
             if rollout_only:
                 made = roll_out(training)
                 typer.echo(f"{made['samples']} samples of {made['steps']} steps in {made['rollouts']}")
                 return
             summary = training.fit()
-        else:
-            from plaudit.train.supervised import SupervisedTraining
+        if not ranks.main:
+            return
+    else:
+        from plaudit.train.run import Run
+        from plaudit.train.supervised import SupervisedTraining
 
+        with Run(directory, tree, resume=resume, fresh=fresh) as run:
             summary = SupervisedTraining(tree, run, Progress(directory.name)).fit()
     told = [f"{summary['steps']} steps in {summary['seconds']} s"]
     for name in ("accuracy", "reward"):
@@ -266,4 +277,4 @@ def main() -> None:
         app(standalone_mode=True)
     except PlauditError as error:
         print(f"plaudit: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)

@@ -30,6 +30,8 @@ from collections.abc import Iterable
 class PlauditError(Exception):
     """The root: catch this to catch everything Plaudit raises on purpose."""
 
+    exit_code = 2
+
 
 class ConfigError(PlauditError):
     pass

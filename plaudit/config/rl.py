@@ -220,6 +220,12 @@ class ResourcesTable(Table):
     """Ranks that share weights, gradients and optimizer (FSDP2), each with a part of the batch."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each matrix."""
+    timeout: Positive = 1800.0
+    """Seconds a rank waits for the others: more than the slowest rank's rollouts and rewards of a step take."""
+
+    @property
+    def ranks(self) -> int:
+        return self.data_parallel * self.tensor_parallel
 
 
 class RlRecipe(BaseRecipe):
@@ -269,6 +275,21 @@ class RlRecipe(BaseRecipe):
             if self.critic is not None:
                 raise ValueError(f'{algorithm.name} uses no critic: leave [critic] out, or set name = "ppo"')
             raise ValueError('advantage.estimator = "gae" needs a [critic] table; an empty one will do')
+        if self.resources.ranks > 1:
+            if self.model.lora is not None:
+                raise ValueError(
+                    f"model.lora trains on one rank, and resources name {self.resources.ranks}: leave one of them out"
+                )
+            if self.critic is not None and self.critic.shared:
+                raise ValueError(
+                    f"critic.shared trains on one rank, and resources name {self.resources.ranks}: give the critic a "
+                    "model of its own (shared = false)"
+                )
+            if self.reward.url is not None and self.resources.timeout <= self.reward.patience:
+                raise ValueError(
+                    f"resources.timeout = {self.resources.timeout:g} s is not more than reward.patience = "
+                    f"{self.reward.patience:g} s: the other ranks would give up before the one that waits for rewards"
+                )
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.advantage.estimator == "gae":
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -16,9 +17,11 @@ from plaudit.core.packing import use_packed_attention
 from plaudit.models import ValueModel, save
 from plaudit.records import Sample
 from plaudit.train.experience import Experience
-from plaudit.train.forward import by_tokens, hidden_of, pack_responses, values_of
+from plaudit.train.forward import hidden_of, micro_batches, pack_responses, values_of
 from plaudit.train.optimizer import Optimizer
 from plaudit.train.policy import Policy
+from plaudit.train.ranks import ONE, Group
+from plaudit.train.sharding import Shards, let_go
 from plaudit.train.tally import Tally
 
 
@@ -36,29 +39,33 @@ class Critic(Protocol):
 
 
 class LocalCritic:
-    """A model of its own, in this process."""
+    """A model of its own, in this process or, with `shards`, over the ranks of it; `group` share the samples out."""
 
     def __init__(
         self, model: ValueModel, tokenizer: PreTrainedTokenizerFast, optimizer: Optimizer, *, clip: float | None,
-        micro_batch_tokens: int,
+        micro_batch_tokens: int, shards: Shards | None = None, group: Group = ONE,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
         self.optimizer = optimizer
         self.clip = clip
         self.micro_batch_tokens = micro_batch_tokens
+        self.shards = shards
+        self.group = group
         self.device = next(model.parameters()).device
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         use_packed_attention(self.model)
         before, after = [], []
-        for batch in by_tokens(samples, self.micro_batch_tokens):
-            responses = pack_responses([samples[i] for i in batch], self.device)
+        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
+            responses = pack_responses([samples[i] for i in batch.indices], self.device)
             at, end = values_of(self.model.score, responses, hidden_of(self.model, responses))
-            before.append(at.cpu())
-            after.append(end.cpu())
-        return torch.cat(before), torch.cat(after)
+            if batch.counts:
+                before.append(at.cpu())
+                after.append(end.cpu())
+        let_go(self.model)
+        return self.group.concatenate(before), self.group.concatenate(after)
 
     def gradient(self, experience: Experience) -> Tally:
         """Add the gradient of a minibatch's value loss to the parameters'."""
@@ -66,20 +73,24 @@ class LocalCritic:
         tally = Tally()
         weights = token_weights(experience.mask, experience.lengths, "token")
         ends = torch.tensor(experience.lengths).cumsum(0).tolist()
-        for batch in by_tokens(experience.samples, self.micro_batch_tokens):
-            part = experience.select(batch)
+        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
+            part = experience.select(batch.indices)
             assert part.values is not None
             assert part.returns is not None
-            rows = slice(ends[batch[0]] - experience.lengths[batch[0]], ends[batch[-1]])
+            first, last = batch.indices[0], batch.indices[-1]
+            rows = slice(ends[first] - experience.lengths[first], ends[last])
             responses = pack_responses(part.samples, self.device)
             values, _ = values_of(self.model.score, responses, hidden_of(self.model, responses))
             old, returns, mask = (each.to(self.device) for each in (part.values, part.returns, part.mask))
-            loss = (weights[rows].to(self.device) * value_loss(values, old, returns, self.clip)).sum()
+            weighted = weights[rows].to(self.device) * float(batch.counts)
+            loss = (weighted * value_loss(values, old, returns, self.clip)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
+            if not batch.counts:
+                continue
             tally.add("value/loss", loss)
             if self.clip is not None:
                 tally.mean("value/clip", value_clipped(values.detach(), old, returns, self.clip).float(), mask)
-        return tally
+        return tally.gathered(self.group)
 
     def update(self, experience: Experience, step: int) -> Tally:
         self.optimizer.zero()
@@ -89,8 +100,11 @@ class LocalCritic:
         return tally
 
     def save(self, directory: Path) -> None:
-        save(self.model, self.tokenizer, directory / "critic")
-        self.optimizer.save(directory / "critic-optimizer.safetensors")
+        model = self.model if self.shards is None else self.shards.gathered()
+        tensors = self.optimizer.state()
+        if model is not None:  # the main rank has it
+            save(model, self.tokenizer, directory / "critic")
+            save_file(tensors, directory / "critic-optimizer.safetensors")
 
     def load(self, directory: Path) -> None:
         """The optimizer's state; the model was loaded from `directory` / "critic" when it was made."""

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from plaudit.algo.logprobs import token_logprobs_and_entropy
 from plaudit.core.decoder import Decoder
-from plaudit.core.packing import Packed, hidden_rows, pack_tree
+from plaudit.core.packing import Packed, pack_tree
 from plaudit.records import Sample
+from plaudit.train.ranks import Group
+from plaudit.train.sharding import packed_rows
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,30 @@ def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[T
 
 
 def hidden_of(module: nn.Module, responses: Responses) -> Tensor:
-    return hidden_rows(module, responses.packed)
+    return packed_rows(module, responses.packed)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    indices: list[int]
+    """Samples that follow each other."""
+    counts: bool = True
+    """False: only computed because the other ranks compute too."""
+
+
+def micro_batches(samples: Sequence[Sample], budget: int, group: Group) -> list[MicroBatch]:
+    """This rank's share of the samples, in batches of the token budget. Every rank has as many batches: sharded weights
+    are gathered by all at once, so one that has fewer goes over the shortest sample again, which does not count."""
+    ends = np.cumsum([len(sample.prompt_ids) + len(sample.token_ids) for sample in samples])
+    # Cut where the tokens are halved, thirded, ...: a rank's time goes with its tokens.
+    cuts = np.searchsorted(ends, [ends[-1] * part / group.size for part in range(1, group.size)], side="right")
+    shares = []
+    for indices in np.split(np.arange(len(samples)), cuts):
+        share = indices.tolist()
+        shares.append([[share[i] for i in batch] for batch in by_tokens([samples[i] for i in share], budget)])
+    mine, most = shares[group.index], max(map(len, shares))
+    shortest = int(np.argmin(np.diff(ends, prepend=0)))
+    return [MicroBatch(batch) for batch in mine] + [MicroBatch([shortest], counts=False)] * (most - len(mine))
 
 
 def by_tokens(samples: Sequence[Sample], budget: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from plaudit.config import TrainTable
 from plaudit.errors import RunError
@@ -28,7 +29,7 @@ class Optimizer:
         self.table = table
         named = {**dict(model.named_parameters()), **(beside or {})}
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
-        self.masters = {name: _master(p) for name, p in self.parameters.items()}
+        self.masters = {name: self._master(p) for name, p in self.parameters.items()}
         # Norms, biases and single vectors are scales, not maps: decaying them only shrinks the signal.
         decayed = [p for p in self.masters.values() if p.ndim > 1]
         plain = [p for p in self.masters.values() if p.ndim <= 1]
@@ -42,7 +43,7 @@ class Optimizer:
 
     def step(self, step: int) -> dict[str, float]:
         """Clip, set the rate of this step, update. Refuses a gradient that is not finite: nothing is changed then."""
-        norm = nn.utils.clip_grad_norm_(list(self.masters.values()), self.table.clip_norm)
+        norm = self._clip()
         if not norm.isfinite():
             raise NotFinite(
                 f"the gradient norm is {norm.item()} at step {step}: the weights are left as they were; "
@@ -53,9 +54,9 @@ class Optimizer:
             group["lr"] = rate
         self.adam.step()
         for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
+            if self._is_copy(name):
                 with torch.no_grad():
-                    parameter.copy_(self.masters[name])
+                    local(parameter).copy_(self.masters[name])
         return {"grad_norm": norm.item(), "lr": rate}
 
     def state(self) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ class Optimizer:
             for name, master in self.masters.items()
             for key, value in self.adam.state[master].items()
         }
-        copies = {n: m for n, m in self.masters.items() if m is not self.parameters[n]}
+        copies = {n: m for n, m in self.masters.items() if self._is_copy(n)}
         return found | {f"master/{name}": master.detach().cpu() for name, master in copies.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -85,16 +86,35 @@ class Optimizer:
     def restore(self, path: Path) -> None:
         self.load(load_file(path))
 
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter itself, or its float32 copy, into which its gradients then flow."""
+        return parameter if _wide(parameter) else local_master(parameter, parameter)
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, or its float32 copy, into which its gradients then flow."""
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    master = nn.Parameter(parameter.detach().float().clone())
+    def _is_copy(self, name: str) -> bool:
+        return not _wide(self.parameters[name])
+
+    def _clip(self) -> Tensor:
+        """Scale the gradients down to the norm allowed; returns the norm they had."""
+        return nn.utils.clip_grad_norm_(list(self.masters.values()), self.table.clip_norm)
+
+
+def _wide(parameter: Tensor) -> bool:
+    return parameter.dtype in (torch.float32, torch.float64)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; of any other the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_master(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
+    """What the optimizer works on in place of `part` of a parameter: in float32 or wider, on the same memory if it is
+    that already. The parameter's gradients flow into it."""
+    master = nn.Parameter(part.detach() if _wide(part) else part.detach().float().clone())
 
     def move(of: Tensor) -> None:
         assert of.grad is not None
-        gradient = of.grad.float()
+        gradient = local(of.grad).to(master.dtype)
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         of.grad = None
 

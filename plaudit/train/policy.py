@@ -20,16 +20,19 @@ from plaudit.core.decoder import Decoder
 from plaudit.core.packing import use_packed_attention
 from plaudit.records import Sample
 from plaudit.train.experience import Experience
-from plaudit.train.forward import by_tokens, hidden_of, logprobs_and_entropy, pack_responses, values_of
+from plaudit.train.forward import hidden_of, logprobs_and_entropy, micro_batches, pack_responses, values_of
+from plaudit.train.ranks import ONE, Group
+from plaudit.train.sharding import let_go
 from plaudit.train.tally import Tally
 
 
 class Policy:
-    """Runs the module with gradients. `value_head` is a critic's that shares the trunk, with `value_coef`."""
+    """Runs the module with gradients. `value_head` is a critic's that shares the trunk, with `value_coef`; `group` are
+    the ranks that share the samples out."""
 
     def __init__(
         self, decoder: Decoder, algorithm: RlAlgorithm, *, temperature: float, max_tokens: int, micro_batch_tokens: int,
-        value_head: nn.Linear | None = None, value_coef: float = 0.0,
+        value_head: nn.Linear | None = None, value_coef: float = 0.0, group: Group = ONE,
     ) -> None:  # fmt: skip
         self.decoder = decoder
         self.module = decoder.module
@@ -39,17 +42,20 @@ class Policy:
         self.micro_batch_tokens = micro_batch_tokens
         self.value_head = value_head
         self.value_coef = value_coef
+        self.group = group
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
         """(T,) of the response tokens, in micro-batches of the same make-up as an update's: bit-equal to it."""
         use_packed_attention(self.module)
         parts = []
-        for batch in by_tokens(samples, self.micro_batch_tokens):
-            responses = pack_responses([samples[i] for i in batch], self.decoder.device)
+        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
+            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device)
             hidden = hidden_of(self.module, responses)
-            parts.append(logprobs_and_entropy(self.decoder, responses, hidden, self.temperature)[0].cpu())
-        return torch.cat(parts)
+            if batch.counts:
+                parts.append(logprobs_and_entropy(self.decoder, responses, hidden, self.temperature)[0].cpu())
+        let_go(self.module)
+        return self.group.concatenate(parts)
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
@@ -57,12 +63,14 @@ class Policy:
         assert self.value_head is not None
         use_packed_attention(self.module)
         before, after = [], []
-        for batch in by_tokens(samples, self.micro_batch_tokens):
-            responses = pack_responses([samples[i] for i in batch], self.decoder.device)
+        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
+            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device)
             at, end = values_of(self.value_head, responses, hidden_of(self.module, responses))
-            before.append(at.cpu())
-            after.append(end.cpu())
-        return torch.cat(before), torch.cat(after)
+            if batch.counts:
+                before.append(at.cpu())
+                after.append(end.cpu())
+        let_go(self.module)
+        return self.group.concatenate(before), self.group.concatenate(after)
 
     def gradient(self, experience: Experience, kl_coef: float) -> Tally:
         """Add the gradient of a minibatch's loss to the parameters'; returns what was seen on the way."""
@@ -71,12 +79,16 @@ class Policy:
         weights = token_weights(experience.mask, experience.lengths, self.algorithm.aggregate, self.constant)
         value_weights = token_weights(experience.mask, experience.lengths, "token")
         ends = torch.tensor(experience.lengths).cumsum(0).tolist()
-        for batch in by_tokens(experience.samples, self.micro_batch_tokens):
-            part = experience.select(batch)
-            rows = slice(ends[batch[0]] - experience.lengths[batch[0]], ends[batch[-1]])
-            loss = self._loss(part, weights[rows], value_weights[rows], kl_coef, tally)
+        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
+            first, last = batch.indices[0], batch.indices[-1]
+            rows = slice(ends[first] - experience.lengths[first], ends[last])
+            counts = float(batch.counts)
+            loss = self._loss(
+                experience.select(batch.indices), weights[rows] * counts, value_weights[rows] * counts, kl_coef,
+                tally if batch.counts else Tally(),
+            )  # fmt: skip
             loss.backward()  # type: ignore[no-untyped-call]
-        return tally
+        return tally.gathered(self.group)
 
     def _loss(
         self, part: Experience, weights: Tensor, value_weights: Tensor, kl_coef: float, tally: Tally

@@ -33,6 +33,11 @@ def replay(directory: Path, out: Path, viewer: Viewer) -> Verdict:
     recipe = parse_recipe(tree, str(directory / "recipe.toml"))
     if not isinstance(recipe, RlRecipe):
         raise RunError(f"{directory} is a run of task = {recipe.task!r}; --replay is for rl")
+    if recipe.resources.ranks > 1:
+        raise RunError(
+            f"{directory} is a run over {recipe.resources.ranks} ranks, whose sums are in an order of their own: "
+            "--replay compares bits and is for one; --train-only learns from its dump"
+        )
     dump = Dump.find(directory)
     again = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dump": False})})
     with Run(out, again, fresh=True) as run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from plaudit.config import RlRecipe
 from plaudit.config.rl import CriticTable
 from plaudit.core import Engine
+from plaudit.core.decoder import Decoder
 from plaudit.core.packing import use_packed_attention
 from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, RunError, VersionChanged
 from plaudit.events import RESUME
@@ -30,11 +32,15 @@ from plaudit.train.experience import Experience
 from plaudit.train.optimizer import Optimizer
 from plaudit.train.policy import Policy
 from plaudit.train.prompts import Room, open_prompts
+from plaudit.train.ranks import ALONE, Ranks
 from plaudit.train.reference import Reference, WithoutAdapter
 from plaudit.train.rl_learner import RlLearner
-from plaudit.train.rollouts import Rollouts, batch_metrics
+from plaudit.train.rollouts import Rollouts, SampleScorer, batch_metrics
 from plaudit.train.run import Run
 from plaudit.train.scorer import RewardFailed, Scorer
+from plaudit.train.sharded_optimizer import ShardedOptimizer
+from plaudit.train.sharding import Shards
+from plaudit.train.sharing import SharedPlayer, SharedScorer
 from plaudit.train.showing import failed_events, sample_events
 from plaudit.train.signals import Interrupted, interruptible
 
@@ -54,19 +60,29 @@ class Viewer(Protocol):
 
 
 class RlTraining:
-    def __init__(self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None) -> None:
+    def __init__(
+        self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None, ranks: Ranks = ALONE
+    ) -> None:
         """`dumped`: samples of another run to learn from, in place of new ones."""
         self.recipe = recipe
         self.run = run
         self.viewer = viewer
         self.dumped = dumped
+        self.ranks = ranks
         self.clock = Clock()
         randomness.seed_everything(recipe.seed)
         if recipe.train.threads is not None:
             torch.set_num_threads(recipe.train.threads)
         checkpoint = run.checkpoints.load(viewer.warn) if run.resume else None
+        starts = set(ranks.everyone.gather_values(0 if checkpoint is None else checkpoint.step))
+        if len(starts) > 1:
+            raise RunError(
+                f"the ranks would go on from steps {sorted(starts)}: {run.directory} must be the same for all"
+            )
         # Rewards first: what cannot be had is known before a model is loaded.
-        self.scorer = Scorer(recipe.reward)
+        self.scorer: SampleScorer = Scorer(recipe.reward)
+        if ranks.everyone.size > 1:
+            self.scorer = SharedScorer(self.scorer, ranks.everyone)
         try:
             self._build(checkpoint)
         except BaseException:
@@ -77,21 +93,30 @@ class RlTraining:
         recipe = self.recipe
         self.loaded = load_trained(recipe, checkpoint)
         module = self.loaded.module
+        # Over several ranks the learner has shards, and the module that was loaded stays whole for the engine.
+        self.shards = None if self.ranks.mesh is None else Shards(copy.deepcopy(module), self.ranks)
         self.engine = Engine(module, self.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
         head = value_head(recipe.critic, module) if recipe.critic is not None and recipe.critic.shared else None
+        decoder = self.engine.decoder if self.shards is None else Decoder(self.shards.module, "causal")
         self.policy = Policy(
-            self.engine.decoder, recipe.algorithm, temperature=recipe.sampling.temperature,
+            decoder, recipe.algorithm, temperature=recipe.sampling.temperature,
             max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens, value_head=head,
-            value_coef=0.0 if recipe.critic is None else recipe.critic.coef,
+            value_coef=0.0 if recipe.critic is None else recipe.critic.coef, group=self.ranks.data,
         )  # fmt: skip
         beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
-        self.optimizer = Optimizer(module, recipe.train, beside)
+        if self.shards is None:
+            self.optimizer = Optimizer(module, recipe.train, beside)
+        else:
+            module.requires_grad_(False)
+            self.optimizer = ShardedOptimizer(self.shards, recipe.train)
         self.critic = self._critic(checkpoint)
         self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self._reference(), self.clock)
         room = Room(self.engine.decoder.max_positions, recipe.sampling.max_tokens)
         self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
         self.heldout = self.prompts.heldout()
         player = new_player(recipe, self.engine)
+        if self.ranks.everyone.size > 1:
+            player = SharedPlayer(player, self.ranks.everyone)
         self.rollouts: Rollouts | DumpedRollouts = Rollouts(recipe, player, self.prompts, self.scorer, self.clock)
         if self.dumped is not None:
             self.rollouts = DumpedRollouts(self.dumped, self.rollouts, self.engine.decoder.vocab_size)
@@ -100,7 +125,7 @@ class RlTraining:
         self.before: dict[str, float] = {}
         if checkpoint is not None:
             self._restore(checkpoint)
-        self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump else None
+        self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
         if self.dump is not None:
             self.dump.discard_after(self.step)
 
@@ -132,11 +157,13 @@ class RlTraining:
                 self.dump.write(self.step + 1, batch, self.rollouts.drawn)
             metrics, experience, advantage = self.learner.update(batch, self.step)
             with self.clock("publish"):
+                if self.shards is not None:
+                    self.shards.publish(self.loaded.module)
                 self.version = self.engine.new_version(self.version + 1)
             self.step += 1
             self.seconds = time.monotonic() - begin
             self._report(batch, metrics, experience, advantage)
-            if interrupted:
+            if self.ranks.everyone.any(bool(interrupted)):
                 self.save_checkpoint()
                 raise Interrupted(f"stopped at step {self.step} of {train.steps}, state saved: --resume goes on")
             if self.step % train.eval_every == 0 and self.step < train.steps:
@@ -198,7 +225,8 @@ class RlTraining:
 
     def _finish(self) -> dict[str, Any]:
         after = self.evaluate()
-        self.save_model(self.run.final)
+        if self.ranks.main:
+            self.save_model(self.run.final)
         summary: dict[str, Any] = {
             "task": "rl",
             "algorithm": self.recipe.algorithm.name,
@@ -275,9 +303,12 @@ class RlTraining:
         frozen = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device)).module
         frozen.requires_grad_(False)
         use_packed_attention(frozen)
+        if self.ranks.mesh is not None:
+            Shards(frozen, self.ranks)
         return Policy(
-            type(self.engine.decoder)(frozen, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
+            Decoder(frozen, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
             max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens,
+            group=self.ranks.data,
         )  # fmt: skip
 
     def _critic(self, checkpoint: Checkpoint | None) -> Critic | None:
@@ -303,9 +334,11 @@ class RlTraining:
             nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
         without_dropout(model)
         train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
+        shards = None if self.ranks.mesh is None else Shards(model, self.ranks)
+        optimizer = Optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
         return LocalCritic(
-            model, loaded.tokenizer, Optimizer(model, train), clip=recipe.algorithm.clip.value,
-            micro_batch_tokens=recipe.train.micro_batch_tokens,
+            model, loaded.tokenizer, optimizer, clip=recipe.algorithm.clip.value,
+            micro_batch_tokens=recipe.train.micro_batch_tokens, shards=shards, group=self.ranks.data,
         )  # fmt: skip
 
 

@@ -16,20 +16,28 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.clock import Clock
 from plaudit.train.prompts import Prompts
-from plaudit.train.scorer import Scorer
 
 
 class Player(Protocol):
     """Plays prompts out to the end: one answer, or turns with an environment."""
 
-    def play(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
-        """n samples of each prompt, in order; `group` is the prompt's index. The same seed gives the same samples."""
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        """n samples of each prompt, in order; `group` is the prompt's index. What is sampled depends on the seed and
+        the prompt's place in the step, `first` + index, alone."""
+
+
+class SampleScorer(Protocol):
+    """The rewards of this process, or of all ranks together."""
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]: ...
+
+    def close(self) -> None: ...
 
 
 class Rollouts:
     """`drawn` is how many training prompts were asked so far: the position in the data."""
 
-    def __init__(self, recipe: RlRecipe, player: Player, prompts: Prompts, scorer: Scorer, clock: Clock) -> None:
+    def __init__(self, recipe: RlRecipe, player: Player, prompts: Prompts, scorer: SampleScorer, clock: Clock) -> None:
         self.recipe = recipe
         self.player = player
         self.prompts = prompts
@@ -85,11 +93,11 @@ class SingleTurn:
         self.sampling = sampling
         self.seed = seed
 
-    def play(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
         asked = [list(prompt.token_ids or ()) for prompt in prompts]
         params = [
-            sampling_params(self.sampling, n, f"{self.seed} {seed} {index}") for index in range(len(prompts))
-        ]  # fmt: skip
+            sampling_params(self.sampling, n, f"{self.seed} {seed} {first + index}") for index in range(len(prompts))
+        ]
         return self.engine.generate(asked, params)
 
 

@@ -28,6 +28,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.dump",
     "data.eval_items",
     "model.device",
+    "resources",
 )
 
 

@@ -3,8 +3,12 @@ asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
+
+from plaudit.train.ranks import Group
 
 
 class Tally:
@@ -43,6 +47,19 @@ class Tally:
             for name, parts in theirs.items():
                 mine.setdefault(name, []).extend(parts)  # type: ignore[arg-type]
 
+    def gathered(self, group: Group) -> Tally:
+        """What all ranks of a group saw, the same on each."""
+        if group.size == 1:
+            return self
+        fields = ("_sums", "_means", "_lowest", "_highest")
+        together = Tally()
+        for seen in group.gather_values([_plain(getattr(self, name)) for name in fields]):
+            for name, parts in zip(fields, seen, strict=True):
+                for key, values in parts.items():
+                    tensors = torch.tensor(values, dtype=torch.float64)
+                    getattr(together, name).setdefault(key, []).extend(tensors)
+        return together
+
     def metrics(self, updates: int = 1) -> dict[str, float]:
         """Sums as the mean of the updates they come from."""
         found = {name: self.sum(name) / updates for name in self._sums}
@@ -52,3 +69,10 @@ class Tally:
                 found[name] = sum(total.item() for total, _ in parts) / count
         found |= {name: min(part.item() for part in parts) for name, parts in self._lowest.items()}
         return found | {name: max(part.item() for part in parts) for name, parts in self._highest.items()}
+
+
+def _plain(parts: Mapping[str, Sequence[Tensor | tuple[Tensor, Tensor]]]) -> dict[str, list[float | list[float]]]:
+    return {
+        name: [[each.item() for each in part] if isinstance(part, tuple) else part.item() for part in found]
+        for name, found in parts.items()
+    }

@@ -1,0 +1,66 @@
+"""Rollouts shared out among ranks: each plays and scores its part, and all have the whole in the same order.
+
+What is sampled depends on the prompt's place in the step, not on the rank that plays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from plaudit.errors import PlauditError
+from plaudit.records import Prompt, Sample
+from plaudit.train.ranks import Group, RankLost
+from plaudit.train.rollouts import Player, SampleScorer
+from plaudit.train.scorer import RewardFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    samples: tuple[Sample, ...] = ()
+    error: str | None = None
+
+
+class SharedPlayer:
+    def __init__(self, player: Player, group: Group) -> None:
+        self.player = player
+        self.group = group
+
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        mine = self.group.share(len(prompts))
+        played = self.player.play([prompts[i] for i in mine], n, seed, first + mine.start) if mine else []
+        placed = tuple(replace(sample, group=sample.group + mine.start) for sample in played)
+        return _together(self.group, Share(placed))
+
+
+class SharedScorer:
+    def __init__(self, scorer: SampleScorer, group: Group) -> None:
+        self.scorer = scorer
+        self.group = group
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        mine = self.group.share(len(samples))
+        return _together(
+            self.group, _told(lambda: self.scorer.score([prompts[i] for i in mine], [samples[i] for i in mine]))
+        )
+
+    def close(self) -> None:
+        self.scorer.close()
+
+
+def _told(score: Callable[[], list[Sample]]) -> Share:
+    """A rank without rewards says so, and all end alike with their state saved; alone it would leave them waiting."""
+    try:
+        return Share(tuple(score()))
+    except RankLost:
+        raise
+    except PlauditError as error:
+        return Share(error=str(error))
+
+
+def _together(group: Group, mine: Share) -> list[Sample]:
+    shares: list[Share] = group.gather_values(mine, Share)
+    for rank, share in enumerate(shares):
+        if share.error is not None:
+            raise RewardFailed(f"rank {rank}: {share.error}")
+    return [sample for share in shares for sample in share.samples]
