@@ -1,0 +1,140 @@
+"""One update of a policy and its critic, on however many ranks there are. A test calls `update` for one rank, and runs
+this file as a program on each of several: python -m tests.train.rank_update DATA TENSOR DIRECTORY"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from plaudit.config.rl import ResourcesTable
+from plaudit.core.decoder import Decoder
+from plaudit.models import new_llama
+from plaudit.models.fresh import seeded
+from plaudit.models.value_head import ValueModel
+from plaudit.records import Batch
+from plaudit.train.clock import Clock
+from plaudit.train.critic import LocalCritic
+from plaudit.train.optimizer import Optimizer
+from plaudit.train.policy import Policy
+from plaudit.train.ranks import Ranks, join
+from plaudit.train.rl_learner import RlLearner
+from plaudit.train.sharded_optimizer import ShardedOptimizer
+from plaudit.train.sharding import Shards
+from tests.train.rl_world import VOCABULARY, made_up, recipe, tiny
+
+# A step too small to move a weight: gradients and ratios are those of the first weights throughout.
+TRAIN = {"lr": 1e-30, "clip_norm": 1e9, "micro_batch_tokens": 24}
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": {"name": "grpo", "kl": {"coef": 0.1}}, "train": TRAIN},
+    "ppo": {"algorithm": {"name": "ppo", "kl": {"coef": 0.1}}, "train": TRAIN, "critic": {"clip_norm": 1e9}},
+    "ratio": {"algorithm": {"name": "gspo"}, "train": {**TRAIN, "minibatches": 2, "epochs": 2}},
+    "norms": {"algorithm": {"name": "dapo"}, "train": TRAIN},
+}  # fmt: skip
+
+
+class Update(NamedTuple):
+    tensors: dict[str, Tensor]
+    """Gradients and Adam's state, whole; the critic's weights as they would be saved."""
+    metrics: dict[str, float]
+
+
+def models(case: str) -> tuple[nn.Module, nn.Module | None]:
+    """Policy and reference, and the like: tied, untied with a vocabulary that does not divide, with norms in heads."""
+    if case == "norms":
+        config = Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True,
+        )  # fmt: skip
+        with seeded(3):
+            return Qwen3ForCausalLM(config).float().eval(), None
+    if case == "ppo":
+        untied = [
+            new_llama(
+                "policy", vocab_size=VOCABULARY + 1, hidden_size=32, layers=2, heads=4, kv_heads=2,
+                intermediate_size=64, max_positions=64, seed=seed, tie_embeddings=False,
+            )
+            for seed in (3, 4)
+        ]  # fmt: skip
+        return untied[0], untied[1]
+    return tiny(), tiny(seed=4) if case == "grpo" else None
+
+
+def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, LocalCritic | None]:
+    tree = recipe(**CASES[case])
+
+    def policy(module: nn.Module) -> Policy:
+        return Policy(
+            Decoder(module, "causal"), tree.algorithm, temperature=0.9, max_tokens=16, micro_batch_tokens=24,
+            group=ranks.data,
+        )  # fmt: skip
+
+    def optimizer(module: nn.Module) -> tuple[Optimizer, Shards | None]:
+        shards = None if ranks.mesh is None else Shards(module, ranks)
+        return (
+            (Optimizer(module, tree.train), None) if shards is None else (ShardedOptimizer(shards, tree.train), shards)
+        )
+
+    module, frozen = (None if each is None else each.to(device) for each in models(case))
+    assert module is not None
+    learns = optimizer(module)[0]
+    if frozen is not None:
+        frozen.requires_grad_(False)
+        if ranks.mesh is not None:
+            Shards(frozen, ranks)
+    critic = None
+    if tree.critic is not None:
+        model = tiny("value").to(device)
+        assert isinstance(model, ValueModel)
+        adam, shards = optimizer(model)
+        critic = LocalCritic(
+            model, None, adam, clip=0.2, micro_batch_tokens=24, shards=shards, group=ranks.data,  # type: ignore[arg-type]
+        )  # fmt: skip
+    reference = None if frozen is None else policy(frozen)
+    return RlLearner(tree, policy(module), learns, critic, reference, Clock()), critic
+
+
+def update(case: str, ranks: Ranks, device: str = "cpu") -> Update:
+    teacher, critic = learner(case, ranks, device)
+    metrics, _, _ = teacher.update(Batch(tuple(made_up())), 0)
+    found: dict[str, Tensor] = {}
+    parts = {"policy": teacher.optimizer} | ({} if critic is None else {"critic": critic.optimizer})
+    for name, adam in parts.items():
+        found |= {f"{name}/{key}": value for key, value in gathered(adam).items()}
+        found |= {f"{name}-state/{key}": value for key, value in adam.state().items()}
+    if critic is not None:
+        saved = critic.model if critic.shards is None else critic.shards.gathered()
+        if saved is not None:
+            found |= {f"critic-weights/{n}": p.detach() for n, p in saved.named_parameters()}
+    return Update(found, metrics)
+
+
+def gathered(adam: Optimizer) -> dict[str, Tensor]:
+    """Gradients by parameter, as the optimizer had them when it took its step."""
+    found = {}
+    for name, master in adam.masters.items():
+        assert master.grad is not None, name
+        if isinstance(adam, ShardedOptimizer):
+            found[name] = adam.shards.whole(master.grad, adam.shards.parameters[name])
+        else:
+            found[name] = master.grad.clone()
+    return found
+
+
+def main() -> None:
+    data, tensor, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    with join(ResourcesTable(data_parallel=data, tensor_parallel=tensor, timeout=60.0), "cpu") as ranks:
+        for case in CASES:
+            found = update(case, ranks)
+            if ranks.main:
+                save_file({n: t.contiguous() for n, t in found.tensors.items()}, directory / f"{case}.safetensors")
+            (directory / f"{case}-{ranks.everyone.index}.json").write_text(json.dumps(found.metrics))
+
+
+if __name__ == "__main__":
+    main()

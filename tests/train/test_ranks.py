@@ -1,0 +1,324 @@
+"""Training over ranks equals training on one: real processes, gloo, tiny models."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from plaudit.config import to_toml
+from plaudit.config.rl import ResourcesTable
+from plaudit.errors import ConfigError
+from plaudit.events import read_events
+from plaudit.train.ranks import ALONE, DATA, TENSOR, Ranks, join
+from plaudit.train.rl import RlTraining
+from plaudit.train.run import Run
+from tests.train.rank_update import CASES, Update, update
+from tests.train.rl_world import Silent, recipe, weights
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+LIMIT = 120.0
+# Means of what single micro-batches say: they depend on the split, on one rank too.
+BY_MICRO_BATCH = ("mismatch/abs_std", "mismatch/ess", "mismatch/correlation")
+
+
+def on_ranks(data: int, tensor: int, directory: Path) -> None:
+    """Run tests.train.rank_update on data × tensor ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = data * tensor
+    env = {**ENV, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.train.rank_update", str(data), str(tensor), str(directory)],
+            env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        for child in children:
+            _, said = child.communicate(timeout=LIMIT)
+            assert child.returncode == 0, said
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Update]:
+    return {case: update(case, ALONE) for case in CASES}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor"), [(2, 1), (1, 2), pytest.param(2, 2, marks=SLOW), pytest.param(3, 1, marks=SLOW)]
+)
+def test_gradients_losses_and_state_are_those_of_one_rank(
+    data: int, tensor: int, tmp_path: Path, alone: dict[str, Update]
+) -> None:
+    on_ranks(data, tensor, tmp_path)
+    for case, expected in alone.items():
+        found = load_file(tmp_path / f"{case}.safetensors")
+        assert found.keys() == expected.tensors.keys()
+        for name, tensor_found in found.items():
+            wanted = expected.tensors[name]
+            difference = (tensor_found - wanted).norm() / wanted.norm().clamp_min(1e-12)
+            assert difference < 1e-5, (case, name, difference)
+        for rank in range(data * tensor):
+            told = json.loads((tmp_path / f"{case}-{rank}.json").read_text())
+            same = {name: value for name, value in expected.metrics.items() if name not in BY_MICRO_BATCH}
+            assert {name: told[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6), case
+        if case == "ratio":
+            assert told["policy/ratio_min"] == told["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_mesh_of_one_gpu_computes_what_a_plain_module_does(alone: dict[str, Update]) -> None:
+    """NCCL takes one rank a GPU: on one GPU this is all of the sharded path that can run."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = Ranks(mesh=init_device_mesh("cuda", (1, 1), mesh_dim_names=(DATA, TENSOR)))
+        for case, expected in alone.items():
+            found = update(case, ranks, "cuda").tensors
+            for name, wanted in expected.tensors.items():
+                difference = (found[name].cpu() - wanted).norm() / wanted.norm().clamp_min(1e-12)
+                assert difference < 1e-4, (case, name, difference)
+    finally:
+        dist.destroy_process_group()
+
+
+# Whole runs
+
+GRPO: dict[str, Any] = {"algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "train": {"prompts_per_step": 5}}
+PPO: dict[str, Any] = {
+    "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
+    "train": {"prompts_per_step": 6, "minibatches": 2, "epochs": 2, "lr": 3e-4},
+}  # fmt: skip
+STEPS = {"steps": 4, "eval_every": 2, "show": 4, "checkpoint": {"every": 2}}
+
+
+def command(file: Path, run: Path, data: int, tensor: int = 1, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run),
+        "--set", f"resources.data_parallel={data}", "--set", f"resources.tensor_parallel={tensor}", *more,
+    ]  # fmt: skip
+
+
+def written(path: Path, tables: dict[str, Any], **train: Any) -> Path:
+    tree = recipe(**{**tables, "train": {**tables["train"], **STEPS, **train}})
+    path.write_text(to_toml(tree))
+    return path
+
+
+def run_alone(run: Path, tables: dict[str, Any], **options: Any) -> None:
+    tree = recipe(**{**tables, "train": {**tables["train"], **STEPS}})
+    with Run(run, tree, **options) as opened:
+        RlTraining(tree, opened, Silent()).fit()
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    return [e["values"] for e in read_events(run) if e["kind"] == "metric" and "policy/loss" in e["values"]]
+
+
+def shown(run: Path) -> list[Any]:
+    return [(e["step"], e["tokens"]) for e in read_events(run) if e["kind"] == "sample"]
+
+
+def close(found: Path, expected: Path) -> None:
+    """The same samples, and the same numbers as far as sums in another order can be."""
+    assert shown(found) == shown(expected)
+    assert len(steps(found)) == len(steps(expected)) == STEPS["steps"]
+    for values, wanted in zip(steps(found), steps(expected), strict=True):
+        for name in ("reward/mean", "length/mean", "policy/entropy", "kl/reference", "value/loss", "progress/tokens"):
+            if name in wanted:
+                assert values[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+        assert values["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=1e-3)
+        # A mean of terms of the size of 1, which nearly cancel.
+        assert values["policy/loss"] == pytest.approx(wanted["policy/loss"], abs=1e-5)
+    for name, wanted in weights(expected).items():
+        assert torch.allclose(weights(found)[name], wanted, atol=2e-4), name
+
+
+@pytest.mark.parametrize(
+    ("tables", "data", "tensor"),
+    [
+        pytest.param(PPO, 2, 1, id="ppo-2x1"),
+        pytest.param(GRPO, 2, 1, id="grpo-2x1", marks=SLOW),
+        pytest.param(PPO, 1, 2, id="ppo-1x2", marks=SLOW),
+        pytest.param(PPO, 2, 2, id="ppo-2x2", marks=SLOW),
+    ],
+)
+def test_a_run_over_ranks_is_the_run_of_one_which_can_go_on_with_its_state(
+    tables: dict[str, Any], data: int, tensor: int, tmp_path: Path
+) -> None:
+    run_alone(tmp_path / "one", tables)
+    file = written(tmp_path / "recipe.toml", tables)
+    done = subprocess.run(
+        command(file, tmp_path / "many", data, tensor), env=ENV, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    close(tmp_path / "many", tmp_path / "one")
+    back_to_step_2(tmp_path / "many")
+    run_alone(tmp_path / "many", tables, resume=True)
+    close(tmp_path / "many", tmp_path / "one")
+
+
+def back_to_step_2(run: Path) -> None:
+    """As if it had ended there."""
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+
+
+@SLOW
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
+def test_a_run_of_one_goes_on_over_ranks(data: int, tensor: int, tmp_path: Path) -> None:
+    run_alone(tmp_path / "one", PPO)
+    file = written(tmp_path / "recipe.toml", PPO)
+    shutil.copytree(tmp_path / "one", tmp_path / "many")
+    back_to_step_2(tmp_path / "many")
+    resume = command(file, tmp_path / "many", data, tensor, "--resume")
+    done = subprocess.run(resume, env=ENV, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    close(tmp_path / "many", tmp_path / "one")
+
+
+def ranks_of(parent: int) -> dict[int, psutil.Process]:
+    found = [each for each in psutil.Process(parent).children() if "RANK" in each.environ()]
+    return {int(each.environ()["RANK"]): each for each in found}
+
+
+def begun(run: Path, child: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + LIMIT
+    while not ((run / "events.jsonl").exists() and steps(run)):
+        assert child.poll() is None, child.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_rank_ends_the_command_with_its_name(tmp_path: Path) -> None:
+    file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
+    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    begun(run, child)
+    ranks = ranks_of(child.pid)
+    assert set(ranks) == {0, 1}
+    ranks[1].kill()
+    began = time.monotonic()
+    _, said = child.communicate(timeout=30)
+    assert time.monotonic() - began < 20
+    assert child.returncode not in (0, None)
+    assert "rank 1 was ended by SIGKILL" in said
+    assert not any(rank.is_running() for rank in ranks.values())
+
+
+@SLOW
+def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_behind(tmp_path: Path) -> None:
+    file, run = written(tmp_path / "recipe.toml", PPO, steps=100_000), tmp_path / "run"
+    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    begun(run, child)
+    child.terminate()
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert "state saved: --resume goes on" in said
+    assert (run / "checkpoints" / "latest").exists()
+    before = len(steps(run))
+    child = subprocess.Popen(command(file, run, 2, 1, "--resume"), env=ENV, stderr=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + LIMIT
+    while len(steps(run)) <= before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = ranks_of(child.pid)
+    child.send_signal(signal.SIGKILL)
+    child.wait(30)
+    _, left = psutil.wait_procs(list(ranks.values()), timeout=20)
+    assert not left
+
+
+@SLOW
+def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Path) -> None:
+    file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
+    child = subprocess.Popen(
+        command(file, run, 2, 1, "--set", "resources.timeout=10"), env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    begun(run, child)
+    ranks = ranks_of(child.pid)
+    ranks[1].suspend()
+    _, said = child.communicate(timeout=60)
+    assert child.returncode not in (0, None)
+    assert "nothing was heard from rank 1" in said
+    assert not any(rank.is_running() for rank in ranks.values())
+
+
+@SLOW
+def test_torchrun_may_start_the_ranks(tmp_path: Path) -> None:
+    file = written(tmp_path / "recipe.toml", GRPO)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, *command(file, tmp_path / "run", 2)[1:]], env=ENV, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(steps(tmp_path / "run")) == STEPS["steps"]
+
+
+FAILING = """
+import os, pathlib
+
+def score(prompt, response, truth):
+    if os.environ["RANK"] == "1" and pathlib.Path({flag!r}).exists():
+        raise ValueError("out of order")
+    return float(len(response))
+"""
+
+
+@SLOW
+def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> None:
+    flag, run = tmp_path / "flag", tmp_path / "run"
+    (tmp_path / "failing.py").write_text(FAILING.format(flag=str(flag)))
+    rule = {"rule": "function", "function": f"{tmp_path / 'failing.py'}:score", "on_error": "halt"}
+    file = written(tmp_path / "recipe.toml", {**GRPO, "reward": rule}, steps=100_000, checkpoint={"every": 1_000_000})
+    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    begun(run, child)
+    flag.touch()
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert "rank 1: " in said
+    assert "out of order" in said
+    assert "the state is saved: --resume goes on" in said
+    assert (run / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"model": {"lora": {"rank": 4}}}, "model.lora trains on one rank, and resources name 2"),
+        ({"algorithm": {"name": "ppo"}, "critic": {"shared": True}}, "critic.shared trains on one rank"),
+        (
+            {"reward": {"url": "http://127.0.0.1:1"}, "resources": {"timeout": 60.0}},
+            "resources.timeout = 60 s is not more",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe(**{**tables, "resources": {"data_parallel": 2, **tables.get("resources", {})}})
+
+
+def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = r"WORLD_SIZE = 4 processes were started, and resources.data_parallel × tensor_parallel = 2 × 1 = 2"
+    with pytest.raises(ConfigError, match=found), join(ResourcesTable(data_parallel=2), "cpu"):
+        pass
