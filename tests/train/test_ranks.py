@@ -92,6 +92,7 @@ def test_gradients_losses_and_state_are_those_of_one_rank(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_mesh_of_one_gpu_computes_what_a_plain_module_does(alone: dict[str, Update]) -> None:
     """NCCL takes one rank a GPU: on one GPU this is all of the sharded path that can run."""
+    torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks = Ranks(mesh=init_device_mesh("cuda", (1, 1), mesh_dim_names=(DATA, TENSOR)))
