@@ -206,6 +206,39 @@ def serve_rewards(
     sys.exit(serve(table))
 
 
+@app.command("critic")
+def serve_critic_model(
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME_OR_DIR", help="What the critic starts from; a policy lends its trunk.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="NAME_OR_DIR", help="An outcome model that scores in the same call.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings; flags win over it.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 5556.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: 1e-4.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip of the value loss; 0: none. Default: 0.2.")] = None,
+    save_dir: Annotated[str | None, typer.Option(help="Where critic_save writes. Default: critic.")] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume", help="Go on from the newest save, if there is one.")
+    ] = None,
+    api_key: Annotated[list[str], typer.Option(help="A key callers must send, or HOLDER=KEY; repeatable.")] = [],  # noqa: B006
+    admin_key: Annotated[str | None, typer.Option(help="The key for routes that change the critic.")] = None,
+    allow_open: Annotated[
+        str | None, typer.Option(metavar="PROTOCOLS", help="triton, critic-train: what needs no key.")
+    ] = None,
+) -> None:
+    """Serve a critic that trains, as NeMo-Aligner's actors and `plaudit train` use it."""
+    from plaudit.train.critic_server import critic_table, serve_critic
+
+    table = critic_table(
+        config, api_key, allow_open, model=model, reward=reward, host=host, port=port, lr=lr, clip=clip,
+        save_dir=save_dir, resume=resume, admin_key=admin_key,
+    )  # fmt: skip
+    sys.exit(serve_critic(table))
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],

@@ -160,7 +160,11 @@ class CriticTable(Table):
     shared: bool = False
     """One trunk with the policy: a value head on its hidden states."""
     url: str | None = None
-    """A critic server (`plaudit critic`) in place of a local one."""
+    """A critic server (`plaudit critic`) in place of a local one. What it learns with is said there."""
+    key_env: str | None = None
+    """url: the environment variable that holds the server's key; the admin key, if it has one."""
+    patience: Positive = 600.0
+    """url: seconds to wait for an answer, or for a server that is away, before the run ends."""
     lr: Positive = 1e-4
     coef: Positive = 0.5
     """shared: weight of the value loss beside the policy's."""
@@ -173,6 +177,13 @@ class CriticTable(Table):
         given = [name for name in ("path", "url") if getattr(self, name) is not None] + ["shared"] * self.shared
         if len(given) > 1:
             raise ValueError(f"a critic has one home; found {' and '.join(given)}")
+        if self.url is not None:
+            # Not whether they were given: a resolved recipe gives them all.
+            for name in ("lr", "clip_norm", "coef"):
+                if (found := getattr(self, name)) != CriticTable.model_fields[name].default:
+                    raise ValueError(
+                        f"{name} = {found:g} is for a critic of this run, and url names a server: say it there"
+                    )
         return self
 
 
@@ -284,6 +295,11 @@ class RlRecipe(BaseRecipe):
                 raise ValueError(
                     f"critic.shared trains on one rank, and resources name {self.resources.ranks}: give the critic a "
                     "model of its own (shared = false)"
+                )
+            if self.critic is not None and self.critic.url is not None:
+                raise ValueError(
+                    f"critic.url trains on one rank, and resources name {self.resources.ranks}: a critic server takes "
+                    "the updates of one process; leave url out, and the critic is shared out as the policy is"
                 )
             if self.reward.url is not None and self.resources.timeout <= self.reward.patience:
                 raise ValueError(

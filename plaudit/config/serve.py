@@ -37,24 +37,19 @@ class LimitsTable(Table):
     """Scores kept for items that come again; 0: none."""
 
 
-class ServeTable(Table):
+class ListenTable(Table):
+    """What every server has: where it listens, who may call it, how much it takes."""
+
     host: str = "127.0.0.1"
     port: Port = 5555
     """0 takes a free one."""
     health_port: Port | None = None
     """A second port on which a thread of its own answers /health/live."""
-    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], RewardTable], Field(min_length=1)]
     api_keys: Mapping[str, str] = {}
     """Holder -> key. Holders share the server fairly."""
     admin_key: str | None = None
     allow_open: tuple[str, ...] = ()
     """Protocols that need no key though the address is not loopback, or though there are keys."""
-    protocols: tuple[str, ...] | None = None
-    """Protocols beside the native one; all of them without it."""
-    aliases: Mapping[str, str] = {}
-    """Another name -> the model it means. Protocols that name no model ask for `reward_model` or `process_model`."""
-    model_root: str | None = None
-    """Models that are swapped in must lie under this directory."""
     overload_status: Literal[503, 429] = 503
     drain_seconds: Positive = 30.0
     log: Literal["errors", "requests"] = "errors"
@@ -79,6 +74,16 @@ class ServeTable(Table):
         if self.admin_key is not None and self.admin_key in self.api_keys.values():
             raise ValueError("the admin key is also an API key; give it a value of its own")
         return self
+
+
+class ServeTable(ListenTable):
+    models: Annotated[Mapping[Annotated[str, Field(pattern=f"^{NAME}$")], RewardTable], Field(min_length=1)]
+    protocols: tuple[str, ...] | None = None
+    """Protocols beside the native one; all of them without it."""
+    aliases: Mapping[str, str] = {}
+    """Another name -> the model it means. Protocols that name no model ask for `reward_model` or `process_model`."""
+    model_root: str | None = None
+    """Models that are swapped in must lie under this directory."""
 
     @model_validator(mode="after")
     def _aliases(self) -> Self:

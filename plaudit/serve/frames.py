@@ -3,6 +3,8 @@
     front -> worker   Start, then Works, Prompt, Cancel
     worker -> front   Hello (loaded), Ready (warmed up), Alive (every second), Results; or Failed, and the end
 
+A critic's worker takes Evaluate, Learn and Keep in place of Works and Prompt, and answers with Results too.
+
 Token ids and values travel as raw little-endian buffers inside the message: many works go in one frame, so the cost of
 crossing is paid once per batch and not once per item.
 """
@@ -77,6 +79,37 @@ class Cancel(msgspec.Struct, tag=True, array_like=True):
     ids: list[int]
 
 
+class Evaluate(msgspec.Struct, tag=True, array_like=True):
+    """Sequences whose values are asked for: `lengths` cuts `tokens`; or texts, which the worker tokenises."""
+
+    id: int
+    lengths: list[int]
+    tokens: bytes  # int32
+    texts: list[str] | None = None
+    add_end: bool = False
+
+
+class Learn(msgspec.Struct, tag=True, array_like=True):
+    """An update of a critic: of each sequence the tokens behind its prompt have an entry in the last three."""
+
+    id: int
+    lengths: list[int]
+    tokens: bytes  # int32
+    prompts: list[int]
+    mask: bytes  # bool
+    returns: bytes  # float32
+    values: bytes  # float32, as they were when the tokens were sampled
+    update_id: str
+    updates: int | None
+
+
+class Keep(msgspec.Struct, tag=True, array_like=True):
+    """Write a critic's whole state; or, with the name of one that was written, go back to it."""
+
+    id: int
+    load: str | None = None
+
+
 class Results(msgspec.Struct, tag=True, array_like=True):
     """Of each id either a (rows, columns) block of `values`, or new tokens in `tokens`, or an error."""
 
@@ -92,7 +125,7 @@ class Results(msgspec.Struct, tag=True, array_like=True):
     budget: int  # tokens of one step, now: less after the memory has run out
 
 
-Frame = Start | Hello | Ready | Alive | Failed | Works | Prompt | Cancel | Results
+Frame = Start | Hello | Ready | Alive | Failed | Works | Prompt | Cancel | Evaluate | Learn | Keep | Results
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 

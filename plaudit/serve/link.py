@@ -46,12 +46,14 @@ class Link:
     """writable is False while more is on its way to the worker than it has read."""
 
     def __init__(
-        self, name: str, table: dict[str, Any], owner: Owner, environment: dict[str, str], load_seconds: float
-    ) -> None:
+        self, name: str, table: dict[str, Any], owner: Owner, environment: dict[str, str], load_seconds: float,
+        module: str = "plaudit.serve.worker",
+    ) -> None:  # fmt: skip
         self.name = name
         self.table = table
         self.environment = environment
         self.load_seconds = load_seconds
+        self.module = module
         self.state: State = "loading"
         self.reason = "the model is loading"
         self.hello: frames.Hello | None = None
@@ -133,7 +135,7 @@ class Link:
             with theirs:
                 # A file descriptor and not a port: nothing listens, and nobody else can connect.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "plaudit.serve.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    [sys.executable, "-m", self.module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL, env={**os.environ, **self.environment},
                 )  # fmt: skip
         except OSError as error:

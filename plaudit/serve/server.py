@@ -1,4 +1,4 @@
-"""`plaudit serve`: start, serve, drain, stop.
+"""`plaudit serve` and other servers: start, serve, drain, stop.
 
 exit 0   drained after a signal          exit 1   stopped without draining, or no model is left to serve
 exit 2   could not start: the message says why
@@ -14,11 +14,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
 
 import uvloop
 
-from plaudit.config.serve import ServeTable
+from plaudit.config.serve import ListenTable, ServeTable
 from plaudit.errors import ConfigError
 from plaudit.serve.admission import Admission
 from plaudit.serve.app import App
@@ -30,23 +32,61 @@ from plaudit.serve.listener import Listener, bind
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.models import Models
+from plaudit.serve.routes import Routes
 
 LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
 
 
+class Backend(Protocol):
+    """What computes behind the routes. `changed` is set when one of its models has come, gone or failed."""
+
+    changed: asyncio.Event
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def tick(self) -> None:
+        """Every second."""
+
+    def describe(self) -> list[dict[str, Any]]: ...
+
+    def failed(self) -> list[str]:
+        """Models that will not come back."""
+
+    def hopeful(self) -> bool:
+        """Whether one is left that serves or may yet."""
+
+
+Build = Callable[[Admission, Keys, Metrics, Log], tuple[Backend, Routes]]
+
+
 def serve(table: ServeTable) -> int:
     """Serve until a signal or until no model is left; the exit code."""
+    check_names(table.allow_open, "allow_open")
+    check_names(table.protocols or (), "protocols")
+
+    def build(admission: Admission, keys: Keys, metrics: Metrics, log: Log) -> tuple[Backend, Routes]:
+        models = Models(table, admission, metrics, log)
+        desk = Desk(models, table.aliases, table.limits.items, salted=keys.several)
+        return models, open_doors(desk, table.protocols)
+
+    return run_server(table, build, "serve", "page at /, documentation at /docs")
+
+
+def run_server(table: ListenTable, build: Build, command: str, note: str) -> int:
+    """`build` is called when the address is bound. `note` is for the line that says where the server is."""
     check_open(table)
-    code = uvloop.run(_Server(table).run())
+    code = uvloop.run(_Server(table, build, command, note).run())
     if code:
         os._exit(code)  # without waiting for threads: what could not be drained may have somebody else to wait for
     return code
 
 
-def check_open(table: ServeTable) -> None:
+def check_open(table: ListenTable) -> None:
     """Who can reach the server without a key must be somebody's decision."""
-    check_names(table.allow_open, "allow_open")
-    check_names(table.protocols or (), "protocols")
     if not loopback(table.host) and not table.api_keys and not table.allow_open:
         raise ConfigError(
             f"host {table.host} is reachable by others, and there is no API key: give --api-key, or say with "
@@ -55,8 +95,11 @@ def check_open(table: ServeTable) -> None:
 
 
 class _Server:
-    def __init__(self, table: ServeTable) -> None:
+    def __init__(self, table: ListenTable, build: Build, command: str, note: str) -> None:
         self.table = table
+        self.build = build
+        self.command = command
+        self.note = note
         self.metrics = Metrics()
         self.log = Log(self.metrics.log_failures.inc)
         self._stop = asyncio.Event()
@@ -69,13 +112,12 @@ class _Server:
         live = None if table.health_port is None else _LiveThread(table.host, table.health_port)
         holders = len(table.api_keys) + bool(table.allow_open)
         admission = Admission(limits.queued_tokens, limits.buffered_bytes, holders, table.overload_status, self.metrics)
-        models = Models(table, admission, self.metrics, self.log)
         keys = Keys(
             table.api_keys, table.admin_key, keyless=loopback(table.host), allow_open=frozenset(table.allow_open)
         )
-        desk = Desk(models, table.aliases, limits.items, salted=keys.several)
+        models, routes = self.build(admission, keys, self.metrics, self.log)
         app = App(
-            open_doors(desk, table.protocols), keys, admission,
+            routes, keys, admission,
             Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds), self.metrics, self.log,
             log_requests=table.log == "requests",
         )  # fmt: skip
@@ -100,7 +142,7 @@ class _Server:
             self.log.close()
         return code
 
-    async def _until_stopped(self, models: Models, admission: Admission, address: str) -> int:
+    async def _until_stopped(self, models: Backend, admission: Admission, address: str) -> int:
         opening = asyncio.create_task(models.open())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -129,27 +171,27 @@ class _Server:
         gc.set_threshold(10_000, 20, 50)
         self.metrics.watch_gc()
 
-    def _announce(self, models: Models, address: str) -> None:
+    def _announce(self, models: Backend, address: str) -> None:
         names = ", ".join(f"{d['name']} ({d['kind']})" for d in models.describe())
-        _say(sys.stdout.fileno(), f"{names} on {address} (page at /, documentation at /docs)")
+        self._say(sys.stdout.fileno(), f"{names} on {address} ({self.note})")
         self.log("ready", address=address, models=models.describe())
 
-    def _signalled(self, models: Models) -> None:
+    def _signalled(self, models: Backend) -> None:
         self._signals += 1
         if self._signals > 1:
             models.kill()
             os._exit(1)
         self._stop.set()
 
-    async def _watch(self, models: Models) -> None:
+    async def _watch(self, models: Backend) -> None:
         """End the server when none of its models will come back."""
         while not models.failed() or models.hopeful():
             await models.changed.wait()
             models.changed.clear()
-        _say(sys.stderr.fileno(), "; ".join(models.failed()))
+        self._say(sys.stderr.fileno(), "; ".join(models.failed()))
         self._stop.set()
 
-    async def _tick(self, models: Models, admission: Admission) -> None:
+    async def _tick(self, models: Backend, admission: Admission) -> None:
         expected = time.monotonic() + 1.0
         while True:
             await asyncio.sleep(max(0.0, expected - time.monotonic()))
@@ -160,6 +202,11 @@ class _Server:
             expected = time.monotonic() + 1.0
             admission.tick(1.0 + lag)
             models.tick()
+
+    def _say(self, file: int, line: str) -> None:
+        """A full disk or a closed terminal is no reason to stop."""
+        with contextlib.suppress(OSError):
+            os.write(file, f"plaudit {self.command}: {line}\n".encode())
 
 
 class _LiveThread(ThreadingHTTPServer):
@@ -189,12 +236,6 @@ class _Live(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
-
-
-def _say(file: int, line: str) -> None:
-    """A full disk or a closed terminal is no reason to stop."""
-    with contextlib.suppress(OSError):
-        os.write(file, f"plaudit serve: {line}\n".encode())
 
 
 def _shown(host: str) -> str:

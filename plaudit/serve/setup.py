@@ -34,13 +34,13 @@ def serve_table(
     if port is not None:
         tree["port"] = port
     if api_keys:
-        tree["api_keys"] = _keys(api_keys)
+        tree["api_keys"] = named_keys(api_keys)
     if admin_key is not None:
         tree["admin_key"] = admin_key
     if allow_open is not None:
-        tree["allow_open"] = _names(allow_open)
+        tree["allow_open"] = split_names(allow_open)
     if protocols is not None:
-        tree["protocols"] = _names(protocols)
+        tree["protocols"] = split_names(protocols)
     if aliases:
         tree["aliases"] = {**tree.get("aliases", {}), **dict(map(_alias, aliases))}
     return parse_serve(tree, source)
@@ -66,7 +66,7 @@ def _completed(entry: Any, source: str) -> Any:
     return complete(entry, source).model_dump(exclude_none=True)
 
 
-def _names(given: str) -> list[str]:
+def split_names(given: str) -> list[str]:
     return [name.strip() for name in given.split(",") if name.strip()]
 
 
@@ -77,7 +77,7 @@ def _alias(given: str) -> tuple[str, str]:
     return alias, name
 
 
-def _keys(given: Sequence[str]) -> dict[str, str]:
+def named_keys(given: Sequence[str]) -> dict[str, str]:
     keys: dict[str, str] = {}
     for number, entry in enumerate(given, 1):
         holder, equals, key = entry.partition("=")

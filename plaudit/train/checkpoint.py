@@ -24,7 +24,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plaudit.errors import BadCheckpoint, StorageError
+from plaudit.errors import BadCheckpoint, StorageError, nearest
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -94,6 +94,16 @@ class Checkpoints:
         if names:
             raise BadCheckpoint(f"no checkpoint in {self.directory} is whole; start over with --fresh")
         return None
+
+    def named(self, name: str) -> Checkpoint:
+        """One of them, whole; BadCheckpoint if it is not, or not there."""
+        if name not in self._names():
+            raise BadCheckpoint(f"no checkpoint {name[:40]!r}; {nearest(name[:40], self._names())}")
+        return _open(self.directory / name)
+
+    def next(self) -> int:
+        """A number above that of any checkpoint here."""
+        return max((int(name.removeprefix("step-")) for name in self._names()), default=0) + 1
 
     def _names(self) -> list[str]:
         found = [path.name for path in self.directory.glob("step-*") if _NAME.fullmatch(path.name)]

@@ -34,6 +34,7 @@ from plaudit.train.policy import Policy
 from plaudit.train.prompts import Room, open_prompts
 from plaudit.train.ranks import ALONE, Ranks
 from plaudit.train.reference import Reference, WithoutAdapter
+from plaudit.train.remote_critic import RemoteCritic
 from plaudit.train.rl_learner import RlLearner
 from plaudit.train.rollouts import Rollouts, SampleScorer, batch_metrics
 from plaudit.train.run import Run
@@ -137,6 +138,8 @@ class RlTraining:
             return self._finish()
         finally:
             self.scorer.close()
+            if isinstance(self.critic, RemoteCritic):
+                self.critic.close()
 
     def _loop(self, interrupted: list[int]) -> None:
         train = self.recipe.train
@@ -317,6 +320,8 @@ class RlTraining:
             return None
         if table.shared:
             return SharedCritic(self.policy)
+        if table.url is not None:
+            return RemoteCritic(table, recipe.algorithm.clip.value, len(self.loaded.tokenizer))
         source = checkpoint.path / "critic" if checkpoint is not None else table.path or recipe.model.path
         assert source is not None
         loaded = load_value(

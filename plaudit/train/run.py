@@ -29,6 +29,8 @@ MAY_CHANGE_ON_RESUME = (
     "data.eval_items",
     "model.device",
     "resources",
+    "critic.url",
+    "critic.patience",
 )
 
 

@@ -117,7 +117,7 @@ class TritonDoor:
         scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
         outputs = {"rewards": _column(self.desk.values(scored.results, "row")), "exceeded": exceeded}
         body, head = triton.write_infer(infer, name, outputs)
-        return _packed(body, head, request.headers.get(b"accept-encoding", b""))
+        return packed(body, head, request.headers.get(b"accept-encoding", b""))
 
     async def _sentences(
         self, served: ServedModel, rows: triton.Rows, *, cut: bool
@@ -151,7 +151,7 @@ def _column(values: Sequence[float]) -> np.ndarray:
     return column
 
 
-def _packed(body: bytes, head: int | None, accepted: bytes) -> Reply:
+def packed(body: bytes, head: int | None, accepted: bytes) -> Reply:
     headers: list[tuple[bytes, bytes]] = []
     kind = b"application/json"
     if head is not None:

@@ -27,16 +27,37 @@ NUMBERS = {
     "BOOL": "?", "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1", "UINT16": "<u2",
     "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
-OUTPUTS = ("rewards", "exceeded")
-INPUTS = (
-    ("sentences", "BYTES", -1),
-    ("tokens", "INT64", -1),
-    ("sequence_lengths", "INT64", -1),
-    ("add_EOS", "BOOL", 1),
-)
-INPUT_NAMES = tuple(name for name, _, _ in INPUTS)
+KINDS = {"f4": "FP32", "f8": "FP64", "i4": "INT32", "i8": "INT64"}  # of what is sent back, by numpy's names
 # Ways to send and receive tensors that this server has not: to leave them out of account would answer another question.
 REFUSED_PARAMETERS = ("classification", "shared_memory_region")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor of a model. `dims` are without the rows where the model is batched."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a model takes and gives. batched: its tensors have a first dimension of rows, which are independent."""
+
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    batched: bool = True
+    optional: bool = True
+
+
+TEXT_OR_TOKENS = (
+    Spec("sentences", "BYTES", (-1,)),
+    Spec("tokens", "INT64", (-1,)),
+    Spec("sequence_lengths", "INT64", (-1,)),
+    Spec("add_EOS", "BOOL", (1,)),
+)
+REWARD = Signature(TEXT_OR_TOKENS, (Spec("rewards", "FP32", (1,)), Spec("exceeded", "INT32", (1,))))
 
 
 class _Input(msgspec.Struct):
@@ -72,11 +93,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """outputs  name -> whether it goes back as raw bytes"""
+    """outputs     name -> whether it goes back as raw bytes
+    parameters  of the request as a whole
+    """
 
     id: str
     tensors: Mapping[str, Tensor]
     outputs: Mapping[str, bool]
+    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +118,7 @@ def write_error(error: HttpError, request_id: str) -> Reply:
     return Reply(status, msgspec.json.encode({"error": str(error)}), headers=reply.headers)
 
 
-def read_infer(body: bytes, header_length: bytes | None, most_rows: int) -> Infer:
+def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signature: Signature = REWARD) -> Infer:
     size = len(body) if header_length is None else _header_size(header_length, len(body))
     try:
         asked = _INFER.decode(body[:size])
@@ -103,9 +127,10 @@ def read_infer(body: bytes, header_length: bytes | None, most_rows: int) -> Infe
         raise _bad(f"the inference request is not valid: {why}") from None
     rest = memoryview(body)[size:]
     tensors: dict[str, Tensor] = {}
+    known = [spec.name for spec in signature.inputs]
     for entry in asked.inputs:
-        if entry.name not in INPUT_NAMES:
-            raise _bad(f"input {entry.name[:60]!r} is not one of {', '.join(INPUT_NAMES)}")
+        if entry.name not in known:
+            raise _bad(f"input {entry.name[:60]!r} is not one of {', '.join(known)}")
         if entry.name in tensors:
             raise _bad(f"input {entry.name!r} is there twice")
         _check_parameters(f"input {entry.name!r}", entry.parameters)
@@ -120,7 +145,7 @@ def read_infer(body: bytes, header_length: bytes | None, most_rows: int) -> Infe
         rest = rest[binary:]
     if len(rest):
         raise _bad(f"{len(rest)} bytes follow the tensors")
-    return Infer(asked.id, tensors, _wanted(asked))
+    return Infer(asked.id, tensors, _wanted(asked, signature), asked.parameters)
 
 
 def _header_size(given: bytes, body: int) -> int:
@@ -132,15 +157,16 @@ def _header_size(given: bytes, body: int) -> int:
     return int(given)
 
 
-def _wanted(asked: _Infer) -> dict[str, bool]:
+def _wanted(asked: _Infer, signature: Signature) -> dict[str, bool]:
+    known = [spec.name for spec in signature.outputs]
     everywhere = asked.parameters.get("binary_data_output", False) is True
     wanted: dict[str, bool] = {}
     for output in asked.outputs or ():
-        if output.name not in OUTPUTS:
-            raise _bad(f"output {output.name[:60]!r} is not one of {', '.join(OUTPUTS)}")
+        if output.name not in known:
+            raise _bad(f"output {output.name[:60]!r} is not one of {', '.join(known)}")
         _check_parameters(f"output {output.name!r}", output.parameters)
         wanted[output.name] = output.parameters.get("binary_data", everywhere) is True
-    return wanted or dict.fromkeys(OUTPUTS, everywhere)
+    return wanted or dict.fromkeys(known, everywhere)
 
 
 def _check_parameters(what: str, parameters: Mapping[str, Any]) -> None:
@@ -266,13 +292,15 @@ def _token_rows(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
     return rows
 
 
-def write_infer(infer: Infer, model: str, outputs: Mapping[str, np.ndarray]) -> tuple[bytes, int | None]:
+def write_infer(
+    infer: Infer, model: str, outputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any] | None = None
+) -> tuple[bytes, int | None]:
     """The body, and how much of it is JSON if not all of it is."""
     entries: list[dict[str, Any]] = []
     tail: list[bytes] = []
     for name, binary in infer.outputs.items():
         values = outputs[name]
-        kind = "FP32" if values.dtype.kind == "f" else "INT32"
+        kind = KINDS[values.dtype.str[1:]]
         data = np.ascontiguousarray(values, dtype=NUMBERS[kind])
         entry: dict[str, Any] = {"name": name, "datatype": kind, "shape": list(values.shape)}
         if binary:
@@ -281,37 +309,43 @@ def write_infer(infer: Infer, model: str, outputs: Mapping[str, np.ndarray]) -> 
         else:
             entry["data"] = data.flatten().tolist()
         entries.append(entry)
-    head = msgspec.json.encode({"id": infer.id, "model_name": model, "model_version": "1", "outputs": entries})
-    return head + b"".join(tail), len(head) if tail else None
+    head: dict[str, Any] = {"id": infer.id, "model_name": model, "model_version": "1", "outputs": entries}
+    if parameters:
+        head["parameters"] = parameters
+    text = msgspec.json.encode(head)
+    return text + b"".join(tail), len(text) if tail else None
 
 
-def config(name: str, most_rows: int) -> dict[str, Any]:
-    names = {"BYTES": "STRING"}
-    return {
+def config(name: str, most_rows: int, signature: Signature = REWARD) -> dict[str, Any]:
+    tree: dict[str, Any] = {
         "name": name, "platform": "", "backend": "plaudit", "version_policy": {"latest": {"num_versions": 1}},
-        "max_batch_size": most_rows,
+        "max_batch_size": most_rows if signature.batched else 0,
         "input": [
-            {"name": n, "data_type": f"TYPE_{names.get(kind, kind)}", "dims": [size], "optional": True}
-            for n, kind, size in INPUTS
+            {**_typed(spec), "optional": True} if signature.optional else _typed(spec) for spec in signature.inputs
         ],
-        "output": [
-            {"name": "rewards", "data_type": "TYPE_FP32", "dims": [1]},
-            {"name": "exceeded", "data_type": "TYPE_INT32", "dims": [1]},
-        ],
+        "output": [_typed(spec) for spec in signature.outputs],
         "instance_group": [{"name": name, "kind": "KIND_CPU", "count": 1}],
-        "dynamic_batching": {"preferred_batch_size": [], "max_queue_delay_microseconds": 0},
         "parameters": {}, "model_transaction_policy": {"decoupled": False},
     }  # fmt: skip
+    if signature.batched:
+        tree["dynamic_batching"] = {"preferred_batch_size": [], "max_queue_delay_microseconds": 0}
+    return tree
 
 
-def metadata(name: str) -> dict[str, Any]:
+def _typed(spec: Spec) -> dict[str, Any]:
+    kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
+    return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.dims)}
+
+
+def metadata(name: str, signature: Signature = REWARD) -> dict[str, Any]:
+    rows = [-1] if signature.batched else []
+
+    def shaped(spec: Spec) -> dict[str, Any]:
+        return {"name": spec.name, "datatype": spec.datatype, "shape": [*rows, *spec.dims]}
+
     return {
-        "name": name, "versions": ["1"], "platform": "plaudit",
-        "inputs": [{"name": n, "datatype": kind, "shape": [-1, size]} for n, kind, size in INPUTS],
-        "outputs": [
-            {"name": "rewards", "datatype": "FP32", "shape": [-1, 1]},
-            {"name": "exceeded", "datatype": "INT32", "shape": [-1, 1]},
-        ],
+        "name": name, "versions": ["1"], "platform": "plaudit", "inputs": list(map(shaped, signature.inputs)),
+        "outputs": list(map(shaped, signature.outputs)),
     }  # fmt: skip
 
 

@@ -1,0 +1,97 @@
+"""A real critic server in a process of its own, and NeMo-Aligner's requests to it, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+
+from plaudit.config import to_toml
+from plaudit.serve.protocols.triton_request import HEADER, Given, read_reply, write_request
+from tests.serve.process import ServerProcess, free_port
+
+
+class CriticProcess(ServerProcess):
+    """`plaudit critic` on a free port. `tree` is a critic.toml as plain data; saves go to a directory of its own."""
+
+    def __init__(
+        self, tree: Mapping[str, Any] | None = None, *arguments: str, save_dir: Path | None = None, wait: bool = True
+    ) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.port = free_port()
+        self.saves = save_dir or Path(self.directory.name) / "saves"
+        file = Path(self.directory.name) / "critic.toml"
+        given = {"model": "sums-policy", "lr": 1e-3, "threads": 1, "save_dir": str(self.saves), **(tree or {})}
+        file.write_text(to_toml(given))
+        command = [sys.executable, "-m", "plaudit", "critic", "--port", str(self.port), "--config", str(file)]
+        self.output = (Path(self.directory.name) / "output").open("w+b")
+        self.process = subprocess.Popen(
+            [*command, *arguments], stdout=self.output, stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+        if wait:
+            self.wait_ready()
+
+    def workers(self) -> list[psutil.Process]:
+        found = psutil.Process(self.process.pid).children()
+        return [p for p in found if any("critic_worker" in part for part in p.cmdline())]
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.http.get("/v1/critic").json()
+        return found
+
+    def post(
+        self, model: str, tensors: Mapping[str, np.ndarray], headers: Mapping[str, str] | None = None, **parameters: Any
+    ) -> httpx.Response:
+        body, own = write_request(tensors, parameters)
+        return self.http.post(f"/v2/models/{model}/infer", content=body, headers={**own, **(headers or {})})
+
+    def ask(self, model: str, tensors: Mapping[str, np.ndarray], **parameters: Any) -> Given:
+        reply = self.post(model, tensors, **parameters)
+        assert reply.status_code == 200, reply.text
+        return read_reply(reply.content, reply.headers.get(HEADER))
+
+    def values(self, rows: Sequence[Sequence[int]], columns: int = 64) -> np.ndarray:
+        return self.ask("critic_infer", padded(rows, columns)).tensors["values"]
+
+    def train(self, lesson: Mapping[str, np.ndarray], **parameters: Any) -> float:
+        return float(self.ask("critic_train", lesson, **parameters).tensors["loss_mean"][0])
+
+    def save(self) -> str:
+        given = self.ask("critic_save", {"dummy_var": np.zeros(1, dtype=np.int64)})
+        assert given.tensors["status"].tolist() == [0]
+        return str(given.parameters["save"])
+
+    def load(self, name: str) -> httpx.Response:
+        return self.http.post("/v1/critic/load", json={"save": name})
+
+
+def padded(rows: Sequence[Sequence[int]], columns: int = 64) -> dict[str, np.ndarray]:
+    """What NeMo-Aligner sends: zeros on the right, and how much of each row counts."""
+    tokens = np.zeros((len(rows), columns), dtype=np.int64)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row)] = row
+    return {"tokens": tokens, "sequence_lengths": np.array([[len(row)] for row in rows], dtype=np.int64)}
+
+
+def lesson(
+    rows: Sequence[Sequence[int]], prompts: Sequence[int], returns: Sequence[float], values: np.ndarray,
+    columns: int = 64,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """A constant return for each row, on the tokens behind its prompt. `values` [B, columns] are the critic's."""
+    mask = np.zeros((len(rows), columns - 1), dtype=np.float32)
+    for at, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        mask[at, prompt - 1 : len(row) - 1] = 1
+    wanted = mask * np.array(returns, dtype=np.float32)[:, None]
+    old = values[:, :-1] * mask
+    return {"tokens": padded(rows, columns)["tokens"], "returns": wanted, "prev_values": old, "mask": mask}
