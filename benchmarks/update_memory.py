@@ -2,8 +2,8 @@
 
     python benchmarks/update_memory.py [--quick]
 
-A random Llama (2 layers, 128 wide, tied embeddings, float32, CPU), 8 samples with advantages. Plain: `model(ids).logits`
-and cross-entropy of the response tokens, weighed and summed. Every figure is of a process of its own: the most memory
+A random Llama (2 layers, 128 wide, tied embeddings, float32, CPU), 8 samples with advantages. Plain: `model(ids)`
+and cross-entropy of its logits, weighed and summed. Every figure is of a process of its own: the most memory
 resident during the update less what was there before it. The gradient of the weights, which both must hold, is in it
 and given beside it. Writes benchmarks/results/update_memory.json, except with --quick.
 """
