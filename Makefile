@@ -48,7 +48,7 @@ check: $(INSTALLED)
 	@$(BIN)/mypy plaudit
 	@$(BIN)/python -m pytest tests/test_imports.py
 
-bench: $(INSTALLED) .venv-vllm/.installed .venv-pytriton/.installed
+bench: $(INSTALLED) .venv-vllm/.installed .venv-pytriton/.installed .venv-interop/.installed
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 # The models shipped in the package, made again from their recipes.
