@@ -41,7 +41,7 @@ from plaudit.train.checkpoint import Checkpoint, Checkpoints
 from plaudit.train.critic import LocalCritic
 from plaudit.train.experience import Experience
 from plaudit.train.optimizer import NotFinite, Optimizer
-from plaudit.train.rl import without_dropout
+from plaudit.train.rl_models import without_dropout
 
 REMEMBERED = 64  # updates whose answers are kept
 DIGEST = "critic"  # its weights change: what they are at the moment names nothing

@@ -10,22 +10,18 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from plaudit.config import RlRecipe
-from plaudit.config.rl import CriticTable
 from plaudit.core import Engine
 from plaudit.core.decoder import Decoder
-from plaudit.core.packing import use_packed_attention
-from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, RunError, VersionChanged
+from plaudit.errors import BadReply, RequestRefused, RewardUnavailable, RunError, VersionChanged
 from plaudit.events import RESUME
-from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_value, save
+from plaudit.models import save
 from plaudit.records import Batch
 from plaudit.train import lora, randomness
 from plaudit.train.advantages import Estimate
 from plaudit.train.checkpoint import Checkpoint
 from plaudit.train.clock import Clock
-from plaudit.train.critic import Critic, LocalCritic, SharedCritic
 from plaudit.train.dump import Dump, DumpedRollouts
 from plaudit.train.episodes import new_player
 from plaudit.train.experience import Experience
@@ -33,9 +29,9 @@ from plaudit.train.optimizer import Optimizer
 from plaudit.train.policy import Policy
 from plaudit.train.prompts import Room, open_prompts
 from plaudit.train.ranks import ALONE, Ranks
-from plaudit.train.reference import Reference, WithoutAdapter
 from plaudit.train.remote_critic import RemoteCritic
 from plaudit.train.rl_learner import RlLearner
+from plaudit.train.rl_models import load_trained, new_critic, new_reference, value_head
 from plaudit.train.rollouts import Rollouts, SampleScorer, batch_metrics
 from plaudit.train.run import Run
 from plaudit.train.scorer import RewardFailed, Scorer
@@ -97,7 +93,7 @@ class RlTraining:
         # Over several ranks the learner has shards, and the module that was loaded stays whole for the engine.
         self.shards = None if self.ranks.mesh is None else Shards(copy.deepcopy(module), self.ranks)
         self.engine = Engine(module, self.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
-        head = value_head(recipe.critic, module) if recipe.critic is not None and recipe.critic.shared else None
+        head = value_head(module) if recipe.critic is not None and recipe.critic.shared else None
         decoder = self.engine.decoder if self.shards is None else Decoder(self.shards.module, "causal")
         self.policy = Policy(
             decoder, recipe.algorithm, temperature=recipe.sampling.temperature,
@@ -110,8 +106,9 @@ class RlTraining:
         else:
             module.requires_grad_(False)
             self.optimizer = ShardedOptimizer(self.shards, recipe.train)
-        self.critic = self._critic(checkpoint)
-        self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self._reference(), self.clock)
+        self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), self.ranks, checkpoint)
+        reference = new_reference(recipe, self.policy, self.ranks)
+        self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, reference, self.clock)
         room = Room(self.engine.decoder.max_positions, recipe.sampling.max_tokens)
         self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
         self.heldout = self.prompts.heldout()
@@ -292,93 +289,6 @@ class RlTraining:
         randomness.restore(state["random"])
         self.engine.new_version(self.version)
         self.run.events.note(RESUME, step=self.step)
-
-    # Parts
-
-    def _reference(self) -> Reference | None:
-        """None without a KL: then no second model is held."""
-        recipe = self.recipe
-        if recipe.algorithm.kl.coef == 0:
-            return None
-        if recipe.model.lora is not None:
-            return WithoutAdapter(self.policy)
-        assert recipe.model.path is not None
-        frozen = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device)).module
-        frozen.requires_grad_(False)
-        use_packed_attention(frozen)
-        if self.ranks.mesh is not None:
-            Shards(frozen, self.ranks)
-        return Policy(
-            Decoder(frozen, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
-            max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens,
-            group=self.ranks.data,
-        )  # fmt: skip
-
-    def _critic(self, checkpoint: Checkpoint | None) -> Critic | None:
-        table, recipe = self.recipe.critic, self.recipe
-        if table is None:
-            return None
-        if table.shared:
-            return SharedCritic(self.policy)
-        if table.url is not None:
-            return RemoteCritic(table, recipe.algorithm.clip.value, len(self.loaded.tokenizer))
-        source = checkpoint.path / "critic" if checkpoint is not None else table.path or recipe.model.path
-        assert source is not None
-        loaded = load_value(
-            source, recipe.model.dtype, choose_device(recipe.model.device), fresh_head=checkpoint is None,
-            seed=recipe.seed,
-        )  # fmt: skip
-        model = loaded.module
-        assert isinstance(model, ValueModel)
-        if len(loaded.tokenizer) != len(self.loaded.tokenizer):
-            raise ConfigError(
-                f"critic.path has a vocabulary of {len(loaded.tokenizer)} tokens and the policy one of "
-                f"{len(self.loaded.tokenizer)}: the critic reads the policy's tokens, so they must be the same"
-            )
-        if checkpoint is None:
-            nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
-        without_dropout(model)
-        train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
-        shards = None if self.ranks.mesh is None else Shards(model, self.ranks)
-        optimizer = Optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
-        return LocalCritic(
-            model, loaded.tokenizer, optimizer, clip=recipe.algorithm.clip.value,
-            micro_batch_tokens=recipe.train.micro_batch_tokens, shards=shards, group=self.ranks.data,
-        )  # fmt: skip
-
-
-def load_trained(recipe: RlRecipe, checkpoint: Checkpoint | None) -> Loaded:
-    """The policy as it is at the start of this run or, with a checkpoint, as it was there."""
-    table = recipe.model
-    assert table.path is not None
-    source = checkpoint.model if checkpoint is not None and table.lora is None else table.path
-    loaded = load_policy(source, table.dtype, choose_device(table.device))
-    without_dropout(loaded.module)
-    if table.lora is not None:
-        lora.attach(loaded.module, table.lora, recipe.seed)
-        if checkpoint is not None:
-            lora.load_adapter(loaded.module, load_file(checkpoint.path / "adapter.safetensors"))
-    if table.recompute:
-        loaded.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        loaded.module.train()  # transformers recomputes in this mode alone; without dropout it differs in nothing else
-    return loaded
-
-
-def without_dropout(module: nn.Module) -> None:
-    """Two forward passes on the same tokens must agree: the ratio of an update starts at 1."""
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-        if isinstance(getattr(part, "attention_dropout", None), float):
-            part.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def value_head(table: CriticTable, module: nn.Module) -> nn.Linear:
-    config: Any = module.config
-    device = next(module.parameters()).device
-    head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=device)
-    nn.init.zeros_(head.weight)
-    return head
 
 
 def peak_bytes() -> int:
