@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.algo.logprobs import token_logprobs_and_entropy
+from plaudit.core.attention import rows_at
 from plaudit.core.decoder import Decoder
 from plaudit.core.packing import Packed, pack_tree
 from plaudit.records import Sample
@@ -57,7 +58,7 @@ def logprobs_and_entropy(
     own = responses.own
     head = decoder.module.get_output_embeddings()  # type: ignore[operator]
     logp, entropy = token_logprobs_and_entropy(
-        hidden[responses.before[own]], head.weight, responses.targets[own], head.bias, temperature=temperature,
+        rows_at(hidden, responses.before[own]), head.weight, responses.targets[own], head.bias, temperature=temperature,
         finish=None if decoder.plain_logits else decoder.finish, entropy_grad=entropy_grad,
     )  # fmt: skip
     zeros = torch.zeros(len(responses.targets), device=logp.device)
@@ -68,7 +69,7 @@ def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[T
     """The value before each response token (T,), and after each sample's last (N,), in float32."""
     rows = torch.cat([responses.before, responses.ends])
     bias = None if score.bias is None else score.bias.float()
-    values = nn.functional.linear(hidden[rows].float(), score.weight.float(), bias).squeeze(-1)
+    values = nn.functional.linear(rows_at(hidden, rows).float(), score.weight.float(), bias).squeeze(-1)
     return values[: len(responses.targets)], values[len(responses.targets) :]
 
 
