@@ -44,17 +44,21 @@ class PackedTree:
         return self.packed.input_ids.shape[1]
 
 
-def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Packed:
+def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True) -> Packed:
+    """`lone`: long sequences may be attended to one by one. Training says no, so that its passes with and without
+    gradients, and its recipes' numbers, stay equal to the bit."""
     lengths = tuple(len(ids) for ids in sequences)
     if not lengths or min(lengths) == 0:
         raise ValueError(f"cannot pack {len(lengths)} sequences of lengths {lengths}: each needs a token")
     ends = np.cumsum(lengths)
     starts = tuple((ends - lengths).tolist())
     rows = tuple(np.arange(start, end) for start, end in zip(starts, ends, strict=True))
-    return _packed(sequences, [0] * len(lengths), rows, starts, device)
+    return _packed(sequences, [0] * len(lengths), rows, starts, device, lone)
 
 
-def pack_tree(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> PackedTree:
+def pack_tree(
+    sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True
+) -> PackedTree:  # fmt: skip
     """Pack sequences given in lexical order; each shares the rows of its common beginning with the one before it."""
     rows: list[np.ndarray] = []
     shared: list[int] = []
@@ -68,7 +72,7 @@ def pack_tree(sequences: Sequence[Sequence[int]], device: torch.device | str = "
         shared.append(common)
         starts.append(total)
         total += own
-    return PackedTree(_packed(sequences, shared, tuple(rows), tuple(starts), device), tuple(rows))
+    return PackedTree(_packed(sequences, shared, tuple(rows), tuple(starts), device, lone), tuple(rows))
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -88,35 +92,36 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _packed(
     sequences: Sequence[Sequence[int]], shared: Sequence[int], rows: tuple[np.ndarray, ...], starts: tuple[int, ...],
-    device: torch.device | str,
+    device: torch.device | str, lone: bool,
 ) -> Packed:  # fmt: skip
     own = tuple(len(ids) - before for ids, before in zip(sequences, shared, strict=True))
     tokens = np.fromiter(
         chain.from_iterable(ids[before:] for ids, before in zip(sequences, shared, strict=True)), np.int64, sum(own)
     )
     positions = np.concatenate([np.arange(b, b + n) for b, n in zip(shared, own, strict=True)])
-    layout = packed_layout(list(zip(starts, own, shared, strict=True)), rows, device)
+    layout = packed_layout(list(zip(starts, own, shared, strict=True)), rows, device, lone)
     return Packed(send(tokens, device)[None], send(positions, device)[None], layout, starts, own)
 
 
 def packed_layout(
-    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str
+    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str, lone: bool = True
 ) -> Layout:
     """The layout of spans (first row, new tokens, tokens before) whose keys lie at `rows`, one row per token."""
     if torch.device(device).type == "cuda":
         return VarlenLayout(spans, rows, device, lambda: grouped_layout(spans, rows, device))
-    return grouped_layout(spans, rows, device)
+    return grouped_layout(spans, rows, device, lone)
 
 
 def grouped_layout(
-    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str
+    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str, lone: bool = True
 ) -> Layout:
     """The same, for attention over groups of like length."""
     groups: list[Group] = []
     restore = np.empty(sum(new for _, new, _ in spans), dtype=np.int64)
     done = 0
     # On a CPU a long sequence by itself is as fast, and needs no copies of its rows and no padding.
-    for members in group_spans(spans, ALONE if torch.device(device).type == "cpu" else sys.maxsize):
+    lone = lone and torch.device(device).type == "cpu"
+    for members in group_spans(spans, ALONE if lone else sys.maxsize):
         first, new, before = (np.array([spans[i][f] for i in members])[:, None] for f in range(3))
         longest, most = int(new.max()), int((new + before).max())
         steps = np.minimum(np.arange(longest)[None], new - 1)
@@ -127,7 +132,7 @@ def grouped_layout(
         queries, at, positions = (torch.from_numpy(x).to(device) for x in (first + steps, keys, before + steps))
         whole = not before.any()
         start, length, _ = spans[members[0]]
-        alone = slice(start, start + length) if whole and len(members) == 1 else None
+        alone = slice(start, start + length) if lone and whole and len(members) == 1 else None
         groups.append(Group(queries, at, positions, whole, alone))
         done += len(members) * longest
     return Layout(tuple(groups), torch.from_numpy(restore).to(device))

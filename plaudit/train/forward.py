@@ -41,7 +41,7 @@ class Responses:
 def pack_responses(samples: Sequence[Sample], device: torch.device) -> Responses:
     sequences = [sample.prompt_ids + sample.token_ids for sample in samples]
     order = sorted(range(len(samples)), key=sequences.__getitem__)
-    tree = pack_tree([sequences[i] for i in order], device)
+    tree = pack_tree([sequences[i] for i in order], device, lone=False)
     rows = dict(zip(order, tree.rows, strict=True))
     before = [rows[i][len(sample.prompt_ids) - 1 : -1] for i, sample in enumerate(samples)]
     targets = np.fromiter((token for sample in samples for token in sample.token_ids), np.int64)

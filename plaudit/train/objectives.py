@@ -35,7 +35,7 @@ class Imitate:
 
     def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
         demonstrations = [e for e in examples if isinstance(e, Demonstration)]
-        packed = pack([e.tokens for e in demonstrations], _device(model))
+        packed = pack([e.tokens for e in demonstrations], _device(model), lone=False)
         targets = [
             start + position
             for start, e in zip(packed.starts, demonstrations, strict=True)
@@ -90,7 +90,7 @@ class JudgeSteps:
 
 def outcome_scores(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
     """(N, labels) in float32, read at the last token of each sequence."""
-    packed = pack(sequences, _device(model))
+    packed = pack(sequences, _device(model), lone=False)
     last = [start + length - 1 for start, length in zip(packed.starts, packed.lengths, strict=True)]
     rows = hidden_rows(model, packed)[torch.tensor(last, device=packed.input_ids.device)]
     return _head(rows, model.score)
@@ -98,7 +98,7 @@ def outcome_scores(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tens
 
 def step_logits(model: nn.Module, sequences: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Tensor:
     """(steps of all sequences, 2) in float32."""
-    packed = pack(sequences, _device(model))
+    packed = pack(sequences, _device(model), lone=False)
     at = [start + end for start, of in zip(packed.starts, ends, strict=True) for end in of]
     rows = hidden_rows(model, packed)[torch.tensor(at, device=packed.input_ids.device)]
     return _head(rows, model.score)

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from plaudit.algo.kl import kl_estimate
 from plaudit.core import Engine, SamplingParams
-from plaudit.models import load_policy
+from plaudit.models import load_policy, new_llama
 from plaudit.train.advantages import estimate
 from plaudit.train.critic import LocalCritic
 from plaudit.train.experience import Experience, flat, minibatches, own_tokens
@@ -209,3 +210,27 @@ def test_the_kl_in_the_reward_and_gae_by_hand() -> None:
     assert cut.returns is not None
     assert torch.allclose(cut.returns, torch.tensor([9.0, 9.0]))  # a cut response is worth what its critic expects
     assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), "k1").item() == 1.0
+
+
+def test_long_responses_have_the_same_bits_with_and_without_gradients() -> None:
+    """An engine attends to long sequences one by one; the learner's two passes must do alike."""
+    module = new_llama(
+        "policy", vocab_size=24, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=64,
+        max_positions=256, seed=3,
+    )  # fmt: skip
+    draw = np.random.default_rng(2)
+    samples = []
+    for group, count in enumerate((100, 150, 120, 90)):
+        ids = tuple(draw.integers(0, 24, count).tolist())
+        empty = (0.0,) * count
+        samples.append(
+            replace(
+                made_up()[0], prompt_ids=(group, 1), token_ids=ids, logprobs=empty, raw_logprobs=empty,
+                versions=(0,) * count, mask=(1,) * count, group=group,
+            )
+        )  # fmt: skip
+    learner = policy(module, {"name": "dapo"})
+    old = learner.logprobs(samples)
+    data = Experience(tuple(samples), own_tokens(samples), flat(samples, "logprobs"), torch.ones(len(old)), old)
+    seen = learner.gradient(data, 0.0).metrics()
+    assert seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0
