@@ -74,7 +74,9 @@ def built(name: str) -> RlRecipe:
     return recipe(**{**tables, "train": {**SMALL, **tables.get("train", {})}, "data": {"eval_items": 8}})
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ppo-shared", "lora") else ()) for name in RUNS]
+)
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
     tree = built(name)
     summary, _ = train(tmp_path / "straight", tree)
