@@ -13,6 +13,7 @@ from plaudit.config.table import Positive, Table, check, read_toml
 from plaudit.errors import ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+ATTRIBUTES = "/attributes"  # behind a model's name in an alias: its labels one by one
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
@@ -81,14 +82,15 @@ class ServeTable(ListenTable):
     protocols: tuple[str, ...] | None = None
     """Protocols beside the native one; all of them without it."""
     aliases: Mapping[str, str] = {}
-    """Another name -> the model it means. Protocols that name no model ask for `reward_model` or `process_model`."""
+    """Another name -> the model it means. Protocols that name no model ask for `reward_model` or `process_model`.
+    Of `MODEL/attributes` Triton's clients get a column for every label in place of one reward."""
     model_root: str | None = None
     """Models that are swapped in must lie under this directory."""
 
     @model_validator(mode="after")
     def _aliases(self) -> Self:
         for alias, name in self.aliases.items():
-            if alias in self.models or name not in self.models:
+            if alias in self.models or name.removesuffix(ATTRIBUTES) not in self.models:
                 raise ValueError(f"aliases: {alias} = {name!r} must give a new name to a model that is served")
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from plaudit.config.serve import ATTRIBUTES
 from plaudit.errors import nearest
 from plaudit.records import Item, ItemError, StepScores
 from plaudit.reward.work import Work
@@ -26,6 +27,7 @@ REWARD_MODEL, PROCESS_MODEL, LOGPROBS_MODEL = "reward_model", "process_model", "
 class Desk:
     """aliases  other names of models; `reward_model` is the first outcome model and `process_model` the first process
     model unless they say otherwise
+    unmerged  aliases under which every label of a model is a reward of its own
     salted   whether callers with different keys must not share cached scores
     """
 
@@ -33,7 +35,8 @@ class Desk:
         self.models = models
         self.most_items = most_items
         self._salted = salted
-        self.aliases = dict(aliases)
+        self.aliases = {alias: name.removesuffix(ATTRIBUTES) for alias, name in aliases.items()}
+        self.unmerged = {alias for alias, name in aliases.items() if name.endswith(ATTRIBUTES)}
         for alias, kind in ((REWARD_MODEL, "outcome"), (PROCESS_MODEL, "process"), (LOGPROBS_MODEL, "logprobs")):
             first = next((name for name, served in models.served.items() if served.kind == kind), None)
             if first is not None:

@@ -18,6 +18,7 @@ import pytest
 
 from plaudit.serve.http import HttpError
 from plaudit.serve.protocols import triton
+from tests.reward import tiny
 from tests.serve.hostile import Target, clean_message
 from tests.serve.process import ServerProcess
 from tests.serve.test_native import chains
@@ -26,11 +27,19 @@ KINDS = {"i8": "INT64", "i4": "INT32", "u2": "UINT16", "f4": "FP32", "b1": "BOOL
 INFER = "/v2/models/reward_model/infer"
 LIMIT = 256  # tokens that the embedded model takes
 END = 2
+SERVED = {"sums", "sums-steps", "moods", "annotator", "reward_model", "process_model"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    moods = tiny.model("outcome", tiny.llama3(), labels=("angry", "calm", "glad"))
+    path = tiny.write(tmp_path_factory.mktemp("moods"), moods, tiny.llama3())
+    models = {
+        "sums": {"path": "sums"},
+        "sums-steps": {"path": "sums-steps"},
+        "moods": {"path": path, "weights": {"calm": 0.25, "glad": 1.0}},
+    }
+    with ServerProcess({"models": models, "aliases": {"annotator": "moods/attributes"}}) as server:
         yield server
 
 
@@ -239,6 +248,20 @@ def test_no_rows_have_no_rewards(server: ServerProcess) -> None:
         assert outputs_of(server.http.post(INFER, content=body, headers=headers))["rewards"].shape == (0, 1)
 
 
+def test_attributes_stay_apart_where_an_alias_asks_for_it(server: ServerProcess) -> None:
+    asked = as_json(padded([[5, 6, 7], [8, 9, 10, 11]]))
+    apart = outputs_of(server.http.post("/v2/models/annotator/infer", json=asked))["rewards"]
+    merged = outputs_of(server.http.post("/v2/models/moods/infer", json=asked))["rewards"]
+    assert apart.shape == (2, 3)
+    assert merged.shape == (2, 1)
+    native = server.rewards([{"tokens": [5, 6, 7]}], model="moods").json()["items"][0]
+    assert list(native["attributes"][0]) == ["angry", "calm", "glad"]
+    assert np.allclose(apart[0], list(native["attributes"][0].values()), atol=1e-5)
+    assert np.allclose(apart @ [0, 0.25, 1.0], merged[:, 0], atol=1e-5)
+    assert server.http.get("/v2/models/annotator").json()["outputs"][0]["shape"] == [-1, -1]
+    assert server.http.get("/v2/models/annotator/config").json()["output"][0]["dims"] == [-1]
+
+
 def test_what_clients_ask_before_they_infer(server: ServerProcess) -> None:
     http = server.http
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/sums/ready", "/v2/models/sums/versions/1/ready"):
@@ -255,7 +278,7 @@ def test_what_clients_ask_before_they_infer(server: ServerProcess) -> None:
     assert [i["datatype"] for i in metadata["inputs"]] == ["BYTES", "INT64", "INT64", "BOOL"]
     assert [o["name"] for o in metadata["outputs"]] == [o["name"] for o in config["output"]] == ["rewards", "exceeded"]
     index = {entry["name"]: entry["state"] for entry in http.post("/v2/repository/index", json={}).json()}
-    assert index == dict.fromkeys(("sums", "sums-steps", "reward_model", "process_model"), "READY")
+    assert index == dict.fromkeys(SERVED, "READY")
 
 
 def test_statistics_count(server: ServerProcess, rows: list[list[int]]) -> None:
@@ -267,7 +290,7 @@ def test_statistics_count(server: ServerProcess, rows: list[list[int]]) -> None:
     outputs_of(server.http.post(INFER, json=as_json(padded(rows))))
     assert count() == before + len(rows)
     everything = server.http.get("/v2/models/stats").json()["model_stats"]
-    assert {entry["name"] for entry in everything} == {"sums", "sums-steps", "reward_model", "process_model"}
+    assert {entry["name"] for entry in everything} == SERVED
 
 
 # What is wrong
@@ -442,11 +465,11 @@ def test_a_bad_row_fails_its_request_and_no_other(
 
 
 def test_a_score_beyond_fp32_is_an_error_and_no_infinity() -> None:
-    from plaudit.serve.doors.triton import _column
+    from plaudit.serve.doors.triton import _matrix
 
     with pytest.raises(HttpError, match=r"row\[1\].*1e\+39"):
-        _column([1.0, 1e39])
-    assert _column([]).shape == (0, 1)
+        _matrix([[1.0], [1e39]])
+    assert _matrix([]).shape == (0, 1)
 
 
 def test_sixty_megabytes_of_padding_are_not_unpacked_to_lists(target: Target) -> None:

@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 
 from plaudit import __version__
-from plaudit.records import Item, ItemError
+from plaudit.records import Item, ItemError, Score
 from plaudit.serve.desk import SCORED, Desk
 from plaudit.serve.http import HttpError, Reply, Request
 from plaudit.serve.protocols import triton
 from plaudit.serve.routes import ErrorWriter, Route
-from plaudit.serve.served import ServedModel
+from plaudit.serve.served import Result, ServedModel
 
 WORTH_PACKING = 1024  # bytes
 MOST_NAMED = 20  # models in an error
@@ -94,10 +94,10 @@ class TritonDoor:
         return Reply.json(triton.index([(name, d["state"] == "ready", d["reason"]) for name, d in entries]))
 
     async def metadata(self, name: str, request: Request) -> Reply:
-        return Reply.json(triton.metadata(name))
+        return Reply.json(triton.metadata(name, self._signature(name)))
 
     async def config(self, name: str, request: Request) -> Reply:
-        return Reply.json(triton.config(name, self.desk.most_items))
+        return Reply.json(triton.config(name, self.desk.most_items, self._signature(name)))
 
     async def stats(self, name: str, request: Request) -> Reply:
         return Reply.json(triton.statistics(self._counts([name])))
@@ -108,14 +108,18 @@ class TritonDoor:
     async def infer(self, name: str, request: Request) -> Reply:
         header = request.headers.get(b"inference-header-content-length")
         infer = triton.read_infer(request.content, header, self.desk.most_items)
-        rows = triton.reward_rows(infer)
+        given = triton.reward_rows(infer)
         served = self.desk.find_model(name)
-        if rows.tokens is not None:
-            tokens, exceeded = rows.tokens, np.zeros((len(rows.tokens), 1), dtype=np.int32)
+        if given.tokens is not None:
+            tokens, exceeded = given.tokens, np.zeros((len(given.tokens), 1), dtype=np.int32)
         else:
-            tokens, exceeded = await self._sentences(served, rows, cut="exceeded" in infer.outputs)
+            tokens, exceeded = await self._sentences(served, given, cut="exceeded" in infer.outputs)
         scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
-        outputs = {"rewards": _column(self.desk.values(scored.results, "row")), "exceeded": exceeded}
+        values = self.desk.values(scored.results, "row")
+        rows = [[value] for value in values]
+        if name in self.desk.unmerged:
+            rows = [_labels(result) or row for result, row in zip(scored.results, rows, strict=True)]
+        outputs = {"rewards": _matrix(rows), "exceeded": exceeded}
         body, head = triton.write_infer(infer, name, outputs)
         return packed(body, head, request.headers.get(b"accept-encoding", b""))
 
@@ -135,20 +139,26 @@ class TritonDoor:
             tokens.append(ids[: intake.limit] if cut else ids)
         return tokens, np.array(exceeded, dtype=np.int32).reshape(-1, 1)
 
+    def _signature(self, name: str) -> triton.Signature:
+        return triton.ATTRIBUTES if name in self.desk.unmerged else triton.REWARD
+
     def _counts(self, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         history = self.desk.models.metrics.history
         counts = {name: history.model(self.desk.find(name).name) for name in names}
         return {name: (c.items, c.failed, c.steps) for name, c in counts.items()}
 
 
-def _column(values: Sequence[float]) -> np.ndarray:
-    """[B, 1] as FP32, which holds less than a score may be: what does not fit is no infinity, but an error."""
+def _labels(result: Result) -> list[float]:
+    return list(result.attributes.values()) if isinstance(result, Score) else []
+
+
+def _matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """As FP32, which holds less than a score may be: what does not fit is no infinity, but an error."""
     with np.errstate(over="ignore"):
-        column = np.array(values, dtype=np.float32).reshape(-1, 1)
-    for row, value in enumerate(values):
-        if not np.isfinite(column[row, 0]):
-            raise HttpError(500, "nonfinite_score", f"row[{row}]: the score {value:g} does not fit FP32")
-    return column
+        matrix = np.array(rows, dtype=np.float32).reshape(len(rows), -1 if rows else 1)
+    for row, column in np.argwhere(~np.isfinite(matrix)):
+        raise HttpError(500, "nonfinite_score", f"row[{row}]: the score {rows[row][column]:g} does not fit FP32")
+    return matrix
 
 
 def packed(body: bytes, head: int | None, accepted: bytes) -> Reply:

@@ -58,6 +58,7 @@ TEXT_OR_TOKENS = (
     Spec("add_EOS", "BOOL", (1,)),
 )
 REWARD = Signature(TEXT_OR_TOKENS, (Spec("rewards", "FP32", (1,)), Spec("exceeded", "INT32", (1,))))
+ATTRIBUTES = Signature(TEXT_OR_TOKENS, (Spec("rewards", "FP32", (-1,)), Spec("exceeded", "INT32", (1,))))
 
 
 class _Input(msgspec.Struct):
