@@ -15,6 +15,8 @@ app = typer.Typer(
     help="Serve reward models, train policies against them, search with them, plan the hardware.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
+bench = typer.Typer(help="Measure this machine, each figure beside its limit.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 Sets = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override one key of the recipe; repeatable.")]
 Out = Annotated[Path | None, typer.Option(help="Run directory. Default: runs/<recipe stem>.")]

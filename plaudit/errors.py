@@ -1,6 +1,10 @@
 """Every error a user can meet. The message is one line: what was found, what was expected, and the cure.
 
     PlauditError
+    ├── ChannelError       weights that did not reach an engine
+    │   ├── ReceiverLost   ... because it is dead or late; `names` says which
+    │   ├── WeightsRefused ... because they are not what was expected: names, shapes, dtypes, version, checksum
+    │   └── ProbeFailed    ... though all said so: trainer and engine give other log-probs for the same tokens
     ├── ConfigError        a recipe, an override or an option that cannot be
     ├── DataError          a data file, a line of it, or a world that cannot give what was asked
     ├── ModelError         a model directory that cannot be loaded
@@ -24,13 +28,41 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PlauditError(Exception):
     """The root: catch this to catch everything Plaudit raises on purpose."""
 
     exit_code = 2
+
+
+class ChannelError(PlauditError):
+    pass
+
+
+class ReceiverLost(ChannelError):
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.names: tuple[str, ...] = (name,)
+
+    @classmethod
+    def several(cls, losses: Sequence[ReceiverLost]) -> ReceiverLost:
+        """One error for all of them."""
+        if len(losses) == 1:
+            return losses[0]
+        together = cls("", "")
+        together.args = ("; ".join(map(str, losses)),)
+        together.names = tuple(name for loss in losses for name in loss.names)
+        return together
+
+
+class WeightsRefused(ChannelError):
+    pass
+
+
+class ProbeFailed(ChannelError):
+    pass
 
 
 class ConfigError(PlauditError):

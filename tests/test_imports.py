@@ -18,7 +18,7 @@ LAYERS = [
     {"reward"},
     {"serve"},
     {"train", "place", "search", "integrations"},
-    {"generate", "score"},
+    {"generate", "score", "bench"},
     {"report"},
     {"cli", "__main__"},
 ]

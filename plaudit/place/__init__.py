@@ -1,0 +1,1 @@
+"""Where things run: placements, weight channels, engines of other projects, the memory ledger."""

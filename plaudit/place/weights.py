@@ -1,0 +1,147 @@
+"""The weights of a publication: named tensors with their layout, given out bucket by bucket.
+
+A name that shares its storage with an earlier one is an alias of it: its bytes are moved once. A sharded tensor
+(DTensor) is put together when its bucket's turn comes, so that no rank ever holds the whole model; every rank of its
+mesh must then iterate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from plaudit.errors import WeightsRefused
+
+BUCKET_BYTES = 32 << 20
+ALIGNMENT = 64  # bytes; where a tensor may begin in a segment or a bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    name: str
+    dtype: str  # torch's name without "torch."
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise WeightsRefused(f"tensor {self.name!r} has dtype {self.dtype[:20]!r}, which torch does not know")
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """entries   tensors that are moved, in their order
+    aliases   further names of them: name -> name of an entry
+    """
+
+    entries: tuple[Entry, ...]
+    aliases: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.as_message(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def as_message(self) -> dict[str, Any]:
+        return {"entries": [[e.name, e.dtype, list(e.shape)] for e in self.entries], "aliases": dict(self.aliases)}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Layout:
+        entries = tuple(Entry(name, dtype, tuple(shape)) for name, dtype, shape in message["entries"])
+        return cls(entries, dict(message["aliases"]))
+
+    def offsets(self) -> tuple[list[int], int]:
+        """Where each entry begins if all lie in one segment, aligned; and the segment's size."""
+        places, end = [], 0
+        for entry in self.entries:
+            places.append(end)
+            end += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
+        return places, max(end, ALIGNMENT)
+
+    def buckets(self, size: int = BUCKET_BYTES) -> Iterator[tuple[Entry, ...]]:
+        """Entries in order, as many as fit into `size` bytes; one that is larger is a bucket of its own."""
+        bucket: list[Entry] = []
+        filled = 0
+        for entry in self.entries:
+            if bucket and filled + entry.nbytes > size:
+                yield tuple(bucket)
+                bucket, filled = [], 0
+            bucket.append(entry)
+            filled += entry.nbytes
+        if bucket:
+            yield tuple(bucket)
+
+
+class Weights:
+    """tensors   by name; plain or DTensor, on any device. Not copied: what is published is what they hold then."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        first: dict[Any, str] = {}
+        for name, tensor in tensors.items():
+            original = first.setdefault(_identity(tensor), name)
+            if original == name:
+                self.tensors[name] = tensor.detach()
+            else:
+                aliases[name] = original
+        entries = (Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items())
+        self.layout = Layout(tuple(entries), aliases)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Weights:
+        """Parameters and persistent buffers, as in the module's state_dict."""
+        return cls(named_tensors(module))
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def sharded(self) -> bool:
+        return any(isinstance(tensor, DTensor) for tensor in self.tensors.values())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """One whole tensor after the other; of a sharded one only this one is in memory."""
+        for name, tensor in self.tensors.items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def buckets(self, size: int = BUCKET_BYTES) -> Iterator[tuple[tuple[str, Tensor], ...]]:
+        """The same in buckets, those of `Layout.buckets`."""
+        pairs = iter(self)
+        for bucket in self.layout.buckets(size):
+            yield tuple(next(pairs) for _ in bucket)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All names, those of tied tensors too."""
+    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for two names of the same memory."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        # A rank may hold no part of a small tensor: then only the object tells it from others.
+        return ("shard", local.data_ptr(), tensor.shape, local.stride()) if local.numel() else id(tensor)
+    if not tensor.numel() or tensor.device.type == "meta":
+        return id(tensor)
+    return tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -1,0 +1,70 @@
+"""Layouts: tied names move once, buckets keep the order, nothing is left out."""
+
+import pytest
+import torch
+from torch import nn
+
+from plaudit.errors import ReceiverLost, WeightsRefused
+from plaudit.place.channel import Publisher
+from plaudit.place.weights import Layout, Weights
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+
+
+def test_tied_names_are_aliases_and_move_once() -> None:
+    weights = Weights.of(Tied())
+    assert [name for name, _ in weights] == ["scale", "embed.weight", "layer.weight", "layer.bias"]
+    assert weights.layout.aliases == {"head.weight": "embed.weight"}
+    assert weights.nbytes == 4 * (40 + 16 + 4 + 3)
+
+
+def test_names_tied_by_storage_alone_are_aliases_too() -> None:
+    module = Tied()
+    module.head.weight = nn.Parameter(module.embed.weight.data)
+    assert Weights.of(module).layout.aliases == {"head.weight": "embed.weight"}
+
+
+def test_a_view_of_another_shape_is_a_tensor_of_its_own() -> None:
+    whole = torch.arange(6.0)
+    assert not Weights({"whole": whole, "part": whole[:3]}).layout.aliases
+
+
+def test_a_layout_survives_its_message() -> None:
+    layout = Weights.of(Tied()).layout
+    again = Layout.from_message(layout.as_message())
+    assert again == layout
+    assert again.digest == layout.digest
+
+
+def test_buckets_hold_all_in_order_and_large_tensors_alone() -> None:
+    sizes = [1, 2, 3, 50, 1, 9, 1]
+    weights = Weights({f"t{i}": torch.full((n,), float(i)) for i, n in enumerate(sizes)})
+    buckets = [[name for name, _ in bucket] for bucket in weights.buckets(size=10 * 4)]
+    assert buckets == [["t0", "t1", "t2"], ["t3"], ["t4", "t5"], ["t6"]]
+
+
+def test_segments_are_aligned() -> None:
+    places, size = Weights({"a": torch.zeros(3, dtype=torch.int8), "b": torch.zeros(17)}).layout.offsets()
+    assert (places, size) == ([0, 64], 64 + 128)
+
+
+def test_versions_go_up() -> None:
+    publisher = Publisher()
+    publisher.begin(3)
+    publisher.begin(3)
+    with pytest.raises(WeightsRefused, match="version 2 was asked to be published after version 3"):
+        publisher.begin(2)
+
+
+def test_several_losses_are_one_error_that_names_all() -> None:
+    error = ReceiverLost.several([ReceiverLost("rollout 0", "is gone"), ReceiverLost("rollout 1", "is late")])
+    assert error.names == ("rollout 0", "rollout 1")
+    assert str(error) == "rollout 0 is gone; rollout 1 is late"
