@@ -1,0 +1,127 @@
+"""One decode step and one prefill of a replica: rooflines per part, and fixed costs per layer and per step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plaudit.plan.constants import Constants
+from plaudit.plan.hardware import DTYPE_BYTES, Cluster
+from plaudit.plan.layouts import GenerationLayout
+from plaudit.plan.links import Links
+from plaudit.plan.model_shape import ModelShape
+from plaudit.plan.term import Term, total
+
+FORMULAS = {
+    "dense weights": "max(read: bytes of attention, shared and dense MLP matrices / tp / (bandwidth · bandwidth_share), "
+    "multiply: 2 · their numbers · sequences / tp / (FLOP/s · gemm_share))",
+    "experts": "max(read: experts hit · bytes of one / width / (bandwidth · bandwidth_share), multiply: 2 · top_k · numbers "
+    "of one · sequences · imbalance / width / (FLOP/s · gemm_share)); hit = E · (1 - (1 - top_k/E)^sequences)",
+    "cache": "sequences · cache of one at this context / min(tp, kv heads) / (bandwidth · bandwidth_share)",
+    "communication": "layers · 2 all-reduces of sequences · hidden · 2 B over tp; with ep an all-to-all there and back",
+    "layers": "layers · layer_seconds + layers with experts · expert_layer_seconds",
+    "activations": "sequences · activations of a token · 2 B · activation_passes / tp / (bandwidth · bandwidth_share)",
+    "step": "step_seconds + sequences · sequence_seconds, and pp - 1 hops",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A model on the devices of one generation replica."""
+
+    model: ModelShape
+    cluster: Cluster
+    layout: GenerationLayout
+    dtype: str
+    kv_dtype: str
+    constants: Constants
+
+    def _rate(self) -> float:
+        share = self.constants.gemm_share if self.dtype in ("bf16", "fp32") else self.constants.narrow_gemm_share
+        return self.cluster.accelerator.flops(self.dtype) * share
+
+    def _bandwidth(self) -> float:
+        return self.cluster.accelerator.bandwidth * self.constants.bandwidth_share
+
+    def dense_numbers(self) -> float:
+        """Matrices that every token passes, without the vocabulary head."""
+        model = self.model
+        return model.active_parameters - model.vocab * model.hidden - model.moe_layers * model.top_k * model.expert_parameters
+
+    def weight_bytes(self) -> float:
+        """Per device. Embedding and head stay in bf16."""
+        model, size = self.model, DTYPE_BYTES[self.dtype]
+        head = model.embedding_parameters * max(2.0, size if self.dtype == "fp32" else 2.0)
+        dense, experts = self.dense_numbers() * size, model.routed_parameters * size
+        return (dense + head) / self.layout.tp / self.layout.pp + experts / self.layout.width / self.layout.pp
+
+    def step_parts(self, sequences: float, context: float) -> dict[str, float]:
+        """Seconds of one step in which `sequences` of the replica advance by a token, `context` tokens long on average."""
+        model, layout, fixed = self.model, self.layout, self.constants
+        size, rate, bandwidth = DTYPE_BYTES[self.dtype], self._rate(), self._bandwidth()
+        # Stages work on different sequences at the same time: one of them passes all layers with its share.
+        passing = max(1.0, sequences / layout.pp)
+        local = max(1.0, passing / layout.attention_groups)
+        dense, head = self.dense_numbers(), model.vocab * model.hidden
+        matrices = max((dense * size + head * 2.0) / bandwidth, 2 * (dense + head) * local / rate) / layout.tp
+        experts = 0.0
+        if model.experts:
+            hit = model.experts * (1 - (1 - model.top_k / model.experts) ** passing)
+            read = hit * model.expert_parameters * size / bandwidth
+            multiply = 2 * model.top_k * model.expert_parameters * passing * self._imbalance(passing) / rate
+            experts = model.moe_layers * max(read, multiply) / layout.width
+        cache = local * model.kv_numbers(context) * DTYPE_BYTES[self.kv_dtype] / self._kv_cuts() / bandwidth
+        return {
+            "dense weights": matrices,
+            "experts": experts,
+            "cache": cache,
+            "communication": self._communication(local, passing),
+            "layers": model.layers * fixed.layer_seconds + model.moe_layers * fixed.expert_layer_seconds,
+            "activations": local * model.activation_numbers * 2.0 * fixed.activation_passes / layout.tp / bandwidth,
+            "step": fixed.step_seconds + sequences * fixed.sequence_seconds + (layout.pp - 1) * fixed.hop_seconds,
+        }
+
+    def step_seconds(self, sequences: float, context: float) -> float:
+        return sum(self.step_parts(sequences, context).values())
+
+    def step(self, sequences: float, context: float) -> Term:
+        given = (("sequences", sequences), ("context", context))
+        parts = self.step_parts(sequences, context)
+        return total("decode step", [Term(k, v, "s", FORMULAS[k], given) for k, v in parts.items() if v], "s")
+
+    def prefill_seconds(self, tokens: float, prompts: float = 1.0) -> float:
+        """Of `prompts` prompts of `tokens` tokens, all devices of the replica at work."""
+        model, layout = self.model, self.layout
+        matrices = 2 * (model.active_parameters - model.vocab * model.hidden) * tokens
+        attention = model.attention_flops(tokens / 2) * tokens
+        bf16 = self.cluster.accelerator.bf16 * self.constants.attention_share
+        moved = tokens * model.activation_numbers * 2.0 * self.constants.activation_passes
+        work = matrices / self._rate() + attention / bf16 + moved / self._bandwidth()
+        talk = self._communication(tokens, tokens, bulk=True) / layout.attention_groups
+        return prompts * (work / layout.devices + talk / layout.pp)
+
+    def _kv_cuts(self) -> int:
+        return 1 if self.model.latent else min(self.layout.tp, self.model.kv_heads)
+
+    def _imbalance(self, sequences: float) -> float:
+        """Of the fullest device over the mean, for tokens that choose experts at random."""
+        width = self.layout.ep
+        if width == 1:
+            return 1.0
+        mean = sequences * self.model.top_k / width
+        return 1 + min(width - 1.0, (2.0 * math.log(width) / mean) ** 0.5)
+
+    def _communication(self, local: float, passing: float, bulk: bool = False) -> float:
+        model, layout = self.model, self.layout
+        seconds = 0.0
+        if layout.tp > 1:
+            links = Links.of(self.cluster, layout.tp, self.constants, bulk=bulk)
+            # With experts dealt out whole, only the attention is followed by an all-reduce in those layers.
+            reduces = 2 * model.layers - (model.moe_layers if layout.ep > 1 else 0)
+            seconds += reduces * links.all_reduce(local * model.hidden * 2.0)
+        if layout.ep > 1:
+            links = Links.of(self.cluster, layout.ep, self.constants, bulk=bulk)
+            sent = passing / layout.ep * model.top_k * model.hidden * 2.0
+            copies = model.top_k / max(1.0, min(model.top_k, layout.ep / links.inside))
+            seconds += model.moe_layers * 2 * links.all_to_all(sent, copies)
+        return seconds

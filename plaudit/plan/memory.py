@@ -1,0 +1,120 @@
+"""Bytes per device and per host, phase by phase.
+
+Training: Korthikanti et al., arXiv 2205.05198, with gated MLPs, grouped queries and experts counted for themselves;
+weights 2 B, gradients 4, Adam and master weights 12 per parameter, cut by tp, pp, ep and ZeRO.
+"""
+
+from __future__ import annotations
+
+from plaudit.plan.decode import Replica
+from plaudit.plan.hardware import DTYPE_BYTES
+from plaudit.plan.term import Term, total
+from plaudit.plan.training import Trainer
+
+RESERVE = 3.5e9
+"""Contexts, kernels, allocator slack of one process on a device (aiconfigurator's figure)."""
+COLLECTIVES = 0.4e9
+"""Buffers of NCCL for eight devices (aiconfigurator: 342 to 392 MB)."""
+GRAPHS = 1.0e9
+"""Captured decode graphs of an engine."""
+HOST_SLACK = 1.5
+"""Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
+GRADIENT_BYTES, OPTIMIZER_BYTES = 4.0, 12.0
+
+
+def weights(trainer: Trainer, name: str = "weights") -> Term:
+    here, layout = trainer.parameters_here(), trainer.layout
+    if layout.zero < 3:
+        return Term(name, 2.0 * here, "B", "2 · parameters of a device", (("parameters", here),))
+    ranks = layout.dp * layout.cp
+    # Two layers are whole at any time: the one at work and the next.
+    gathered = 2 * 2.0 * here * layout.pp / trainer.model.layers
+    shard = 2.0 * here / ranks
+    return Term(name, shard + gathered, "B", "2 · parameters / dp + two gathered layers", (("parameters", here), ("dp", ranks)))
+
+
+def gradients(trainer: Trainer) -> Term:
+    layout = trainer.layout
+    cut = trainer.optimizer_parameters_here() if layout.zero >= 2 else trainer.parameters_here()
+    return Term("gradients", GRADIENT_BYTES * cut, "B", "4 · parameters whose gradients a device keeps", (("parameters", cut),))
+
+
+def optimizer(trainer: Trainer) -> Term:
+    own = trainer.optimizer_parameters_here()
+    return Term("optimizer", OPTIMIZER_BYTES * own, "B", "(4 master + 8 Adam) · parameters a device updates", (("parameters", own),))
+
+
+def activations(trainer: Trainer, length: float, fused: bool = True, sequence_parallel: bool = True) -> Term:
+    """Kept for backward by the first stage, which holds the most micro-batches."""
+    model, layout = trainer.model, trainer.layout
+    tokens = max(layout.micro_tokens, length) / layout.cp
+    per_layer = activation_bytes_per_token(trainer, length, fused, sequence_parallel)
+    layers = model.layers / layout.pp
+    # 1F1B: the first stage has pp micro-batches in flight; interleaving adds (pp - 1) / (pp · vpp) of that.
+    flight = layout.pp * (1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1.0)
+    if layout.recompute == "full":
+        kept = 2.0 * model.hidden * layers * flight + per_layer
+        how = "2 · hidden · layers / pp · micro-batches in flight + one whole layer, per token"
+    else:
+        kept, how = per_layer * layers * flight, "bytes of a layer · layers / pp · micro-batches in flight, per token"
+    given = (("tokens", tokens), ("bytes of a layer", per_layer), ("in flight", flight))
+    return Term("activations", tokens * kept, "B", how, given)
+
+
+def activation_bytes_per_token(
+    trainer: Trainer, length: float, fused: bool = True, sequence_parallel: bool = True
+) -> float:
+    """Of one layer on one device. `fused` attention keeps no scores; sequence parallelism cuts the norms' inputs too."""
+    model, layout = trainer.model, trainer.layout
+    queries, keys = model.heads * (model.head_dim + model.rope_dim), model.kv_heads * model.head_dim
+    scores = 0.0 if fused or layout.recompute != "none" else 5.0 * model.heads * length
+    inside = 2.0 * (queries + 2 * keys) + 2.0 * model.heads * (model.v_dim or model.head_dim) + scores
+    dense = 2.0 * (3 if model.gated else 2) * model.ffn
+    share = model.moe_layers / model.layers
+    routed = model.top_k * (2.0 * model.hidden + 6.0 * model.expert_ffn) + 6.0 * model.shared_ffn
+    inside += routed * share + dense * (1 - share)
+    outside = 10.0 * model.hidden
+    return inside / layout.tp + outside / (layout.tp if sequence_parallel else 1)
+
+
+def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
+    layout = trainer.layout
+    # Log-probabilities are taken in stretches of at most this many tokens, in fp32, with their gradient.
+    tokens = min(max(layout.micro_tokens, length) / layout.cp, 8192.0)
+    per = 2.0 + 4.0 + (4.0 if backward else 0.0)
+    size = tokens * trainer.model.vocab * per / layout.tp
+    return Term("logits", size, "B", "tokens · vocabulary · (2 bf16 + 4 fp32 + 4 gradient) / tp", (("tokens", tokens),))
+
+
+def reserve() -> Term:
+    return Term("reserve", RESERVE + COLLECTIVES, "B", "process 3.5 GB + collectives 0.4 GB (aiconfigurator)")
+
+
+def learning(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -> Term:
+    parts = [weights(trainer), gradients(trainer)]
+    parts += [] if trainer.layout.offload_optimizer else [optimizer(trainer)]
+    parts += [activations(trainer, length), logits(trainer, length), reserve(), *resident]
+    return total("training", parts, "B")
+
+
+def scoring(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -> Term:
+    """Forward only: one layer's activations at a time."""
+    tokens = max(trainer.layout.micro_tokens, length) / trainer.layout.cp
+    moment = Term("activations", 2 * tokens * activation_bytes_per_token(trainer, length), "B", "two layers' worth, per token")
+    return total("scoring", [weights(trainer), moment, logits(trainer, length, False), reserve(), *resident], "B")
+
+
+def engine_weights(replica: Replica) -> Term:
+    return Term("engine weights", replica.weight_bytes(), "B", "bytes of the weights / tp, experts / width",
+                (("tp", replica.layout.tp), ("width", replica.layout.width)))  # fmt: skip
+
+
+def sequence_bytes(replica: Replica, context: float) -> float:
+    """Cache of one sequence on one device of those that hold it."""
+    cuts = 1 if replica.model.latent else min(replica.layout.tp, replica.model.kv_heads)
+    return replica.model.kv_numbers(context) * DTYPE_BYTES[replica.kv_dtype] / cuts / replica.layout.pp
+
+
+def concurrency(replica: Replica, pool: float, context: float) -> float:
+    """Sequences of a replica whose caches fit, each grown to `context`: devices of an attention group hold the same."""
+    return max(0.0, pool) / sequence_bytes(replica, context) * replica.layout.attention_groups

@@ -1,0 +1,157 @@
+"""Seconds of a training step and of a scoring pass: products, attention, memory traffic, links, bubble, optimizer.
+
+A device works on micro-batches of `tokens` tokens through its layers / pp layers. Per layer the work is what the
+roofline says, and no less than the host needs to launch it. Backward costs twice the forward in products, two and a
+half times in fused attention (which computes its scores again), and as much in traffic as forward twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plaudit.plan.constants import Constants
+from plaudit.plan.hardware import Cluster
+from plaudit.plan.layouts import TrainingLayout
+from plaudit.plan.links import Links
+from plaudit.plan.model_shape import ModelShape
+from plaudit.plan.term import Term, total
+
+FORMULAS = {
+    "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward + 1 if recomputed) / (tp · pp) / "
+    "(FLOP/s · gemm_share)",
+    "attention": "4 · layers · heads · head_dim · context · tokens · (1 + 2.5 backward + 1 if recomputed) / (tp · pp) / "
+    "(bf16 FLOP/s · attention_share)",
+    "traffic": "activations of a token · 2 B · activation_passes · tokens · (1 + 2 backward + 1 if recomputed) / (tp · pp) / "
+    "(bandwidth · bandwidth_share)",
+    "tensor parallel": "layers · 2 gathers and 2 scatters of tokens · hidden · 2 B, forward and again backward",
+    "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · 2 B over ep, forward and again backward",
+    "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds the "
+    "work by",
+    "weights gathered": "zero 3: what gathering each layer's weights, and scattering gradients, exceeds the work by",
+    "pipeline bubble": "(pp - 1) / (micro-batches · vpp) of the above",
+    "gradients": "reduce-scatter of gradients and all-gather of weights over dp, less one micro-batch's backward",
+    "optimizer": "parameters of a device / dp · 28 B / (bandwidth · bandwidth_share); offloaded: 16 B over PCIe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A model on the devices that train or score it."""
+
+    model: ModelShape
+    cluster: Cluster
+    layout: TrainingLayout
+    dtype: str
+    constants: Constants
+
+    def expert_parameters_here(self) -> float:
+        return self.model.routed_parameters / self.layout.ep / self.layout.pp
+
+    def dense_parameters_here(self) -> float:
+        return (self.model.parameters - self.model.routed_parameters) / self.layout.tp / self.layout.pp
+
+    def parameters_here(self) -> float:
+        return self.expert_parameters_here() + self.dense_parameters_here()
+
+    def step(self, sequences: float, length: float, updates: int = 1, context: float | None = None) -> Term:
+        """All `sequences` of mean `length` tokens, forward and backward, in `updates` optimizer steps.
+
+        `context` is the mean number of tokens looked back at, half the length for one causal document.
+        """
+        return self._pass("training", sequences, length, updates, True, context)
+
+    def score(self, sequences: float, length: float, name: str = "scoring") -> Term:
+        """Forward only: log-probabilities, values, rewards."""
+        return self._pass(name, sequences, length, 0, False, None)
+
+    def _pass(
+        self, name: str, sequences: float, length: float, updates: int, backward: bool, context: float | None
+    ) -> Term:
+        model, layout, fixed, chip = self.model, self.layout, self.constants, self.cluster.accelerator
+        rounds = max(1, updates)
+        # Every device has whole micro-batches: what does not divide waits for the fullest one.
+        held = max(float(layout.micro_tokens), length)
+        micro_batches = max(1, math.ceil(sequences / rounds / layout.dp * length / held - 1e-9)) * rounds
+        tokens = max(1.0, sequences / layout.dp * length / layout.cp)
+        again = 1.0 if backward and layout.recompute == "full" else 0.0
+        core_again = 1.0 if backward and layout.recompute in ("full", "selective") else 0.0
+        cuts = layout.tp * layout.pp
+        seen = length / 2 if context is None else context
+        gemm = chip.flops(self.dtype) * (fixed.gemm_share if self.dtype in ("bf16", "fp32") else fixed.narrow_gemm_share)
+        bandwidth = chip.bandwidth * fixed.bandwidth_share
+        # Experts are cut by ep alone, so that with tp > 1 each device multiplies its share of the tokens of all.
+        products = 2 * model.active_parameters * tokens * (1 + 2 * backward + again) / cuts / gemm
+        attention = model.attention_flops(seen) * tokens * (1 + 2.5 * backward + core_again) / cuts
+        attention /= chip.bf16 * fixed.attention_share
+        logits = model.vocab * 4.0 / layout.tp / layout.pp
+        moved = (model.activation_numbers / cuts + logits) * 2.0 * fixed.activation_passes
+        traffic = moved * tokens * (1 + 2 * backward + again) / bandwidth
+        passes = 1 + backward + again
+        work = {
+            "products": products, "attention": attention, "traffic": traffic,
+            "tensor parallel": self._tensor_parallel(tokens) * passes,
+            "experts' all-to-all": self._all_to_all(tokens) * passes,
+        }  # fmt: skip
+        busy = sum(work.values())
+        per_expert_layer = fixed.expert_launch_seconds * model.experts / layout.ep
+        kernels = (model.layers * fixed.launch_seconds + model.moe_layers * per_expert_layer) / layout.pp
+        launched = micro_batches * kernels * (1.0 if backward else 1 / 3)
+        work["launches"] = max(0.0, launched - busy)
+        busy = max(busy, launched)
+        if layout.zero == 3:
+            work["weights gathered"] = max(0.0, self._gathered(micro_batches, backward) - busy)
+            busy += work["weights gathered"]
+        work["pipeline bubble"] = busy * (layout.pp - 1) / (micro_batches / rounds * layout.vpp)
+        if backward:
+            overlap = busy / micro_batches * 2 / 3
+            work["gradients"] = rounds * max(0.0, self._gradients() - overlap)
+            work["optimizer"] = rounds * self._optimizer(bandwidth)
+        given = (("sequences", sequences), ("length", length), ("micro-batches", micro_batches), ("tokens", tokens))
+        return total(name, [Term(k, v, "s", FORMULAS[k], given) for k, v in work.items() if v], "s")
+
+    def _tensor_parallel(self, tokens: float) -> float:
+        """Of one pass forward. With sequence parallelism an all-reduce is a gather and a scatter: the same bytes."""
+        if self.layout.tp == 1:
+            return 0.0
+        links = Links.of(self.cluster, self.layout.tp, self.constants)
+        return self.model.layers / self.layout.pp * 2 * links.all_reduce(tokens * self.model.hidden * 2.0)
+
+    def _all_to_all(self, tokens: float) -> float:
+        if self.layout.ep == 1:
+            return 0.0
+        model, layout = self.model, self.layout
+        links = Links.of(self.cluster, layout.ep, self.constants)
+        sent = tokens / layout.tp * model.top_k * model.hidden * 2.0
+        copies = model.top_k / max(1.0, min(model.top_k, layout.ep / links.inside))
+        return model.moe_layers / layout.pp * 2 * links.all_to_all(sent, copies)
+
+    def _gathered(self, micro_batches: float, backward: bool) -> float:
+        """Zero 3: weights twice and gradients once for every micro-batch, weights once where nothing is learned."""
+        links = Links.of(self.cluster, self.layout.dp * self.layout.cp, self.constants, stride=self.layout.tp)
+        return micro_batches * (3 if backward else 1) * links.all_gather(self.parameters_here() * 2.0)
+
+    def _gradients(self) -> float:
+        layout = self.layout
+        if layout.zero == 3:
+            return 0.0
+        dense = Links.of(self.cluster, layout.dp * layout.cp, self.constants, stride=layout.tp)
+        experts = Links.of(self.cluster, layout.expert_copies, self.constants, stride=layout.ep)
+        # Gradients of four bytes are scattered, weights of two gathered.
+        return 6.0 * (
+            dense.all_gather(self.dense_parameters_here()) + experts.all_gather(self.expert_parameters_here())
+        )
+
+    def _optimizer(self, bandwidth: float) -> float:
+        layout = self.layout
+        owned = self.optimizer_parameters_here()
+        if layout.offload_optimizer:
+            return owned * 16.0 / (self.cluster.accelerator.pcie * self.constants.bulk_link_share)
+        return owned * 28.0 / bandwidth
+
+    def optimizer_parameters_here(self) -> float:
+        layout = self.layout
+        if layout.zero == 0:
+            return self.parameters_here()
+        dense = self.dense_parameters_here() / (layout.dp * layout.cp)
+        return dense + self.expert_parameters_here() / layout.expert_copies

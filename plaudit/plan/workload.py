@@ -1,0 +1,95 @@
+"""What one step of an RLHF run has to do, whatever it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plaudit.errors import ConfigError, nearest
+from plaudit.plan.constants import Constants
+from plaudit.plan.hardware import DTYPE_BYTES
+from plaudit.plan.lengths import Lengths
+from plaudit.plan.model_shape import ModelShape
+
+WITH_CRITIC = ("ppo",)
+WITHOUT_CRITIC = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "reinforce_plus")
+NO_REFERENCE = ("dapo", "dr_grpo", "cispo")
+"""Losses without a penalty on the distance to a reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    model: ModelShape
+    algorithm: str = "grpo"
+    prompt: float = 512
+    response: float = 1024
+    """Mean tokens of a response."""
+    max_response: float = 0
+    """0 = twice the mean"""
+    batch: int = 1024
+    """Responses in a step."""
+    samples_per_prompt: int = 1
+    updates: int = 1
+    """Optimizer steps in a step of the run, epochs × minibatches."""
+    epochs: int = 1
+    reference: bool | None = None
+    """None = as the algorithm has it."""
+    critic: ModelShape | None = None
+    """PPO without one named: of the policy's size."""
+    reward: ModelShape | None = None
+    """None = a rule, which takes no accelerator."""
+    dtype: str = "bf16"
+    generation_dtype: str = ""
+    """Empty = as trained."""
+    kv_dtype: str = "bf16"
+    steps: int = 1000
+
+    def __post_init__(self) -> None:
+        known = (*WITH_CRITIC, *WITHOUT_CRITIC)
+        if self.algorithm not in known:
+            raise ConfigError(f"unknown algorithm {self.algorithm!r}; {nearest(self.algorithm, known)}")
+        for name in ("batch", "samples_per_prompt", "updates", "epochs", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
+        if self.prompt < 0 or self.response < 1:
+            raise ConfigError(f"prompt = {self.prompt:g}, response = {self.response:g} tokens: expected 0 and 1 or more")
+        if self.max_response and self.max_response < self.response:
+            raise ConfigError(
+                f"max_response = {self.max_response:g} is less than the mean response {self.response:g}; "
+                f"raise it to at least {self.response:g}"
+            )
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in DTYPE_BYTES:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}; {nearest(getattr(self, name), DTYPE_BYTES)}")
+        longest = self.prompt + self.longest
+        if self.model.max_context and longest > self.model.max_context:
+            raise ConfigError(
+                f"prompt + longest response = {self.prompt:g} + {self.longest:g} = {longest:g} tokens, and {self.model.name} "
+                f"has positions for {self.model.max_context}; set --max-response to {self.model.max_context - self.prompt:g}"
+            )
+
+    @property
+    def longest(self) -> float:
+        return self.max_response or 2 * self.response
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def has_reference(self) -> bool:
+        return self.algorithm not in NO_REFERENCE if self.reference is None else self.reference
+
+    @property
+    def value_model(self) -> ModelShape | None:
+        return (self.critic or self.model) if self.algorithm in WITH_CRITIC else None
+
+    @property
+    def engine_dtype(self) -> str:
+        return self.generation_dtype or self.dtype
+
+    def lengths(self, constants: Constants) -> Lengths:
+        return Lengths(self.response, max(self.longest, self.response), constants.length_spread)
+
+    @property
+    def generated_tokens(self) -> float:
+        return self.batch * self.response
