@@ -46,6 +46,10 @@ class Constants:
     """The same for each expert that a device holds: its casts and products are kernels of their own."""
     switch_seconds: float = 6.0
     """To put a co-located engine to sleep and wake it: memory mapped and unmapped, caches made, graphs checked."""
+    packing_share: float = 0.80
+    """How full the packed micro-batches of the fullest device are when lengths differ: the others wait for it."""
+    response_seconds: float = 4e-3
+    """Host work on one response between generation and training: text, rule, advantage, packing, log."""
     length_spread: float = 0.7
     """Coefficient of variation of response lengths, where only the mean is known."""
 

@@ -62,6 +62,8 @@ class TrainingLayout:
     """Tokens that go through at once: packed sequences, or one that is longer."""
     recompute: str = "none"
     """none | selective (the attention core) | full (everything but a layer's input)"""
+    park: bool = False
+    """Models that are only read (reference, reward) wait on the host between uses."""
     offload_optimizer: bool = False
 
     @property
@@ -91,6 +93,7 @@ class TrainingLayout:
         cuts += [f"{k}{v}" for k, v in (("pp", self.pp), ("ep", self.ep), ("cp", self.cp)) if v > 1]
         cuts += ["fsdp" if self.zero == 3 else f"zero{self.zero}"]
         cuts += ["recompute"] if self.recompute == "full" else []
+        cuts += ["parked reference"] if self.park else []
         return " ".join(cuts + (["offload"] if self.offload_optimizer else []))
 
 

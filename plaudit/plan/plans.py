@@ -27,6 +27,8 @@ class Plan:
     training: TrainingLayout
     channel: str
     staleness: int = 0
+    double_buffer: bool = False
+    """async: new weights arrive beside those at work, and generation never pauses for them."""
 
     @property
     def shared(self) -> bool:
@@ -77,6 +79,7 @@ class Plan:
             "expert parallel": self.training.ep > 1 or self.generation.ep > 1,
             "context parallel": self.training.cp > 1,
             "offloaded optimizer": self.training.offload_optimizer,
+            f"channel {self.channel}": self.channel in ("reshard", "pipeline", "tensors"),
         }
         return ", ".join(reasons + [name for name, used in cuts.items() if used])
 

@@ -54,30 +54,29 @@ class Trainer:
     def parameters_here(self) -> float:
         return self.expert_parameters_here() + self.dense_parameters_here()
 
-    def step(self, sequences: float, length: float, updates: int = 1, context: float | None = None) -> Term:
+    def step(self, sequences: float, length: float, updates: int = 1, ragged: bool = False) -> Term:
         """All `sequences` of mean `length` tokens, forward and backward, in `updates` optimizer steps.
 
-        `context` is the mean number of tokens looked back at, half the length for one causal document.
+        Where lengths differ (`ragged`) micro-batches are packed, and none is quite full.
         """
-        return self._pass("training", sequences, length, updates, True, context)
+        return self._pass("training", sequences, length, updates, True, ragged)
 
     def score(self, sequences: float, length: float, name: str = "scoring") -> Term:
-        """Forward only: log-probabilities, values, rewards."""
-        return self._pass(name, sequences, length, 0, False, None)
+        """Forward only, over ragged sequences: log-probabilities, values, rewards."""
+        return self._pass(name, sequences, length, 0, False, True)
 
-    def _pass(
-        self, name: str, sequences: float, length: float, updates: int, backward: bool, context: float | None
-    ) -> Term:
+    def _pass(self, name: str, sequences: float, length: float, updates: int, backward: bool, ragged: bool) -> Term:
         model, layout, fixed, chip = self.model, self.layout, self.constants, self.cluster.accelerator
         rounds = max(1, updates)
+        fill = fixed.packing_share if ragged else 1.0
         # Every device has whole micro-batches: what does not divide waits for the fullest one.
         held = max(float(layout.micro_tokens), length)
-        micro_batches = max(1, math.ceil(sequences / rounds / layout.dp * length / held - 1e-9)) * rounds
-        tokens = max(1.0, sequences / layout.dp * length / layout.cp)
+        micro_batches = max(1, math.ceil(sequences / rounds / layout.dp * length / fill / held - 1e-9)) * rounds
+        tokens = max(1.0, sequences / layout.dp * length / layout.cp) / fill
         again = 1.0 if backward and layout.recompute == "full" else 0.0
         core_again = 1.0 if backward and layout.recompute in ("full", "selective") else 0.0
         cuts = layout.tp * layout.pp
-        seen = length / 2 if context is None else context
+        seen = length / 2
         gemm = chip.flops(self.dtype) * (fixed.gemm_share if self.dtype in ("bf16", "fp32") else fixed.narrow_gemm_share)
         bandwidth = chip.bandwidth * fixed.bandwidth_share
         # Experts are cut by ep alone, so that with tp > 1 each device multiplies its share of the tokens of all.

@@ -1,0 +1,184 @@
+"""The planner against published measurements: error by target, by metric and by group.
+
+    python benchmarks/planner_validation.py [--csv FILE] [--folds 5] [--shipped] [--rows METRIC]
+
+Rows are split by the column `group` (system × model): constants are fitted on the other groups and tested on the ones
+held out, so that no row is predicted with constants that saw its group. --shipped predicts all rows with the constants
+as they are in the package instead (a file of new measurements wants that). Rows with usable = 0 are predicted and shown
+as a line of their own, never scored. What cannot be planned is listed with the reason.
+Writes benchmarks/results/planner_validation.json for the default file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from planner.fit import BOUNDS, fit
+from planner.rows import Answer, Row, Unplannable, answer
+
+from plaudit.plan import Constants
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "benchmarks" / "data" / "validation.csv"
+RESULTS = ROOT / "benchmarks" / "results" / "planner_validation.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    row: Row
+    answer: Answer
+
+    @property
+    def error(self) -> float:
+        return self.answer.predicted / self.answer.measured - 1
+
+
+TARGETS = (
+    # target, what is asked, the limit, how it is read from the scored rows
+    ("step time", "median error", 0.25, lambda found: statistics.median(abs(s.error) for s in found)),
+    ("TPOT, dense", "MAPE", 0.15, lambda found: statistics.fmean(abs(s.error) for s in found)),
+    ("TPOT, experts", "MAPE", 0.30, lambda found: statistics.fmean(abs(s.error) for s in found)),
+    ("training", "median error", 0.15, lambda found: statistics.median(abs(s.error) for s in found)),
+    ("weight sync", "share within 2×", 0.80, lambda found: statistics.fmean(0.5 <= 1 + s.error <= 2 for s in found)),
+    ("memory", "MAPE", 0.10, lambda found: statistics.fmean(abs(s.error) for s in found)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, default=DATA)
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--shipped", action="store_true", help="predict with the package's constants, fit nothing")
+    parser.add_argument("--rows", metavar="METRIC", help="print every scored row of one metric or target")
+    options = parser.parse_args()
+    with options.csv.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    usable = [row for row in rows if row.get("usable", "1") == "1"]
+    began = time.perf_counter()
+    if options.shipped:
+        scored, refused = predict(usable, Constants())
+    else:
+        scored, refused = cross_validated(usable, options.folds)
+    aside, _ = predict([row for row in rows if row.get("usable", "1") != "1"], Constants())
+    summary = report(scored, refused, aside, options.rows)
+    print(f"\n{len(rows)} rows in {time.perf_counter() - began:.0f} s")
+    if options.csv == DATA and not options.shipped:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        fitted = asdict(fit(usable))
+        kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit, "folds": options.folds, **summary,
+                "fitted on all": {name: float(f"{fitted[name]:.4g}") for name in BOUNDS}}  # fmt: skip
+        RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
+        print(f"kept in {RESULTS.relative_to(ROOT)}")
+
+
+def predict(rows: Iterable[Row], constants: Constants) -> tuple[list[Scored], list[tuple[Row, str]]]:
+    scored, refused = [], []
+    for row in rows:
+        try:
+            scored.append(Scored(row, answer(row, constants)))
+        except Unplannable as reason:
+            refused.append((row, str(reason)))
+    return scored, refused
+
+
+def cross_validated(rows: Sequence[Row], folds: int) -> tuple[list[Scored], list[tuple[Row, str]]]:
+    groups = sorted({row["group"] for row in rows})
+    scored: list[Scored] = []
+    refused: list[tuple[Row, str]] = []
+    for fold in range(folds):
+        held = set(groups[fold::folds])
+        constants = fit([row for row in rows if row["group"] not in held])
+        more, without = predict([row for row in rows if row["group"] in held], constants)
+        scored, refused = scored + more, refused + without
+        print(f"fold {fold + 1} of {folds}: {len(held)} groups held out, {len(more)} rows predicted", flush=True)
+    return scored, refused
+
+
+def ordered_pairs(scored: Sequence[Scored]) -> tuple[int, int]:
+    """(pairs ordered as measured, pairs): co-located against async runs of one system and model, by step time."""
+    steps = [s for s in scored if s.row["metric"] == "step_time" and s.answer.target == "step time"]
+    kinds: dict[tuple[str, str, str], tuple[list[Scored], list[Scored]]] = {}
+    for s in steps:
+        asynchronous = "async" in s.row["architecture"] or "one-step-off" in s.row["architecture"]
+        key = (s.row["system"], s.row["model"], s.row["dtype"])
+        kinds.setdefault(key, ([], []))[asynchronous].append(s)
+    right = total = 0
+    for together, apart in kinds.values():
+        for a in together:
+            for b in apart:
+                total += 1
+                right += (a.answer.predicted > b.answer.predicted) == (a.answer.measured > b.answer.measured)
+    return right, total
+
+
+def report(
+    scored: Sequence[Scored], refused: Sequence[tuple[Row, str]], aside: Sequence[Scored], wanted: str | None
+) -> dict[str, object]:
+    if wanted:
+        for s in scored:
+            if wanted in (s.row["metric"], s.answer.target):
+                print(f"{s.row['system'][:24]:24} {s.row['model'][:20]:20} {s.row['gpu'][:8]:8} {s.row['n_gpus'][:5]:>5} "
+                      f"{s.row['architecture'][:20]:20} {s.answer.measured:10.4g} {s.answer.predicted:10.4g} {s.error:+.0%}")  # fmt: skip
+    targets = {}
+    print(f"\n{'target':16} {'measure':18} {'limit':>8} {'reached':>8} {'rows':>5}  {'bias':>6} {'p90':>6}")
+    for name, measure, limit, read in TARGETS:
+        found = [s for s in scored if s.answer.target == name]
+        if not found:
+            print(f"{name:16} {measure:18} {limit:8.0%} {'no rows':>8}")
+            continue
+        reached, good = read(found), None
+        good = reached >= limit if measure.startswith("share") else reached <= limit
+        targets[name] = {"measure": measure, "limit": limit, "reached": round(reached, 4), "rows": len(found), **spread(found)}
+        print(f"{name:16} {measure:18} {limit:8.0%} {reached:8.1%} {len(found):5}  {targets[name]['bias']:+6.0%} "
+              f"{targets[name]['p90']:6.0%}{'' if good else '   MISSED'}")  # fmt: skip
+    right, pairs = ordered_pairs(scored)
+    if pairs:
+        print(f"{'order':16} {'co-located/async':18} {0.9:8.0%} {right / pairs:8.1%} {pairs:5}"
+              f"{'' if right / pairs >= 0.9 else '   MISSED'}")  # fmt: skip
+        targets["order"] = {"measure": "pairs ordered as measured", "limit": 0.9, "reached": right / pairs, "rows": pairs}
+    metrics = table("metric", scored, lambda s: s.row["metric"])
+    groups = table("group", scored, lambda s: f"{s.row['group'][:42]} · {s.row['metric'][:16]}")
+    if aside:
+        print("\nrows with usable = 0, predicted with the shipped constants, not scored")
+        table("metric", aside, lambda s: s.row["metric"])
+    reasons = collections.Counter((row["metric"], why) for row, why in refused)
+    print(f"\ncould not be planned: {len(refused)} rows")
+    for (metric, why), count in reasons.most_common():
+        print(f"  {count:4}  {metric}: {why}")
+    return {"targets": targets, "metrics": metrics, "groups": groups,
+            "could not be planned": [{"metric": m, "why": w, "rows": n} for (m, w), n in reasons.most_common()]}  # fmt: skip
+
+
+def spread(found: Sequence[Scored]) -> dict[str, float]:
+    errors = sorted(abs(s.error) for s in found)
+    return {
+        "mape": round(statistics.fmean(errors), 4), "median": round(statistics.median(errors), 4),
+        "bias": round(statistics.fmean(s.error for s in found), 4), "p90": round(errors[int(0.9 * (len(errors) - 1))], 4),
+    }  # fmt: skip
+
+
+def table(title: str, scored: Sequence[Scored], key: object) -> dict[str, dict[str, float]]:
+    named: dict[str, list[Scored]] = {}
+    for s in scored:
+        named.setdefault(key(s), []).append(s)  # type: ignore[operator]
+    print(f"\n{title:60} {'rows':>5} {'MAPE':>7} {'median':>7} {'bias':>7} {'p90':>7}")
+    kept = {}
+    for name, found in sorted(named.items()):
+        figures = spread(found)
+        kept[name] = {"rows": len(found), **figures}
+        print(f"{name:60} {len(found):5} " + " ".join(f"{figures[k]:7.1%}" for k in ("mape", "median", "bias", "p90")))
+    return kept
+
+
+if __name__ == "__main__":
+    main()

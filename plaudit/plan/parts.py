@@ -1,0 +1,237 @@
+"""The pieces of a plan: memory and seconds of each phase, before they are set against what there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from plaudit.plan import memory
+from plaudit.plan.channel import find, transfer
+from plaudit.plan.constants import Constants
+from plaudit.plan.decode import Replica
+from plaudit.plan.generation import Generation
+from plaudit.plan.model_shape import ModelShape
+from plaudit.plan.plans import Plan
+from plaudit.plan.simulation import overlap
+from plaudit.plan.term import Term, total
+from plaudit.plan.training import Trainer
+from plaudit.plan.workload import Workload
+
+ENGINE_SHARE = 0.7
+"""Of a device's memory that an engine takes beside a trainer (verl 0.5 to 0.7, OpenRLHF 0.5) ..."""
+OWN_ENGINE_SHARE = 0.9
+"""... and where the device is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    pool: str
+    """all | generation | training"""
+    start: float
+    seconds: Term
+    memory: Term
+    """Per device of the pool."""
+
+
+class Parts:
+    """The pieces of one plan: what lives where in each phase, and how long each takes."""
+
+    def __init__(self, workload: Workload, plan: Plan, constants: Constants) -> None:
+        self.workload, self.plan, self.constants = workload, plan, constants
+        self.replica = Replica(
+            workload.model, plan.generation_cluster, plan.generation, workload.engine_dtype, workload.kv_dtype, constants
+        )
+        self.trainer = self._trainer(workload.model)
+        self.critic = self._trainer(workload.value_model) if workload.value_model else None
+        self.reward = self._trainer(workload.reward) if workload.reward else None
+        self.one_module = plan.one_module(workload.dtype, workload.engine_dtype)
+        # A sequence's room grows with it: on average half of the response is there.
+        self.grown = workload.prompt + workload.response
+
+    def _trainer(self, model: ModelShape) -> Trainer:
+        layout = self.plan.training
+        if model.experts == 0 or model.experts % layout.ep:
+            layout = replace(layout, ep=1)
+        if layout.pp > model.layers or model.heads % layout.tp:
+            layout = replace(layout, pp=1, tp=1, dp=layout.devices // layout.cp)
+        return Trainer(model, self.plan.cluster, layout, self.workload.dtype, self.constants)
+
+    # Memory
+
+    def _states(self, trainer: Trainer, name: str = "") -> list[Term]:
+        found = [memory.weights(trainer), memory.gradients(trainer)]
+        found += [] if trainer.layout.offload_optimizer else [memory.optimizer(trainer)]
+        return [replace(term, name=f"{name}{term.name}") for term in found]
+
+    def _forward_only(self, parked: bool = False) -> list[Term]:
+        """Models that are only read: those on the device, or those that wait on the host."""
+        found: list[Term] = []
+        if self.plan.training.park is not parked:
+            return []
+        if self.workload.has_reference:
+            found.append(memory.weights(self.trainer, "reference"))
+        if self.reward:
+            found.append(memory.weights(self.reward, "reward model"))
+        return found
+
+    def _resident(self) -> list[Term]:
+        critic = self._states(self.critic, "critic ") if self.critic else []
+        return self._states(self.trainer) + critic + self._forward_only()
+
+    def _moment(self, trainer: Trainer) -> list[Term]:
+        return [memory.activations(trainer, self.workload.length), memory.logits(trainer, self.workload.length)]
+
+    def engine_memory(self) -> tuple[float, Term]:
+        """(bytes for the cache, what a device holds in generation besides it)"""
+        plan, chip = self.plan, self.plan.generation_cluster.accelerator
+        engine = memory.engine_weights(self.replica)
+        graphs = Term("graphs", memory.GRAPHS, "B", "captured decode graphs")
+        held = [memory.reserve(), graphs]
+        share = ENGINE_SHARE if plan.shared else OWN_ENGINE_SHARE
+        if plan.placement in ("colocated", "hybrid"):
+            held += self._resident() + ([] if self.one_module else [engine])
+        else:
+            held.append(engine)
+        if plan.double_buffer:
+            held.append(replace(engine, name="second buffer", formula="the next weights arrive beside those at work"))
+        inside = total("generation", held, "B")
+        room = min(share * chip.memory - engine.value - graphs.value, chip.memory - inside.value)
+        if plan.placement == "colocated":
+            peak = sum(term.value for term in self._moment(self.trainer))
+            room = min(room, chip.memory - inside.value - peak)
+        return max(0.0, room), inside
+
+    def training_memory(self, pool: float) -> Term:
+        held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
+        held = [*held, *self._moment(self.trainer), memory.reserve()]
+        if self.plan.placement == "colocated":
+            held += [Term("cache", pool, "B", "stays between steps"), Term("graphs", memory.GRAPHS, "B", "captured graphs")]
+            held += [] if self.one_module else [memory.engine_weights(self.replica)]
+        if self.plan.placement == "hybrid" and not self.one_module:
+            held.append(Term("bucket", 2e9, "B", "weights on their way to the engine's cut, a bucket at a time"))
+        return total("training", held, "B")
+
+    def scoring_memory(self, pool: float) -> Term:
+        moment = memory.scoring(self.trainer, self.workload.length)
+        if self.plan.placement == "swapped":
+            return moment
+        held = [part for part in moment.parts if part.name in ("activations", "logits", "reserve")] + self._resident()
+        held += self._forward_only(parked=True)[:1]
+        if self.plan.placement == "colocated":
+            held.append(Term("cache", pool, "B", "stays between steps"))
+        return total("scoring", held, "B")
+
+    def host(self) -> Term:
+        """Of one node: what is offloaded, with the slack of pinned copies."""
+        devices = self.plan.cluster.devices_per_node
+        moved = []
+        if self.plan.placement == "swapped":
+            moved = self._resident()
+        moved += self._forward_only(parked=True)
+        if self.trainer.layout.offload_optimizer:
+            moved = [term for term in moved if term.name != "optimizer"] + [memory.optimizer(self.trainer)]
+        parts = [
+            replace(term, value=term.value * devices * memory.HOST_SLACK, formula=f"{term.formula}; × devices of a node × 1.5",
+                    parts=())
+            for term in moved
+        ]  # fmt: skip
+        return total("host", parts, "B")
+
+    # Time
+
+    def scores(self) -> list[Term]:
+        work, length = self.workload, self.workload.length
+        found = [self.trainer.score(work.batch, length, "old log-probabilities")]
+        if work.has_reference:
+            found.append(self.trainer.score(work.batch, length, "reference"))
+        if self.reward:
+            found.append(self.reward.score(work.batch, length, "reward"))
+        if self.critic:
+            found.append(self.critic.score(work.batch, length, "values"))
+        rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
+        found += [
+            Term(f"{term.name} from the host", term.value / rate, "s", "bytes / (PCIe · bulk_link_share)", (("bytes", term.value),))
+            for term in self._forward_only(parked=True)
+        ]
+        return found
+
+    def bookkeeping(self) -> Term:
+        batch, each = self.workload.batch, self.constants.response_seconds
+        return Term("bookkeeping", batch * each, "s", "responses · response_seconds", (("responses", batch),))
+
+    def learning(self) -> list[Term]:
+        work = self.workload
+        sequences, length = work.batch * work.epochs, work.length
+        found = [replace(self.trainer.step(sequences, length, work.updates, ragged=True), name="policy")]
+        if self.critic:
+            found.append(replace(self.critic.step(sequences, length, work.updates, ragged=True), name="critic"))
+        return found
+
+    def _swaps(self) -> Term:
+        """Of one whole step: everything that leaves and comes back over PCIe, each way once."""
+        rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
+        fixed = Term("switch", self.constants.switch_seconds, "s", "switch_seconds: the engine sleeps and wakes")
+        moved = [
+            Term(f"{term.name} out and in", 2 * term.value / rate, "s", "2 · bytes / (PCIe · bulk_link_share)",
+                 (("bytes", term.value), ("rate", rate)))
+            for term in self._resident()
+            if term.name not in ("gradients", "critic gradients")
+        ]  # fmt: skip
+        return total("transitions", [fixed, *moved], "s")
+
+    def weights(self) -> Term:
+        work, plan = self.workload, self.plan
+        return transfer(find(plan.channel), work.model, plan.cluster.accelerator, work.dtype, work.engine_dtype)
+
+    def timeline(
+        self, made: Generation, inside: Term, pool: float, at_once: float, simulate: bool
+    ) -> tuple[tuple[Phase, ...], Term, float]:
+        work, plan = self.workload, self.plan
+        used = min(pool, memory.sequence_bytes(self.replica, self.grown) * min(at_once, work.batch / plan.replicas)
+                   / plan.generation.attention_groups)  # fmt: skip
+        cache = Term("cache", used, "B", "sequences at once · bytes of one, no more than the pool", (("pool", pool),))
+        generating = total("generation", [*inside.parts, cache], "B")
+        scoring = total("scoring", [self.bookkeeping(), *self.scores()], "s")
+        learning = total("training", self.learning(), "s")
+        weights = self.weights()
+        train_memory, score_memory = self.training_memory(pool), self.scoring_memory(pool)
+        on = ("all", "all") if plan.shared else ("generation", "training")
+        if plan.placement == "async":
+            return self._overlapped(made, generating, scoring, learning, weights, train_memory, score_memory, at_once, simulate)
+        rows = [("generation", on[0], made.seconds, generating), ("scoring", on[1], scoring, score_memory),
+                ("training", on[1], learning, train_memory), ("weights", on[0], weights, generating)]  # fmt: skip
+        if plan.placement == "swapped":
+            rows.append(("transitions", "all", self._swaps(), train_memory))
+        phases, clock = [], 0.0
+        for name, where, seconds, held in rows:
+            phases.append(Phase(name, where, clock, seconds, held))
+            clock += seconds.value
+        return tuple(phases), total("step", [phase.seconds for phase in phases], "s"), 0.0
+
+    def _overlapped(
+        self, made: Generation, generating: Term, scoring: Term, learning: Term, weights: Term, train_memory: Term,
+        score_memory: Term, at_once: float, simulate: bool,
+    ) -> tuple[tuple[Phase, ...], Term, float]:  # fmt: skip
+        work, plan = self.workload, self.plan
+        busy = scoring.value + learning.value
+        waits = 0.0
+        if simulate:
+            found = overlap(
+                self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants), max(1.0, at_once), busy,
+                0.0 if plan.double_buffer else weights.value, plan.staleness, work.samples_per_prompt,
+            )  # fmt: skip
+            seconds, waits = found.step_seconds, found.trainer_waits
+        else:
+            seconds = max(made.seconds.value, busy) + weights.value
+        step = Term(
+            "step", seconds, "s", "simulated: a response may begin once update k - staleness is published",
+            (("staleness", plan.staleness), ("generation alone", made.seconds.value), ("training alone", busy)),
+            (made.seconds, scoring, learning, weights),
+        )  # fmt: skip
+        phases = (
+            Phase("generation", "generation", 0.0, made.seconds, generating),
+            Phase("scoring", "training", max(0.0, seconds - busy - weights.value), scoring, score_memory),
+            Phase("training", "training", max(0.0, seconds - learning.value - weights.value), learning, train_memory),
+            Phase("weights", "generation", max(0.0, seconds - weights.value), weights, generating),
+        )
+        return phases, step, waits

@@ -1,0 +1,254 @@
+"""All plans worth considering for a run on a cluster, the best of each kind, and why the others fail.
+
+Generation and training are cut independently, so that the best cut of each side is found alone and then joined; only
+where both live on a device at once (colocated, hybrid) are pairs tried. Each training cut takes the first that fits of:
+nothing recomputed, everything recomputed, the optimizer on the host too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from plaudit.errors import ConfigError
+from plaudit.plan.constants import Constants
+from plaudit.plan.hardware import Cluster
+from plaudit.plan.layouts import GenerationLayout, TrainingLayout
+from plaudit.plan.parts import Parts
+from plaudit.plan.plans import PLACEMENTS, SHARED, Plan
+from plaudit.plan.prediction import Prediction, Shortage, default_channel, predict_plan
+from plaudit.plan.workload import Workload
+
+Progress = Callable[[int, int], None]
+SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+"""Parts of the cluster that generate, where pools are apart."""
+PAIRED = 4
+"""Best cuts of each side that are tried together where both live on one device."""
+KIN = {"async": "disaggregated", "colocated": "hybrid"}
+"""Placements whose training side is that of another."""
+THRIFT = (("none", False, False), ("none", True, False), ("full", False, False), ("full", True, False), ("full", True, True))
+"""(recompute, park the reference, offload the optimizer), the cheapest first"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    placement: str
+    plan: Plan
+    reason: str
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    plans: tuple[Prediction, ...]
+    """That fit, the fastest first."""
+    rejected: tuple[Rejection, ...]
+    """For each placement in which nothing fits: the plan that comes nearest."""
+    tried: int
+
+
+def generation_layouts(workload: Workload, cluster: Cluster) -> Iterator[GenerationLayout]:
+    model, devices = workload.model, cluster.devices
+    for tp in _powers(min(devices, model.heads, 32)):
+        if model.heads % tp or (tp > cluster.domain and tp > 8 and tp > 2 * cluster.domain):
+            continue
+        for pp in (1, 2, 4):
+            # Stages pay only where a domain cannot hold the model.
+            if tp * pp <= devices and (pp == 1 or tp == min(cluster.domain, _largest_power(devices))):
+                yield GenerationLayout(tp, pp)
+        if model.experts:
+            for ep in _powers(min(devices, model.experts, 4 * cluster.domain)):
+                if ep > 1 and ep >= tp and model.experts % ep == 0:
+                    yield GenerationLayout(tp, 1, ep)
+
+
+def training_layouts(workload: Workload, cluster: Cluster) -> Iterator[TrainingLayout]:
+    model, devices = workload.model, cluster.devices
+    longest = workload.prompt + workload.longest
+    tokens = int(max(4096, longest))
+    for tp in _powers(min(devices, cluster.domain, 8)):
+        if model.heads % tp:
+            continue
+        for cp in _powers(max(1, min(8, int(longest // 8192)))):
+            for pp in _powers(min(16, model.layers)):
+                if devices % (tp * cp * pp):
+                    continue
+                dp = devices // (tp * cp * pp)
+                for ep in _powers(min(model.experts, tp * cp * dp)) if model.experts else (1,):
+                    if ep > 1 and (model.experts % ep or (tp * cp * dp) % ep):
+                        continue
+                    yield TrainingLayout(tp, pp, dp, ep, cp, 1, 1, tokens)
+                    if pp == 1 and dp * cp > 1 and ep == 1:
+                        yield TrainingLayout(tp, pp, dp, ep, cp, 1, 3, tokens)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range(max(1, most).bit_length()) if 1 << i <= max(1, most)]
+
+
+def _largest_power(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+class Search:
+    """Plans of one workload on one cluster, or on two of different accelerators."""
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, constants: Constants | None = None, *,
+        placements: Sequence[str] = PLACEMENTS, channel: str | None = None, staleness: int = 1,
+        generation_cluster: Cluster | None = None, generation: GenerationLayout | None = None,
+        training: TrainingLayout | None = None, progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        self.workload, self.cluster, self.constants = workload, cluster, constants or Constants()
+        self.placements = [p for p in placements if generation_cluster is None or p not in SHARED]
+        if not self.placements:
+            raise ConfigError("generation on hardware of its own goes with the placements disaggregated and async alone")
+        self.channel, self.staleness, self.progress = channel, staleness, progress
+        self.generation_cluster = generation_cluster
+        self.generation, self.training = generation, training
+        self.tried = 0
+        self._nearest: dict[str, Rejection] = {}
+        self._sides: dict[tuple[str, int], list[TrainingLayout]] = {}
+
+    def run(self) -> Found:
+        found: list[Prediction] = []
+        for done, placement in enumerate(self.placements):
+            if self.progress:
+                self.progress(done, len(self.placements))
+            if placement in ("colocated", "hybrid"):
+                found += self._paired(placement)
+            elif placement == "swapped":
+                found += self._joined(placement, self.cluster, self.cluster)
+            else:
+                for engines, trainers in self._splits():
+                    found += self._joined(placement, engines, trainers)
+        if self.progress:
+            self.progress(len(self.placements), len(self.placements))
+        best = sorted(found, key=lambda prediction: prediction.step.value)
+        fitting = {prediction.plan.placement for prediction in best}
+        rejected = [self._nearest[p] for p in self.placements if p not in fitting and p in self._nearest]
+        return Found(tuple(best), tuple(rejected), self.tried)
+
+    def _splits(self) -> Iterator[tuple[Cluster, Cluster]]:
+        if self.generation_cluster is not None:
+            yield self.generation_cluster, self.cluster
+            return
+        whole = self.cluster
+        unit = whole.devices_per_node if whole.nodes > 1 else 1
+        seen = set()
+        for share in SPLITS:
+            engines = round(whole.devices * share / unit) * unit
+            if 0 < engines < whole.devices and engines not in seen:
+                seen.add(engines)
+                yield whole.part(engines), whole.part(whole.devices - engines)
+
+    def _predict(self, plan: Plan, simulate: bool = False) -> Prediction | None:
+        self.tried += 1
+        try:
+            plan = replace(plan, channel=self.channel or default_channel(plan, self.workload))
+            prediction = predict_plan(self.workload, plan, self.constants, simulate=simulate)
+        except ConfigError:
+            return None
+        if prediction.fits:
+            return prediction
+        self._reject(plan.placement, plan, max(prediction.shortages, key=lambda shortage: shortage.factor))
+        return None
+
+    def _generations(self, cluster: Cluster) -> list[GenerationLayout]:
+        return [self.generation] if self.generation else list(generation_layouts(self.workload, cluster))
+
+    def _trainings(self, cluster: Cluster) -> list[TrainingLayout]:
+        return [self.training] if self.training else list(training_layouts(self.workload, cluster))
+
+    def _trained(self, placement: str, trainers: Cluster) -> list[TrainingLayout]:
+        """Training cuts that fit beside nothing but what the placement keeps there, the fastest first."""
+        kind = KIN.get(placement, placement)
+        if (kind, trainers.devices) in self._sides:
+            return self._sides[kind, trainers.devices]
+        timed = []
+        for layout in self._trainings(trainers):
+            found = self._thrifty_training(kind, trainers, layout)
+            if found is not None:
+                timed.append(found)
+        timed.sort(key=lambda pair: pair[0])
+        self._sides[kind, trainers.devices] = [layout for _, layout in timed]
+        return self._sides[kind, trainers.devices]
+
+    def _thrifty_training(
+        self, placement: str, trainers: Cluster, layout: TrainingLayout
+    ) -> tuple[float, TrainingLayout] | None:
+        """The first that fits of nothing recomputed, all recomputed, the optimizer offloaded, with its seconds."""
+        thrift = THRIFT if self.training is None else ((layout.recompute, layout.park, layout.offload_optimizer),)
+        nearest: tuple[Shortage, Plan] | None = None
+        for recompute, park, offload in thrift:
+            if (offload or park) and placement == "swapped" and self.training is None:
+                continue
+            cut = replace(layout, recompute=recompute, park=park, offload_optimizer=offload)
+            plan = Plan(placement, trainers, trainers, GenerationLayout(), cut, "ipc", 0)
+            self.tried += 1
+            try:
+                cut.check(self.workload.model)
+            except ConfigError:
+                return None
+            parts = Parts(self.workload, plan, self.constants)
+            chip = trainers.accelerator
+            needs = [Shortage("training, per device", parts.training_memory(0.0).value, chip.memory),
+                     Shortage("scoring, per device", parts.scoring_memory(0.0).value, chip.memory),
+                     Shortage("host memory, per node", parts.host().value, trainers.host_memory)]  # fmt: skip
+            worst = max(needs, key=lambda need: need.factor)
+            if worst.factor <= 1:
+                seconds = sum(term.value for term in (*parts.scores(), *parts.learning()))
+                return seconds, cut
+            if nearest is None or worst.factor < nearest[0].factor:
+                nearest = worst, plan
+        for name in self.placements if nearest else ():
+            if nearest and KIN.get(name, name) == placement:
+                self._reject(name, nearest[1], nearest[0])
+        return None
+
+    def _reject(self, placement: str, plan: Plan, worst: Shortage) -> None:
+        known = self._nearest.get(placement)
+        if known is None or worst.factor < known.factor:
+            self._nearest[placement] = Rejection(placement, plan, str(worst), worst.factor)
+
+    def _joined(self, placement: str, engines: Cluster, trainers: Cluster) -> list[Prediction]:
+        """The best training cut with every generation cut, and the runner-up with the best of those."""
+        trained = self._trained(placement, trainers)
+        if not trained:
+            return []
+        found = []
+        stale = self.staleness if placement == "async" else 0
+        for generation in self._generations(engines):
+            plan = Plan(placement, trainers, engines, generation, trained[0], "", stale)
+            found.append(self._predict(plan))
+        best = sorted(filter(None, found), key=lambda p: p.step.value)[:2]
+        if best and len(trained) > 1:
+            best += filter(None, [self._predict(replace(best[0].plan, training=trained[1]))])
+        if placement == "async":
+            best = [again for p in best if (again := self._predict(p.plan, simulate=True)) is not None]
+        return best
+
+    def _paired(self, placement: str) -> list[Prediction]:
+        """Both sides on a device at once: what training keeps there is missing from the cache."""
+        trained = self._trained(placement, self.cluster)
+        held = {cut: Parts(self.workload, Plan("hybrid", self.cluster, self.cluster, GenerationLayout(), cut, "ipc"),
+                           self.constants).training_memory(0.0).value for cut in trained}  # fmt: skip
+        # The leanest cuts leave the most room for the cache, the fastest cost the least: some of both.
+        lean = sorted(trained, key=lambda cut: held[cut])[:PAIRED]
+        found = [
+            self._predict(Plan(placement, self.cluster, self.cluster, generation, training, ""))
+            for training in dict.fromkeys([*trained[:PAIRED], *lean])
+            for generation in self._generations(self.cluster)
+        ]
+        return sorted(filter(None, found), key=lambda p: p.step.value)[:3]
+
+
+def smallest_that_fits(workload: Workload, cluster: Cluster, constants: Constants | None = None) -> Cluster | None:
+    """The fewest nodes of the same kind on which some plan fits."""
+    for nodes in (cluster.nodes + 1, *(cluster.nodes * k for k in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))):
+        larger = replace(cluster, nodes=nodes)
+        if larger.devices & (larger.devices - 1) and larger.devices % 8:
+            continue
+        if Search(workload, larger, constants, placements=("swapped", "hybrid", "disaggregated")).run().plans:
+            return larger
+    return None
