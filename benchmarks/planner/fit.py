@@ -1,7 +1,6 @@
 """Fit of the planner's constants on rows: stage by stage, inside physical bounds, from round starting values.
 
-Stages use disjoint rows, so that decode constants see serving alone, training constants training alone, and the few of
-RL steps the rest. The loss is the mean absolute log ratio, cut at 1 so that no single row leads.
+Training first, then decode with what both share held to both, then the few constants that RL steps alone have. The loss is the mean absolute log ratio, cut at 1 so that no single row leads.
 """
 
 from __future__ import annotations
@@ -36,19 +35,17 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
 }
 STAGES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
-        ("bandwidth_share", "layer_seconds", "expert_layer_seconds", "step_seconds", "sequence_seconds", "link_share",
-         "gemm_share", "narrow_gemm_share"),
-        ("tpot", "itl", "generation_throughput"),
+        ("gemm_share", "narrow_gemm_share", "activation_passes", "attention_share", "bulk_link_share", "launch_seconds",
+         "expert_launch_seconds"),
+        ("train_throughput", "step_time:training"),
     ),
     (
-        ("activation_passes", "attention_share", "bulk_link_share", "launch_seconds", "expert_launch_seconds",
-         "gemm_share", "narrow_gemm_share"),
-        ("train_throughput", "step_time:training"),
+        ("bandwidth_share", "layer_seconds", "expert_layer_seconds", "step_seconds", "sequence_seconds", "link_share",
+         "gemm_share", "narrow_gemm_share", "activation_passes"),
+        ("tpot", "itl", "generation_throughput", "train_throughput", "step_time:training"),
     ),
     (("hop_seconds", "packing_share", "response_seconds", "switch_seconds", "length_spread"), ("step_time:step time",)),
 )  # fmt: skip
-SHARED = ("gemm_share", "narrow_gemm_share")
-"""Constants of two stages: the second starts where the first ended and may move them a little."""
 
 
 def loss(rows: Sequence[Row], metrics: Sequence[str], constants: Constants) -> float:
@@ -73,14 +70,12 @@ def loss(rows: Sequence[Row], metrics: Sequence[str], constants: Constants) -> f
 
 def fit(rows: Sequence[Row], rounds: int = 5) -> Constants:
     constants = Constants().changed({name: start for name, (start, _, _) in BOUNDS.items()})
-    for stage, (names, metrics) in enumerate(STAGES):
+    for names, metrics in STAGES:
         mine = [row for row in rows if any(metric.split(":")[0] == row["metric"] for metric in metrics)]
         best = loss(mine, metrics, constants)
         stride = 1.30
         for _ in range(rounds):
             for name in names:
-                if stage and name in SHARED and stride > 1.15:
-                    continue
                 for factor in (stride, 1 / stride):
                     _, least, most = BOUNDS[name]
                     value = min(most, max(least, getattr(constants, name) * factor))

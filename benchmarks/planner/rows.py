@@ -189,7 +189,7 @@ def megatron(row: Row, constants: Constants) -> tuple[Trainer, float, float]:
     recompute = "full" if "full recompute" in row["notes"] else "none" if "no_recompute" in row["metric"] else "selective"
     micro = int(batch) if pp == 1 else 1
     layout = TrainingLayout(tp, pp, where.devices // (tp * pp), 1, 1, INTERLEAVED.get(model.name, 1), 1, micro * int(length),
-                            recompute)  # fmt: skip
+                            recompute=recompute)  # fmt: skip
     return Trainer(model, where, layout, "bf16", constants), batch, length
 
 
@@ -212,7 +212,8 @@ def train_layout(row: Row, devices: int, length: float) -> TrainingLayout | None
         return None
     tp, cp, ep, pp = int(parts[0]), int(parts[1]), int(parts[2]), int(parts[-2])
     vpp = int(parts[-1]) if parts[-1].isdigit() else 1
-    return TrainingLayout(tp, pp, devices // (tp * cp * pp), ep, cp, vpp, 1, int(length))
+    # NeMo RL's recipes sum gradients in bf16 (grad_reduce_in_fp32: false).
+    return TrainingLayout(tp, pp, devices // (tp * cp * pp), ep, cp, vpp, 1, int(length), gradient_bytes=2)
 
 
 @lru_cache(maxsize=256)
@@ -369,7 +370,8 @@ def verl_memory(row: Row, constants: Constants) -> Answer:
         raise Unplannable("no training layout")
     tp, pp, ep = map(int, cuts.groups())
     model, where = shape(row), machine(row)
-    layout = TrainingLayout(tp, pp, where.devices // (tp * pp), ep, 1, 1, 1, 4096, "full", "offload" in row["notes"])
+    offloaded = "offload" in row["notes"]
+    layout = TrainingLayout(tp, pp, where.devices // (tp * pp), ep, recompute="full", offload_optimizer=offloaded)
     workload = Workload(model, "grpo", PROMPT, float(row["response_len"]), 0, 512)
     # The engine's cut is not said: the smallest that holds the weights.
     generation = GenerationLayout(32)

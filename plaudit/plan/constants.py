@@ -14,43 +14,43 @@ from plaudit.errors import ConfigError, nearest
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    bandwidth_share: float = 0.90
+    bandwidth_share: float = 0.93
     """Of peak memory bandwidth that long streaming reads reach: refresh, row switches. GB200 was measured at 0.92."""
-    gemm_share: float = 0.75
+    gemm_share: float = 0.70
     """Of the dense bf16 rate that large matrix products reach: the clock under load is below the one of the data sheet,
     and tiles leave edges."""
-    narrow_gemm_share: float = 0.60
+    narrow_gemm_share: float = 0.70
     """The same for fp8 and fp4, where feeding the units and the scales takes a larger part."""
-    attention_share: float = 0.50
+    attention_share: float = 0.60
     """Of the bf16 rate that fused attention reaches: the softmax between its two products runs on other units."""
-    layer_seconds: float = 64e-6
+    layer_seconds: float = 61e-6
     """Fixed cost of one layer of a decode step: a dozen dependent kernels of 5 µs that fill no device, graph or not."""
-    expert_layer_seconds: float = 60e-6
+    expert_layer_seconds: float = 80e-6
     """What a layer with experts adds: routing, sorting, two more kernels and their joins."""
-    step_seconds: float = 0.3e-3
+    step_seconds: float = 0.35e-3
     """Of one decode step, whatever the model: schedule, sample, stop tests, the host's turn."""
-    sequence_seconds: float = 4e-6
+    sequence_seconds: float = 8e-6
     """Of one sequence in a decode step, on the host: its tables, its token, its stop test, its text."""
-    link_share: float = 0.25
+    link_share: float = 0.30
     """Of a scale-up link that the small collectives of a layer reach, one after the other and unhidden."""
-    bulk_link_share: float = 0.70
+    bulk_link_share: float = 0.50
     """Of any link that transfers of many megabytes reach."""
-    hop_seconds: float = 30e-6
+    hop_seconds: float = 60e-6
     """Latency of one collective that leaves the scale-up domain."""
-    activation_passes: float = 3.0
+    activation_passes: float = 5.0
     """How often each activation crosses between memory and chip in a forward pass: written, read by what follows, and
     copied, cast or sorted on the way."""
-    launch_seconds: float = 1.2e-3
+    launch_seconds: float = 1.5e-3
     """Host time to launch one layer's forward and backward kernels in training: the floor for small micro-batches."""
-    expert_launch_seconds: float = 0.65e-3
+    expert_launch_seconds: float = 0.7e-3
     """The same for each expert that a device holds: its casts and products are kernels of their own."""
-    switch_seconds: float = 6.0
+    switch_seconds: float = 9.0
     """To put a co-located engine to sleep and wake it: memory mapped and unmapped, caches made, graphs checked."""
     packing_share: float = 0.80
     """How full the packed micro-batches of the fullest device are when lengths differ: the others wait for it."""
-    response_seconds: float = 4e-3
+    response_seconds: float = 5e-3
     """Host work on one response between generation and training: text, rule, advantage, packing, log."""
-    length_spread: float = 0.7
+    length_spread: float = 1.0
     """Coefficient of variation of response lengths, where only the mean is known."""
 
     def changed(self, overrides: Mapping[str, float]) -> Constants:

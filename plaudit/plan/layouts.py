@@ -62,6 +62,8 @@ class TrainingLayout:
     """Tokens that go through at once: packed sequences, or one that is longer."""
     recompute: str = "none"
     """none | selective (the attention core) | full (everything but a layer's input)"""
+    gradient_bytes: int = 4
+    """4 where gradients are summed in fp32 (Megatron), 2 where in bf16 (FSDP2, NeMo RL)."""
     park: bool = False
     """Models that are only read (reference, reward) wait on the host between uses."""
     offload_optimizer: bool = False
@@ -86,6 +88,8 @@ class TrainingLayout:
             )
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero = {self.zero}: expected 0, 1, 2 or 3")
+        if self.gradient_bytes not in (2, 4):
+            raise ConfigError(f"gradient_bytes = {self.gradient_bytes}: expected 2 (bf16) or 4 (fp32)")
         _stages(self.pp, model)
 
     def __str__(self) -> str:

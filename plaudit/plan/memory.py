@@ -1,7 +1,7 @@
 """Bytes per device and per host, phase by phase.
 
 Training: Korthikanti et al., arXiv 2205.05198, with gated MLPs, grouped queries and experts counted for themselves;
-weights 2 B, gradients 4, Adam and master weights 12 per parameter, cut by tp, pp, ep and ZeRO.
+weights 2 B, gradients 4 or 2, Adam and master weights 12 per parameter, cut by tp, pp, ep and ZeRO.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRAPHS = 1.0e9
 """Captured decode graphs of an engine."""
 HOST_SLACK = 1.5
 """Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
-GRADIENT_BYTES, OPTIMIZER_BYTES = 4.0, 12.0
+OPTIMIZER_BYTES = 12.0
 
 
 def weights(trainer: Trainer, name: str = "weights") -> Term:
@@ -36,7 +36,9 @@ def weights(trainer: Trainer, name: str = "weights") -> Term:
 def gradients(trainer: Trainer) -> Term:
     layout = trainer.layout
     cut = trainer.optimizer_parameters_here() if layout.zero >= 2 else trainer.parameters_here()
-    return Term("gradients", GRADIENT_BYTES * cut, "B", "4 · parameters whose gradients a device keeps", (("parameters", cut),))
+    size = float(layout.gradient_bytes)
+    how = "bytes of a gradient · parameters whose gradients a device keeps"
+    return Term("gradients", size * cut, "B", how, (("bytes", size), ("parameters", cut)))
 
 
 def optimizer(trainer: Trainer) -> Term:

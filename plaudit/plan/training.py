@@ -136,8 +136,8 @@ class Trainer:
             return 0.0
         dense = Links.of(self.cluster, layout.dp * layout.cp, self.constants, stride=layout.tp)
         experts = Links.of(self.cluster, layout.expert_copies, self.constants, stride=layout.ep)
-        # Gradients of four bytes are scattered, weights of two gathered.
-        return 6.0 * (
+        # Gradients are scattered, weights of two bytes gathered.
+        return (layout.gradient_bytes + 2.0) * (
             dense.all_gather(self.dense_parameters_here()) + experts.all_gather(self.expert_parameters_here())
         )
 
