@@ -138,14 +138,25 @@ def report(
             continue
         reached, good = read(found), None
         good = reached >= limit if measure.startswith("share") else reached <= limit
-        targets[name] = {"measure": measure, "limit": limit, "reached": round(reached, 4), "rows": len(found), **spread(found)}
+        targets[name] = {
+            "measure": measure,
+            "limit": limit,
+            "reached": round(reached, 4),
+            "rows": len(found),
+            **spread(found),
+        }
         print(f"{name:16} {measure:18} {limit:8.0%} {reached:8.1%} {len(found):5}  {targets[name]['bias']:+6.0%} "
               f"{targets[name]['p90']:6.0%}{'' if good else '   MISSED'}")  # fmt: skip
     right, pairs = ordered_pairs(scored)
     if pairs:
         print(f"{'order':16} {'co-located/async':18} {0.9:8.0%} {right / pairs:8.1%} {pairs:5}"
               f"{'' if right / pairs >= 0.9 else '   MISSED'}")  # fmt: skip
-        targets["order"] = {"measure": "pairs ordered as measured", "limit": 0.9, "reached": right / pairs, "rows": pairs}
+        targets["order"] = {
+            "measure": "pairs ordered as measured",
+            "limit": 0.9,
+            "reached": right / pairs,
+            "rows": pairs,
+        }
     metrics = table("metric", scored, lambda s: s.row["metric"])
     groups = table("group", scored, lambda s: f"{s.row['group'][:42]} · {s.row['metric'][:16]}")
     if aside:

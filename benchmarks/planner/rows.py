@@ -137,7 +137,9 @@ def serving_rate(row: Row, constants: Constants) -> Answer:
     room = engine.cluster.accelerator.memory * OWN_ENGINE_SHARE - engine.weight_bytes() - bytes_of.GRAPHS
     most = bytes_of.concurrency(engine, room, prompt + response)
     if most < 1:
-        raise Unplannable(f"{engine.model.name} does not fit in {engine.layout.devices} × {engine.cluster.accelerator.name}")
+        raise Unplannable(
+            f"{engine.model.name} does not fit in {engine.layout.devices} × {engine.cluster.accelerator.name}"
+        )
     sequences = min(most, number(row, "batch") or SATURATED)
     rate = sequences / per_token(engine, sequences, prompt, response)
     each = row["unit"].endswith("/GPU")
@@ -156,7 +158,9 @@ def bridge(row: Row, constants: Constants) -> tuple[Trainer, float, float]:
     fsdp, tp, pp, cp, vpp, ep = (int(part) if part.isdigit() else 1 for part in cut[1].split(","))
     where, model = machine(row), shape(row)
     length, batch = required(row, "response_len", "sequence length"), required(row, "batch", "batch")
-    layout = TrainingLayout(tp, pp, where.devices // (tp * pp * cp), ep, cp, vpp, 3 if fsdp else 1, int(size[1]) * int(length))
+    layout = TrainingLayout(
+        tp, pp, where.devices // (tp * pp * cp), ep, cp, vpp, 3 if fsdp else 1, int(size[1]) * int(length)
+    )
     return Trainer(model, where, layout, dtype(row, model), constants), batch, length
 
 
@@ -186,7 +190,9 @@ def megatron(row: Row, constants: Constants) -> tuple[Trainer, float, float]:
     model, where = shape(row), machine(row)
     length, batch = required(row, "response_len", "sequence length"), required(row, "batch", "batch")
     tp, pp = int(cuts[1]), int(cuts[2])
-    recompute = "full" if "full recompute" in row["notes"] else "none" if "no_recompute" in row["metric"] else "selective"
+    recompute = (
+        "full" if "full recompute" in row["notes"] else "none" if "no_recompute" in row["metric"] else "selective"
+    )
     micro = int(batch) if pp == 1 else 1
     layout = TrainingLayout(tp, pp, where.devices // (tp * pp), 1, 1, INTERLEAVED.get(model.name, 1), 1, micro * int(length),
                             recompute=recompute)  # fmt: skip
@@ -253,7 +259,9 @@ def reinforcement(row: Row, constants: Constants) -> Prediction:
 
 def plan_of(row: Row, workload: Workload, where: Cluster, length: float) -> Plan:
     overlapped = "async" in row["architecture"] or "one-step-off" in row["architecture"]
-    split = re.search(r"gen GPUs (\d+) / train GPUs (\d+)", row["notes"]) or re.search(r"(\d+)\s*:\s*(\d+)", row["architecture"])
+    split = re.search(r"gen GPUs (\d+) / train GPUs (\d+)", row["notes"]) or re.search(
+        r"(\d+)\s*:\s*(\d+)", row["architecture"]
+    )
     ahead = re.search(r"(\d+)-step Off", row["architecture"])
     placement = "async" if overlapped else "disaggregated" if split else "swapped"
     engines = None
@@ -291,7 +299,9 @@ def step_time(row: Row, constants: Constants) -> Answer:
 def step_rate(row: Row, constants: Constants) -> Answer:
     found = reinforcement(row, constants)
     tokens = found.workload.batch * found.workload.length
-    return Answer(tokens / found.step.value / required(row, "n_gpus", "number of accelerators"), float(row["value"]), "")
+    return Answer(
+        tokens / found.step.value / required(row, "n_gpus", "number of accelerators"), float(row["value"]), ""
+    )
 
 
 def phase(name: str, target: str = "") -> Callable[[Row, Constants], Answer]:
@@ -396,7 +406,10 @@ def largest_fitting(row: Row, constants: Constants) -> Answer:
     for name in OPT:
         model = ModelShape.named(name)
         layout = TrainingLayout(zero=3, micro_tokens=512, recompute="full", offload_optimizer=True)
-        trainer, critic = Trainer(model, where, layout, "bf16", constants), Trainer(small, where, layout, "bf16", constants)
+        trainer, critic = (
+            Trainer(model, where, layout, "bf16", constants),
+            Trainer(small, where, layout, "bf16", constants),
+        )
         # One copy to train and run, one as the reference, gradients layer by layer to the host.
         held = 2 * 2.0 * model.parameters + bytes_of.RESERVE + bytes_of.COLLECTIVES + 18.0 * small.parameters
         held += bytes_of.activations(trainer, 512).value + bytes_of.logits(trainer, 512).value + 2.0 * small.parameters
@@ -404,7 +417,10 @@ def largest_fitting(row: Row, constants: Constants) -> Answer:
         if held <= chip.memory:
             best = model.parameters / 1e9
     named = float(row["value"])
-    known = next((ModelShape.named(n).parameters / 1e9 for n in OPT if abs(ModelShape.named(n).parameters / 1e9 - named) < 0.6), named)
+    known = next(
+        (ModelShape.named(n).parameters / 1e9 for n in OPT if abs(ModelShape.named(n).parameters / 1e9 - named) < 0.6),
+        named,
+    )
     return Answer(best, known, "memory")
 
 

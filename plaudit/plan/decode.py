@@ -46,7 +46,11 @@ class Replica:
     def dense_numbers(self) -> float:
         """Matrices that every token passes, without the vocabulary head."""
         model = self.model
-        return model.active_parameters - model.vocab * model.hidden - model.moe_layers * model.top_k * model.expert_parameters
+        return (
+            model.active_parameters
+            - model.vocab * model.hidden
+            - model.moe_layers * model.top_k * model.expert_parameters
+        )
 
     def weight_bytes(self) -> float:
         """Per device. Embedding and head stay in bf16."""

@@ -75,7 +75,9 @@ def generate(
     decode *= weight / weight_now
     given = (("responses", batch), ("replicas", replicas), ("at once", min(own, concurrency)), ("prompt", prompt))
     parts = (
-        Term("prefill", reading, "s", "prompts of a replica · (2 · active parameters · tokens + attention) / rate", given),
+        Term(
+            "prefill", reading, "s", "prompts of a replica · (2 · active parameters · tokens + attention) / rate", given
+        ),
         Term("decode", decode, "s", "sum over stretches of steps · decode step(sequences alive, context)", given),
     )
     seconds = Term("generation", reading + decode, "s", "prefill + decode", given, parts)

@@ -81,7 +81,9 @@ class TrainingLayout:
         _positive(self.tp, self.pp, self.dp, self.ep, self.cp, self.micro_tokens)
         _divides("training", self.tp, model)
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
-            raise ConfigError(f"training ep = {self.ep}: {model.name} has {model.experts} experts, which it must divide")
+            raise ConfigError(
+                f"training ep = {self.ep}: {model.name} has {model.experts} experts, which it must divide"
+            )
         if (self.tp * self.cp * self.dp) % self.ep:
             raise ConfigError(
                 f"training ep = {self.ep} does not divide tp × cp × dp = {self.tp} × {self.cp} × {self.dp}"

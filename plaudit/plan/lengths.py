@@ -38,9 +38,7 @@ def _quantiles(lengths: Lengths, count: int, of: float) -> tuple[float, ...]:
     ranks = [(i + 0.5) / count for i in range(count)]
     # The middle of the last stretch understates the end of it: of n draws the longest lies near the rank n/(n+1).
     ranks[-1] = max(ranks[-1], of / (of + 1))
-    return tuple(
-        max(1.0, min(lengths.longest, math.exp(middle + sigma * _NORMAL.inv_cdf(rank)))) for rank in ranks
-    )
+    return tuple(max(1.0, min(lengths.longest, math.exp(middle + sigma * _NORMAL.inv_cdf(rank)))) for rank in ranks)
 
 
 @lru_cache(maxsize=4096)

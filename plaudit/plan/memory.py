@@ -19,18 +19,23 @@ GRAPHS = 1.0e9
 """Captured decode graphs of an engine."""
 HOST_SLACK = 1.5
 """Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
-OPTIMIZER_BYTES = 12.0
+
+
+def weight_size(trainer: Trainer) -> float:
+    """Bytes of one weight in training: fp8 is cast from bf16 as it is used."""
+    return 4.0 if trainer.dtype == "fp32" else 2.0
 
 
 def weights(trainer: Trainer, name: str = "weights") -> Term:
-    here, layout = trainer.parameters_here(), trainer.layout
+    here, layout, size = trainer.parameters_here(), trainer.layout, weight_size(trainer)
+    given = (("bytes", size), ("parameters", here), ("dp", layout.dp))
     if layout.zero < 3:
-        return Term(name, 2.0 * here, "B", "2 · parameters of a device", (("parameters", here),))
+        return Term(name, size * here, "B", "bytes of a weight · parameters of a device", given)
     ranks = layout.dp * layout.cp
     # Two layers are whole at any time: the one at work and the next.
-    gathered = 2 * 2.0 * here * layout.pp / trainer.model.layers
-    shard = 2.0 * here / ranks
-    return Term(name, shard + gathered, "B", "2 · parameters / dp + two gathered layers", (("parameters", here), ("dp", ranks)))
+    gathered = 2 * size * here * layout.pp / trainer.model.layers if ranks > 1 else 0.0
+    shard = size * here / ranks
+    return Term(name, shard + gathered, "B", "bytes of a weight · parameters / dp + two gathered layers", given)
 
 
 def gradients(trainer: Trainer) -> Term:
@@ -43,7 +48,9 @@ def gradients(trainer: Trainer) -> Term:
 
 def optimizer(trainer: Trainer) -> Term:
     own = trainer.optimizer_parameters_here()
-    return Term("optimizer", OPTIMIZER_BYTES * own, "B", "(4 master + 8 Adam) · parameters a device updates", (("parameters", own),))
+    size = 8.0 if trainer.dtype == "fp32" else 12.0
+    how = "(8 Adam + 4 master where weights are narrower) · parameters a device updates"
+    return Term("optimizer", size * own, "B", how, (("bytes", size), ("parameters", own)))
 
 
 def activations(trainer: Trainer, length: float, fused: bool = True, sequence_parallel: bool = True) -> Term:
@@ -102,7 +109,9 @@ def learning(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -
 def scoring(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -> Term:
     """Forward only: one layer's activations at a time."""
     tokens = max(trainer.layout.micro_tokens, length) / trainer.layout.cp
-    moment = Term("activations", 2 * tokens * activation_bytes_per_token(trainer, length), "B", "two layers' worth, per token")
+    moment = Term(
+        "activations", 2 * tokens * activation_bytes_per_token(trainer, length), "B", "two layers' worth, per token"
+    )
     return total("scoring", [weights(trainer), moment, logits(trainer, length, False), reserve(), *resident], "B")
 
 

@@ -170,7 +170,9 @@ class ModelShape:
     @property
     def activation_numbers(self) -> float:
         """What the forward pass of one token writes between its kernels, in all layers."""
-        width = self.heads * (self.head_dim + self.rope_dim) + self.kv_heads * (self.head_dim + (self.v_dim or self.head_dim))
+        width = self.heads * (self.head_dim + self.rope_dim) + self.kv_heads * (
+            self.head_dim + (self.v_dim or self.head_dim)
+        )
         attention = self.layers * (8 * self.hidden + 2 * width)
         dense = (self.layers - self.moe_layers) * (3 if self.gated else 2) * self.ffn
         experts = self.moe_layers * (self.top_k * (2 * self.hidden + 3 * self.expert_ffn) + 3 * self.shared_ffn)
@@ -237,7 +239,9 @@ def canonical(name: str) -> str:
     plain = _plain(name.rsplit("/", 1)[-1])
     aliases = _aliases()
     while plain not in aliases:
-        shorter = re.sub(r"(instruct|base|chat|it|hf|fp8|fp4|nvfp4|bf16|dynamic|thinking|2507|2506|0528|0324|v1|99)$", "", plain)
+        shorter = re.sub(
+            r"(instruct|base|chat|it|hf|fp8|fp4|nvfp4|bf16|dynamic|thinking|2507|2506|0528|0324|v1|99)$", "", plain
+        )
         if shorter == plain or not shorter:
             return name.lower()
         plain = shorter

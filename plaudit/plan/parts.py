@@ -39,7 +39,12 @@ class Parts:
     def __init__(self, workload: Workload, plan: Plan, constants: Constants) -> None:
         self.workload, self.plan, self.constants = workload, plan, constants
         self.replica = Replica(
-            workload.model, plan.generation_cluster, plan.generation, workload.engine_dtype, workload.kv_dtype, constants
+            workload.model,
+            plan.generation_cluster,
+            plan.generation,
+            workload.engine_dtype,
+            workload.kv_dtype,
+            constants,
         )
         self.trainer = self._trainer(workload.model)
         self.critic = self._trainer(workload.value_model) if workload.value_model else None
@@ -105,7 +110,10 @@ class Parts:
         held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
         held = [*held, *self._moment(self.trainer), memory.reserve()]
         if self.plan.placement == "colocated":
-            held += [Term("cache", pool, "B", "stays between steps"), Term("graphs", memory.GRAPHS, "B", "captured graphs")]
+            held += [
+                Term("cache", pool, "B", "stays between steps"),
+                Term("graphs", memory.GRAPHS, "B", "captured graphs"),
+            ]
             held += [] if self.one_module else [memory.engine_weights(self.replica)]
         if self.plan.placement == "hybrid" and not self.one_module:
             held.append(Term("bucket", 2e9, "B", "weights on their way to the engine's cut, a bucket at a time"))
@@ -150,7 +158,13 @@ class Parts:
             found.append(self.critic.score(work.batch, length, "values"))
         rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
         found += [
-            Term(f"{term.name} from the host", term.value / rate, "s", "bytes / (PCIe · bulk_link_share)", (("bytes", term.value),))
+            Term(
+                f"{term.name} from the host",
+                term.value / rate,
+                "s",
+                "bytes / (PCIe · bulk_link_share)",
+                (("bytes", term.value),),
+            )
             for term in self._forward_only(parked=True)
         ]
         return found
@@ -194,10 +208,12 @@ class Parts:
         scoring = total("scoring", [self.bookkeeping(), *self.scores()], "s")
         learning = total("training", self.learning(), "s")
         weights = self.weights()
-        train_memory, score_memory = self.training_memory(pool), self.scoring_memory(pool)
+        train_memory, score_memory = self.training_memory(used), self.scoring_memory(used)
         on = ("all", "all") if plan.shared else ("generation", "training")
         if plan.placement == "async":
-            return self._overlapped(made, generating, scoring, learning, weights, train_memory, score_memory, at_once, simulate)
+            return self._overlapped(
+                made, generating, scoring, learning, weights, train_memory, score_memory, at_once, simulate
+            )
         rows = [("generation", on[0], made.seconds, generating), ("scoring", on[1], scoring, score_memory),
                 ("training", on[1], learning, train_memory), ("weights", on[0], weights, generating)]  # fmt: skip
         if plan.placement == "swapped":

@@ -106,7 +106,9 @@ def predict_plan(
     if at_once < 1:
         one = memory.sequence_bytes(run.replica, run.grown) / plan.generation.attention_groups
         short = engine_memory.value + one
-        shortages.append(Shortage("generation, weights and the cache of one sequence", short, engine_memory.value + pool))
+        shortages.append(
+            Shortage("generation, weights and the cache of one sequence", short, engine_memory.value + pool)
+        )
     made = generated or generate(
         run.replica, plan.replicas, workload.batch, workload.prompt, workload.lengths(constants), max(1.0, at_once),
         workload.samples_per_prompt,

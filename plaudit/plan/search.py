@@ -26,7 +26,13 @@ PAIRED = 4
 """Best cuts of each side that are tried together where both live on one device."""
 KIN = {"async": "disaggregated", "colocated": "hybrid"}
 """Placements whose training side is that of another."""
-THRIFT = (("none", False, False), ("none", True, False), ("full", False, False), ("full", True, False), ("full", True, True))
+THRIFT = (
+    ("none", False, False),
+    ("none", True, False),
+    ("full", False, False),
+    ("full", True, False),
+    ("full", True, True),
+)
 """(recompute, park the reference, offload the optimizer), the cheapest first"""
 
 
@@ -102,7 +108,9 @@ class Search:
         self.workload, self.cluster, self.constants = workload, cluster, constants or Constants()
         self.placements = [p for p in placements if generation_cluster is None or p not in SHARED]
         if not self.placements:
-            raise ConfigError("generation on hardware of its own goes with the placements disaggregated and async alone")
+            raise ConfigError(
+                "generation on hardware of its own goes with the placements disaggregated and async alone"
+            )
         self.channel, self.staleness, self.progress = channel, staleness, progress
         self.generation_cluster = generation_cluster
         self.generation, self.training = generation, training

@@ -77,7 +77,9 @@ class Trainer:
         core_again = 1.0 if backward and layout.recompute in ("full", "selective") else 0.0
         cuts = layout.tp * layout.pp
         seen = length / 2
-        gemm = chip.flops(self.dtype) * (fixed.gemm_share if self.dtype in ("bf16", "fp32") else fixed.narrow_gemm_share)
+        gemm = chip.flops(self.dtype) * (
+            fixed.gemm_share if self.dtype in ("bf16", "fp32") else fixed.narrow_gemm_share
+        )
         bandwidth = chip.bandwidth * fixed.bandwidth_share
         # Experts are cut by ep alone, so that with tp > 1 each device multiplies its share of the tokens of all.
         products = 2 * model.active_parameters * tokens * (1 + 2 * backward + again) / cuts / gemm

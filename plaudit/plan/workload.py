@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from plaudit.config.algorithm import PRESETS
 from plaudit.errors import ConfigError, nearest
 from plaudit.plan.constants import Constants
 from plaudit.plan.hardware import DTYPE_BYTES
 from plaudit.plan.lengths import Lengths
 from plaudit.plan.model_shape import ModelShape
-
-WITH_CRITIC = ("ppo",)
-WITHOUT_CRITIC = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "reinforce_plus")
-NO_REFERENCE = ("dapo", "dr_grpo", "cispo")
-"""Losses without a penalty on the distance to a reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +40,15 @@ class Workload:
     steps: int = 1000
 
     def __post_init__(self) -> None:
-        known = (*WITH_CRITIC, *WITHOUT_CRITIC)
-        if self.algorithm not in known:
-            raise ConfigError(f"unknown algorithm {self.algorithm!r}; {nearest(self.algorithm, known)}")
+        if self.algorithm not in PRESETS:
+            raise ConfigError(f"unknown algorithm {self.algorithm!r}; {nearest(self.algorithm, PRESETS)}")
         for name in ("batch", "samples_per_prompt", "updates", "epochs", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
         if self.prompt < 0 or self.response < 1:
-            raise ConfigError(f"prompt = {self.prompt:g}, response = {self.response:g} tokens: expected 0 and 1 or more")
+            raise ConfigError(
+                f"prompt = {self.prompt:g}, response = {self.response:g} tokens: expected 0 and 1 or more"
+            )
         if self.max_response and self.max_response < self.response:
             raise ConfigError(
                 f"max_response = {self.max_response:g} is less than the mean response {self.response:g}; "
@@ -77,11 +74,13 @@ class Workload:
 
     @property
     def has_reference(self) -> bool:
-        return self.algorithm not in NO_REFERENCE if self.reference is None else self.reference
+        kl = PRESETS[self.algorithm].get("kl", {})
+        return kl.get("coef", 0.0) > 0 if self.reference is None else self.reference
 
     @property
     def value_model(self) -> ModelShape | None:
-        return (self.critic or self.model) if self.algorithm in WITH_CRITIC else None
+        learns_values = PRESETS[self.algorithm].get("advantage", {}).get("estimator") == "gae"
+        return (self.critic or self.model) if learns_values else None
 
     @property
     def engine_dtype(self) -> str:

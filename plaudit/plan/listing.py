@@ -1,0 +1,102 @@
+"""Plans in the terminal: a ranked table, what was rejected and why, where the time goes."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from plaudit.plan.prediction import Prediction
+from plaudit.plan.question import Outcome
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
+
+
+def dollars(prediction: Prediction, price: str, what: str) -> str:
+    term = getattr(prediction.cost, what).get(price)
+    return f"{term.value:,.2f}" if term else "—"
+
+
+def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = None) -> None:
+    console = console or Console()
+    work, price = outcome.question.workload, outcome.question.price
+    critic = f", critic {work.value_model.name}" if work.value_model else ""
+    console.print(
+        f"{work.model.name}: {work.model.parameters / 1e9:.2f} B parameters, {work.model.active_parameters / 1e9:.2f} B active; "
+        f"{work.algorithm}{critic}; {work.batch} responses of {work.prompt:g} + {work.response:g} tokens "
+        f"(longest {work.longest:g}) a step", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if len(outcome.found) > 1:
+        _print_comparison(outcome, console)
+    console.print(_ranked(outcome, top, price))
+    _print_phases(outcome.best, console)
+    for place, found in outcome.found.items():
+        for rejection in found.rejected:
+            console.print(f"[dim]{place}[/dim] {rejection.placement}: {rejection.reason} "
+                          f"({rejection.factor:.2f} times too much)", highlight=False, soft_wrap=True)  # fmt: skip
+    tried = sum(found.tried for found in outcome.found.values())
+    lacks = outcome.best.plan.not_ours()
+    mark = f"; * not in Plaudit's own trainer, the first for {lacks}" if lacks else ""
+    console.print(f"[dim]{tried} plans tried{mark}[/dim]", highlight=False, soft_wrap=True)
+
+
+def _ranked(outcome: Outcome, top: int, price: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading, side in (
+        ("#", "right"), ("placement", "left"), ("generation", "left"), ("training", "left"), ("step s", "right"),
+        ("$/step", "right"), ("$/M tokens", "right"), ("tok/s/GPU", "right"), ("tok/s/MW", "right"), ("peak GB", "right"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+    several = len(outcome.found) > 1
+    for rank, p in enumerate(outcome.plans[:top], 1):
+        plan = p.plan
+        where = f"{plan.cluster.name} " if several else ""
+        split = "" if plan.shared else f" {plan.generation_cluster.devices}+{plan.cluster.devices}"
+        mark = "*" if plan.not_ours() else ""
+        megawatt = f"{p.cost.tokens_per_megawatt / 1e3:,.0f}k" if p.cost.tokens_per_megawatt else "—"
+        table.add_row(
+            str(rank), f"{where}{plan.placement}{split}{mark}", f"{plan.replicas} × {plan.generation}", str(plan.training),
+            seconds(p.step.value), dollars(p, price, "step"), dollars(p, price, "million_tokens"),
+            f"{p.cost.tokens_per_device:,.0f}", megawatt, f"{p.peak.value / 1e9:.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _print_comparison(outcome: Outcome, console: Console) -> None:
+    price = outcome.question.price
+    best = outcome.best_of_each()
+    by_time = sorted(best, key=lambda p: p.step.value)
+    priced = [p for p in best if price in p.cost.step]
+    by_cost = sorted(priced, key=lambda p: p.cost.million_tokens[price].value)
+    console.print(
+        "by time: " + ", ".join(f"{p.plan.cluster.accelerator.name} {seconds(p.step.value)} s" for p in by_time)
+    )
+    console.print("by cost: " + (", ".join(
+        f"{p.plan.cluster.accelerator.name} ${p.cost.million_tokens[price].value:.2f}/M tokens" for p in by_cost
+    ) or "no public price of any of them; give one with --price"), highlight=False)  # fmt: skip
+    silent = [p.plan.cluster.accelerator.name for p in best if price not in p.cost.step]
+    if silent and by_cost:
+        console.print(f"[dim]no public price: {', '.join(silent)}[/dim]", highlight=False)
+
+
+def _print_phases(best: Prediction, console: Console) -> None:
+    table = Table(
+        title="the first plan, phase by phase", title_style="dim", title_justify="left", box=None, pad_edge=False
+    )
+    for heading in ("phase", "on"):
+        table.add_column(heading)
+    for heading in ("seconds", "GB per device"):
+        table.add_column(heading, justify="right")
+    table.add_column("the most of it")
+    for phase in best.phases:
+        held = sorted(phase.memory.parts, key=lambda part: -part.value)[:3]
+        most = ", ".join(f"{part.name} {part.value / 1e9:.1f}" for part in held)
+        table.add_row(phase.name, phase.pool, seconds(phase.seconds.value), f"{phase.memory.value / 1e9:.1f}", most)
+    console.print(table)
+    host = f", host memory {best.host.value / 1e9:,.0f} GB of a node" if best.host.value else ""
+    waits = f", the trainer waits {best.trainer_waits:.0%} of the time" if best.plan.placement == "async" else ""
+    waves = f" in {best.waves:.1f} waves" if best.waves > 1.05 else ""
+    console.print(
+        f"[dim]{best.concurrency:,.0f} sequences fit in a replica's cache{waves}{host}{waits}[/dim]", highlight=False
+    )
