@@ -75,7 +75,8 @@ def main() -> None:
     if options.csv == DATA and not options.shipped:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
         fitted = asdict(fit(usable))
-        kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit, "folds": options.folds, **summary,
+        kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit, "folds": options.folds,
+                **summary,
                 "fitted on all": {name: float(f"{fitted[name]:.4g}") for name in BOUNDS}}  # fmt: skip
         RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
         print(f"kept in {RESULTS.relative_to(ROOT)}")
@@ -127,8 +128,10 @@ def report(
     if wanted:
         for s in scored:
             if wanted in (s.row["metric"], s.answer.target):
-                print(f"{s.row['system'][:24]:24} {s.row['model'][:20]:20} {s.row['gpu'][:8]:8} {s.row['n_gpus'][:5]:>5} "
-                      f"{s.row['architecture'][:20]:20} {s.answer.measured:10.4g} {s.answer.predicted:10.4g} {s.error:+.0%}")  # fmt: skip
+                row, found = s.row, s.answer
+                print(f"{row['system'][:24]:24} {row['model'][:20]:20} {row['gpu'][:8]:8} {row['n_gpus'][:5]:>5} "
+                      f"{row['architecture'][:20]:20} {found.measured:10.4g} {found.predicted:10.4g} "
+                      f"{s.error:+.0%}")  # fmt: skip
     targets = {}
     print(f"\n{'target':16} {'measure':18} {'limit':>8} {'reached':>8} {'rows':>5}  {'bias':>6} {'p90':>6}")
     for name, measure, limit, read in TARGETS:
@@ -167,14 +170,16 @@ def report(
     for (metric, why), count in reasons.most_common():
         print(f"  {count:4}  {metric}: {why}")
     return {"targets": targets, "metrics": metrics, "groups": groups,
-            "could not be planned": [{"metric": m, "why": w, "rows": n} for (m, w), n in reasons.most_common()]}  # fmt: skip
+            "could not be planned": [
+                {"metric": m, "why": w, "rows": n} for (m, w), n in reasons.most_common()]}  # fmt: skip
 
 
 def spread(found: Sequence[Scored]) -> dict[str, float]:
     errors = sorted(abs(s.error) for s in found)
     return {
         "mape": round(statistics.fmean(errors), 4), "median": round(statistics.median(errors), 4),
-        "bias": round(statistics.fmean(s.error for s in found), 4), "p90": round(errors[int(0.9 * (len(errors) - 1))], 4),
+        "bias": round(statistics.fmean(s.error for s in found), 4),
+        "p90": round(errors[int(0.9 * (len(errors) - 1))], 4),
     }  # fmt: skip
 
 

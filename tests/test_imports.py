@@ -18,7 +18,7 @@ LAYERS = [
     {"reward"},
     {"serve"},
     {"train", "place", "search", "integrations"},
-    {"generate", "score", "bench"},
+    {"generate", "score", "bench", "calibrate"},
     {"report"},
     {"cli", "__main__"},
 ]

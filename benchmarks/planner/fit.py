@@ -1,6 +1,7 @@
 """Fit of the planner's constants on rows: stage by stage, inside physical bounds, from round starting values.
 
-Training first, then decode with what both share held to both, then the few constants that RL steps alone have. The loss is the mean absolute log ratio, cut at 1 so that no single row leads.
+Training first, then decode with what both share held to both, then the few constants that RL steps alone have. The loss
+is the mean absolute log ratio, cut at 1 so that no single row leads.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def first_token(row: Row, constants: Constants) -> Answer:
 def serving_rate(row: Row, constants: Constants) -> Answer:
     engine = replica(row, constants)
     prompt, response = lengths_of(row)
-    room = engine.cluster.accelerator.memory * OWN_ENGINE_SHARE - engine.weight_bytes() - bytes_of.GRAPHS
+    room = engine.cluster.accelerator.memory * OWN_ENGINE_SHARE - engine.weight_bytes() - constants.graph_bytes
     most = bytes_of.concurrency(engine, room, prompt + response)
     if most < 1:
         raise Unplannable(
@@ -194,8 +194,10 @@ def megatron(row: Row, constants: Constants) -> tuple[Trainer, float, float]:
         "full" if "full recompute" in row["notes"] else "none" if "no_recompute" in row["metric"] else "selective"
     )
     micro = int(batch) if pp == 1 else 1
-    layout = TrainingLayout(tp, pp, where.devices // (tp * pp), 1, 1, INTERLEAVED.get(model.name, 1), 1, micro * int(length),
-                            recompute=recompute)  # fmt: skip
+    layout = TrainingLayout(
+        tp, pp, where.devices // (tp * pp), vpp=INTERLEAVED.get(model.name, 1), micro_tokens=micro * int(length),
+        recompute=recompute,
+    )  # fmt: skip
     return Trainer(model, where, layout, "bf16", constants), batch, length
 
 
@@ -411,7 +413,7 @@ def largest_fitting(row: Row, constants: Constants) -> Answer:
             Trainer(small, where, layout, "bf16", constants),
         )
         # One copy to train and run, one as the reference, gradients layer by layer to the host.
-        held = 2 * 2.0 * model.parameters + bytes_of.RESERVE + bytes_of.COLLECTIVES + 18.0 * small.parameters
+        held = 2 * 2.0 * model.parameters + constants.reserve_bytes + 18.0 * small.parameters
         held += bytes_of.activations(trainer, 512).value + bytes_of.logits(trainer, 512).value + 2.0 * small.parameters
         held += bytes_of.activations(critic, 512).value
         if held <= chip.memory:
@@ -425,10 +427,12 @@ def largest_fitting(row: Row, constants: Constants) -> Answer:
 
 
 PLANNERS: Mapping[str, Callable[[Row, Constants], Answer]] = {
-    "tpot": tpot, "itl": tpot, "ttft": first_token, "generation_throughput": serving_rate, "train_throughput": train_rate,
-    "train_model_tflops": train_tflops, "step_time": step_time, "throughput": step_rate,
-    "generation_time": phase("generation"), "generate_sequences": phase("generation"), "train_time": phase("training", "training"),
-    "old_logprob_time": one_score, "ref_logprob_time": one_score, "epoch_time": epoch_time, "weight_sync_time": weight_sync,
+    "tpot": tpot, "itl": tpot, "ttft": first_token, "generation_throughput": serving_rate,
+    "train_throughput": train_rate, "train_model_tflops": train_tflops, "step_time": step_time, "throughput": step_rate,
+    "generation_time": phase("generation"), "generate_sequences": phase("generation"),
+    "train_time": phase("training", "training"),
+    "old_logprob_time": one_score, "ref_logprob_time": one_score, "epoch_time": epoch_time,
+    "weight_sync_time": weight_sync,
     "weight_sync_bandwidth": weight_rate, "refit_total_time": refit_total, "gpu_memory": verl_memory,
     "cpu_memory": verl_memory, "max_model_size_fits": largest_fitting, "memory_params_optimizer": megatron_memory,
     "memory_activation_no_recompute": megatron_memory, "memory_activation_seqpar_selective": megatron_memory,

@@ -65,7 +65,8 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
     work = outcome.question.workload
     return {
         "model": {"name": work.model.name, "parameters": work.model.parameters, "active": work.model.active_parameters},
-        "workload": {"algorithm": work.algorithm, "prompt": work.prompt, "response": work.response, "longest": work.longest,
+        "workload": {"algorithm": work.algorithm, "prompt": work.prompt, "response": work.response,
+                     "longest": work.longest,
                      "batch": work.batch, "updates": work.updates, "steps": work.steps, "dtype": work.dtype,
                      "generation_dtype": work.engine_dtype, "kv_dtype": work.kv_dtype},
         "price": outcome.question.price,

@@ -40,7 +40,7 @@ CHANNELS: Mapping[str, Channel] = {
         Channel("ipc", "co-located processes: gathered in buckets, handed over by address", 1.0, 0.1e-3, 0.0, 55e9),
         Channel("tensors", "tensor by tensor, gathered and broadcast: a round trip for each", 0.5, 0.5e-3, 1.0, 0.30),
         Channel("broadcast", "buckets from one sender: gathered, sent and unpacked in turn", 0.5, 0.1e-3, 1.0, 0.30),
-        Channel("pipeline", "host to device, broadcast and unpack at once, each bucket in another stage", 0.5, 0.0, 0.0, 70e9),
+        Channel("pipeline", "host to device, broadcast and unpack at once, bucket after bucket", 0.5, 0.0, 0.0, 70e9),
         Channel("reshard", "every sender to the receivers that need its part (NCCL, RDMA)", 0.05, 0.0, 2.0, 0.8),
         Channel("host", "serialised through host memory and back", 1.0, 0.0, 0.0, 0.7e9),
         Channel("disk", "written to a shared file system and read by each replica", 2.0, 0.0, 0.0, 2e9),

@@ -59,7 +59,7 @@ class Options:
 
 
 def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable[[], str]) -> None:
-    """`resolve` finds a model's directory, `measure` measures this machine: both need what the planner does not load."""
+    """`resolve` finds a model's directory, `measure` measures this machine: both load what the planner does not."""
     for path in (options.page, options.out, options.calibrate):
         if path is not None:
             check_writable(path)

@@ -50,6 +50,10 @@ class Constants:
     """How full the packed micro-batches of the fullest device are when lengths differ: the others wait for it."""
     response_seconds: float = 5e-3
     """Host work on one response between generation and training: text, rule, advantage, packing, log."""
+    reserve_bytes: float = 3.9e9
+    """Of a process on a device: contexts, kernels and allocator slack 3.5 GB, collectives 0.4 (aiconfigurator's)."""
+    graph_bytes: float = 1.0e9
+    """Captured decode graphs of an engine."""
     length_spread: float = 1.0
     """Coefficient of variation of response lengths, where only the mean is known."""
 

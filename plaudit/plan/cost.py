@@ -35,7 +35,8 @@ def cost(plan: Plan, seconds: float, generated_tokens: float, steps: int) -> Cos
         given = (("$ per hour", hourly), ("seconds", seconds))
         step[level] = Term(f"step at {level} price", dollars, "$", "sum of devices · price · seconds / 3600", given)
         million[level] = Term(
-            f"million tokens at {level} price", dollars / generated_tokens * 1e6, "$", "$ of a step / generated tokens · 10⁶",
+            f"million tokens at {level} price", dollars / generated_tokens * 1e6, "$",
+            "$ of a step / generated tokens · 10⁶",
             (("$", dollars), ("tokens", generated_tokens)),
         )  # fmt: skip
         run[level] = Term(f"run at {level} price", dollars * steps, "$", "$ of a step · steps", (("steps", steps),))

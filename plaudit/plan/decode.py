@@ -13,10 +13,11 @@ from plaudit.plan.model_shape import ModelShape
 from plaudit.plan.term import Term, total
 
 FORMULAS = {
-    "dense weights": "max(read: bytes of attention, shared and dense MLP matrices / tp / (bandwidth · bandwidth_share), "
-    "multiply: 2 · their numbers · sequences / tp / (FLOP/s · gemm_share))",
-    "experts": "max(read: experts hit · bytes of one / width / (bandwidth · bandwidth_share), multiply: 2 · top_k · numbers "
-    "of one · sequences · imbalance / width / (FLOP/s · gemm_share)); hit = E · (1 - (1 - top_k/E)^sequences)",
+    "dense weights": "the slower of reading (bytes of attention, shared and dense MLP matrices / tp / (bandwidth · "
+    "bandwidth_share)) and multiplying (2 · their numbers · sequences / tp / (FLOP/s · gemm_share))",
+    "experts": "the slower of reading (experts hit · bytes of one / width / (bandwidth · bandwidth_share)) and "
+    "multiplying (2 · top_k · numbers of one · sequences · imbalance / width / (FLOP/s · gemm_share)); "
+    "hit = E · (1 - (1 - top_k/E)^sequences)",
     "cache": "sequences · cache of one at this context / min(tp, kv heads) / (bandwidth · bandwidth_share)",
     "communication": "layers · 2 all-reduces of sequences · hidden · 2 B over tp; with ep an all-to-all there and back",
     "layers": "layers · layer_seconds + layers with experts · expert_layer_seconds",
@@ -60,7 +61,7 @@ class Replica:
         return (dense + head) / self.layout.tp / self.layout.pp + experts / self.layout.width / self.layout.pp
 
     def step_parts(self, sequences: float, context: float) -> dict[str, float]:
-        """Seconds of one step in which `sequences` of the replica advance by a token, `context` tokens long on average."""
+        """Seconds of one step in which `sequences` of the replica advance by a token, with `context` behind each."""
         model, layout, fixed = self.model, self.layout, self.constants
         size, rate, bandwidth = DTYPE_BYTES[self.dtype], self._rate(), self._bandwidth()
         # Stages work on different sequences at the same time: one of them passes all layers with its share.
@@ -113,7 +114,7 @@ class Replica:
         if width == 1:
             return 1.0
         mean = sequences * self.model.top_k / width
-        return 1 + min(width - 1.0, (2.0 * math.log(width) / mean) ** 0.5)
+        return 1 + min(width - 1.0, math.sqrt(2.0 * math.log(width) / mean))
 
     def _communication(self, local: float, passing: float, bulk: bool = False) -> float:
         model, layout = self.model, self.layout

@@ -168,7 +168,7 @@ def cluster(text: str, overrides: Overrides | None = None) -> Cluster:
         if devices % per_node and devices > per_node:
             raise ConfigError(
                 f"hardware {text!r}: {devices} devices do not fill nodes of {per_node}; "
-                f"take {devices // per_node * per_node} or {(devices // per_node + 1) * per_node}, or say nodes x devices"
+                f"take {devices // per_node * per_node} or {(devices // per_node + 1) * per_node}, or nodes x devices"
             )
     if nodes < 1 or count < 1:
         raise ConfigError(f"hardware {text!r}: expected at least one node with one device")
@@ -203,7 +203,12 @@ class Overrides(Table):
 
     @staticmethod
     def read(path: Path) -> Overrides:
-        found: Overrides = check(TypeAdapter(Overrides), read_toml(path, "hardware file"), str(path), Overrides)
+        tree = read_toml(path, "hardware file")
+        tables = tree.get("accelerator")
+        for name, table in tables.items() if isinstance(tables, dict) else ():
+            # By itself, so that a message finds the keys beside a wrong one.
+            check(TypeAdapter(AcceleratorTable), table, f"{path}: [accelerator.{name}]", AcceleratorTable)
+        found: Overrides = check(TypeAdapter(Overrides), tree, str(path), Overrides)
         return found
 
 

@@ -23,7 +23,8 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
     work, price = outcome.question.workload, outcome.question.price
     critic = f", critic {work.value_model.name}" if work.value_model else ""
     console.print(
-        f"{work.model.name}: {work.model.parameters / 1e9:.2f} B parameters, {work.model.active_parameters / 1e9:.2f} B active; "
+        f"{work.model.name}: {work.model.parameters / 1e9:.2f} B parameters, "
+        f"{work.model.active_parameters / 1e9:.2f} B active; "
         f"{work.algorithm}{critic}; {work.batch} responses of {work.prompt:g} + {work.response:g} tokens "
         f"(longest {work.longest:g}) a step", highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -45,7 +46,8 @@ def _ranked(outcome: Outcome, top: int, price: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading, side in (
         ("#", "right"), ("placement", "left"), ("generation", "left"), ("training", "left"), ("step s", "right"),
-        ("$/step", "right"), ("$/M tokens", "right"), ("tok/s/GPU", "right"), ("tok/s/MW", "right"), ("peak GB", "right"),
+        ("$/step", "right"), ("$/M tokens", "right"), ("tok/s/GPU", "right"), ("tok/s/MW", "right"),
+        ("peak GB", "right"),
     ):  # fmt: skip
         table.add_column(heading, justify=side)  # type: ignore[arg-type]
     several = len(outcome.found) > 1
@@ -56,8 +58,8 @@ def _ranked(outcome: Outcome, top: int, price: str) -> Table:
         mark = "*" if plan.not_ours() else ""
         megawatt = f"{p.cost.tokens_per_megawatt / 1e3:,.0f}k" if p.cost.tokens_per_megawatt else "—"
         table.add_row(
-            str(rank), f"{where}{plan.placement}{split}{mark}", f"{plan.replicas} × {plan.generation}", str(plan.training),
-            seconds(p.step.value), dollars(p, price, "step"), dollars(p, price, "million_tokens"),
+            str(rank), f"{where}{plan.placement}{split}{mark}", f"{plan.replicas} × {plan.generation}",
+            str(plan.training), seconds(p.step.value), dollars(p, price, "step"), dollars(p, price, "million_tokens"),
             f"{p.cost.tokens_per_device:,.0f}", megawatt, f"{p.peak.value / 1e9:.0f}",
         )  # fmt: skip
     return table

@@ -6,17 +6,12 @@ weights 2 B, gradients 4 or 2, Adam and master weights 12 per parameter, cut by 
 
 from __future__ import annotations
 
+from plaudit.plan.constants import Constants
 from plaudit.plan.decode import Replica
 from plaudit.plan.hardware import DTYPE_BYTES
 from plaudit.plan.term import Term, total
 from plaudit.plan.training import Trainer
 
-RESERVE = 3.5e9
-"""Contexts, kernels, allocator slack of one process on a device (aiconfigurator's figure)."""
-COLLECTIVES = 0.4e9
-"""Buffers of NCCL for eight devices (aiconfigurator: 342 to 392 MB)."""
-GRAPHS = 1.0e9
-"""Captured decode graphs of an engine."""
 HOST_SLACK = 1.5
 """Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
 
@@ -62,8 +57,8 @@ def activations(trainer: Trainer, length: float, fused: bool = True, sequence_pa
     # 1F1B: the first stage has pp micro-batches in flight; interleaving adds (pp - 1) / (pp · vpp) of that.
     flight = layout.pp * (1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1.0)
     if layout.recompute == "full":
-        kept = 2.0 * model.hidden * layers * flight + per_layer
-        how = "2 · hidden · layers / pp · micro-batches in flight + one whole layer, per token"
+        kept = weight_size(trainer) * model.hidden * layers * flight + per_layer
+        how = "bytes of a number · hidden · layers / pp · micro-batches in flight + one whole layer, per token"
     else:
         kept, how = per_layer * layers * flight, "bytes of a layer · layers / pp · micro-batches in flight, per token"
     given = (("tokens", tokens), ("bytes of a layer", per_layer), ("in flight", flight))
@@ -73,7 +68,7 @@ def activations(trainer: Trainer, length: float, fused: bool = True, sequence_pa
 def activation_bytes_per_token(
     trainer: Trainer, length: float, fused: bool = True, sequence_parallel: bool = True
 ) -> float:
-    """Of one layer on one device. `fused` attention keeps no scores; sequence parallelism cuts the norms' inputs too."""
+    """Of one layer on one device. `fused` attention keeps no scores; sequence parallelism cuts norms' inputs too."""
     model, layout = trainer.model, trainer.layout
     queries, keys = model.heads * (model.head_dim + model.rope_dim), model.kv_heads * model.head_dim
     scores = 0.0 if fused or layout.recompute != "none" else 5.0 * model.heads * length
@@ -83,7 +78,14 @@ def activation_bytes_per_token(
     routed = model.top_k * (2.0 * model.hidden + 6.0 * model.expert_ffn) + 6.0 * model.shared_ffn
     inside += routed * share + dense * (1 - share)
     outside = 10.0 * model.hidden
-    return inside / layout.tp + outside / (layout.tp if sequence_parallel else 1)
+    wide = weight_size(trainer) / 2  # the sums above are of two-byte numbers
+    return wide * (inside / layout.tp + outside / (layout.tp if sequence_parallel else 1))
+
+
+def workspace(trainer: Trainer, length: float) -> Term:
+    tokens = max(trainer.layout.micro_tokens, length) / trainer.layout.cp
+    size = tokens * activation_bytes_per_token(trainer, length)
+    return Term("workspace", size, "B", "gradients of one layer's activations, as backward passes it", (("tokens", tokens),))
 
 
 def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
@@ -95,15 +97,14 @@ def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
     return Term("logits", size, "B", "tokens · vocabulary · (2 bf16 + 4 fp32 + 4 gradient) / tp", (("tokens", tokens),))
 
 
-def reserve() -> Term:
-    return Term("reserve", RESERVE + COLLECTIVES, "B", "process 3.5 GB + collectives 0.4 GB (aiconfigurator)")
+def reserve(constants: Constants) -> Term:
+    return Term(
+        "reserve", constants.reserve_bytes, "B", "reserve_bytes: contexts, kernels, collectives, allocator slack"
+    )
 
 
-def learning(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -> Term:
-    parts = [weights(trainer), gradients(trainer)]
-    parts += [] if trainer.layout.offload_optimizer else [optimizer(trainer)]
-    parts += [activations(trainer, length), logits(trainer, length), reserve(), *resident]
-    return total("training", parts, "B")
+def graphs(constants: Constants) -> Term:
+    return Term("graphs", constants.graph_bytes, "B", "graph_bytes: captured decode graphs")
 
 
 def scoring(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -> Term:
@@ -112,7 +113,11 @@ def scoring(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) ->
     moment = Term(
         "activations", 2 * tokens * activation_bytes_per_token(trainer, length), "B", "two layers' worth, per token"
     )
-    return total("scoring", [weights(trainer), moment, logits(trainer, length, False), reserve(), *resident], "B")
+    return total(
+        "scoring",
+        [weights(trainer), moment, logits(trainer, length, False), reserve(trainer.constants), *resident],
+        "B",
+    )
 
 
 def engine_weights(replica: Replica) -> Term:

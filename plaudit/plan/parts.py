@@ -84,14 +84,15 @@ class Parts:
         return self._states(self.trainer) + critic + self._forward_only()
 
     def _moment(self, trainer: Trainer) -> list[Term]:
-        return [memory.activations(trainer, self.workload.length), memory.logits(trainer, self.workload.length)]
+        length = self.workload.length
+        return [memory.activations(trainer, length), memory.workspace(trainer, length), memory.logits(trainer, length)]
 
     def engine_memory(self) -> tuple[float, Term]:
         """(bytes for the cache, what a device holds in generation besides it)"""
         plan, chip = self.plan, self.plan.generation_cluster.accelerator
         engine = memory.engine_weights(self.replica)
-        graphs = Term("graphs", memory.GRAPHS, "B", "captured decode graphs")
-        held = [memory.reserve(), graphs]
+        graphs = memory.graphs(self.constants)
+        held = [memory.reserve(self.constants), graphs]
         share = ENGINE_SHARE if plan.shared else OWN_ENGINE_SHARE
         if plan.placement in ("colocated", "hybrid"):
             held += self._resident() + ([] if self.one_module else [engine])
@@ -108,11 +109,11 @@ class Parts:
 
     def training_memory(self, pool: float) -> Term:
         held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
-        held = [*held, *self._moment(self.trainer), memory.reserve()]
+        held = [*held, *self._moment(self.trainer), memory.reserve(self.constants)]
         if self.plan.placement == "colocated":
             held += [
                 Term("cache", pool, "B", "stays between steps"),
-                Term("graphs", memory.GRAPHS, "B", "captured graphs"),
+                memory.graphs(self.constants),
             ]
             held += [] if self.one_module else [memory.engine_weights(self.replica)]
         if self.plan.placement == "hybrid" and not self.one_module:
@@ -139,8 +140,8 @@ class Parts:
         if self.trainer.layout.offload_optimizer:
             moved = [term for term in moved if term.name != "optimizer"] + [memory.optimizer(self.trainer)]
         parts = [
-            replace(term, value=term.value * devices * memory.HOST_SLACK, formula=f"{term.formula}; × devices of a node × 1.5",
-                    parts=())
+            replace(term, value=term.value * devices * memory.HOST_SLACK, parts=(),
+                    formula=f"{term.formula}; × devices of a node × 1.5")
             for term in moved
         ]  # fmt: skip
         return total("host", parts, "B")
@@ -233,8 +234,8 @@ class Parts:
         waits = 0.0
         if simulate:
             found = overlap(
-                self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants), max(1.0, at_once), busy,
-                0.0 if plan.double_buffer else weights.value, plan.staleness, work.samples_per_prompt,
+                self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants), max(1.0, at_once),
+                busy, 0.0 if plan.double_buffer else weights.value, plan.staleness, work.samples_per_prompt,
             )  # fmt: skip
             seconds, waits = found.step_seconds, found.trainer_waits
         else:

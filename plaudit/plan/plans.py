@@ -51,9 +51,10 @@ class Plan:
         self.training.check(model)
         if self.training.devices != self.cluster.devices:
             cuts = self.training
+            fits = max(1, self.cluster.devices // (cuts.tp * cuts.pp * cuts.cp))
             raise ConfigError(
                 f"training tp × pp × cp × dp = {cuts.tp} × {cuts.pp} × {cuts.cp} × {cuts.dp} = {cuts.devices} devices, "
-                f"and there are {self.cluster.devices}; set dp to {max(1, self.cluster.devices // (cuts.tp * cuts.pp * cuts.cp))}"
+                f"and there are {self.cluster.devices}; set dp to {fits}"
             )
         if self.generation.devices > self.generation_cluster.devices:
             raise ConfigError(

@@ -68,7 +68,7 @@ def predict(
     generation_hardware: str | Cluster | None = None, channel: str | None = None, staleness: int | None = None,
     constants: Constants | None = None, **workload: object,
 ) -> Prediction:  # fmt: skip
-    """The run of `model` on `hardware` under one plan. `workload` are fields of Workload (prompt, response, batch, ...).
+    """The run of `model` on `hardware` under one plan. `workload`: fields of Workload (prompt, response, batch, ...).
 
     Without layouts: generation in replicas of one device, training with FSDP over all devices.
     """
@@ -81,7 +81,8 @@ def predict(
     asked = generation_hardware or where
     engines = cluster(asked) if isinstance(asked, str) else asked
     plan = Plan(
-        placement, where, engines, generation or GenerationLayout(), training or TrainingLayout(dp=where.devices, zero=3),
+        placement, where, engines, generation or GenerationLayout(),
+        training or TrainingLayout(dp=where.devices, zero=3),
         channel or "", (1 if placement == "async" else 0) if staleness is None else staleness,
     )  # fmt: skip
     plan = replace(plan, channel=channel or default_channel(plan, work))
@@ -97,7 +98,7 @@ def default_channel(plan: Plan, workload: Workload) -> str:
 def predict_plan(
     workload: Workload, plan: Plan, constants: Constants, generated: Generation | None = None, simulate: bool = True
 ) -> Prediction:
-    """`generated` may be handed in where many plans share it. Without `simulate` async is the slower of its two sides."""
+    """`generated` may be handed in where many plans share it. Without `simulate` async is the slower of its sides."""
     plan.check(workload.model)
     run = Parts(workload, plan, constants)
     pool, engine_memory = run.engine_memory()

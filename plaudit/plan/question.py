@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plaudit.errors import ConfigError, nearest
+from plaudit.plan.channel import find
 from plaudit.plan.constants import Constants
 from plaudit.plan.cost import PRICES
 from plaudit.plan.hardware import Cluster, Overrides, Price, accelerator, catalogue, cluster
@@ -22,7 +23,7 @@ class Question:
     workload: Workload
     clusters: tuple[Cluster, ...]
     """One, or the same nodes with each of the accelerators to compare."""
-    constants: Constants = Constants()
+    constants: Constants = field(default_factory=Constants)
     placements: tuple[str, ...] = PLACEMENTS
     channel: str | None = None
     staleness: int = 1
@@ -57,10 +58,10 @@ class Question:
 
 
 def _roomier(workload: Workload, place: Cluster, constants: Constants) -> Cluster | None:
-    """As many devices with the least more memory that do."""
-    larger = sorted(
-        (chip for chip in catalogue().values() if chip.memory > place.accelerator.memory), key=lambda chip: chip.memory
-    )
+    """As many devices of the same maker with the least more memory that do."""
+    now = place.accelerator
+    alike = [chip for chip in catalogue().values() if chip.vendor == now.vendor and chip.memory > now.memory]
+    larger = sorted(alike, key=lambda chip: chip.memory)
     tried: set[float] = set()
     for chip in larger:
         if chip.memory in tried:
@@ -121,6 +122,10 @@ def ask(
     if fixed is not None:
         places = tuple(replace(p, accelerator=replace(p.accelerator, price=fixed)) for p in places)
         engines = replace(engines, accelerator=replace(engines.accelerator, price=fixed)) if engines else None
+    if channel is not None:
+        find(channel)
+    if staleness < 0:
+        raise ConfigError(f"staleness = {staleness}: expected zero or more updates")
     for name in placements:
         if name not in PLACEMENTS:
             raise ConfigError(f"unknown placement {name!r}; {nearest(name, PLACEMENTS)}")

@@ -44,9 +44,11 @@ def workload_of(
     # A critic on the policy's own trunk, or on a server, is no second model here.
     name = "grpo" if critic is None and recipe.algorithm.name == "ppo" else recipe.algorithm.name
     return Workload(
-        model, name, prompt or PROMPT, response or max(1.0, ANSWERED * longest), longest, train.prompts_per_step * train.samples_per_prompt,
+        model, name, prompt or PROMPT, response or max(1.0, ANSWERED * longest), longest,
+        train.prompts_per_step * train.samples_per_prompt,
         train.samples_per_prompt, train.epochs * train.minibatches, train.epochs, recipe.algorithm.kl.coef > 0, critic,
-        shape(str(reward)) if reward else None, DTYPES[recipe.model.dtype], "", DTYPES[recipe.model.dtype], train.steps or 1000,
+        shape(str(reward)) if reward else None, DTYPES[recipe.model.dtype], "", DTYPES[recipe.model.dtype],
+        train.steps,
     )  # fmt: skip
 
 

@@ -153,7 +153,9 @@ class Search:
     def _predict(self, plan: Plan, simulate: bool = False) -> Prediction | None:
         self.tried += 1
         try:
-            plan = replace(plan, channel=self.channel or default_channel(plan, self.workload))
+            # The asked channel is for weights that travel; on shared devices they change hands.
+            asked = self.channel if not plan.shared or self.channel in ("shared", "ipc", "host") else None
+            plan = replace(plan, channel=asked or default_channel(plan, self.workload))
             prediction = predict_plan(self.workload, plan, self.constants, simulate=simulate)
         except ConfigError:
             return None

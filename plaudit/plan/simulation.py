@@ -1,4 +1,4 @@
-"""Event simulations of what no formula gives: generation that overlaps training, and separate prefill and decode pools."""
+"""Event simulations of what no formula gives: generation that overlaps training, and pools of prefill and decode."""
 
 from __future__ import annotations
 

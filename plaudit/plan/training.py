@@ -20,14 +20,14 @@ from plaudit.plan.term import Term, total
 FORMULAS = {
     "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward + 1 if recomputed) / (tp · pp) / "
     "(FLOP/s · gemm_share)",
-    "attention": "4 · layers · heads · head_dim · context · tokens · (1 + 2.5 backward + 1 if recomputed) / (tp · pp) / "
-    "(bf16 FLOP/s · attention_share)",
-    "traffic": "activations of a token · 2 B · activation_passes · tokens · (1 + 2 backward + 1 if recomputed) / (tp · pp) / "
-    "(bandwidth · bandwidth_share)",
+    "attention": "4 · layers · heads · head_dim · context · tokens · (1 + 2.5 backward + 1 if recomputed) / (tp · pp) "
+    "/ (bf16 FLOP/s · attention_share)",
+    "traffic": "activations of a token · 2 B · activation_passes · tokens · (1 + 2 backward + 1 if recomputed) / "
+    "(tp · pp) / (bandwidth · bandwidth_share)",
     "tensor parallel": "layers · 2 gathers and 2 scatters of tokens · hidden · 2 B, forward and again backward",
     "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · 2 B over ep, forward and again backward",
-    "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds the "
-    "work by",
+    "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
+    "the work by",
     "weights gathered": "zero 3: what gathering each layer's weights, and scattering gradients, exceeds the work by",
     "pipeline bubble": "(pp - 1) / (micro-batches · vpp) of the above",
     "gradients": "reduce-scatter of gradients and all-gather of weights over dp, less one micro-batch's backward",

@@ -60,8 +60,9 @@ class Workload:
         longest = self.prompt + self.longest
         if self.model.max_context and longest > self.model.max_context:
             raise ConfigError(
-                f"prompt + longest response = {self.prompt:g} + {self.longest:g} = {longest:g} tokens, and {self.model.name} "
-                f"has positions for {self.model.max_context}; set --max-response to {self.model.max_context - self.prompt:g}"
+                f"prompt + longest response = {self.prompt:g} + {self.longest:g} = {longest:g} tokens, and "
+                f"{self.model.name} has positions for {self.model.max_context}; "
+                f"set --max-response to {self.model.max_context - self.prompt:g}"
             )
 
     @property

@@ -1,0 +1,146 @@
+"""Measure the machine at hand for the planner: products, memory, link, the fixed costs of decode and of training.
+
+What is measured takes the place of data sheets and fitted shares: the rates are those reached, so the shares are 1.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from plaudit.config.table import to_toml
+from plaudit.core import Engine, SamplingParams
+from plaudit.models import choose_device, new_llama
+
+TOKENS, SEQUENCES = 24, 32
+RESPONSE = 0.15e-3
+"""Seconds in which our trainer rewards a response by a rule and takes its advantage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    matrix: int
+    """Side of the square matrices multiplied."""
+    block: int
+    """Bytes copied to find the bandwidth."""
+
+
+CPU, GPU = Shape(256, 1024, 256 * 2**20), Shape(512, 8192, 2 * 2**30)
+
+
+def measure(device: str = "auto") -> str:
+    """A hardware file, in TOML, with this machine as the accelerator `this-machine`."""
+    where = torch.device(choose_device(device))
+    shape = GPU if where.type == "cuda" else CPU
+    wide = torch.bfloat16 if where.type == "cuda" else torch.float32
+    rate = _products(where, shape.matrix, wide)
+    bandwidth = _bandwidth(where, shape.block)
+    # The planner takes half the bf16 rate for fp32.
+    bf16 = rate if wide is torch.bfloat16 else 2 * rate
+    layer, step, sequence = _decode(where, shape.hidden, wide)
+    accelerator = {
+        "memory_gb": _memory(where) / 1e9, "bandwidth_gb_s": bandwidth / 1e9, "bf16_tflops": bf16 / 1e12,
+        "pcie_gb_s": _link(where) / 1e9,
+    }  # fmt: skip
+    constants = {
+        "bandwidth_share": 1.0, "gemm_share": 1.0, "attention_share": 0.5, "layer_seconds": layer, "step_seconds": step,
+        "sequence_seconds": sequence, "launch_seconds": _launches(where, shape.hidden), "packing_share": 1.0,
+        "response_seconds": RESPONSE, "reserve_bytes": _reserve(where),
+        "graph_bytes": 1e6 if where.type == "cpu" else 1e9,
+    }  # fmt: skip
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return to_toml({"host_memory_gb": host, "accelerator": {"this-machine": accelerator}, "constants": constants})
+
+
+def _best(call: Callable[[], object], where: torch.device, repeats: int = 5) -> float:
+    """Seconds of the fastest of several runs, after one that warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        _wait(where)
+        start = time.perf_counter()
+        call()
+        _wait(where)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _wait(where: torch.device) -> None:
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+
+
+def _products(where: torch.device, side: int, dtype: torch.dtype) -> float:
+    left, right = (torch.randn(side, side, device=where, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / _best(lambda: left @ right, where)
+
+
+def _bandwidth(where: torch.device, size: int) -> float:
+    """Of a copy, which reads and writes."""
+    source = torch.empty(size, dtype=torch.uint8, device=where).fill_(1)
+    target = torch.empty_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), where)
+
+
+def _link(where: torch.device) -> float:
+    """Host to device; on the CPU a copy within memory."""
+    size = 256 * 2**20
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=where.type == "cuda").fill_(1)
+    return size / _best(lambda: host.to(where, copy=True), where)
+
+
+def _memory(where: torch.device) -> float:
+    if where.type == "cuda":
+        return float(torch.cuda.get_device_properties(where).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _reserve(where: torch.device) -> float:
+    """What a process that has run a model holds besides it."""
+    if where.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(where)
+        return float(whole - free - torch.cuda.memory_allocated(where))
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _llama(where: torch.device, hidden: int, layers: int) -> nn.Module:
+    return new_llama(
+        "policy", vocab_size=512, hidden_size=hidden, layers=layers, heads=4, kv_heads=2, intermediate_size=3 * hidden,
+        max_positions=512, seed=1,
+    ).to(where)  # fmt: skip
+
+
+def _decode(where: torch.device, hidden: int, dtype: torch.dtype) -> tuple[float, float, float]:
+    """(seconds of a layer, of a step, of a sequence in a step), from engines of two depths and batches of two sizes."""
+
+    def seconds(layers: int, sequences: int) -> float:
+        engine = Engine(_llama(where, hidden, layers).to(dtype))
+        prompts = [[5 + i, 6, 7, 8] for i in range(sequences)]
+        params = SamplingParams(max_tokens=TOKENS, min_tokens=TOKENS)
+        return _best(lambda: engine.generate(prompts, params), where, 3) / TOKENS
+
+    shallow, deep, many = seconds(2, 1), seconds(8, 1), seconds(2, SEQUENCES)
+    layer = max(1e-7, (deep - shallow) / 6)
+    return layer, max(1e-6, shallow - 2 * layer), max(1e-8, (many - shallow) / (SEQUENCES - 1))
+
+
+def _launches(where: torch.device, hidden: int) -> float:
+    """Forward and backward of one layer on so few tokens that nothing but the launches takes time."""
+
+    def seconds(layers: int) -> float:
+        model = _llama(where, hidden, layers).train()
+        ids = torch.arange(8, device=where)[None]
+
+        def once() -> None:
+            model(input_ids=ids).logits.sum().backward()
+
+        return _best(once, where, 3)
+
+    return max(1e-6, (seconds(8) - seconds(2)) / 6)

@@ -1,0 +1,104 @@
+"""`plaudit plan` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from plaudit.config import load_recipe
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def plaudit(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plaudit", "plan", *words], capture_output=True, text=True, timeout=120, cwd=cwd or ROOT,
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_the_promised_names_are_in_the_json() -> None:
+    run = plaudit(
+        "--model", "llama-3.1-70b", "--hardware", "8x8xH100", "--algorithm", "ppo", "--prompt", "512",
+        "--response", "1024", "--batch", "1024", "--json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    data = json.loads(run.stdout)
+    first = data["plans"][0]
+    wanted = {
+        "placement", "parallelism", "phases", "step_seconds", "dollars_per_step", "dollars_per_million_tokens",
+        "tokens_per_second_per_gpu", "tokens_per_second_per_megawatt",
+    }  # fmt: skip
+    assert wanted <= first.keys()
+    assert {"name", "seconds", "bytes_per_gpu"} <= first["phases"][0].keys()
+    assert {"low", "mid", "high", "owned"} <= first["dollars_per_step"].keys()
+
+
+def test_tables_say_what_was_chosen_and_what_was_not() -> None:
+    run = plaudit("--model", "qwen3-235b-a22b", "--hardware", "4x8xH100")
+    assert run.returncode == 0, run.stderr
+    assert "$/M tokens" in run.stdout
+    assert "times too much" in run.stdout
+
+
+def test_comparing_ranks_by_time_and_by_cost() -> None:
+    run = plaudit("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--compare", "H100,H200,H20")
+    assert "by time: " in run.stdout
+    assert "by cost: " in run.stdout
+    assert "no public price: H20" in run.stdout
+
+
+@pytest.mark.parametrize("what", ["step", "memory", "cost", "all", "optimizer"])
+def test_every_number_has_its_formula(what: str) -> None:
+    run = plaudit("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--explain", what)
+    assert run.returncode == 0, run.stderr
+    assert "  = " in run.stdout
+
+
+def test_an_unknown_number_names_the_nearest() -> None:
+    run = plaudit("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--explain", "optimiser")
+    assert run.returncode == 2
+    assert "did you mean 'optimizer'" in run.stderr
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    run = plaudit("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--page", str(page))
+    assert run.returncode == 0, run.stderr
+    text = page.read_text()
+    assert "https://" not in text
+    assert text.count("http://") == text.count("http://www.w3.org/")  # names of SVG, not addresses
+    assert "{{" not in text
+
+
+def test_a_plan_for_a_recipe_is_a_recipe_that_reads(tmp_path: Path) -> None:
+    out = tmp_path / "planned.toml"
+    run = plaudit("--for", "recipes/sums-ppo.toml", "--hardware", "1x1xH100", "--out", str(out))
+    assert run.returncode == 0, run.stderr
+    recipe = load_recipe(out)
+    assert recipe.task == "rl"
+    before, after = tomllib.loads((ROOT / "recipes/sums-ppo.toml").read_text()), tomllib.loads(out.read_text())
+    assert after["train"]["prompts_per_step"] == before["train"]["prompts_per_step"]
+    assert out.read_text().startswith("# Planned: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "no model: give --model"), (("--model", "lama"), "unknown model 'lama'"),
+        (("--model", "llama-3.1-8b", "--hardware", "8xH1000"), "unknown accelerator"),
+        (("--model", "llama-3.1-8b", "--batch", "0"), "batch = 0"),
+        (("--model", "deepseek-v3", "--hardware", "1x8xH100"), "smallest change that fits"),
+        (("--for", "recipes/sums-sft.toml"), "--for plans recipes of task 'rl'"),
+        (("--model", "llama-3.1-8b", "--page", "/nowhere/x.html"), "there is no directory"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_no_traceback(words: tuple[str, ...], told: str) -> None:
+    run = plaudit(*words)
+    assert run.returncode == 2
+    assert told in run.stderr
+    assert run.stderr.count("\n") == 1

@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+
+from plaudit.errors import ConfigError
+from plaudit.plan.hardware import Overrides, accelerator, catalogue, cluster
+
+
+def test_the_catalogue_is_complete_and_dense() -> None:
+    chips = catalogue()
+    assert len(chips) >= 22
+    assert chips["H200 SXM"].bf16 == 989e12  # 1,979 is the figure with sparsity
+    assert chips["H100 SXM"].scale_up == 450e9  # one way
+    assert all(chip.memory > 0 and chip.bandwidth > 0 and chip.bf16 > 0 and chip.source for chip in chips.values())
+    assert all(chip.price.low <= chip.price.mid <= chip.price.high for chip in chips.values())
+
+
+def test_clusters_are_written_in_three_ways() -> None:
+    assert (cluster("8x8xH100").devices, cluster("8x8xH100").domain) == (64, 8)
+    assert cluster("64xH100").nodes == 8
+    assert cluster("H100").devices == 1
+    assert cluster("72xGB200").domain == 72
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("8x8xH10", "did you mean 'H100'"), ("H100x8", "unknown accelerator"), ("8x8", "expected nodes x devices"),
+        ("0x8xH100", "at least one node"), ("12xH100", "take 8 or 16"),
+    ],
+)  # fmt: skip
+def test_bad_hardware_is_answered_in_one_line(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        cluster(text)
+
+
+def test_a_file_overrides_and_adds(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(
+        "host_memory_gb = 512.0\n[accelerator.H100]\nmemory_gb = 94.0\nprice = 2.0\n"
+        "[accelerator.mine]\nmemory_gb = 16.0\nbandwidth_gb_s = 100.0\nbf16_tflops = 10.0\n"
+    )
+    own = Overrides.read(path)
+    changed = cluster("1x8xH100", own)
+    assert (changed.accelerator.memory, changed.accelerator.price.high, changed.host_memory) == (94e9, 2.0, 512e9)
+    assert changed.accelerator.bandwidth == accelerator("H100").bandwidth
+    assert accelerator("mine", own).bf16 == 1e13
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[accelerator.H100]\nprice = -1.0\n", "price"), ("[accelerator.H100]\nmemory = 1.0\n", "memory_gb"),
+        ("[accelerator.mine]\nmemory_gb = 1.0\n", "lacks bandwidth_gb_s, bf16_tflops"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_names_the_key(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        accelerator("mine" if "mine" in text else "H100", Overrides.read(path))

@@ -1,0 +1,65 @@
+"""Memory against the tables of Korthikanti et al. (arXiv 2205.05198) and against sums by hand."""
+
+import pytest
+
+from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, cluster, memory, predict
+from plaudit.plan.decode import Replica
+from plaudit.plan.training import Trainer
+
+GIB = 2**30
+# model: tp, pp, vpp, micro-batch, then GiB of states, of activations without recomputation, with sequence parallelism
+# and selective recomputation
+PAPER = {
+    "megatron-22b": (8, 1, 1, 4, 45.5625, 59.25, 9.5625),
+    "gpt3-175b": (8, 8, 3, 1, 45.5625, 66.84375, 12.3515625),
+    "turing-530b": (8, 35, 3, 1, 31.640625, 114.0234375, 23.076171875),
+    "megatron-1t": (8, 64, 1, 1, 32.958984375, 131.25, 26.5625),
+}
+
+
+def trainer(name: str, recompute: str) -> Trainer:
+    tp, pp, vpp, micro, *_ = PAPER[name]
+    layout = TrainingLayout(tp, pp, 1, 1, 1, vpp, 1, micro * 2048, recompute=recompute)
+    return Trainer(ModelShape.named(name), cluster(f"{pp}x8xA100"), layout, "bf16", Constants())
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_states_and_activations_are_those_of_the_paper(name: str) -> None:
+    *_, states, plain, selective = PAPER[name]
+    whole = trainer(name, "none")
+    held = memory.weights(whole).value + memory.gradients(whole).value + memory.optimizer(whole).value
+    assert held / GIB == pytest.approx(states, rel=0.02)
+    found = memory.activations(whole, 2048, fused=False, sequence_parallel=False).value
+    assert found / GIB == pytest.approx(plain, rel=0.001)
+    lean = memory.activations(trainer(name, "selective"), 2048, fused=False).value
+    assert lean / GIB == pytest.approx(selective, rel=0.001)
+
+
+def test_zero_cuts_what_it_says() -> None:
+    model, where = ModelShape.named("llama-3.1-8b"), cluster("1x8xH100")
+    held = []
+    for zero in range(4):
+        one = Trainer(model, where, TrainingLayout(dp=8, zero=zero), "bf16", Constants())
+        parts = (memory.weights(one).value, memory.gradients(one).value, memory.optimizer(one).value)
+        held.append([round(part / model.parameters, 2) for part in parts])
+    assert held[0] == [2.0, 4.0, 12.0]
+    assert held[1] == [2.0, 4.0, 1.5]
+    assert held[2] == [2.0, 0.5, 1.5]
+    assert held[3][0] == pytest.approx(2 / 8 + 2 * 2 / 32, abs=0.01)  # and two gathered layers
+
+
+def test_the_cache_of_one_sequence_by_hand() -> None:
+    replica = Replica(
+        ModelShape.named("llama-3.1-70b"), cluster("1x8xH100"), GenerationLayout(8), "bf16", "bf16", Constants()
+    )
+    assert memory.sequence_bytes(replica, 1000) == 327_680 * 1000 / 8
+    assert memory.concurrency(replica, 327_680 * 1000, 1000) == 8
+
+
+def test_offloading_moves_bytes_to_the_host() -> None:
+    cut = TrainingLayout(tp=8, dp=8)
+    here = predict("llama-3.1-70b", "8x8xH100", "hybrid", generation=GenerationLayout(8), training=cut)
+    there = predict("llama-3.1-70b", "8x8xH100", "swapped", generation=GenerationLayout(8), training=cut)
+    assert here.host.value == 0
+    assert there.host.value > 0
+    assert there.phase("generation").memory.value < here.phase("generation").memory.value

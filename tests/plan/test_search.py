@@ -1,0 +1,93 @@
+import time
+
+import pytest
+
+from plaudit.errors import ConfigError, PlauditError
+from plaudit.plan import ModelShape, Workload, cluster, predict
+from plaudit.plan.question import ask
+from plaudit.plan.search import Search
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "limit"),
+    [("llama-3.1-70b", "8x8xH100", 2), ("qwen3-235b-a22b", "8x8xH100", 2), ("deepseek-v3", "128x8xH100", 30)],
+)
+def test_a_full_search_is_quick(model: str, hardware: str, limit: float) -> None:
+    work = Workload(ModelShape.named(model), "ppo", 512, 1024, 0, 1024)
+    seen = []
+    began = time.process_time()
+    found = Search(work, cluster(hardware), progress=lambda done, total: seen.append((done, total))).run()
+    assert time.process_time() - began < limit
+    assert found.plans
+    assert seen[-1] == (5, 5)
+
+
+def test_plans_are_ranked_and_the_frontier_is_not_beaten() -> None:
+    outcome = ask("qwen2.5-7b", "1x8xH100", compare=("H100", "H200", "A100")).answer()
+    times = [p.step.value for p in outcome.plans]
+    assert times == sorted(times)
+    assert {p.plan.cluster.accelerator.name for p in outcome.best_of_each()} == {"H100 SXM", "H200 SXM", "A100-80G SXM"}
+    for kept in outcome.frontier():
+        assert not [
+            p
+            for p in outcome.plans
+            if p.step.value < kept.step.value and p.cost.step["mid"].value < kept.cost.step["mid"].value
+        ]
+
+
+def test_a_70b_run_on_eight_devices_says_what_would_fit() -> None:
+    with pytest.raises(ConfigError) as told:
+        ask("llama-3.1-70b", "1x8xH100", algorithm="ppo").answer()
+    message = str(told.value)
+    assert "fits on 1x8xH100 SXM in no plan" in message
+    assert "needs" in message
+    assert "GB, has" in message
+    assert "smallest change that fits: " in message
+    assert "\n" not in message
+    named = message.split("smallest change that fits: ")[1].split(" (")[0]
+    nodes, devices, _ = named.split("x", 2)
+    assert ask("llama-3.1-70b", f"{nodes}x{devices}xH100", algorithm="ppo").answer().plans
+
+
+def test_inference_and_training_on_different_accelerators() -> None:
+    outcome = ask("qwen3-32b", "4x8xH100", generation_hardware="1x8xH200").answer()
+    best = outcome.best
+    assert best.plan.generation_cluster.accelerator.name == "H200 SXM"
+    hourly = 32 * 3.29 + 8 * 4.5
+    assert best.cost.step["mid"].value == pytest.approx(hourly * best.step.value / 3600)
+    with pytest.raises(ConfigError, match="goes with the placements disaggregated and async"):
+        ask("qwen3-32b", "4x8xH100", generation_hardware="1x8xH200", placements=("hybrid",)).answer()
+
+
+def test_isolated_pools_scale_apart() -> None:
+    """Twice the engines halve neither training nor its memory."""
+    small, large = (
+        predict("qwen2.5-7b", "1x8xH100", "disaggregated", generation_hardware=f"{n}x8xH100", batch=4096)
+        for n in (1, 2)
+    )
+    assert large.phase("generation").seconds.value < small.phase("generation").seconds.value
+    assert large.phase("training").seconds.value == small.phase("training").seconds.value
+
+
+def test_pipeline_parallel_is_marked_as_not_ours() -> None:
+    outcome = ask("llama-3.1-70b", "8x8xH100").answer()
+    for prediction in outcome.plans:
+        piped = prediction.plan.training.pp > 1
+        assert ("pipeline parallel" in prediction.plan.not_ours()) is (piped or prediction.plan.generation.pp > 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"batch": 0}, "batch = 0: expected one or more"), ({"price": "-1"}, "a price is zero or more"),
+        ({"price": "cheap"}, "expected dollars per device"), ({"algorithm": "pppo"}, "did you mean 'ppo'"),
+        ({"response": 0}, "expected 0 and 1 or more"), ({"placements": ("colocate",)}, "did you mean 'colocated'"),
+        ({"max_response": 10}, "raise it to at least 1024"), ({"dtype": "int4"}, "dtype = 'int4'"),
+        ({"critic": "lama-3.1-8b"}, "did you mean 'llama-3.1-8b'"), ({"channel": "pigeon"}, "unknown weight channel"),
+        ({"prompt": 200_000}, "has positions for 131072"),
+    ],
+)  # fmt: skip
+def test_bad_questions_are_answered_in_one_line(given: dict[str, object], told: str) -> None:
+    with pytest.raises(PlauditError, match=told) as error:
+        ask("llama-3.1-8b", "1x8xH100", **given).answer()  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)

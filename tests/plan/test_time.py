@@ -1,0 +1,79 @@
+"""Seconds by hand, from the formulas of the reference."""
+
+import math
+
+import pytest
+
+from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, cluster
+from plaudit.plan.channel import find, transfer
+from plaudit.plan.decode import Replica
+from plaudit.plan.hardware import accelerator
+from plaudit.plan.lengths import Lengths
+from plaudit.plan.links import Links
+from plaudit.plan.training import Trainer
+
+FIXED = Constants()
+LLAMA = ModelShape.named("llama-3.1-8b")
+
+
+def replica(name: str = "llama-3.1-8b", hardware: str = "1x8xH100", tp: int = 1, **more: int) -> Replica:
+    return Replica(ModelShape.named(name), cluster(hardware), GenerationLayout(tp, **more), "bf16", "bf16", FIXED)
+
+
+def test_one_sequence_reads_all_weights_once() -> None:
+    parts = replica().step_parts(1, 1000)
+    bandwidth = 3350e9 * FIXED.bandwidth_share
+    assert parts["dense weights"] == pytest.approx(2 * LLAMA.active_parameters / bandwidth)
+    assert parts["cache"] == pytest.approx(131_072 * 1000 / bandwidth)
+    assert parts["layers"] == pytest.approx(32 * FIXED.layer_seconds)
+
+
+def test_many_sequences_are_bound_by_products() -> None:
+    parts = replica().step_parts(4096, 1)
+    assert parts["dense weights"] == pytest.approx(2 * LLAMA.active_parameters * 4096 / (989e12 * FIXED.gemm_share))
+
+
+def test_experts_hit_grow_with_the_batch() -> None:
+    few, many = (replica("qwen3-30b-a3b").step_parts(n, 1)["experts"] for n in (1, 100_000))
+    one = 48 * 8 * 3 * 2048 * 768 * 2 / (3350e9 * FIXED.bandwidth_share)
+    assert few == pytest.approx(one)
+    assert many > 15 * few
+
+
+def test_collectives_by_hand() -> None:
+    inside = Links.of(cluster("1x8xH100"), 8, FIXED)
+    assert inside.all_reduce(1e9) == pytest.approx(2 * 1e9 * 7 / 8 / (450e9 * FIXED.bulk_link_share))
+    across = Links.of(cluster("2x8xH100"), 16, FIXED)
+    out = 1e9 / 8 / 2 / (50e9 * FIXED.bulk_link_share) + FIXED.hop_seconds
+    assert across.all_gather(1e9) == pytest.approx(inside.all_gather(1e9) + out)
+    assert Links.of(cluster("1x8xH100"), 1, FIXED).all_reduce(1e9) == 0
+
+
+def test_a_training_step_has_six_flops_for_each_parameter_and_token() -> None:
+    one = Trainer(LLAMA, cluster("1x8xH100"), TrainingLayout(dp=8), "bf16", FIXED).step(64, 4096)
+    products = next(part for part in one.parts if part.name == "products")
+    assert products.value == pytest.approx(6 * LLAMA.active_parameters * 64 * 4096 / 8 / (989e12 * FIXED.gemm_share))
+
+
+def test_recomputing_costs_a_forward_pass() -> None:
+    def products(recompute: str) -> float:
+        layout = TrainingLayout(dp=8, recompute=recompute)
+        step = Trainer(LLAMA, cluster("1x8xH100"), layout, "bf16", FIXED).step(64, 4096)
+        return next(part.value for part in step.parts if part.name == "products")
+
+    assert products("full") == pytest.approx(products("none") * 4 / 3)
+
+
+def test_lengths_keep_their_mean_and_their_limit() -> None:
+    for mean, longest in ((1019, 3970), (3251, 3992), (100, 100_000)):
+        drawn = Lengths(mean, longest, 0.8).quantiles(4000, 4000)
+        assert math.fsum(drawn) / 4000 == pytest.approx(mean, rel=0.02)
+        assert max(drawn) <= longest
+        assert drawn == sorted(drawn)
+
+
+def test_140_gigabytes_of_weights() -> None:
+    model, chip = ModelShape.named("llama-3.1-70b"), accelerator("H100")
+    assert transfer(find("broadcast"), model, chip).value == pytest.approx(0.5 + 723 * 1e-4 + 141.1e9 / 15e9, rel=0.01)
+    assert transfer(find("reshard"), model, chip).value < 10 < transfer(find("disk"), model, chip).value
+    assert transfer(find("shared"), model, chip).value == 0
