@@ -72,9 +72,10 @@ def main() -> None:
                     str(here / name))  # fmt: skip
             found = measured(here / name)
             shape = ModelShape.from_config(start / "final" / "config.json")
+            cut = TrainingLayout(micro_tokens=8192, plain=True)
             plan = predict(
-                shape, place, "colocated", training=TrainingLayout(micro_tokens=8192), constants=constants, batch=512,
-                samples_per_prompt=8, algorithm="grpo", reference=False, dtype="fp32", kv_dtype="fp32",
+                shape, place, "colocated", training=cut, constants=constants, batch=512, samples_per_prompt=8,
+                algorithm="grpo", reference=False, dtype="fp32", kv_dtype="fp32",
                 prompt=found["length/prompt_mean"], response=found["length/mean"], max_response=96,
             )  # fmt: skip
             step, peak = found["time/step"], found["peak"]

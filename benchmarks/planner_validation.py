@@ -3,8 +3,8 @@
     python benchmarks/planner_validation.py [--csv FILE] [--folds 5] [--shipped] [--rows METRIC]
 
 Rows are split by the column `group` (system × model): constants are fitted on the other groups and tested on the ones
-held out, so that no row is predicted with constants that saw its group. --shipped predicts all rows with the constants
-as they are in the package instead (a file of new measurements wants that). Rows with usable = 0 are predicted and shown
+held out, so that no row is predicted with constants that saw its group. A file with groups that the shipped constants
+have not seen is predicted with those, as is any file with --shipped: nothing is fitted to it. Rows with usable = 0 are predicted and shown
 as a line of their own, never scored. What cannot be planned is listed with the reason.
 Writes benchmarks/results/planner_validation.json for the default file.
 """
@@ -65,14 +65,16 @@ def main() -> None:
         rows = list(csv.DictReader(file))
     usable = [row for row in rows if row.get("usable", "1") == "1"]
     began = time.perf_counter()
-    if options.shipped:
+    shipped = options.shipped or not {row["group"] for row in usable} <= known_groups()
+    if shipped:
+        print("with the constants of the package")
         scored, refused = predict(usable, Constants())
     else:
         scored, refused = cross_validated(usable, options.folds)
     aside, _ = predict([row for row in rows if row.get("usable", "1") != "1"], Constants())
     summary = report(scored, refused, aside, options.rows)
     print(f"\n{len(rows)} rows in {time.perf_counter() - began:.0f} s")
-    if options.csv == DATA and not options.shipped:
+    if options.csv == DATA and not shipped:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
         fitted = asdict(fit(usable))
         kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit, "folds": options.folds,
@@ -80,6 +82,12 @@ def main() -> None:
                 "fitted on all": {name: float(f"{fitted[name]:.4g}") for name in BOUNDS}}  # fmt: skip
         RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
         print(f"kept in {RESULTS.relative_to(ROOT)}")
+
+
+def known_groups() -> set[str]:
+    """Groups that the shipped constants were fitted on."""
+    with DATA.open(newline="", encoding="utf-8") as file:
+        return {row["group"] for row in csv.DictReader(file)}
 
 
 def predict(rows: Iterable[Row], constants: Constants) -> tuple[list[Scored], list[tuple[Row, str]]]:

@@ -64,6 +64,9 @@ class TrainingLayout:
     """none | selective (the attention core) | full (everything but a layer's input)"""
     gradient_bytes: int = 4
     """4 where gradients are summed in fp32 (Megatron), 2 where in bf16 (FSDP2, NeMo RL)."""
+    plain: bool = False
+    """Plain modules (as Plaudit and FSDP trainers run them) keep what fused ones (Megatron) make again: the activated
+    gate and the normed input."""
     park: bool = False
     """Models that are only read (reference, reward) wait on the host between uses."""
     offload_optimizer: bool = False

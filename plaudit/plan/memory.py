@@ -73,11 +73,12 @@ def activation_bytes_per_token(
     queries, keys = model.heads * (model.head_dim + model.rope_dim), model.kv_heads * model.head_dim
     scores = 0.0 if fused or layout.recompute != "none" else 5.0 * model.heads * length
     inside = 2.0 * (queries + 2 * keys) + 2.0 * model.heads * (model.v_dim or model.head_dim) + scores
-    dense = 2.0 * (3 if model.gated else 2) * model.ffn
+    kept = 8.0 if layout.plain else 6.0
+    dense = (kept if model.gated else 4.0) * model.ffn
     share = model.moe_layers / model.layers
-    routed = model.top_k * (2.0 * model.hidden + 6.0 * model.expert_ffn) + 6.0 * model.shared_ffn
+    routed = model.top_k * (2.0 * model.hidden + kept * model.expert_ffn) + kept * model.shared_ffn
     inside += routed * share + dense * (1 - share)
-    outside = 10.0 * model.hidden
+    outside = (12.0 if layout.plain else 10.0) * model.hidden
     wide = weight_size(trainer) / 2  # the sums above are of two-byte numbers
     return wide * (inside / layout.tp + outside / (layout.tp if sequence_parallel else 1))
 
@@ -85,7 +86,9 @@ def activation_bytes_per_token(
 def workspace(trainer: Trainer, length: float) -> Term:
     tokens = max(trainer.layout.micro_tokens, length) / trainer.layout.cp
     size = tokens * activation_bytes_per_token(trainer, length)
-    return Term("workspace", size, "B", "gradients of one layer's activations, as backward passes it", (("tokens", tokens),))
+    return Term(
+        "workspace", size, "B", "gradients of one layer's activations, as backward passes it", (("tokens", tokens),)
+    )
 
 
 def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:

@@ -64,7 +64,8 @@ class Parts:
     # Memory
 
     def _states(self, trainer: Trainer, name: str = "") -> list[Term]:
-        found = [memory.weights(trainer), memory.gradients(trainer)]
+        """What stays between steps. Gradients do not: they are made in training and dropped after the update."""
+        found = [memory.weights(trainer)]
         found += [] if trainer.layout.offload_optimizer else [memory.optimizer(trainer)]
         return [replace(term, name=f"{name}{term.name}") for term in found]
 
@@ -109,7 +110,10 @@ class Parts:
 
     def training_memory(self, pool: float) -> Term:
         held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
-        held = [*held, *self._moment(self.trainer), memory.reserve(self.constants)]
+        # Policy and critic learn one after the other: of their gradients the larger set counts.
+        learners = [self.trainer, *([self.critic] if self.critic else [])]
+        gradients = max((memory.gradients(learner) for learner in learners), key=lambda term: term.value)
+        held = [*held, gradients, *self._moment(self.trainer), memory.reserve(self.constants)]
         if self.plan.placement == "colocated":
             held += [
                 Term("cache", pool, "B", "stays between steps"),
@@ -190,7 +194,6 @@ class Parts:
             Term(f"{term.name} out and in", 2 * term.value / rate, "s", "2 · bytes / (PCIe · bulk_link_share)",
                  (("bytes", term.value), ("rate", rate)))
             for term in self._resident()
-            if term.name not in ("gradients", "critic gradients")
         ]  # fmt: skip
         return total("transitions", [fixed, *moved], "s")
 

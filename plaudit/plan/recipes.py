@@ -48,7 +48,7 @@ def workload_of(
         train.prompts_per_step * train.samples_per_prompt,
         train.samples_per_prompt, train.epochs * train.minibatches, train.epochs, recipe.algorithm.kl.coef > 0, critic,
         shape(str(reward)) if reward else None, DTYPES[recipe.model.dtype], "", DTYPES[recipe.model.dtype],
-        train.steps,
+        train.steps, plain=True,
     )  # fmt: skip
 
 

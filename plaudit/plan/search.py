@@ -83,9 +83,9 @@ def training_layouts(workload: Workload, cluster: Cluster) -> Iterator[TrainingL
                 for ep in _powers(min(model.experts, tp * cp * dp)) if model.experts else (1,):
                     if ep > 1 and (model.experts % ep or (tp * cp * dp) % ep):
                         continue
-                    yield TrainingLayout(tp, pp, dp, ep, cp, 1, 1, tokens)
+                    yield TrainingLayout(tp, pp, dp, ep, cp, 1, 1, tokens, plain=workload.plain)
                     if pp == 1 and dp * cp > 1 and ep == 1:
-                        yield TrainingLayout(tp, pp, dp, ep, cp, 1, 3, tokens)
+                        yield TrainingLayout(tp, pp, dp, ep, cp, 1, 3, tokens, plain=workload.plain)
 
 
 def _powers(most: int) -> list[int]:

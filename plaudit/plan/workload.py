@@ -38,6 +38,8 @@ class Workload:
     """Empty = as trained."""
     kv_dtype: str = "bf16"
     steps: int = 1000
+    plain: bool = False
+    """Trained by plain modules, as Plaudit's own trainer does; see TrainingLayout."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in PRESETS:
