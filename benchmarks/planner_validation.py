@@ -4,8 +4,8 @@
 
 Rows are split by the column `group` (system × model): constants are fitted on the other groups and tested on the ones
 held out, so that no row is predicted with constants that saw its group. A file with groups that the shipped constants
-have not seen is predicted with those, as is any file with --shipped: nothing is fitted to it. Rows with usable = 0 are predicted and shown
-as a line of their own, never scored. What cannot be planned is listed with the reason.
+have not seen is predicted with those, as is any file with --shipped: nothing is fitted to it. Rows with usable = 0 are
+predicted and shown as a line of their own, never scored. What cannot be planned is listed with the reason.
 Writes benchmarks/results/planner_validation.json for the default file.
 """
 
