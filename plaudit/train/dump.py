@@ -18,7 +18,7 @@ from typing import Any
 from plaudit.errors import DataError, RunError, StorageError
 from plaudit.records import Batch, ItemError, Prompt, Sample
 from plaudit.train.checkpoint import write_atomically
-from plaudit.train.rollouts import Rollouts
+from plaudit.train.rollouts import RolloutSource
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 _FIELDS = [field.name for field in fields(Sample)]
@@ -78,7 +78,7 @@ class Dump:
 class DumpedRollouts:
     """The samples of a dump in place of new ones. Held-out prompts are still asked, by `live`."""
 
-    def __init__(self, dump: Dump, live: Rollouts, vocab_size: int) -> None:
+    def __init__(self, dump: Dump, live: RolloutSource, vocab_size: int) -> None:
         self.dump = dump
         self.live = live
         self.vocab_size = vocab_size

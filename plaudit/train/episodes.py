@@ -13,22 +13,22 @@ from typing import Any, Literal
 
 from plaudit.config import RlRecipe
 from plaudit.config.rl import EnvironmentTable, SamplingTable
-from plaudit.core import Engine
 from plaudit.errors import PlauditError, one_line
 from plaudit.records import FinishReason, ItemError, Prompt, Sample, Turn
 from plaudit.train.environment import Environment, load_environment
 from plaudit.train.observation import ObservationEncoder
-from plaudit.train.rollouts import Player, SingleTurn, sampling_params
+from plaudit.train.rollouts import Generator, Player, SingleTurn, sampling_params
 from plaudit.train.side_by_side import Overdue, SideBySide
 
 End = Literal["done", "tokens", "turns", "engine", "environment"]
 REASONS: dict[End, FinishReason] = {"done": "stop", "tokens": "length", "turns": "length", "environment": "error"}
 
 
-def new_player(recipe: RlRecipe, engine: Engine) -> Player:
+def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: int) -> Player:
+    """`tokenizer` and `positions` are the policy's, wherever the engine runs it."""
     if recipe.environment is None:
         return SingleTurn(engine, recipe.sampling, recipe.seed)
-    return Episodes(engine, recipe.sampling, recipe.environment, recipe.seed)
+    return Episodes(engine, tokenizer, positions, recipe.sampling, recipe.environment, recipe.seed)
 
 
 @dataclass
@@ -111,16 +111,18 @@ class Episodes:
     """A player whose samples talk with environments, one each."""
 
     def __init__(
-        self, engine: Engine, sampling: SamplingTable, table: EnvironmentTable, seed: int,
-        make: Callable[[], Environment] | None = None,
+        self, engine: Generator, tokenizer: Any, positions: int, sampling: SamplingTable, table: EnvironmentTable,
+        seed: int, make: Callable[[], Environment] | None = None,
     ) -> None:  # fmt: skip
         """`make` gives a new environment; by default the one that the table names."""
         self.engine = engine
+        self.tokenizer = tokenizer
+        self.positions = positions
         self.sampling = sampling
         self.table = table
         self.seed = seed
         self.make = make or load_environment(table)
-        self.observations = ObservationEncoder(engine.tokenizer)
+        self.observations = ObservationEncoder(tokenizer)
         self.ask = SideBySide[Any](table.threads, table.timeout)
 
     def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
@@ -131,10 +133,10 @@ class Episodes:
                 episode.failed(answer, "reset")
         while going := [episode for episode in episodes if episode.end is None]:
             self._round(going, seed, first)
-        return [episode.sample(self.engine.tokenizer) for episode in episodes]
+        return [episode.sample(self.tokenizer) for episode in episodes]
 
     def _begin(self, prompt: Prompt, group: int, index: int) -> Episode:
-        room = self.engine.decoder.max_positions - len(prompt.token_ids or ())
+        room = self.positions - len(prompt.token_ids or ())
         return Episode(prompt, group, index, self.make(), min(self.sampling.max_tokens, room))
 
     def _round(self, episodes: Sequence[Episode], seed: str, first: int) -> None:
@@ -159,7 +161,7 @@ class Episodes:
                 episode.failed(error, "step")
 
     def _stepping(self, episode: Episode, sample: Sample) -> Callable[[], Turn]:
-        wrote = self.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        wrote = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         return lambda: episode.environment.step(wrote)
 
     def _answer(self, episode: Episode, turn: Any) -> None:

@@ -1,45 +1,35 @@
-"""RL training: the one loop. Rollouts give scored samples, the learner updates, the channel publishes."""
+"""RL training: the one loop. Rollouts give scored samples, the learner updates, the placement publishes."""
 
 from __future__ import annotations
 
-import copy
 import resource
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from plaudit.config import RlRecipe
-from plaudit.core import Engine
-from plaudit.core.decoder import Decoder
 from plaudit.errors import BadReply, RequestRefused, RewardUnavailable, RunError, VersionChanged
 from plaudit.events import RESUME
-from plaudit.models import save
+from plaudit.place.build import new_placement
+from plaudit.place.placement import Stage
 from plaudit.records import Batch
-from plaudit.train import lora, randomness
+from plaudit.train import randomness
 from plaudit.train.advantages import Estimate
 from plaudit.train.checkpoint import Checkpoint
 from plaudit.train.clock import Clock
 from plaudit.train.dump import Dump, DumpedRollouts
-from plaudit.train.episodes import new_player
 from plaudit.train.experience import Experience
-from plaudit.train.optimizer import Optimizer
-from plaudit.train.policy import Policy
 from plaudit.train.prompts import Room, open_prompts
 from plaudit.train.ranks import ALONE, Ranks
-from plaudit.train.remote_critic import RemoteCritic
-from plaudit.train.rl_learner import RlLearner
-from plaudit.train.rl_models import load_trained, new_critic, new_reference, value_head
-from plaudit.train.rollouts import Rollouts, SampleScorer, batch_metrics
+from plaudit.train.rollouts import RolloutSource, SampleScorer, batch_metrics
 from plaudit.train.run import Run
 from plaudit.train.scorer import RewardFailed, Scorer
-from plaudit.train.sharded_optimizer import ShardedOptimizer
-from plaudit.train.sharding import Shards
-from plaudit.train.sharing import SharedPlayer, SharedScorer
+from plaudit.train.sharing import SharedScorer
 from plaudit.train.showing import failed_events, sample_events
 from plaudit.train.signals import Interrupted, interruptible
+from plaudit.train.trainee import Trainee
 
 NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
 
@@ -88,44 +78,34 @@ class RlTraining:
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
         recipe = self.recipe
-        self.loaded = load_trained(recipe, checkpoint)
-        module = self.loaded.module
-        # Over several ranks the learner has shards, and the module that was loaded stays whole for the engine.
-        self.shards = None if self.ranks.mesh is None else Shards(copy.deepcopy(module), self.ranks)
-        self.engine = Engine(module, self.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
-        head = value_head(module) if recipe.critic is not None and recipe.critic.shared else None
-        decoder = self.engine.decoder if self.shards is None else Decoder(self.shards.module, "causal")
-        self.policy = Policy(
-            decoder, recipe.algorithm, temperature=recipe.sampling.temperature,
-            max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens, value_head=head,
-            value_coef=0.0 if recipe.critic is None else recipe.critic.coef, group=self.ranks.data,
-        )  # fmt: skip
-        beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
-        if self.shards is None:
-            self.optimizer = Optimizer(module, recipe.train, beside)
-        else:
-            module.requires_grad_(False)
-            self.optimizer = ShardedOptimizer(self.shards, recipe.train)
-        self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), self.ranks, checkpoint)
-        reference = new_reference(recipe, self.policy, self.ranks)
-        self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, reference, self.clock)
-        room = Room(self.engine.decoder.max_positions, recipe.sampling.max_tokens)
+        self.trainee = Trainee(recipe, self.ranks, checkpoint, self.clock)
+        self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
+        room = Room(self.trainee.decoder.max_positions, recipe.sampling.max_tokens)
         self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
         self.heldout = self.prompts.heldout()
-        player = new_player(recipe, self.engine)
-        if self.ranks.everyone.size > 1:
-            player = SharedPlayer(player, self.ranks.everyone)
-        self.rollouts: Rollouts | DumpedRollouts = Rollouts(recipe, player, self.prompts, self.scorer, self.clock)
-        if self.dumped is not None:
-            self.rollouts = DumpedRollouts(self.dumped, self.rollouts, self.engine.decoder.vocab_size)
-        self.step = self.version = self.samples = self.tokens = 0
-        self.seconds = 0.0
-        self.before: dict[str, float] = {}
-        if checkpoint is not None:
-            self._restore(checkpoint)
-        self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
-        if self.dump is not None:
-            self.dump.discard_after(self.step)
+        self.placement = new_placement(
+            Stage(
+                recipe, self.ranks, self.clock, self.trainee, self.prompts, self.scorer, self.run.events,
+                self.run.directory, self.viewer.warn,
+            )
+        )  # fmt: skip
+        try:
+            self.engine, self.learner = self.placement.engine, self.placement.learner
+            self.rollouts: RolloutSource = self.placement.rollouts
+            if self.dumped is not None:
+                self.rollouts = DumpedRollouts(self.dumped, self.rollouts, self.trainee.decoder.vocab_size)
+            self.step = self.version = self.samples = self.tokens = 0
+            self.seconds = 0.0
+            self.before: dict[str, float] = {}
+            if checkpoint is not None:
+                self._restore(checkpoint)
+            self.placement.publish(self.version)
+            self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
+            if self.dump is not None:
+                self.dump.discard_after(self.step)
+        except BaseException:
+            self.placement.close()
+            raise
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the policy, and return the final figures."""
@@ -134,9 +114,12 @@ class RlTraining:
                 self._loop(interrupted)
             return self._finish()
         finally:
-            self.scorer.close()
-            if isinstance(self.critic, RemoteCritic):
-                self.critic.close()
+            self.close()
+
+    def close(self) -> None:
+        self.placement.close()
+        self.scorer.close()
+        self.trainee.close()
 
     def _loop(self, interrupted: list[int]) -> None:
         train = self.recipe.train
@@ -146,20 +129,17 @@ class RlTraining:
         begin = time.monotonic() - self.seconds
         self.clock.split()
         while self.step < train.steps:
-            drawn = self.rollouts.drawn
             try:
                 batch = self.rollouts.next(self.step, self.version)
             except NO_REWARDS as error:
-                self.rollouts.drawn = drawn
                 self.save_checkpoint()
                 raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
             if self.dump is not None:
                 self.dump.write(self.step + 1, batch, self.rollouts.drawn)
             metrics, experience, advantage = self.learner.update(batch, self.step)
             with self.clock("publish"):
-                if self.shards is not None:
-                    self.shards.publish(self.loaded.module)
-                self.version = self.engine.new_version(self.version + 1)
+                self.version += 1
+                metrics |= self.placement.publish(self.version)
             self.step += 1
             self.seconds = time.monotonic() - begin
             self._report(batch, metrics, experience, advantage)
@@ -226,7 +206,7 @@ class RlTraining:
     def _finish(self) -> dict[str, Any]:
         after = self.evaluate()
         if self.ranks.main:
-            self.save_model(self.run.final)
+            self.trainee.save_model(self.run.final)
         summary: dict[str, Any] = {
             "task": "rl",
             "algorithm": self.recipe.algorithm.name,
@@ -248,10 +228,6 @@ class RlTraining:
 
     # State
 
-    def save_model(self, directory: Path) -> Path:
-        module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
-        return save(module, self.loaded.tokenizer, directory)
-
     def save_checkpoint(self) -> None:
         state = {
             "seconds": self.seconds,
@@ -265,29 +241,20 @@ class RlTraining:
             "learner": self.learner.state(),
         }
         with self.run.events.span("checkpoint", step=self.step):
-            self.run.checkpoints.save(self.step, self.save_model, self.optimizer.state(), state, self._save_more)
+            trainee = self.trainee
+            self.run.checkpoints.save(self.step, trainee.save_model, trainee.optimizer.state(), state, self._save_more)
 
     def _save_more(self, directory: Path) -> None:
-        if self.critic is not None:
-            self.critic.save(directory)
-        if self.recipe.model.lora is not None:
-            save_file(lora.adapter_tensors(self.loaded.module), directory / "adapter.safetensors")
-        if self.policy.value_head is not None:
-            save_file(dict(self.policy.value_head.state_dict()), directory / "value_head.safetensors")
+        self.trainee.save(directory)
+        self.placement.save(directory)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
         self.step, self.version, self.seconds = checkpoint.step, state["version"], state["seconds"]
         self.rollouts.drawn, self.samples, self.tokens = state["drawn"], state["samples"], state["tokens"]
         self.before = state["before"]
-        self.learner.load(state["learner"])
-        self.optimizer.load(checkpoint.optimizer())
-        if self.critic is not None:
-            self.critic.load(checkpoint.path)
-        if self.policy.value_head is not None:
-            self.policy.value_head.load_state_dict(load_file(checkpoint.path / "value_head.safetensors"))
+        self.placement.load(checkpoint.path)
         randomness.restore(state["random"])
-        self.engine.new_version(self.version)
         self.run.events.note(RESUME, step=self.step)
 
 

@@ -31,5 +31,5 @@ def roll_out(training: RlTraining) -> dict[str, Any]:
                 if interrupted:
                     raise Interrupted(f"stopped at step {step} of {steps}; what was made is in {dump.directory}")
     finally:
-        training.scorer.close()
+        training.close()
     return {"steps": steps, "seconds": round(seconds, 1), "samples": total, "rollouts": str(dump.directory)}

@@ -12,10 +12,16 @@ import torch
 from plaudit.algo.dapo import informative
 from plaudit.config import RlRecipe
 from plaudit.config.rl import SamplingTable
-from plaudit.core import Engine, SamplingParams
+from plaudit.core import SamplingParams
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.clock import Clock
 from plaudit.train.prompts import Prompts
+
+
+class Generator(Protocol):
+    """The engine as a player sees it: `core.Engine`, or one of another process."""
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]: ...
 
 
 class Player(Protocol):
@@ -34,6 +40,17 @@ class SampleScorer(Protocol):
     def close(self) -> None: ...
 
 
+class RolloutSource(Protocol):
+    """Scored samples, a step's worth at a time. `drawn` is how many training prompts were asked for them so far."""
+
+    drawn: int
+
+    def next(self, step: int, version: int) -> Batch:
+        """Raises without having changed `drawn`, so that a run that ends here can go on from here."""
+
+    def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]: ...
+
+
 class Rollouts:
     """`drawn` is how many training prompts were asked so far: the position in the data."""
 
@@ -47,7 +64,15 @@ class Rollouts:
 
     def next(self, step: int, version: int) -> Batch:
         """The samples of one step. With dynamic sampling, groups whose rewards are all equal are replaced by others,
-        as long as the rounds last."""
+        as long as the rounds last. Where it fails, nothing was drawn."""
+        drawn = self.drawn
+        try:
+            return Batch(tuple(self._step(step)), version)
+        except BaseException:
+            self.drawn = drawn
+            raise
+
+    def _step(self, step: int) -> list[Sample]:
         wanted, dynamic = self.recipe.train.prompts_per_step, self.recipe.algorithm.dynamic
         rounds = dynamic.rounds if dynamic is not None else 1
         kept: list[list[Sample]] = []
@@ -61,8 +86,7 @@ class Rollouts:
                 break
         # A batch keeps its size; groups that teach nothing fill it where the rounds gave too few that do.
         chosen = (kept + spare)[:wanted]
-        samples = [replace(sample, group=i) for i, group in enumerate(chosen) for sample in group]
-        return Batch(tuple(samples), version)
+        return [replace(sample, group=i) for i, group in enumerate(chosen) for sample in group]
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
         """Scored answers to held-out prompts."""
@@ -88,7 +112,7 @@ class Rollouts:
 class SingleTurn:
     """One answer to each prompt."""
 
-    def __init__(self, engine: Engine, sampling: SamplingTable, seed: int) -> None:
+    def __init__(self, engine: Generator, sampling: SamplingTable, seed: int) -> None:
         self.engine = engine
         self.sampling = sampling
         self.seed = seed

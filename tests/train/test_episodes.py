@@ -13,6 +13,7 @@ import torch
 from plaudit.config import RlRecipe, load_recipe
 from plaudit.config.rl import EnvironmentTable, SamplingTable
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.support import inspect
 from plaudit.errors import ConfigError
 from plaudit.models import encode, load_policy
 from plaudit.records import Batch, ItemError, Prompt, Sample, Turn
@@ -40,6 +41,7 @@ def prompt(text: str) -> Prompt:
     return Prompt(text, (TOKENIZER.bos_token_id, *encode(TOKENIZER, text)), "0")
 
 
+POSITIONS = inspect(LOADED.module).max_positions
 PROMPTS = [prompt(text) for text in ("7+8+4=", "1+2+3+4=", "9+9+9=", "5+6=", "8+1+7+2+3=")]
 
 
@@ -91,7 +93,9 @@ def scripted(
     texts: Sequence[str], turns: Sequence[Any], sampling: SamplingTable = SAMPLING, table: EnvironmentTable = TABLE
 ) -> tuple[Sample, Scripted, ScriptedEngine]:
     world, played = Scripted(*turns), ScriptedEngine(texts)
-    (sample,) = Episodes(played, sampling, table, 1, make=lambda: world).play([prompt("7+8=")], 1, "s")
+    (sample,) = Episodes(played, TOKENIZER, POSITIONS, sampling, table, 1, make=lambda: world).play(
+        [prompt("7+8=")], 1, "s"
+    )
     return sample, world, played
 
 
@@ -125,7 +129,9 @@ def test_versions_are_those_of_the_turn() -> None:
         return Turn("15;")
 
     world = Scripted(published, Turn(done=True))
-    (sample,) = Episodes(played, SAMPLING, TABLE, 1, make=lambda: world).play([prompt("7+8=")], 1, "s")
+    (sample,) = Episodes(played, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=lambda: world).play(
+        [prompt("7+8=")], 1, "s"
+    )
     assert sample.versions == (0,) * 7 + (5,) * 3
 
 
@@ -203,8 +209,8 @@ def test_the_others_of_a_step_go_on_when_one_fails() -> None:
                 raise RuntimeError("not today")
             return super().step(response)
 
-    calm = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 1, "s")
-    moody = Episodes(engine(), SAMPLING, TABLE, 1, make=Moody).play(PROMPTS, 1, "s")
+    calm = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 1, "s")
+    moody = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=Moody).play(PROMPTS, 1, "s")
     assert made == list(range(len(PROMPTS))), "one environment for each sample"
     assert [sample.error is not None for sample in moody] == [False, True, False, False, False]
     assert [s for i, s in enumerate(moody) if i != 1] == [s for i, s in enumerate(calm) if i != 1]
@@ -218,22 +224,24 @@ def comparable(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
 
 
 def test_a_sample_is_the_same_alone_and_among_others() -> None:
-    together = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    together = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
     assert [(s.group, s.index) for s in together] == [(g, i) for g in range(len(PROMPTS)) for i in range(4)]
     assert len({s.token_ids for s in together[:4]}) > 1, "samples of a prompt differ"
-    fewer = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS[:1], 2, "s")
+    fewer = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS[:1], 2, "s")
     assert comparable(fewer) == comparable(together[:2])
     for one, other in zip(fewer, together, strict=False):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert comparable(Episodes(engine(), SAMPLING, TABLE, 2).play(PROMPTS, 4, "s")) != comparable(together)
+    assert comparable(Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 2).play(PROMPTS, 4, "s")) != comparable(
+        together
+    )
 
 
 def test_neither_cache_nor_batching_changes_the_samples() -> None:
     roomy = engine()
-    samples = Episodes(roomy, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    samples = Episodes(roomy, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
     assert roomy.stats().tokens_shared > 0, "later turns find the earlier ones in the cache"
     tight = engine(budget=16, max_running=2, kv_bytes=8 * roomy.backend.block_size * roomy.decoder.token_bytes())
-    again = Episodes(tight, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    again = Episodes(tight, TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
     assert tight.stats().evictions > 0, "there was no room to keep them"
     assert comparable(again) == comparable(samples)
     roomy.check()
@@ -241,7 +249,7 @@ def test_neither_cache_nor_batching_changes_the_samples() -> None:
 
 
 def test_behaviour_logprobs_are_those_of_one_pass_over_the_whole() -> None:
-    samples = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 2, "s")
+    samples = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 2, "s")
     for sample in samples:
         (whole,) = engine().logprobs([[*sample.prompt_ids, *sample.token_ids]])
         found = whole[len(sample.prompt_ids) - 1 :].tolist()
@@ -254,7 +262,7 @@ def test_the_calculator_adds() -> None:
     assert world.step("7+8=") == Turn("15;")
     assert world.step("#19").done
     assert world.step("7+8=9=").done
-    samples = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
+    samples = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 4, "s")
     for sample in samples:
         for step in sample.text.split(";")[:-1]:
             left, _, result = step.partition("=")
@@ -275,7 +283,7 @@ def tool_recipe(**train: Any) -> RlRecipe:
 
 
 def played_and_scored() -> tuple[Sample, ...]:
-    samples = Episodes(engine(), SAMPLING, TABLE, 1).play(PROMPTS[:2], 4, "s")
+    samples = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS[:2], 4, "s")
     return tuple(replace(sample, reward=float(i * i % 5)) for i, sample in enumerate(samples))
 
 

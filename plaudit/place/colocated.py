@@ -1,0 +1,36 @@
+"""Level 1: rollouts in the learner's process, on the learner's own module. All models stay where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plaudit.core import Engine
+from plaudit.place.placement import Stage
+from plaudit.train.episodes import new_player
+from plaudit.train.rollouts import Rollouts, RolloutSource
+from plaudit.train.sharing import SharedPlayer
+
+
+class Colocated:
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        recipe, trainee, ranks = stage.recipe, stage.trainee, stage.ranks
+        self.engine = Engine(
+            trainee.loaded.module, trainee.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed
+        )
+        self.learner = trainee.learner
+        player = new_player(recipe, self.engine, trainee.loaded.tokenizer, trainee.decoder.max_positions)
+        if ranks.everyone.size > 1:
+            player = SharedPlayer(player, ranks.everyone)
+        self.rollouts: RolloutSource = Rollouts(recipe, player, stage.prompts, stage.scorer, stage.clock)
+
+    def publish(self, version: int) -> dict[str, float]:
+        found = self.stage.trainee.make_whole()
+        self.engine.new_version(version)
+        return found
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,58 @@
+"""What a placement is: it builds what gives samples and what learns from them, and brings new weights to the engine.
+
+`train.rl` has the one loop over these; which placement it is changes nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from plaudit.config import RlRecipe
+from plaudit.events import EventLog
+from plaudit.train.clock import Clock
+from plaudit.train.prompts import Prompts
+from plaudit.train.ranks import Ranks
+from plaudit.train.rl_learner import RlLearner
+from plaudit.train.rollouts import Generator, RolloutSource, SampleScorer
+from plaudit.train.trainee import Trainee
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What every placement builds from."""
+
+    recipe: RlRecipe
+    ranks: Ranks
+    clock: Clock
+    trainee: Trainee
+    prompts: Prompts
+    scorer: SampleScorer
+    events: EventLog
+    directory: Path
+    warn: Callable[[str], None]
+
+
+class Placement(Protocol):
+    @property
+    def engine(self) -> Generator: ...
+
+    @property
+    def rollouts(self) -> RolloutSource: ...
+
+    @property
+    def learner(self) -> RlLearner: ...
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Give the engine the learner's weights as this version; what it cost, as metrics. The first call comes before
+        anything is generated."""
+
+    def save(self, directory: Path) -> None:
+        """What a checkpoint needs besides `rollouts.drawn`."""
+
+    def load(self, directory: Path) -> None: ...
+
+    def close(self) -> None:
+        """End what was started. Also after a failure."""
