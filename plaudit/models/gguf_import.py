@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import os
 import struct
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -34,6 +35,14 @@ def smollm2_gguf() -> Path:
         if path.suffix == ".gguf" and path.is_file():
             return path
     raise ModelError(f"the package {SMOLLM2} {distribution.version} holds no .gguf file; {cure}")
+
+
+def smollm2_directory() -> Path:
+    """The packaged model as a Hugging Face directory, imported once per version of the package and kept."""
+    file = smollm2_gguf()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "plaudit" / f"smollm2-135m-instruct-{importlib.metadata.version(SMOLLM2)}"
+    return directory if (directory / "config.json").is_file() else import_gguf(file, directory)
 
 
 def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "float32") -> Path:

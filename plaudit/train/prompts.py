@@ -67,7 +67,12 @@ class PromptEncoder:
     def text(self, text: str, truth: Any, origin: str, extra: dict[str, Any] | None = None) -> Prompt:
         """`origin` is where the prompt came from, for messages."""
         if self.data.chat:
-            return self.messages([{"role": "user", "content": text}], truth, origin, extra)
+            shown = [
+                {"role": role, "content": said}
+                for shot in self.data.shots
+                for role, said in zip(("user", "assistant"), shot, strict=True)
+            ]
+            return self.messages([*shown, {"role": "user", "content": text}], truth, origin, extra)
         ids = [*bos_ids(self.tokenizer), *encode(self.tokenizer, text)]
         self._check(ids, origin)
         return Prompt(text, tuple(ids), truth, extra or {})
@@ -91,7 +96,7 @@ class PromptEncoder:
         if self.room is None:
             return False
         messages = row.fields.get("messages")
-        said = f"{self.data.system or ''}{row.fields.get('prompt') if messages is None else messages}"
+        said = f"{self.data.system or ''}{self.data.shots}{row.fields.get('prompt') if messages is None else messages}"
         around = self.room.positions // 2 if self.data.chat or messages is not None else len(bos_ids(self.tokenizer))
         return len(said.encode(errors="replace")) + around > self.room.positions - self.room.response
 

@@ -88,3 +88,13 @@ def test_smollm2_becomes_a_plain_directory_that_talks(tmp_path: Path, capfd: pyt
     assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     answer = loaded.module.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, len(ids) :])
+
+
+@pytest.mark.slow
+def test_the_packaged_model_has_a_name_and_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = models.resolve("smollm2")
+    assert directory.is_relative_to(tmp_path)
+    made = (directory / "config.json").stat().st_mtime_ns
+    assert models.resolve("smollm2") == directory
+    assert (directory / "config.json").stat().st_mtime_ns == made

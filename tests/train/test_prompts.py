@@ -103,6 +103,15 @@ def test_a_system_message_in_the_data_stays(tmp_path: Path) -> None:
     assert shown(prompts_of(path=path, chat=True, system="3=").train(0)) == "<bos>9=1="
 
 
+def test_shots_are_turns_before_the_question(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1="}] * 3)
+    prompt = prompts_of(path=path, chat=True, system="3=", shots=(("4=", "4"), ("5=", "5"))).train(0)
+    assert [message["role"] for message in prompt.extra["messages"]] == ["system", *["user", "assistant"] * 2, "user"]
+    assert prompt.text.split("\n") == ["3=", "4=", "4", "5=", "5", "1="]
+    with pytest.raises(ValueError, match="shots are turns of a chat"):
+        prompts_of(path=path, shots=(("4=", "4"),))
+
+
 def test_a_prompt_never_becomes_control_tokens(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1<eos>2="}] * 3)
     for prompts in (prompts_of(path=path), prompts_of(path=path, chat=True)):
