@@ -4,8 +4,11 @@ Each line is one JSON object: `t` (seconds since the log was opened, monotonic),
 `rank` where they apply, then the fields of the kind:
 
     metric  values: {name: number}              span    name, seconds
-    memory  phase, bytes: {what: count}         sample  prompt, response, ...
+    memory  phase, bytes: {owner: count}, ...   sample  prompt, response, ...
     note    text, ...                           plan    ...
+
+Of a phase's memory, `bytes` are those at its fullest, by owner; `start` and `end` what was different at its ends,
+`taken` what the device says (start, end, peak), `capacity` what the device has.
 
 A line reaches the file in one write, so a reader never sees half of one, except the last line of a writer that was
 killed; readers skip it and the next writer ends it. A run that resumes at step k writes a `resume` note: what an

@@ -104,6 +104,10 @@ class Backend(ABC):
         """Free the KV."""
 
     @abstractmethod
+    def kv_bytes(self, reached: int) -> int:
+        """KV memory that is taken now, if the first `reached` blocks have been written to."""
+
+    @abstractmethod
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         """A forward that stores nothing: the wanted hidden rows, (W, hidden)."""
 

@@ -14,6 +14,7 @@ class BlockPool:
         self.blocks = blocks
         self.refs = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))  # a stack: the block freed last is warm and goes out first
+        self.reached = 0  # blocks from the first to the last that was ever taken
 
     @property
     def free(self) -> int:
@@ -26,6 +27,7 @@ class BlockPool:
     def take(self) -> int:
         block = self._free.pop()
         self.refs[block] = 1
+        self.reached = max(self.reached, block + 1)
         return block
 
     def retain(self, block: int) -> None:

@@ -33,6 +33,10 @@ class CpuBackend(PagedBackend):
         self._window = None
         super().close()
 
+    def kv_bytes(self, reached: int) -> int:
+        # Zeros that nobody has written over take no memory on the host.
+        return 0 if self._cache is None else reached * self.block_size * self.decoder.token_bytes()
+
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         self._window = None  # the blocks of its rows may be given to others
         step = self.arrange(spans, copies)

@@ -281,6 +281,10 @@ class Engine:
             self._home = None
         self._asleep = False
 
+    def kv_held(self) -> int:
+        """Bytes of KV memory that are taken now: 0 before the first step and while asleep."""
+        return self.backend.kv_bytes(self._runner.pool.reached)
+
     def shrink(self, smallest: int) -> None:
         """Halve the tokens of a step, for memory has run out; not below `smallest`, nor above what they were."""
         self.budget = min(self.budget, max(smallest, self.budget // 2))

@@ -86,6 +86,11 @@ class PagedBackend(Backend):
     def close(self) -> None:
         self._cache = None
 
+    def kv_bytes(self, reached: int) -> int:
+        if self._cache is None:
+            return 0
+        return sum(layer.nbytes for layer in (*self._cache.keys, *self._cache.values))
+
     def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
         device, size = self.decoder.device, self.block_size
         counts = np.array([len(s.tokens) for s in spans])

@@ -65,6 +65,7 @@ class Runner:
         """Free the KV; sequences that run will be computed again from their tokens."""
         self.forget()
         self.backend.close()
+        self.pool.reached = 0
         self._opened = False
 
     def requeue(self) -> None:

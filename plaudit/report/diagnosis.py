@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from plaudit.report.finding import WORST_FIRST, Finding, Severity, count, number, percent
 from plaudit.report.history import History
-from plaudit.report.rules import examples, policy, reward, sampling
+from plaudit.report.rules import examples, memory, policy, reward, sampling
 
 Rule = Callable[[History], Finding | None]
 
@@ -22,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     reward.reward_errors, sampling.truncation, sampling.length_growth, reward.saturated, policy.first_ratio,
     sampling.mismatch, sampling.effective_samples, sampling.staleness, policy.clipping, policy.critic,
     policy.zero_loss, policy.warm_up, sampling.slowest_phase,
+    memory.fullest_phase,
 )  # fmt: skip
 
 

@@ -30,5 +30,13 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def size(held: float) -> str:
+    """Of memory: three digits and a unit."""
+    unit = 0
+    while held >= 1000 and unit < 4:
+        held, unit = held / 1024, unit + 1
+    return f"{held:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
 def count(many: int, noun: str) -> str:
     return f"{many} {noun}" if many == 1 else f"{many} {noun}s"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from plaudit.events import Event
 from plaudit.report.curve import Curve
+from plaudit.report.memory import Timeline, timelines
 from plaudit.report.source import run_events
 
 HELD_OUT = "heldout/"
@@ -21,7 +22,7 @@ class History:
     curves: Mapping[str, Curve]
     seconds: float = 0.0
     spans: Mapping[str, float] = field(default_factory=dict)
-    memory: Sequence[Event] = ()
+    memory: Sequence[Timeline] = ()
     samples: Sequence[Event] = ()
 
     @property
@@ -100,6 +101,6 @@ def history_of(name: str, events: Sequence[Event]) -> History:
         curves=curves,
         seconds=float(events[-1]["wall"]) - float(events[0]["wall"]) if events else 0.0,
         spans=spans,
-        memory=[event for event in events if event["kind"] == "memory"],
+        memory=timelines([event for event in events if event["kind"] == "memory"]),
         samples=[event for event in events if event["kind"] == "sample"],
     )

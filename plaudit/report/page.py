@@ -15,6 +15,7 @@ from plaudit.events import Event
 from plaudit.report.diagnosis import diagnose, verdict
 from plaudit.report.figures import FIGURES
 from plaudit.report.history import History
+from plaudit.report.memory import Held, Timeline
 
 # Bounds on what one page carries, so that a long run gives a page a browser opens at once.
 MOST_POINTS, MOST_STRIPES, MOST_MEMORY, MOST_SAMPLE_TOKENS = 1000, 200, 600, 200_000
@@ -67,7 +68,7 @@ def _run(run: History) -> dict[str, Any]:
         "curves": {name: _points(run, name) for name in run.curves},
         "times": run.time_split(),
         "stripes": _stripes(run),
-        "memory": _memory(run.memory),
+        "memory": [_memory(line) for line in run.memory],
         "samples": _samples(run.samples),
     }
 
@@ -98,17 +99,29 @@ def _stripes(run: History) -> dict[str, Any]:
     return {"steps": [first[part] for part in range(count)], "layers": layers}
 
 
-def _memory(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """What memory held, thinned by keeping the fullest moment of each stretch."""
-    moments = [
-        {"at": event["wall"] - events[0]["wall"], "step": event.get("step"), "phase": event["phase"],
-         "bytes": {what: int(float(count)) for what, count in event["bytes"].items()}}
-        for event in events
-        if event["bytes"]
-    ]  # fmt: skip
-    count = min(MOST_MEMORY, len(moments))
-    stretches = [moments[i * len(moments) // count : (i + 1) * len(moments) // count] for i in range(count)]
-    return [max(stretch, key=lambda moment: sum(moment["bytes"].values())) for stretch in stretches]
+def _memory(line: Timeline) -> dict[str, Any]:
+    peak = line.peak
+    return {
+        "name": line.name,
+        "owners": line.owners,
+        "says": " ".join(filter(None, (line.bottleneck(), line.cure()))),
+        "peak": {"phase": peak.phase, "step": peak.step, "bytes": peak.total},
+        "cycle": [{"phase": held.phase, "start": held.start, "fullest": held.fullest, "end": held.end}
+                  for held in line.cycle()],
+        "fullest": [_moment(held) for held in line.by_phase().values()],
+        "moments": [_moment(held) for held in _thinned(line.phases)],
+    }  # fmt: skip
+
+
+def _moment(held: Held) -> dict[str, Any]:
+    return {"at": held.at, "step": held.step, "phase": held.phase, "bytes": held.fullest}
+
+
+def _thinned(phases: Sequence[Held]) -> list[Held]:
+    """The fullest moment of each stretch."""
+    count = min(MOST_MEMORY, len(phases))
+    stretches = [phases[i * len(phases) // count : (i + 1) * len(phases) // count] for i in range(count)]
+    return [max(stretch, key=lambda held: held.total) for stretch in stretches]
 
 
 def _samples(events: Sequence[Event]) -> list[dict[str, Any]]:

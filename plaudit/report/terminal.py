@@ -11,8 +11,9 @@ from rich.text import Text
 from plaudit.report.curve import Curve
 from plaudit.report.diagnosis import diagnose, verdict
 from plaudit.report.figures import FIGURES
-from plaudit.report.finding import count, percent
+from plaudit.report.finding import count, percent, size
 from plaudit.report.history import History
+from plaudit.report.memory import NOBODY, Timeline
 from plaudit.report.sparkline import sparkline
 
 COLOURS = {"bad": "red", "watch": "yellow", "fine": "green"}
@@ -25,7 +26,7 @@ _CURVES = {
     "policy/entropy": "entropy",
     "length/mean": "length",
 }
-_PHASES = 4
+_PHASES, _OWNERS = 4, 4
 
 
 def print_report(runs: Sequence[History], console: Console | None = None) -> None:
@@ -39,6 +40,9 @@ def print_report(runs: Sequence[History], console: Console | None = None) -> Non
         for i, (what, value) in enumerate(rows):
             table.add_row("" if i else run.name, what, value, end_section=i == len(rows) - 1)
     console.print(table)
+    for run in runs:
+        for line in run.memory:
+            _print_memory(run, line, console)
     for run in runs:
         _print_diagnosis(run, console)
 
@@ -71,6 +75,30 @@ def _times(run: History) -> list[tuple[str, str]]:
     total = sum(split.values())
     shares = [f"{name} {percent(seconds / total)}" for name, seconds in list(split.items())[:_PHASES]] if total else []
     return [("time: " + ", ".join(shares), "")] if shares else []
+
+
+def _print_memory(run: History, line: Timeline, console: Console) -> None:
+    """Each phase at its fullest; the owners that never hold much are added up."""
+    phases = line.by_phase()
+    owners = [owner for owner in line.owners if owner not in NOBODY]
+    most = {owner: max(held.fullest.get(owner, 0) for held in phases.values()) for owner in owners}
+    named = sorted(sorted(most, key=lambda owner: -most[owner])[:_OWNERS], key=line.owners.index)
+    rest = [owner for owner in line.owners if owner not in named]
+    title = f"{run.name}: memory of {line.name}" if line.name else f"{run.name}: memory"
+    table = Table(
+        title=f"{title}, each phase at its fullest", title_style="dim", title_justify="left", box=None, pad_edge=False
+    )
+    table.add_column("phase")
+    for heading in ("total", *named, *(["others"] if rest else [])):
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for phase, held in phases.items():
+        cells = [
+            *(held.fullest.get(owner, 0) for owner in named),
+            *([sum(held.fullest.get(o, 0) for o in rest)] if rest else []),
+        ]
+        style = "bold" if held is line.peak else None
+        table.add_row(phase, size(held.total), *(size(cell) if cell else "–" for cell in cells), style=style)
+    console.print(table)
 
 
 def _print_diagnosis(run: History, console: Console) -> None:

@@ -62,7 +62,7 @@ class Judge:
 class JudgeReward:
     def __init__(self, judge: Judge, ask: Ask) -> None:
         self.judge = judge
-        self._ask = ask
+        self.ask = ask
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         results: list[Result | None] = []
@@ -73,11 +73,11 @@ class JudgeReward:
                 results.append(None)
             except Refused as error:
                 results.append(Score(error=ItemError(error.type, str(error))))
-        answers = iter(self._ask(asked) if asked else ())
+        answers = iter(self.ask(asked) if asked else ())
         return [self._read(next(answers)) if result is None else result for result in results]
 
     def close(self) -> None:
-        self._ask.close()
+        self.ask.close()
 
     def _read(self, answer: str | ItemError) -> Result:
         return Score(error=answer) if isinstance(answer, ItemError) else self.judge.read(answer)

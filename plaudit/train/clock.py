@@ -1,26 +1,46 @@
-"""Where a step's time goes."""
+"""Where a step's time goes, and who is told when its phases begin and end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
+
+
+class Watcher(Protocol):
+    """Told of every phase. What it does then is no part of the phase's time."""
+
+    def begin(self, phase: str) -> None: ...
+
+    def end(self, phase: str, seconds: float) -> None:
+        """Not called for a phase that raised."""
 
 
 class Clock:
-    """Seconds by name, since the last `split`."""
+    """Seconds by name, since the last `split`. Phases do not nest. `watchers` are told in order of a phase's beginning
+    and in reverse order of its end."""
 
     def __init__(self) -> None:
+        self.watchers: list[Watcher] = []
         self._seconds: dict[str, float] = {}
         self._begin = time.monotonic()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        for watcher in self.watchers:
+            watcher.begin(name)
         begin = time.monotonic()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
+            seconds = time.monotonic() - begin
+            self.count(name, seconds)
+        for watcher in reversed(self.watchers):
+            watcher.end(name, seconds)
+
+    def count(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def split(self) -> dict[str, float]:
         """As metrics, with the whole as time/step; and start again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from plaudit.config import RlRecipe
 from plaudit.errors import BadReply, RequestRefused, RewardUnavailable, RunError, VersionChanged
 from plaudit.events import RESUME
 from plaudit.place.build import new_placement
+from plaudit.place.ledger import new_ledger
 from plaudit.place.placement import Stage
 from plaudit.records import Batch
 from plaudit.train import randomness
@@ -94,6 +94,8 @@ class RlTraining:
             self.rollouts: RolloutSource = self.placement.rollouts
             if self.dumped is not None:
                 self.rollouts = DumpedRollouts(self.dumped, self.rollouts, self.trainee.decoder.vocab_size)
+            self.ledger = new_ledger(self.trainee, self.engine, self.scorer)
+            self.clock.watchers.append(self.ledger)
             self.step = self.version = self.samples = self.tokens = 0
             self.seconds = 0.0
             self.before: dict[str, float] = {}
@@ -147,11 +149,9 @@ class RlTraining:
                 self.save_checkpoint()
                 raise Interrupted(f"stopped at step {self.step} of {train.steps}, state saved: --resume goes on")
             if self.step % train.eval_every == 0 and self.step < train.steps:
-                with self.clock("evaluate"):
-                    self.evaluate()
+                self.evaluate()
             if self.step % train.checkpoint.every == 0:
-                with self.clock("checkpoint"):
-                    self.save_checkpoint()
+                self.save_checkpoint()
             self.seconds = time.monotonic() - begin
 
     def _report(
@@ -167,12 +167,13 @@ class RlTraining:
             **split,
             "perf/samples_per_second": len(batch.samples) / split["time/step"],
             "perf/tokens_per_second": tokens / split["time/step"],
-            "perf/peak_bytes": float(peak_bytes()),
+            "perf/peak_bytes": float(self.ledger.peak),
             "progress/samples": float(self.samples),
             "progress/tokens": float(self.tokens),
             "progress/prompts": float(self.rollouts.drawn),
         }
         self.run.events.metric(metrics, step=self.step, version=self.version)
+        self.ledger.write(self.run.events, self.step, self.version)
         if self._shows():
             self._show(batch, experience, advantage)
         self.viewer.step(self.step, metrics)
@@ -191,7 +192,8 @@ class RlTraining:
 
     def evaluate(self) -> dict[str, float]:
         """Held-out figures: the reward of the run and, where the world knows it, the truth."""
-        samples = self.rollouts.heldout(self.heldout, self.recipe.train.eval_samples, "heldout")
+        with self.clock("evaluate"):
+            samples = self.rollouts.heldout(self.heldout, self.recipe.train.eval_samples, "heldout")
         scored = [sample.reward for sample in samples if sample.reward is not None]
         figures = {"reward": sum(scored) / len(scored)} if scored else {}
         truth = [self.prompts.right(self.heldout[sample.group], sample) for sample in samples]
@@ -219,9 +221,10 @@ class RlTraining:
             "seconds": round(self.seconds, 1),
             "samples": self.samples,
             "samples_per_second": round(self.samples / self.seconds, 1) if self.seconds else 0.0,
-            "peak_bytes": peak_bytes(),
+            "peak_bytes": self.ledger.peak,
             "parameters": sum(parameter.numel() for parameter in self.loaded.module.parameters()),
         }
+        self.ledger.write(self.run.events, self.step, self.version)
         self.run.summarise(summary)
         self.run.events.note("end")
         return summary
@@ -240,7 +243,7 @@ class RlTraining:
             "before": self.before,
             "learner": self.learner.state(),
         }
-        with self.run.events.span("checkpoint", step=self.step):
+        with self.clock("checkpoint"), self.run.events.span("checkpoint", step=self.step):
             trainee = self.trainee
             self.run.checkpoints.save(self.step, trainee.save_model, trainee.optimizer.state(), state, self._save_more)
 
@@ -256,9 +259,3 @@ class RlTraining:
         self.placement.load(checkpoint.path)
         randomness.restore(state["random"])
         self.run.events.note(RESUME, step=self.step)
-
-
-def peak_bytes() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

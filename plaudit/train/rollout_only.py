@@ -25,6 +25,7 @@ def roll_out(training: RlTraining) -> dict[str, Any]:
                 dump.write(step, batch, training.rollouts.drawn)
                 metrics = {**batch_metrics(batch.samples), **training.clock.split()}
                 run.events.metric(metrics, step=step, version=training.version)
+                training.ledger.write(run.events, step, training.version)
                 viewer.step(step, metrics)
                 viewer.figures(step, {name: metrics[key] for name, key in SHOWN.items() if key in metrics})
                 seconds, total = seconds + metrics["time/step"], total + len(batch.samples)

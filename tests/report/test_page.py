@@ -116,8 +116,14 @@ def test_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: igno
     expect(page.get_by_role("heading", name="Staleness")).to_be_visible()
     assert page.locator("#time path.layer").count() == 7
     expect(page.locator("#time tbody tr").first).to_contain_text("generate")
-    assert page.locator("#memory path.layer").count() == 5
+    assert page.locator("#memory path.layer").count() == 10  # of one step, and along the run
+    expect(page.locator("#memory .about")).to_contain_text("Memory is fullest in update of step 1: 53.4 MiB. Most have")
+    expect(page.locator("#memory figure").first).to_contain_text("peak 53.4 MiB")
+    expect(page.locator("#memory figure").first.locator("svg[role=img]")).to_contain_text("generateupdate")
     expect(page.locator("#memory tbody")).to_contain_text("update53.4 MiB")
+    page.locator("#memory svg[role=img]").first.hover(position={"x": 900, "y": 100})
+    expect(page.locator("#memory .key").first).to_contain_text("update at its fullest")
+    expect(page.locator("#memory label")).to_be_hidden()
     page.locator("#time svg[role=img]").hover()
     expect(page.locator("#time .key")).to_contain_text("step ")
 
@@ -239,10 +245,27 @@ def test_a_long_run_gives_a_page_of_bounded_size() -> None:
     assert sum(len(sample["tokens"]) for sample in samples) <= MOST_SAMPLE_TOKENS
     assert (samples[0]["step"], samples[-1]["step"]) == (0, 19_999)
     assert samples[0]["kl"] == [None] * 100
-    memory = run["memory"]
-    assert isinstance(memory, list)
-    assert memory[-1]["bytes"] == {"a": 19_999}
-    assert len(memory) == 600
+    (memory,) = run["memory"]  # type: ignore[misc]
+    assert memory["moments"][-1]["bytes"] == {"a": 19_999}
+    assert len(memory["moments"]) == 600
+
+
+@in_browser
+def test_the_program_of_a_small_model_is_told_and_drawn_when_asked_for(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    log = EventLog(tmp_path)
+    held = {"program": 500 << 20, "policy weights": 2 << 20, "KV": 1 << 20, "activations": 3 << 20}
+    for step in (1, 2):
+        log.write("memory", step=step, phase="generate", device="cpu", bytes=held, start={"activations": 0}, end={})
+        log.write("memory", step=step, phase="update", device="cpu", bytes={**held, "KV": 0}, start={}, end={})
+    log.close()
+    page = open_page(tmp_path)
+    expect(page.locator("#memory .about")).to_contain_text("Most have activations 3 MiB, policy weights 2 MiB")
+    expect(page.locator("#memory .about")).to_contain_text("500 MiB are the program itself")
+    expect(page.locator("#memory figure").first).to_contain_text("peak 6 MiB")
+    assert page.locator("#memory path.layer").count() == 6
+    page.get_by_label("with the program").check()
+    expect(page.locator("#memory figure").first).to_contain_text("peak 506 MiB")
+    assert page.locator("#memory path.layer").count() == 8
 
 
 def test_text_cannot_leave_the_data(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_by_our_own_engine(tmp_path: Path) -> None:
     table = judge_table(path=path, max_tokens=8, pattern="(.)", low=-1.0)
     reward = load_reward(table)
     assert isinstance(reward, JudgeReward)
-    ask = reward._ask
+    ask = reward.ask
     assert isinstance(ask, EngineAsk)
     conversations = [reward.judge.messages(item) for item in ITEMS]
     long = [{"role": "user", "content": "y" * 1000}]
