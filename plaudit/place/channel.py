@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -79,8 +79,30 @@ class Target(Protocol):
     def check(self, layout: Layout) -> None:
         """Raises WeightsRefused if these are not the weights it has."""
 
+    def home(self, name: str) -> Tensor | None:
+        """The target's own memory of a tensor, if to write there is to load it: saves a copy."""
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy them. A tensor holds its values only until the next one is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a receiver's side of a channel got. checksum: None where none was asked for."""
+
+    checksum: str | None
+    extra_bytes: int
+
+
+class Side(Protocol):
+    """A receiver's side of one kind of channel; `place.receiver` checks version and layout before it is asked."""
+
+    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What must be settled before data moves."""
+
+    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Taken: ...
+
+    def close(self) -> None: ...
 
 
 class Publisher:
@@ -100,15 +122,19 @@ class Publisher:
         return Exchange(f"{self.id}-{self._number}", self.id, version, time.monotonic(), self.seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exchange:
-    """One publication while it goes on. Answers to an earlier one, which came too late, are passed over."""
+    """One publication while it goes on. Answers to an earlier one, which came too late, are passed over.
+
+    lost   receivers that are gone, by the names of their wires; raised when the others have been heard
+    """
 
     id: str
     publisher: str
     version: int
     begun: float
     seconds: float
+    lost: dict[str, ReceiverLost] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
@@ -124,32 +150,31 @@ class Exchange:
 
     def tell(self, wires: Sequence[Wire], message: dict[str, Any]) -> None:
         envelope = {"exchange": self.id, "publisher": self.publisher, "version": self.version}
-        lost = []
         for wire in wires:
             try:
                 wire.tell({**message, **envelope})
             except ReceiverLost as error:
-                lost.append(error)
-        if lost:
-            raise ReceiverLost.several(lost)
+                self.lost[wire.name] = error
 
     def answers(self, wires: Sequence[Wire], grace: float = 0.0) -> list[dict[str, Any]]:
         """One from each, in order. All are heard before anything is raised; who is lost comes before who refused.
 
         grace   seconds that each has at least, though the deadline may be over: to find out who missed it
         """
-        heard, lost, refused = [], [], []
+        heard, refused = [], []
         for wire in wires:
+            if wire.name in self.lost:
+                continue
             try:
                 answer = self._answer(wire, grace)
             except ReceiverLost as error:
-                lost.append(error)
+                self.lost[wire.name] = error
                 continue
             if "error" in answer:
                 refused.append(f"{wire.name}: {answer['error']}")
             heard.append(answer)
-        if lost:
-            raise ReceiverLost.several(lost)
+        if self.lost:
+            raise ReceiverLost.several(list(self.lost.values()))
         if refused:
             raise WeightsRefused("; ".join(refused))
         return heard
@@ -162,7 +187,9 @@ class Exchange:
                 return answer
 
 
-def check_acknowledged(wires: Sequence[Wire], answers: Sequence[dict[str, Any]], version: int, checksum: str) -> None:
+def check_acknowledged(
+    wires: Sequence[Wire], answers: Sequence[dict[str, Any]], version: int, checksum: str | None
+) -> None:
     """Each has this version, and what it got is what was sent."""
     for wire, answer in zip(wires, answers, strict=True):
         if answer["version"] != version:

@@ -1,0 +1,230 @@
+"""Weights by broadcast of torch.distributed, over gloo or NCCL: between processes or machines.
+
+    trainer -> receivers   prepare   layout and version; all answer whether they are in the group
+                           join      if somebody is not: a new group, whose id and address are told
+                           take      then the broadcasts; all answer with a checksum
+
+A tensor of a mebibyte or more travels by itself, from its own memory into the engine's own memory where both are
+contiguous on the group's device; smaller ones are packed into flat buckets. Sharded tensors are gathered one by one, as
+their turn comes. All bytes are summed on both sides, while the next bucket is on its way.
+
+A receiver that dies breaks the group at once (or at the deadline, if it only stopped). Who it was the wires tell, and
+the next publication makes a new group of whoever is there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plaudit.errors import WeightsRefused
+from plaudit.place.channel import DEADLINE, Exchange, Publication, Publisher, Taken, Target, Wire, check_acknowledged
+from plaudit.place.checksum import Checksum, as_bytes
+from plaudit.place.group import BroadcastGroup, GroupBroken, Pending, Rendezvous
+from plaudit.place.weights import ALIGNMENT, Entry, Layout, Weights
+
+BUCKET_BYTES = 1 << 20
+IN_FLIGHT = 2  # broadcasts that may be under way together
+GRACE_SECONDS = 5.0  # for those who are alive to say so, when the deadline is over
+
+
+class CollectiveChannel:
+    """backend   "gloo", or "nccl" where trainer and every receiver have a GPU of their own
+    host      this machine's address, at which receivers meet the trainer
+    """
+
+    def __init__(
+        self, backend: Literal["gloo", "nccl"] = "gloo", *, host: str = "127.0.0.1", seconds: float = DEADLINE
+    ) -> None:
+        self.backend = backend
+        self.host = host
+        self._publisher = Publisher(seconds)
+        self._rendezvous: Rendezvous | None = None
+        self._group: BroadcastGroup | None = None
+        self._members: list[Wire] = []
+
+    def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
+        exchange = self._publisher.begin(version)
+        pairs = iter(weights)
+        try:
+            if not wires:
+                return Publication(version, exchange.taken, weights.nbytes, 0)
+            return self._publish(weights.layout, pairs, exchange, wires)
+        except BaseException:
+            self._drop_group()
+            raise
+        finally:
+            for _ in pairs:  # ranks that gather with this one wait for it
+                pass
+
+    def close(self) -> None:
+        self._drop_group()
+        self._rendezvous = None
+
+    def _publish(
+        self, layout: Layout, pairs: Iterator[tuple[str, Tensor]], exchange: Exchange, wires: Sequence[Wire]
+    ) -> Publication:
+        message = {"channel": "collective", "layout": layout.as_message()}
+        group = self._met(exchange, wires, message)
+        exchange.tell(wires, {**message, "do": "take", "group": group.id, "seconds": exchange.left})
+        checksum = Checksum()
+        try:
+            largest = _send(group, layout, pairs, checksum, exchange)
+        except GroupBroken as error:
+            # The wires know who it was: the dead are lost, and the living answer that the group broke for them too.
+            exchange.answers(wires, GRACE_SECONDS)
+            raise WeightsRefused(f"{error}; every receiver is alive: publish again") from error
+        answers = exchange.answers(wires)
+        check_acknowledged(wires, answers, exchange.version, checksum.hexdigest())
+        extra = largest + sum(answer["extra_bytes"] for answer in answers)
+        return Publication(exchange.version, exchange.taken, layout.nbytes, extra)
+
+    def _met(self, exchange: Exchange, wires: Sequence[Wire], message: dict[str, Any]) -> BroadcastGroup:
+        """A group of these receivers and nobody else: the one there is, or a new one."""
+        group = self._group
+        have = None if group is None else group.id
+        answers = exchange.ask(wires, {**message, "do": "prepare", "group": have})
+        if group is not None and list(wires) == self._members and all(answer["in_group"] for answer in answers):
+            return group
+        self._drop_group()
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self.host, exchange.seconds)
+        invitation = self._rendezvous.invitation(self.backend, len(wires) + 1)
+        for rank, wire in enumerate(wires, 1):
+            join = {**invitation, "rank": rank, "seconds": exchange.left}
+            exchange.tell([wire], {**message, "do": "prepare", "group": None, "join": join})
+        try:
+            if not exchange.lost:  # else nobody needs to wait for a group that cannot be
+                self._group = BroadcastGroup(invitation, 0, exchange.left, self._rendezvous.store)
+        except GroupBroken as error:
+            exchange.answers(wires, GRACE_SECONDS)
+            raise WeightsRefused(f"{error}; every receiver is alive: publish again") from error
+        exchange.answers(wires)
+        assert self._group is not None, "losses are raised with the answers"
+        self._members = list(wires)
+        return self._group
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self._members = None, []
+
+
+class CollectiveSide:
+    def __init__(self) -> None:
+        self._group: BroadcastGroup | None = None
+
+    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        if "join" in message:
+            self.close()
+            invitation = message["join"]
+            self._group = BroadcastGroup(invitation, invitation["rank"], invitation["seconds"])
+        return {"in_group": self._group is not None and self._group.id == message["group"]}
+
+    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Taken:
+        group = self._group
+        if group is None or group.id != message["group"]:
+            raise WeightsRefused(f"the engine is not in the group {message['group']}: publish again")
+        arrivals = _Arrivals(group, layout, target, message["seconds"])
+        try:
+            target.load(arrivals)
+        except BaseException:
+            self.close()  # so that nobody waits for this rank
+            raise
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        return Taken(arrivals.checksum.hexdigest(), arrivals.extra_bytes)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+class _Arrivals:
+    """Iterates over the tensors that are not in the target's own memory yet; all of them are summed."""
+
+    def __init__(self, group: BroadcastGroup, layout: Layout, target: Target, seconds: float) -> None:
+        self.group = group
+        self.layout = layout
+        self.target = target
+        self.seconds = seconds
+        self.checksum = Checksum()
+        self.extra_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        under_way: deque[tuple[tuple[Entry, ...], Pending, bool]] = deque()
+        for bucket in self.layout.buckets(BUCKET_BYTES):
+            flat, own = self._memory(bucket)
+            under_way.append((bucket, self.group.broadcast(flat, self.seconds), own))
+            if len(under_way) == IN_FLIGHT:
+                yield from self._arrived(*under_way.popleft())
+        while under_way:
+            yield from self._arrived(*under_way.popleft())
+
+    def _memory(self, bucket: tuple[Entry, ...]) -> tuple[Tensor, bool]:
+        home = self.target.home(bucket[0].name) if len(bucket) == 1 else None
+        if home is not None and home.device.type == self.group.device.type and home.numel():
+            return as_bytes(home), True
+        flat = torch.empty(_packed_size(bucket), dtype=torch.uint8, device=self.group.device)
+        self.extra_bytes = max(self.extra_bytes, IN_FLIGHT * flat.nbytes)
+        return flat, False
+
+    def _arrived(self, bucket: tuple[Entry, ...], pending: Pending, own: bool) -> Iterator[tuple[str, Tensor]]:
+        flat = pending.wait(self.seconds)
+        for entry, view in _unpacked(bucket, flat):
+            self.checksum.update(view)
+            if not own:
+                yield entry.name, view
+
+
+def _send(
+    group: BroadcastGroup, layout: Layout, pairs: Iterator[tuple[str, Tensor]], checksum: Checksum, exchange: Exchange
+) -> int:
+    """All tensors, in buckets; the most memory that copies took."""
+    largest = 0
+    under_way: deque[Pending] = deque()
+    for bucket in layout.buckets(BUCKET_BYTES):
+        tensors = [next(pairs)[1] for _ in bucket]
+        flat = _packed(bucket, tensors, group.device)
+        if flat.data_ptr() != tensors[0].data_ptr():
+            largest = max(largest, IN_FLIGHT * flat.nbytes)
+        under_way.append(group.broadcast(flat, exchange.left))
+        for _, view in _unpacked(bucket, flat):
+            checksum.update(view)
+        if len(under_way) == IN_FLIGHT:
+            under_way.popleft().wait(exchange.left)
+    while under_way:
+        under_way.popleft().wait(exchange.left)
+    return largest
+
+
+def _packed(bucket: tuple[Entry, ...], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Their bytes in one row, each aligned. One tensor that lies right is not copied."""
+    if len(bucket) == 1 and tensors[0].numel():
+        return as_bytes(tensors[0].to(device))
+    flat = torch.empty(_packed_size(bucket), dtype=torch.uint8, device=device)
+    for (_, view), tensor in zip(_unpacked(bucket, flat), tensors, strict=True):
+        view.copy_(tensor)
+    return flat
+
+
+def _packed_size(bucket: tuple[Entry, ...]) -> int:
+    if len(bucket) == 1:
+        return max(bucket[0].nbytes, 1)
+    return max(sum(_aligned(entry.nbytes) for entry in bucket), 1)
+
+
+def _unpacked(bucket: tuple[Entry, ...], flat: Tensor) -> Iterator[tuple[Entry, Tensor]]:
+    place = 0
+    for entry in bucket:
+        yield entry, flat[place : place + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
+        place += _aligned(entry.nbytes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,170 @@
+"""Weights through a directory that both sides see: a local disk, or a filesystem that machines share.
+
+    DIRECTORY/version-000012/model.safetensors    header, then the tensors in the order of the layout
+                             publication.json     version, publisher, checksum
+
+A publication is written under another name and takes its own in one rename, so that it is whole or absent. It is not
+synced to the disk: what a crash of the machine may cost is a publication, which the restarted trainer makes again from
+its checkpoint. A process that crashes costs nothing, since the pages are the kernel's. Every byte is checked by the
+reader, who would notice a shared filesystem that shows a file before its contents. When all receivers have a version,
+older ones are removed; the newest stays, in the format that every engine can load.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from plaudit.errors import StorageError, WeightsRefused
+from plaudit.place.channel import DEADLINE, Publication, Publisher, Taken, Target, Wire, check_acknowledged
+from plaudit.place.checksum import Checksum, as_bytes, memory_of
+from plaudit.place.weights import Layout, Weights
+
+WEIGHTS, ABOUT = "model.safetensors", "publication.json"
+DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
+    "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+class DiskChannel:
+    """directory   made if absent; belongs to this channel alone"""
+
+    def __init__(self, directory: str | Path, *, seconds: float = DEADLINE) -> None:
+        self.directory = Path(directory).absolute()
+        self._publisher = Publisher(seconds)
+
+    def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
+        exchange = self._publisher.begin(version)
+        if not wires:
+            for _ in weights:  # another rank writes; this one helps to gather
+                pass
+            return Publication(version, exchange.taken, weights.nbytes, 0)
+        path, checksum = self._write(weights, version)
+        message = {"channel": "disk", "do": "take", "path": str(path), "layout": weights.layout.as_message()}
+        answers = exchange.ask(wires, message)
+        check_acknowledged(wires, answers, version, checksum)
+        seconds = exchange.taken
+        self._remove_all_but(path)
+        return Publication(version, seconds, weights.nbytes, sum(answer["extra_bytes"] for answer in answers))
+
+    def close(self) -> None:
+        """The newest version stays, for whoever wants it."""
+
+    def _write(self, weights: Weights, version: int) -> tuple[Path, str]:
+        final = self.directory / f"version-{version:06d}"
+        temporary = self.directory / f".{final.name}-{self._publisher.id}.tmp"
+        pairs = iter(weights)
+        try:
+            temporary.mkdir(parents=True)
+            checksum = Checksum()
+            with (temporary / WEIGHTS).open("wb", buffering=0) as file:
+                _write_whole(file, header(weights.layout))
+                for _, tensor in pairs:
+                    data = as_bytes(tensor.cpu())
+                    checksum.update(data)
+                    _write_whole(file, memory_of(data))
+            about = {"version": version, "publisher": self._publisher.id, "checksum": checksum.hexdigest()}
+            (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            if final.exists():  # the same version again
+                shutil.rmtree(final)
+            temporary.rename(final)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write the weights of version {version} to {self.directory}: {error.strerror}; free some space "
+                "or name another directory"
+            ) from error
+        finally:
+            for _ in pairs:  # ranks that gather with this one wait for it
+                pass
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final, checksum.hexdigest()
+
+    def _remove_all_but(self, path: Path) -> None:
+        for other in (*self.directory.glob("version-*"), *self.directory.glob(".version-*.tmp")):
+            if other != path:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+class DiskSide:
+    """Reads straight into the target's own memory where it can."""
+
+    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        raise WeightsRefused("a publication by disk needs no preparation")
+
+    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Taken:
+        path = Path(message["path"]) / WEIGHTS
+        checksum, extra = Checksum(), 0
+
+        def arrivals(file: BinaryIO) -> Iterator[tuple[str, Tensor]]:
+            nonlocal extra
+            for name, tensor, own in _read(file, layout, target, path):
+                checksum.update(tensor)
+                if not own:
+                    extra = max(extra, tensor.nbytes)
+                    yield name, tensor
+
+        try:
+            with path.open("rb", buffering=0) as file:
+                expected = header(layout)
+                if file.read(len(expected)) != expected:
+                    raise WeightsRefused(f"{path} holds other tensors than its publication says: publish again")
+                target.load(arrivals(file))
+                if file.read(1):
+                    raise WeightsRefused(f"{path} is longer than its publication says: publish again")
+        except OSError as error:
+            raise WeightsRefused(
+                f"cannot read {path}: {error.strerror}; trainer and engine must see the same directory"
+            ) from error
+        return Taken(checksum.hexdigest(), extra)
+
+    def close(self) -> None:
+        pass
+
+
+def header(layout: Layout) -> bytes:
+    """As safetensors begins: the length of a JSON text, and the text, padded to eight bytes."""
+    tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in layout.entries:
+        if entry.dtype not in DTYPES:
+            raise WeightsRefused(f"{entry.name!r} is {entry.dtype}, which safetensors cannot hold")
+        begin, end = end, end + entry.nbytes
+        tensors[entry.name] = {
+            "dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _read(file: BinaryIO, layout: Layout, target: Target, path: Path) -> Iterator[tuple[str, Tensor, bool]]:
+    """Each tensor, and whether it lies in the target's own memory already."""
+    for entry in layout.entries:
+        home = target.home(entry.name)
+        own = home is not None and home.device.type == "cpu"
+        tensor = home if home is not None and own else torch.empty(entry.shape, dtype=entry.torch_dtype)
+        _read_whole(file, memory_of(tensor.detach()), entry.name, path)
+        yield entry.name, tensor, own
+
+
+def _read_whole(file: BinaryIO, memory: memoryview, name: str, path: Path) -> None:
+    done = 0
+    while done < len(memory):
+        count = file.readinto(memory[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise WeightsRefused(f"{path} ends within {name!r}: publish again")
+        done += count
+
+
+def _write_whole(file: BinaryIO, data: bytes | memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += file.write(data[done:])

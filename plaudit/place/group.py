@@ -1,0 +1,138 @@
+"""A process group of a channel's own, apart from torch's default group: trainer is rank 0, receivers follow.
+
+It is made for one set of receivers, over a TCPStore that the trainer holds, and is thrown away at the first failure:
+torch's groups do not survive one. Every broadcast has a deadline. Gloo keeps to it itself. NCCL does not: its work is
+watched from here, and at the deadline its communicator is aborted, long before torch's own watchdog would end the
+process.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from plaudit.errors import ChannelError, ConfigError, one_line
+
+dist: Any = torch.distributed  # torch's stubs do not list what is used here
+
+LOOK_SECONDS = 0.0005  # between two looks at NCCL's work
+WATCHDOG_SECONDS = 3600.0
+
+
+class GroupBroken(ChannelError):
+    """An exchange failed; who is to blame only the wires can tell."""
+
+
+class Rendezvous:
+    """The trainer's store, at which the ranks of every new group meet."""
+
+    def __init__(self, host: str, seconds: float) -> None:
+        self.host = host
+        limit = timedelta(seconds=seconds)
+        try:
+            self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {host!r} for the collective channel ({one_line(error, 120)}): name an address of "
+                "this machine"
+            ) from error
+
+    def invitation(self, backend: str, size: int) -> dict[str, Any]:
+        """For the receivers; each gets its rank too."""
+        return {
+            "host": self.host, "port": self.store.port, "group": secrets.token_hex(8), "backend": backend, "size": size,
+        }  # fmt: skip
+
+
+class BroadcastGroup:
+    """backend   "gloo" for tensors of the CPU, "nccl" for those of a GPU"""
+
+    def __init__(self, invitation: dict[str, Any], rank: int, seconds: float, store: Any = None) -> None:
+        self.id: str = invitation["group"]
+        backend, size = invitation["backend"], invitation["size"]
+        limit = timedelta(seconds=max(seconds, 0.1))
+        self.device = torch.device("cpu" if backend == "gloo" else "cuda")
+        with _broken_if_it_fails():
+            if store is None:
+                store = dist.TCPStore(invitation["host"], invitation["port"], is_master=False, timeout=limit)
+            store = dist.PrefixStore(self.id, store)
+            if backend == "gloo":
+                self._group: Any = dist.ProcessGroupGloo(store, rank, size, _gloo_options(invitation["host"], limit))
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=WATCHDOG_SECONDS)
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def broadcast(self, flat: Tensor, seconds: float) -> Pending:
+        """Start it; rank 0 sends. `flat` must live until the end."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=max(seconds, 0.1)) if flat.device.type == "cpu" else _no_limit()
+        with _broken_if_it_fails():
+            return Pending(self._group, self._group.broadcast([flat], options), flat)
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class Pending:
+    """A broadcast under way; it keeps its tensor alive."""
+
+    def __init__(self, group: Any, work: Any, flat: Tensor) -> None:
+        self._group = group
+        self._work = work
+        self.flat = flat
+
+    def wait(self, seconds: float) -> Tensor:
+        with _broken_if_it_fails():
+            if self.flat.device.type == "cpu":
+                self._work.wait()
+            else:
+                self._watch(time.monotonic() + seconds)
+        return self.flat
+
+    def _watch(self, until: float) -> None:
+        while not self._work.is_completed():
+            if time.monotonic() > until:
+                self._group.abort()
+                raise GroupBroken("NCCL did not finish a broadcast in time")
+            time.sleep(LOOK_SECONDS)
+        self._work.wait()
+
+
+def _gloo_options(host: str, limit: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host))]
+    options._timeout = limit
+    return options
+
+
+def _own_address(host: str) -> str:
+    """This machine's address on the way to `host`: the others must be able to reach it there."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # nothing is sent
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _no_limit() -> timedelta:
+    return timedelta(seconds=WATCHDOG_SECONDS)
+
+
+@contextmanager
+def _broken_if_it_fails() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupBroken(f"an exchange of the group failed: {one_line(error, 160)}") from error

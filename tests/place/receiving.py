@@ -1,0 +1,159 @@
+"""A small model in a process of its own that receives weights: what an engine is to a channel."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.place.channel import answered
+from plaudit.place.checksum import Checksum
+from plaudit.place.receiver import WeightReceiver
+from plaudit.place.shared import SharedChannel
+from plaudit.place.weights import Weights
+from plaudit.place.wire import SocketWire, serve_wire
+
+
+class Small(nn.Module):
+    """Tied, with a buffer, an empty tensor, other dtypes, a matrix above a mebibyte and many small ones."""
+
+    def __init__(self, seed: int, *, tied: bool = True, width: int = 640) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(50, 16)
+        self.big = nn.Linear(width, 480)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.narrow = nn.Parameter(torch.randn(7, 3).to(torch.bfloat16))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.head = nn.Linear(16, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        else:
+            self.head.weight.data.copy_(self.embed.weight.data)
+        self.register_buffer("counts", torch.randint(0, 100, (5,)))
+
+
+def digest(module: nn.Module) -> str:
+    """Of the values under every name, so that ties and places make no difference."""
+    checksum = Checksum()
+    for _, tensor in sorted(module.state_dict().items()):
+        checksum.update(tensor.cpu())
+    return checksum.hexdigest()
+
+
+# A server that has imported torch once and forks: a receiver is up in milliseconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.place.receiving"])
+
+
+class Process:
+    """What a wire and a test ask of a child."""
+
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+        self._process = _CONTEXT.Process(target=target, args=arguments, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid or 0
+        self.kill = self._process.kill
+
+    def wait(self, timeout: float = 10.0) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+
+class Receiving:
+    """The other process, and the wire to it."""
+
+    def __init__(self, name: str, **arguments: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = Process(serve, theirs, arguments)
+        self.wire = SocketWire(f"{name} (pid {self.process.pid})", ours, self.process)  # type: ignore[arg-type]
+        self._socket = ours
+
+    def look(self) -> dict[str, Any]:
+        """Version, digest, addresses and shared mappings, as the other process has them."""
+        self.wire.tell({"look": True})
+        return self.wire.answer(30.0)
+
+    def damage(self) -> None:
+        """The next data it takes will be changed on arrival."""
+        self.wire.tell({"damage": True})
+        self.wire.answer(30.0)
+
+    def die_in_midst(self, how: int = signal.SIGKILL) -> None:
+        """It sends itself a signal when the first tensor of the next publication has come."""
+        self.wire.tell({"die": int(how)})
+        self.wire.answer(30.0)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def receiving(count: int = 1, **arguments: str) -> Iterator[list[Receiving]]:
+    others = [Receiving(f"rollout {i}", **arguments) for i in range(count)]
+    try:
+        for other in others:
+            other.look()  # it is up: what is timed or bounded afterwards does not include its start
+        yield others
+    finally:
+        for other in others:
+            other.close()
+
+
+def fault_on_arrival(fault: dict[str, Any]) -> None:
+    """In this process: what `fault` holds happens to the second tensor that arrives, once."""
+    update, seen = Checksum.update, []
+
+    def arrived(self: Checksum, tensor: Tensor) -> None:
+        if fault and tensor.numel():
+            seen.append(tensor)
+            if len(seen) == 2 and "die" in fault:
+                os.kill(os.getpid(), fault.pop("die"))
+            elif len(seen) == 2 and fault.pop("damage", False):
+                tensor.view(-1).view(torch.uint8)[1] ^= 4
+        update(self, tensor)
+
+    Checksum.update = arrived  # type: ignore[method-assign]
+
+
+def serve(connection: socket.socket, arguments: dict[str, str]) -> None:
+    device = arguments.get("device", "cpu")
+    module = Small(int(arguments.get("seed", "99")), tied=arguments.get("tied", "1") == "1").to(device)
+    receiver = WeightReceiver(module)
+    fault: dict[str, Any] = {}
+    fault_on_arrival(fault)
+
+    def respond(message: dict[str, Any]) -> dict[str, Any]:
+        if "look" in message:
+            mapped = sorted({weight.data_ptr() for weight in Weights.of(module).tensors.values()})
+            lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+            shared = {line[5] for line in lines if len(line) == 6 and line[5].startswith(("/memfd:", "/dev/shm"))}
+            return {
+                "version": receiver.version, "digest": digest(module), "addresses": mapped, "shared": sorted(shared),
+            }  # fmt: skip
+        if "damage" in message or "die" in message:
+            fault.update(message)
+            return {}
+        return answered(receiver, message)
+
+    torch.set_num_threads(1)
+    serve_wire(connection, respond)
+
+
+def publish_and_be_killed(wire: socket.socket, ready: socket.socket) -> None:
+    """A trainer in a process of its own: publishes once through shared memory, then kills itself."""
+    module = Small(1)
+    SharedChannel(module).publish(Weights.of(module), 1, [SocketWire("rollout 0", wire)])
+    ready.sendall(digest(module).encode())
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,271 @@
+"""Every channel, between real processes: the same promises."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from plaudit.errors import ReceiverLost, WeightsRefused
+from plaudit.place.channel import Channel
+from plaudit.place.collective import CollectiveChannel
+from plaudit.place.disk import DiskChannel
+from plaudit.place.shared import SharedChannel
+from plaudit.place.weights import Weights
+from tests.place.receiving import Process, Receiving, Small, digest, publish_and_be_killed, receiving
+
+Make = Callable[..., Channel]
+KINDS = ["disk", "collective", "shared", "home"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(kind: str, tmp_path: Path) -> Iterator[Make]:
+    made: list[Channel] = []
+
+    def channel(module: nn.Module, seconds: float = 60.0) -> Channel:
+        made.append(
+            {
+                "disk": lambda: DiskChannel(tmp_path / "weights", seconds=seconds),
+                "collective": lambda: CollectiveChannel(seconds=seconds),
+                "shared": lambda: SharedChannel(seconds=seconds, checksum=True),
+                "home": lambda: SharedChannel(module, seconds=seconds),
+            }[kind]()
+        )
+        return made[-1]
+
+    yield channel
+    for one in made:
+        one.close()
+
+
+def train(module: nn.Module) -> None:
+    """A change of every value, in place, as an optimizer makes it."""
+    with torch.no_grad():
+        for tensor in Weights.of(module).tensors.values():
+            tensor += 1
+
+
+def test_what_arrives_is_what_was_published(make: Make) -> None:
+    module = Small(1)
+    channel = make(module)
+    with receiving() as (other,):
+        assert other.look()["version"] is None
+        for version in (1, 2, 5):
+            published = channel.publish(Weights.of(module), version, [other.wire])
+            assert published.version == version
+            assert published.bytes == Weights.of(module).nbytes
+            seen = other.look()
+            assert (seen["version"], seen["digest"]) == (version, digest(module))
+            train(module)
+
+
+def test_ties_may_differ_between_the_sides(make: Make) -> None:
+    module = Small(1)
+    channel = make(module)
+    with receiving(tied="0") as (other,):
+        channel.publish(Weights.of(module), 1, [other.wire])
+        assert other.look()["digest"] == digest(module)
+
+
+def test_two_tensors_never_go_to_one(make: Make) -> None:
+    module = Small(1, tied=False)
+    channel = make(module)
+    with receiving(tied="1") as (other,), pytest.raises(WeightsRefused, match="one tensor in the engine and two in"):
+        channel.publish(Weights.of(module), 1, [other.wire])
+
+
+def test_other_shapes_and_names_are_refused_before_anything_is_written(make: Make) -> None:
+    module = Small(1, width=641)
+    channel = make(module)
+    with receiving() as (other,):
+        before = other.look()
+        with pytest.raises(WeightsRefused, match=r"rollout 0.*'big.weight' is float32 \[480, 640\] in the engine and"):
+            channel.publish(Weights.of(module), 1, [other.wire])
+        assert other.look() == before
+
+
+def test_versions_go_up_and_a_restarted_engine_gets_the_one_there_is(make: Make) -> None:
+    module = Small(1)
+    channel = make(module)
+    with receiving(count=2) as (first, second):
+        channel.publish(Weights.of(module), 4, [first.wire, second.wire])
+        with pytest.raises(WeightsRefused, match="version 3 was asked to be published after version 4"):
+            channel.publish(Weights.of(module), 3, [first.wire])
+        second.process.kill()
+        with receiving() as (again,):
+            assert again.look()["version"] is None
+            channel.publish(Weights.of(module), 4, [again.wire])
+            assert again.look()["digest"] == first.look()["digest"] == digest(module)
+            train(module)
+            channel.publish(Weights.of(module), 5, [first.wire, again.wire])
+            assert again.look()["digest"] == first.look()["digest"] == digest(module)
+
+
+def test_a_dead_receiver_is_named_and_the_rest_goes_on(make: Make) -> None:
+    module = Small(1)
+    channel = make(module)
+    with receiving(count=2) as (one, dead):
+        channel.publish(Weights.of(module), 1, [one.wire, dead.wire])
+        dead.process.kill()
+        with pytest.raises(ReceiverLost, match=r"rollout 1 \(pid \d+\) has ended \(exit code -9\)") as lost:
+            channel.publish(Weights.of(module), 2, [one.wire, dead.wire])
+        assert lost.value.names == (dead.wire.name,)
+        train(module)
+        channel.publish(Weights.of(module), 3, [one.wire])
+        assert one.look()["digest"] == digest(module)
+
+
+def test_a_stopped_receiver_is_named_within_the_deadline(make: Make, kind: str) -> None:
+    module = Small(1)
+    channel = make(module, seconds=2.0)
+    with receiving(count=2) as (one, stopped):
+        channel.publish(Weights.of(module), 1, [one.wire, stopped.wire])
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(ReceiverLost, match=r"rollout 1.*did not answer within") as lost:
+            channel.publish(Weights.of(module), 2, [one.wire, stopped.wire])
+        assert lost.value.names == (stopped.wire.name,)
+        assert time.monotonic() - begun < 30.0  # a hang, not a speed
+        channel.publish(Weights.of(module), 3, [one.wire])
+        assert one.look()["version"] == 3
+
+
+def test_a_new_publisher_may_begin_anew(make: Make) -> None:
+    module = Small(1)
+    with receiving() as (other,):
+        make(module).publish(Weights.of(module), 7, [other.wire])
+        train(module)
+        make(module).publish(Weights.of(module), 0, [other.wire])
+        assert (other.look()["version"], other.look()["digest"]) == (0, digest(module))
+
+
+@pytest.mark.parametrize("kind", ["disk", "collective"], indirect=True)
+def test_death_in_the_midst_of_the_data_is_named(make: Make) -> None:
+    module = Small(1)
+    channel = make(module, seconds=20.0)
+    with receiving(count=2) as (one, dying):
+        channel.publish(Weights.of(module), 1, [one.wire, dying.wire])
+        dying.die_in_midst()
+        with pytest.raises(ReceiverLost, match=r"rollout 1 .*exit code -9"):
+            channel.publish(Weights.of(module), 2, [one.wire, dying.wire])
+        train(module)
+        with receiving() as (again,):
+            channel.publish(Weights.of(module), 3, [one.wire, again.wire])
+            assert one.look()["digest"] == again.look()["digest"] == digest(module)
+
+
+@pytest.mark.parametrize("kind", ["disk", "collective"], indirect=True)
+def test_a_changed_bit_is_noticed_and_named(make: Make) -> None:
+    module = Small(1)
+    channel = make(module)
+    with receiving() as (other,):
+        other.damage()
+        with pytest.raises(WeightsRefused, match=r"rollout 0 .* they were damaged on the way; publish again"):
+            channel.publish(Weights.of(module), 1, [other.wire])
+        channel.publish(Weights.of(module), 2, [other.wire])
+        assert other.look()["digest"] == digest(module)
+
+
+def test_sharing_moves_nothing_and_needs_no_second_copy() -> None:
+    module = Small(1)
+    channel = SharedChannel(module)
+    with receiving() as (other,):
+        assert channel.publish(Weights.of(module), 1, [other.wire]).extra_bytes == 0
+        before = other.look()
+        train(module)
+        # The same memory: what the trainer wrote is there before it is published.
+        assert other.look()["digest"] == digest(module)
+        channel.publish(Weights.of(module), 2, [other.wire])
+        assert other.look()["addresses"] == before["addresses"]
+    channel.close()
+
+
+def test_running_engines_keep_what_they_have_until_they_flip() -> None:
+    module = Small(1)
+    channel = SharedChannel()
+    with receiving() as (other,):
+        channel.publish(Weights.of(module), 1, [other.wire])
+        first = other.look()
+        train(module)
+        assert other.look()["digest"] == first["digest"] != digest(module)
+        channel.publish(Weights.of(module), 2, [other.wire])
+        second = other.look()
+        assert second["digest"] == digest(module)
+        assert not set(first["addresses"]) & set(second["addresses"]) - {0}
+        channel.publish(Weights.of(module), 3, [other.wire])
+        assert other.look()["addresses"] == first["addresses"]
+    channel.close()
+
+
+def test_a_module_that_left_the_shared_memory_is_noticed() -> None:
+    module = Small(1)
+    channel = SharedChannel(module)
+    module.big.weight.data = module.big.weight.data.clone()
+    with pytest.raises(WeightsRefused, match=r"'big.weight' is no longer in the shared memory"):
+        channel.publish(Weights.of(module), 1, [])
+    channel.close()
+
+
+def test_the_disk_holds_one_version_that_safetensors_reads(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    module = Small(1)
+    (tmp_path / ".version-000000-killed.tmp").mkdir()  # of a trainer that was killed
+    channel = DiskChannel(tmp_path)
+    with receiving() as (other,):
+        for version in (1, 2):
+            train(module)
+            channel.publish(Weights.of(module), version, [other.wire])
+    assert [path.name for path in tmp_path.iterdir()] == ["version-000002"]
+    stored = load_file(tmp_path / "version-000002" / "model.safetensors")
+    assert stored.keys() == Weights.of(module).tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in Weights.of(module))
+
+
+def test_a_truncated_or_foreign_file_is_refused_and_leaves_the_engine_stale(tmp_path: Path) -> None:
+    module = Small(1)
+
+    class Cutting:
+        """A wire whose filesystem shows the file before all of it is there."""
+
+        def __init__(self, other: Receiving, size: int) -> None:
+            self.name, self.answer, self._tell, self._size = other.wire.name, other.wire.answer, other.wire.tell, size
+
+        def tell(self, message: dict[str, object]) -> None:
+            os.truncate(Path(str(message["path"])) / "model.safetensors", self._size)
+            self._tell(message)
+
+    channel = DiskChannel(tmp_path)
+    with receiving() as (other,):
+        channel.publish(Weights.of(module), 1, [other.wire])
+        with pytest.raises(WeightsRefused, match=r"ends within 'big.weight'"):
+            channel.publish(Weights.of(module), 2, [Cutting(other, 100_000)])
+        assert other.look()["version"] is None
+        with pytest.raises(WeightsRefused, match="holds other tensors"):
+            channel.publish(Weights.of(module), 3, [Cutting(other, 10)])
+
+
+def test_nothing_is_left_when_either_side_is_killed() -> None:
+    """Segments have no names: the kernel frees them with the last process that has them."""
+    with receiving() as (other,):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            trainer = Process(publish_and_be_killed, other.wire.connection, theirs)
+            ours.settimeout(60.0)
+            published = ours.recv(100).decode()
+        assert trainer.wait() == -signal.SIGKILL
+        seen = other.look()
+        assert seen["digest"] == published
+        assert seen["shared"] == ["/memfd:plaudit-weights (deleted)"]
