@@ -198,11 +198,20 @@ def serve_rewards(
         str | None, typer.Option(help="Protocols to speak beside the native one, separated by commas. Default: all.")
     ] = None,
     alias: Annotated[list[str], typer.Option(metavar="NAME=MODEL", help="Another name of a model; repeatable.")] = [],  # noqa: B006
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks that share each model's matrices; on CUDA a GPU each.")
+    ] = None,
 ) -> None:
     """Serve reward models over HTTP."""
     from plaudit.serve.setup import serve_table
 
-    table = serve_table(config, model, host, port, api_key, admin_key, allow_open, protocols, alias)
+    table = serve_table(
+        config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel
+    )  # fmt: skip
+    from plaudit.serve.launched import launched, serve_launched
+
+    if launched():
+        sys.exit(serve_launched(table))
     from plaudit.serve.server import serve
 
     sys.exit(serve(table))

@@ -15,6 +15,7 @@
     ├── RunError           a run directory that cannot be used
     │   ├── RunBusy        ... because another process is using it
     │   └── BadCheckpoint  ... because a checkpoint in it is damaged
+    ├── RankLost           another rank of the same model is gone or late; that one's own message says why
     ├── ServerError        a reward server that did not give what it was asked for
     │   ├── RewardUnavailable  ... within the time and attempts it had
     │   ├── RequestRefused     ... because it refuses the request; `status` and `type` say why
@@ -105,6 +106,10 @@ class RunBusy(RunError):
 
 class BadCheckpoint(RunError):
     pass
+
+
+class RankLost(PlauditError):
+    exit_code = 75  # EX_TEMPFAIL: never the cause
 
 
 class ServerError(PlauditError):

@@ -38,6 +38,12 @@ class ReadByEngine(Table):
     """KV pool in bytes, or as a part of the free memory."""
     budget: PositiveInt | None = None
     """Tokens computed in one step."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share each matrix of the model: one process each, and on CUDA one GPU each."""
+    rank_seconds: Positive = 20.0
+    """The most that one rank waits for another within a step."""
+    join_seconds: Positive = 90.0
+    """The most that the ranks wait for each other before they load."""
 
 
 class OutcomeTable(ReadByEngine):

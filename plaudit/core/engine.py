@@ -16,7 +16,9 @@ from torch import nn
 
 from plaudit.core.backend import Backend
 from plaudit.core.cpu import CpuBackend
+from plaudit.core.decoder import Decoder
 from plaudit.core.intake import Intake
+from plaudit.core.lockstep import Channel, Leader
 from plaudit.core.memory import blocks_for
 from plaudit.core.reads import Read
 from plaudit.core.runner import Runner
@@ -58,16 +60,19 @@ class Engine:
     max_running  sequences that decode together
     look_every   decode steps between two looks of the host: stop strings, callbacks and new requests wait for it
     seed         gives requests without a seed of their own theirs, by submission number
+    channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
     """
 
     def __init__(
         self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None,
         budget: int | None = None, max_running: int | None = None, look_every: int | None = None, seed: int = 0,
-        version: int = 0,
+        version: int = 0, channel: Channel | None = None,
     ) -> None:  # fmt: skip
         self.decoder = inspect(module)
         self.tokenizer = tokenizer
-        self.backend: Backend = _backend(self.decoder)
+        self.backend: Backend = backend_of(self.decoder)
+        if channel is not None:
+            self.backend = Leader(self.backend, channel)
         budget = self.backend.budget if budget is None else budget
         max_running = min(self.backend.max_running, budget) if max_running is None else max_running
         look_every = self.backend.look_every if look_every is None else look_every
@@ -375,7 +380,7 @@ class Engine:
         return [self._runner.end(s, error, abort=True) for s in live]
 
 
-def _backend(decoder: Any) -> Backend:
+def backend_of(decoder: Decoder) -> Backend:
     if decoder.device.type == "cpu":
         return CpuBackend(decoder)
     if decoder.device.type == "cuda":

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plaudit.core.attention import Layout, Rule
+from plaudit.core.split import RowLinear
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 MANY_ROWS = 256  # up to here one more call costs more than to copy queries and keys into one tensor
@@ -103,14 +104,14 @@ def _layer_fits(layer: Any) -> bool:
     norms = [attention.pop(name) for name in OPTIONAL_NORMS if name in attention]
     norms += [layer.input_layernorm, layer.post_attention_layernorm]
     return (
-        not attention and not mlp and all(type(part) is nn.Linear for part in linear)
+        not attention and not mlp and all(type(part) in (nn.Linear, RowLinear) for part in linear)
         and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
         and hasattr(layer.self_attn, "head_dim")
     )  # fmt: skip
 
 
 def _linear(x: Tensor, part: nn.Module) -> Tensor:
-    if type(part) is not nn.Linear:  # an adapter has taken its place since the trial
+    if type(part) is not nn.Linear:  # its ranks add up, or an adapter has taken its place since the trial
         adapted: Tensor = part(x)
         return adapted
     parameters = part._parameters

@@ -30,6 +30,8 @@ class Packed:
     layout: Layout
     starts: tuple[int, ...]  # offset in the row of each sequence's own tokens
     lengths: tuple[int, ...]  # how many those are
+    shared: tuple[int, ...]  # how many tokens before them are another's
+    rows: tuple[np.ndarray, ...]  # per sequence, the row of each of its tokens, shared ones included
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _packed(
     )
     positions = np.concatenate([np.arange(b, b + n) for b, n in zip(shared, own, strict=True)])
     layout = packed_layout(list(zip(starts, own, shared, strict=True)), rows, device, lone)
-    return Packed(send(tokens, device)[None], send(positions, device)[None], layout, starts, own)
+    return Packed(send(tokens, device)[None], send(positions, device)[None], layout, starts, own, tuple(shared), rows)
 
 
 def packed_layout(

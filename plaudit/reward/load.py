@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from plaudit.config.reward import (
     RuleTable,
 )
 from plaudit.core import Engine
+from plaudit.core.lockstep import Channel
+from plaudit.core.packing import trunk
+from plaudit.core.split import split, split_parts
 from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
 from plaudit.reward.ask import EngineAsk, HttpAsk
@@ -75,8 +78,21 @@ def new_reading(
     return ProcessReading(table, tokenizer, facts)
 
 
-def load_worker(table: RewardTable) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:
-    """The engine, what its model is, its tokenizer, and the first 12 hex digits of the SHA-256 of its weights."""
+class Ranks(Protocol):
+    """The processes that share a model, as its loader sees them."""
+
+    @property
+    def device(self) -> str: ...
+
+    def meet(self, digest: str) -> Channel:
+        """Once all have loaded the same weights."""
+
+
+def load_worker(
+    table: RewardTable, ranks: Ranks | None = None
+) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:  # fmt: skip
+    """The engine, what its model is, its tokenizer, and the first 12 hex digits of the SHA-256 of its weights. With
+    `ranks` this is rank 0, which has the engine."""
     if isinstance(table, JudgeTable) and table.path is not None:
         loaded = load_policy(table.path, dtype=table.dtype, device=choose_device(table.device))
         engine = Engine(loaded.module, loaded.tokenizer)
@@ -85,11 +101,27 @@ def load_worker(table: RewardTable) -> tuple[Engine, Facts, PreTrainedTokenizerF
         raise ConfigError(f"a reward of kind {table.kind!r} has no model to load")
     if table.threads is not None:
         torch.set_num_threads(table.threads)
-    loaded = load_any(table.path, dtype=table.dtype, device=choose_device(table.device))
+    channel = None
+    if ranks is None:
+        loaded = load_any(table.path, dtype=table.dtype, device=choose_device(table.device))
+        digest = weights_hash(loaded.path)
+    else:
+        loaded, digest, channel = load_part(table, ranks)
     if isinstance(table, ProcessTable) and table.format.tiled:
         _check_tiled(loaded.module, table.format)
-    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, budget=table.budget)
-    return engine, _facts(loaded, engine), loaded.tokenizer, weights_hash(loaded.path)
+    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, budget=table.budget, channel=channel)
+    return engine, _facts(loaded, engine), loaded.tokenizer, digest
+
+
+def load_part(table: ReadByEngine, ranks: Ranks) -> tuple[Loaded, str, Channel]:
+    """One rank's part of a model. The whole is read into host memory, and what others keep is let go."""
+    loaded = load_any(table.path, dtype=table.dtype, device="cpu")
+    for _ in split_parts(trunk(loaded.module), table.tensor_parallel):
+        pass  # before anybody waits: whether it can be split
+    digest = weights_hash(loaded.path)
+    channel = ranks.meet(digest)
+    split(loaded.module, channel.rank, channel.size, channel.tensors, ranks.device)
+    return loaded, digest, channel
 
 
 def weights_hash(directory: Path) -> str:

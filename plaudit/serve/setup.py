@@ -11,13 +11,14 @@ from plaudit.config.serve import ServeTable, parse_serve, read_serve
 from plaudit.errors import ConfigError
 from plaudit.reward.directory import complete, only_predicts
 
+ENGINE_KINDS = ("outcome", "process", "logprobs")
 DEFAULT_MODELS = ("sums", "sums-steps")
 
 
 def serve_table(
     config: Path | None = None, models: Sequence[str] = (), host: str | None = None, port: int | None = None,
     api_keys: Sequence[str] = (), admin_key: str | None = None, allow_open: str | None = None,
-    protocols: str | None = None, aliases: Sequence[str] = (),
+    protocols: str | None = None, aliases: Sequence[str] = (), tensor_parallel: int | None = None,
 ) -> ServeTable:  # fmt: skip
     """Flags win over the file. Without any model the embedded ones are served."""
     tree: dict[str, Any] = {} if config is None else read_serve(config)
@@ -29,6 +30,10 @@ def serve_table(
             raise ConfigError(f"two models are named {name!r}; name one of them: --model OTHER={path}")
         entries[name] = {"path": path}
     tree["models"] = {name: _completed(entry, f"{source}: models.{name}") for name, entry in entries.items()}
+    if tensor_parallel is not None:
+        for entry in tree["models"].values():
+            if isinstance(entry, dict) and entry.get("kind") in ENGINE_KINDS:
+                entry["tensor_parallel"] = tensor_parallel
     if host is not None:
         tree["host"] = host
     if port is not None:

@@ -24,13 +24,14 @@ import msgspec
 import numpy as np
 import torch
 
-from plaudit.config.reward import parse_reward
+from plaudit.config.reward import ReadByEngine, parse_reward
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.sequence import Update
-from plaudit.errors import ModelError, PlauditError, RequestError
+from plaudit.errors import ModelError, PlauditError, RankLost, RequestError
 from plaudit.records import ItemError
 from plaudit.reward.load import load_worker
 from plaudit.serve import frames
+from plaudit.serve.ranks import lead
 from plaudit.serve.text import tokenizer_parts
 
 ALIVE_EVERY = 1.0  # seconds
@@ -185,6 +186,8 @@ class Worker:
             self._send_results(values, errors, texts)
 
     def _failed(self, asked: _Asked, error: ItemError) -> list[tuple[int, str, str]]:
+        if error.type == RankLost.__name__:
+            os._exit(RankLost.exit_code)
         if any(sign in error.message for sign in BROKEN_DEVICE) and error.type not in OUT_OF_MEMORY:
             os._exit(3)  # nothing computed on this device after this would be worth anything
         if error.type == "NotANumber":
@@ -259,7 +262,15 @@ def _first(sock: socket.socket) -> frames.Start:
 
 def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
     table = parse_reward(tree, "the model's table")
-    engine, facts, tokenizer, digest = load_worker(table)
+    group = lead(tree, table) if isinstance(table, ReadByEngine) and table.tensor_parallel > 1 else None
+    try:
+        engine, facts, tokenizer, digest = load_worker(table, group)
+    except Exception as error:
+        if group is not None:
+            group.fail(error)
+        raise
+    if group is not None:
+        group.forget_place()
     if engine.decoder.device.type == "cpu" and getattr(table, "threads", None) is None:
         width = engine.decoder.module.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         if width < NARROW:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
+from plaudit.errors import RankLost
+
 PARENT = "PLAUDIT_PARENT"
-LOST = 75
-"""The exit code of a rank that ended because another one did (EX_TEMPFAIL): never the cause."""
+LOST = RankLost.exit_code
 GRACE = 5.0  # seconds between asking the others to end and ending them
 PATIENCE = 3.0  # seconds in which the cause of a loss shows, if it is another rank's end
 SHOWN = 4000  # bytes of a failed rank's last words that are read

@@ -24,17 +24,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plaudit.config.rl import ResourcesTable
-from plaudit.errors import ConfigError, RunError
-from plaudit.train.launch import LOST, PARENT
+from plaudit.errors import ConfigError, RankLost
+from plaudit.train.launch import PARENT
 
 DATA, TENSOR = "data", "tensor"
 PR_SET_PDEATHSIG = 1
-
-
-class RankLost(RunError):
-    """Another rank is gone or late; that one's own message says why."""
-
-    exit_code = LOST
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
-from fnmatch import fnmatch
 from types import MethodType
 from typing import Any
 
@@ -21,10 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from plaudit.core.packing import Packed, hidden_rows, trunk
+from plaudit.core.split import SUMMED, planned, split_parts
 from plaudit.errors import ModelError
 from plaudit.train.ranks import DATA, TENSOR, Ranks
 
-SUMMED = "replicated_with_grad_allreduce"
 FORWARD = "sharded_rows"
 
 # It advises against gathering over two dimensions one after the other, which is the only way for FSDP2 under tensor
@@ -98,20 +96,13 @@ class Shards:
     def _split_matrices(self) -> None:
         base = trunk(self.module)
         prefix = next(name for name, part in self.module.named_modules() if part is base)
-        size = self.mesh[TENSOR].size()
-        styles: dict[str, ParallelStyle] = {}
-        for name, part, style in _planned(base):
+        for name, part, style in planned(base):
             if style == SUMMED:
                 self.summed |= {f"{prefix}.{name}.{each}" for each, _ in part.named_parameters()}
-                continue
-            assert isinstance(part, nn.Linear)
-            split = part.out_features if style == "colwise" else part.in_features
-            if split % size:
-                raise ModelError(
-                    f"{name} has {split} rows to split over tensor_parallel = {size} ranks: no whole number"
-                )
-            styles[f"{prefix}.{name}"] = ColwiseParallel() if style == "colwise" else RowwiseParallel()
-        _check_heads(base, size)
+        styles: dict[str, ParallelStyle] = {
+            f"{prefix}.{name}": ColwiseParallel() if style == "colwise" else RowwiseParallel()
+            for name, _, style in split_parts(base, self.mesh[TENSOR].size())
+        }
         parallelize_module(self.module, self.mesh[TENSOR], styles)
 
 
@@ -146,37 +137,3 @@ def _layers(module: nn.Module) -> list[nn.Module]:
         if isinstance(part, nn.ModuleList) and len(part) == count:
             return list(part)
     raise ModelError(f"{type(module).__name__} has no list of {count} layers to shard one by one: train it on one rank")
-
-
-def _planned(base: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The parts of the layers that the model's plan names, each with its style."""
-    config: Any = base.config
-    plan: dict[str, str] = {n: s for n, s in (config.base_model_tp_plan or {}).items() if n.startswith("layers.")}
-    found = [
-        (name, part, style)
-        for name, part in base.named_modules()
-        for pattern, style in plan.items()
-        if fnmatch(name, pattern)
-    ]
-    for name, part, style in found:
-        fits = style == SUMMED or (style in ("colwise", "rowwise") and isinstance(part, nn.Linear))
-        if not fits:
-            raise ModelError(
-                f"{type(base).__name__} wants {name} split {style!r}, which Plaudit does not do: "
-                "set resources.tensor_parallel = 1"
-            )
-    if not found:
-        raise ModelError(
-            f"{type(base).__name__} has no plan of how to split its matrices: set resources.tensor_parallel = 1"
-        )
-    yield from found
-
-
-def _check_heads(base: nn.Module, size: int) -> None:
-    config: Any = base.config
-    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % size or keys % size:
-        raise ModelError(
-            f"{heads} attention heads over {keys} key-value heads do not divide by tensor_parallel = {size}: "
-            "every rank needs whole heads, with their keys"
-        )

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from plaudit.errors import PlauditError
+from plaudit.errors import PlauditError, RankLost
 from plaudit.records import Prompt, Sample
-from plaudit.train.ranks import Group, RankLost
+from plaudit.train.ranks import Group
 from plaudit.train.rollouts import Player, SampleScorer
 from plaudit.train.scorer import RewardFailed
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ READY_SECONDS = 240.0
 
 
 class ServerProcess:
-    """`plaudit serve` on a free port. `tree` is a serve.toml as plain data; `environment` is added to the process's."""
+    """`plaudit serve` on a free port. `tree` is a serve.toml as plain data; `environment` is added to the process's;
+    `launcher` are arguments to Python that start it in another way."""
 
     def __init__(
         self, tree: dict[str, Any] | None = None, *arguments: str, environment: dict[str, str] | None = None,
-        wait: bool = True,
+        wait: bool = True, launcher: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.directory = tempfile.TemporaryDirectory()
         self.port = free_port()
-        command = [sys.executable, "-m", "plaudit", "serve", "--port", str(self.port), *arguments]
+        command = [sys.executable, *launcher, "-m", "plaudit", "serve", "--port", str(self.port), *arguments]
         if tree is not None:
             file = Path(self.directory.name) / "serve.toml"
             file.write_text(to_toml(tree))

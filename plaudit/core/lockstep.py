@@ -1,0 +1,209 @@
+"""Ranks that run one model together: rank 0 has the engine, and tells the others what it is about to compute.
+
+    rank 0    scheduler, prefix tree, sampler   ->  Leader: one message, then the forward pass over its own heads
+    others    follow()                          <-  hear the message, run the same forward pass over theirs
+
+What a step is made of (token ids, places, blocks) is checked and packed before anything is sent, and travels as one
+flat array of numbers: there is nothing in a request that could make one rank do something else than another. Hidden
+rows are whole on every rank, so only rank 0 reads and samples. Every exchange has the deadline of its process group; a
+group that has lost a rank computes nothing more. Between steps rank 0 sends a heartbeat that all must answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plaudit.core.backend import Backend, Copy, DecodeBatch, Decoded, Span
+from plaudit.core.packing import Packed, packed_layout, send
+from plaudit.errors import RankLost, one_line
+
+OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END = range(6)
+HEARTBEAT_SECONDS = 1.0
+HEAD = 2048  # numbers of a message that travel at once; a longer one needs a second exchange
+
+
+@dataclass(frozen=True)
+class Channel:
+    """messages   a gloo group for what is computed
+    tensors    the group in which products add up: gloo for a CPU, NCCL for GPUs
+    on_loss    called by the heartbeat with what happened, when a rank is gone
+    """
+
+    rank: int
+    size: int
+    messages: dist.ProcessGroup
+    tensors: dist.ProcessGroup
+    on_loss: Callable[[str], None] | None = None
+
+    def tell(self, kind: int, *parts: np.ndarray) -> None:
+        opening = np.array([0, kind, len(parts), *map(len, parts)], dtype=np.int32)
+        opening[0] = len(opening) + sum(map(len, parts))
+        flat = np.concatenate([opening, *(part.astype(np.int32, copy=False) for part in parts)])
+        head = np.zeros(HEAD, dtype=np.int32)
+        head[: min(HEAD, len(flat))] = flat[:HEAD]
+        dist.broadcast(torch.from_numpy(head), 0, self.messages)
+        if len(flat) > HEAD:
+            dist.broadcast(torch.from_numpy(flat[HEAD:]), 0, self.messages)
+
+    def hear(self) -> tuple[int, list[np.ndarray]]:
+        head = torch.zeros(HEAD, dtype=torch.int32)
+        dist.broadcast(head, 0, self.messages)
+        flat = head.numpy()
+        if flat[0] > HEAD:
+            rest = torch.zeros(int(flat[0]) - HEAD, dtype=torch.int32)
+            dist.broadcast(rest, 0, self.messages)
+            flat = np.concatenate([flat, rest.numpy()])
+        count = int(flat[2])
+        ends = 3 + count + np.cumsum(flat[3 : 3 + count])
+        return int(flat[1]), np.split(flat[3 + count : int(flat[0])], ends[:-1] - 3 - count) if count else []
+
+    def barrier(self) -> None:
+        dist.barrier(self.messages)
+
+
+class Leader(Backend):
+    """Rank 0's back end. Decoding is a forward pass a token, for the host of rank 0 samples; so a look at every step
+    costs nothing more."""
+
+    def __init__(self, inner: Backend, channel: Channel) -> None:
+        super().__init__(inner.decoder)
+        self.inner = inner
+        self.channel = channel
+        self.block_size, self.spare = inner.block_size, inner.spare
+        self.budget, self.max_running, self.look_every = inner.budget, inner.max_running, inner.look_every
+        self._lock = threading.Lock()
+        self._lost = ""
+        self._told = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+
+    def open(self, blocks: int) -> None:
+        with self._together(OPEN, np.array([blocks])):
+            self.inner.open(blocks)
+
+    def close(self) -> None:
+        with self._together(CLOSE):
+            self.inner.close()
+
+    def kv_bytes(self, reached: int) -> int:
+        """Of rank 0's own heads."""
+        return self.inner.kv_bytes(reached)
+
+    def end(self) -> None:
+        """Let the others go."""
+        self._over.set()
+        with self._together(END):
+            pass
+
+    def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
+        tokens = packed.input_ids[0].cpu().numpy()
+        shapes = np.array([packed.starts, packed.lengths, packed.shared]).ravel()
+        with self._together(ROWS, tokens, shapes, np.concatenate(packed.rows), wanted.cpu().numpy()):
+            return self.inner.rows(packed, wanted)
+
+    def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
+        with self._together(FORWARD, *_packed_spans(spans, copies)):
+            return self.inner.forward(spans, copies)
+
+    def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
+        tables, noted = batch.tables.tolist(), []
+        for _ in range(steps):
+            at = zip(batch.tokens.tolist(), batch.positions.tolist(), tables, strict=True)
+            spans = [Span([token], place, table[: place // self.block_size + 1], [0]) for token, place, table in at]
+            logits = self.decoder.logits(self.forward(spans, ()))
+            drawn = batch.sampler.draw(logits, batch.drawn)
+            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
+            batch.advance(drawn.tokens)
+            if not bool(batch.alive.any()):
+                break
+        return Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
+
+    @contextmanager
+    def _together(self, kind: int, *parts: np.ndarray) -> Iterator[None]:
+        """The others hear what is done inside. After an error nobody knows how far each of them has come."""
+        with self._lock:
+            if self._lost:
+                raise RankLost(self._lost)
+            try:
+                self.channel.tell(kind, *parts)
+                yield
+            except Exception as error:
+                self._lost = f"the ranks of this model are no longer together: {one_line(error)}"
+                raise RankLost(self._lost) from error
+            self._told = time.monotonic()
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_SECONDS):
+            if time.monotonic() - self._told < HEARTBEAT_SECONDS:
+                continue
+            try:
+                with self._together(HEARTBEAT):
+                    self.channel.barrier()
+            except RankLost as error:
+                if self.channel.on_loss is not None:
+                    self.channel.on_loss(str(error))
+                return
+
+
+@torch.inference_mode()
+def follow(module: nn.Module, channel: Channel) -> None:
+    """Every other rank: compute what rank 0 says, until it says that it is over. The module is its part of rank 0's."""
+    from plaudit.core.engine import backend_of
+    from plaudit.core.support import inspect
+
+    decoder = inspect(module)
+    backend = backend_of(decoder)
+    while True:
+        kind, parts = channel.hear()
+        if kind == OPEN:
+            backend.open(int(parts[0][0]))
+        elif kind == CLOSE:
+            backend.close()
+        elif kind == FORWARD:
+            backend.forward(*_unpacked_spans(parts))
+        elif kind == ROWS:
+            backend.rows(*_unpacked_rows(parts, decoder.device))
+        elif kind == HEARTBEAT:
+            channel.barrier()
+        else:
+            return
+
+
+def _packed_spans(spans: Sequence[Span], copies: Sequence[Copy]) -> list[np.ndarray]:
+    columns = ([s.tokens for s in spans], [s.blocks for s in spans], [s.wanted for s in spans])
+    flat = [np.fromiter(chain.from_iterable(rows), np.int32, sum(map(len, rows))) for rows in columns]
+    shapes = np.array([(s.start, len(s.tokens), len(s.blocks), len(s.wanted)) for s in spans], dtype=np.int32)
+    copied = np.array([(c.source, c.target, c.first, c.tokens) for c in copies], dtype=np.int32)
+    return [shapes.ravel(), *flat, copied.ravel()]
+
+
+def _unpacked_spans(parts: Sequence[np.ndarray]) -> tuple[list[Span], list[Copy]]:
+    shapes, tokens, blocks, wanted, copied = (part.tolist() for part in parts)
+    spans = []
+    at = [0, 0, 0]
+    for i in range(0, len(shapes), 4):
+        start, *counts = shapes[i : i + 4]
+        new, own, asked = (flat[a : a + n] for flat, a, n in zip((tokens, blocks, wanted), at, counts, strict=True))
+        spans.append(Span(new, start, own, asked))
+        at = [a + n for a, n in zip(at, counts, strict=True)]
+    return spans, [Copy(*copied[i : i + 4]) for i in range(0, len(copied), 4)]
+
+
+def _unpacked_rows(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Packed, Tensor]:
+    tokens, shapes, places, wanted = (part.astype(np.int64) for part in parts)
+    starts, lengths, shared = (tuple(row.tolist()) for row in shapes.reshape(3, -1))
+    rows = tuple(np.split(places, np.cumsum([n + s for n, s in zip(lengths, shared, strict=True)])[:-1]))
+    positions = np.concatenate([np.arange(s, s + n) for n, s in zip(lengths, shared, strict=True)])
+    layout = packed_layout(list(zip(starts, lengths, shared, strict=True)), rows, device)
+    packed = Packed(send(tokens, device)[None], send(positions, device)[None], layout, starts, lengths, shared, rows)
+    return packed, send(wanted, device)

@@ -1,0 +1,45 @@
+"""`torchrun -m plaudit serve`: rank 0 is the server, every other process has the ranks that its workers ask for."""
+
+from __future__ import annotations
+
+import os
+
+from plaudit.config.reward import ReadByEngine
+from plaudit.config.serve import ServeTable
+from plaudit.errors import ConfigError
+
+
+def launched() -> bool:
+    """Whether somebody else, such as torchrun, starts the ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def serve_launched(table: ServeTable) -> int:
+    _check(table)
+    from plaudit.serve.ranks import dismiss, host_board, subscribe
+
+    if os.environ["RANK"] != "0":
+        return subscribe()
+    from plaudit.serve.server import serve
+
+    board = host_board()
+    code = serve(table)
+    dismiss()
+    del board
+    return code
+
+
+def _check(table: ServeTable) -> None:
+    """On every rank, before anything is loaded or opened."""
+    world = int(os.environ["WORLD_SIZE"])
+    sizes = {e.tensor_parallel for e in table.models.values() if isinstance(e, ReadByEngine)} - {1}
+    if not sizes:
+        raise ConfigError(
+            f"WORLD_SIZE = {world} processes were started, and no model has ranks: give --tensor-parallel {world}, or "
+            "start without torchrun"
+        )
+    for size in sizes - {world}:
+        raise ConfigError(
+            f"WORLD_SIZE = {world} processes were started, and tensor_parallel = {size}: make them equal, or start "
+            "without torchrun"
+        )

@@ -1,0 +1,271 @@
+"""The ranks of one model: how they come together, load the same weights, and end together.
+
+Rank 0 is the model's worker. It starts the others itself on this machine (`python -m plaudit.serve.ranks`, each a child
+that dies with it), and they meet in a file. Under torchrun, on one machine or several, the processes with another RANK
+run `subscribe`, which starts a rank for every group that a worker of rank 0's posts in torchrun's store: when the
+server starts, when a group is started again, when another version is swapped in.
+
+    joined    every rank is there, or the missing ones are named
+    loaded    every rank has the same weights, by checksum, or all of them end with the same line
+    together  gloo carries messages (and products on a CPU), NCCL the products on GPUs, each with a deadline
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from plaudit.config.reward import ReadByEngine, parse_reward
+from plaudit.core.lockstep import Channel, follow
+from plaudit.errors import ConfigError, ModelError, PlauditError, RankLost, one_line
+from plaudit.models import choose_device
+from plaudit.reward.load import load_part
+from plaudit.serve.launched import launched
+
+LOAD_SECONDS = 1800.0  # between the first rank and the last
+LOOK_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1
+GROUPS = "plaudit/groups"
+ENDED = "ended"
+
+
+@dataclass
+class RankGroup:
+    """One process's place among the ranks of a model."""
+
+    rank: int
+    size: int
+    store: Store
+    table: ReadByEngine
+    local: int
+    """Which of this machine's GPUs."""
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    place: tempfile.TemporaryDirectory[str] | None = None
+    """Where they meet, on one machine."""
+
+    def join(self) -> None:
+        """Wait until every rank is there."""
+        self.store.set(f"joined/{self.rank}", "yes")
+        missing = self._wait("joined", self.table.join_seconds)
+        if missing:
+            raise ModelError(
+                f"rank {', '.join(map(str, missing))} of {self.size} did not join within "
+                f"{self.table.join_seconds:g} s: is its node up, and does it run the same command?"
+            )
+
+    @property
+    def device(self) -> str:
+        device = choose_device(self.table.device)
+        if device != "cuda":
+            return device
+        count = torch.cuda.device_count()
+        if self.local >= count:
+            raise ConfigError(
+                f"rank {self.rank} is number {self.local} on this machine, which has {count} GPU(s): one rank takes "
+                'one GPU; set tensor_parallel to fewer, or device = "cpu"'
+            )
+        return f"cuda:{self.local}"
+
+    def meet(self, digest: str) -> Channel:
+        self.store.set(f"loaded/{self.rank}", f"+{digest}")
+        missing = self._wait("loaded", LOAD_SECONDS)
+        if missing:
+            raise ModelError(f"rank {missing[0]} of {self.size} did not load the model within {LOAD_SECONDS:g} s")
+        said = [self.store.get(f"loaded/{rank}").decode() for rank in range(self.size)]
+        for rank, words in enumerate(said):
+            if words.startswith("-"):
+                raise ModelError(f"rank {rank} of {self.size}: {words[1:]}")
+        if len(set(said)) > 1:
+            found = ", ".join(f"rank {rank} has {words[1:]}" for rank, words in enumerate(said))
+            raise ModelError(
+                f"the ranks found different weights in {self.table.path} ({found}, by SHA-256): copy the same model "
+                "to every node"
+            )
+        cuda = self.device.startswith("cuda")
+        if cuda:
+            torch.cuda.set_device(self.local)
+        limit = timedelta(seconds=self.table.rank_seconds)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=PrefixStore("ranks", self.store), rank=self.rank,
+                world_size=self.size, timeout=limit,
+            )  # fmt: skip
+            everyone = list(range(self.size))
+            messages = dist.new_group(everyone, backend="gloo", timeout=limit)
+            tensors = dist.new_group(everyone, backend="nccl" if cuda else "gloo", timeout=limit)
+        except (RuntimeError, ValueError) as error:
+            raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
+        return Channel(self.rank, self.size, messages, tensors, _leave)
+
+    def forget_place(self) -> None:
+        """All have met."""
+        if self.place is not None:
+            self.place.cleanup()
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others, who wait to meet."""
+        with suppress(RuntimeError):
+            self.store.set(f"loaded/{self.rank}", f"-{one_line(error)}")
+
+    def _wait(self, what: str, seconds: float) -> list[int]:
+        """Ranks that have not said so in time. One that has died will not."""
+        until = time.monotonic() + seconds
+        missing = list(range(self.size))
+        while True:
+            missing = [rank for rank in missing if not self.store.check([f"{what}/{rank}"])]
+            if not missing or time.monotonic() > until:
+                return missing
+            for rank, child in enumerate(self.children, 1):
+                if rank in missing and child.poll() is not None and not self.store.check([f"{what}/{rank}"]):
+                    raise ModelError(
+                        f"rank {rank} of {self.size} ended with code {child.returncode} before it had {what}"
+                    )
+            time.sleep(LOOK_SECONDS)
+
+
+def lead(tree: dict[str, Any], table: ReadByEngine) -> RankGroup:
+    """The group of the model whose worker this is, all of it joined."""
+    size = table.tensor_parallel
+    if launched():
+        host = os.environ["MASTER_ADDR"]
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        group = RankGroup(0, size, store, table, int(os.environ.get("LOCAL_RANK", "0")))
+        _post({"table": tree, "size": size, "host": host, "port": store.port})
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else can connect
+        place = tempfile.TemporaryDirectory(prefix="plaudit-ranks-")
+        file = f"{place.name}/store"
+        group = RankGroup(0, size, FileStore(file, size), table, 0, place=place)
+        for rank in range(1, size):
+            group.children.append(_start({"table": tree, "size": size, "file": file, "rank": rank, "local": rank}))
+    group.join()
+    return group
+
+
+def subscribe() -> int:
+    """A process of torchrun's with a RANK above 0: a rank of every group that is posted, until the server ends."""
+    running: list[subprocess.Popen[bytes]] = []
+    board = _board()
+    number = 1
+    try:
+        while (posted := _posted(board, number)) != ENDED:
+            running = [child for child in running if child.poll() is None]
+            rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+            running.append(_start({**json.loads(posted), "rank": rank, "local": local}))
+            number += 1
+    except RuntimeError as error:
+        for child in running:
+            child.wait(LOAD_SECONDS)
+        raise RankLost(f"the server on rank 0 has ended: {one_line(error)}") from error
+    for child in running:
+        child.wait()
+    return 0
+
+
+def _posted(board: Store, number: int) -> str:
+    while not board.check([f"{GROUPS}/{number}"]):
+        time.sleep(LOOK_SECONDS)
+    return board.get(f"{GROUPS}/{number}").decode()
+
+
+def dismiss() -> None:
+    """Rank 0's server has ended well: so do the others."""
+    board = _board()
+    board.set(f"{GROUPS}/{board.add(GROUPS, 1)}", ENDED)
+
+
+def host_board() -> Store | None:
+    """What the caller must keep: the store of ranks that were started by hand. torchrun has one of its own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return _tcp_store(is_master=True)
+
+
+def _board() -> Store:
+    try:
+        return _tcp_store(is_master=False)
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(
+            f"cannot reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 should be: "
+            f"{one_line(error)}; is its node up, and does it run the same command?"
+        ) from error
+
+
+def _tcp_store(is_master: bool) -> TCPStore:
+    return TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master, wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+
+
+def _post(group: dict[str, Any]) -> None:
+    board = _board()
+    board.set(f"{GROUPS}/{board.add(GROUPS, 1)}", json.dumps(group))
+
+
+def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen([sys.executable, "-m", "plaudit.serve.ranks", str(os.getpid())], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    with child.stdin as stdin, suppress(BrokenPipeError):
+        stdin.write(json.dumps(spec).encode())
+    return child
+
+
+def _leave(why: str) -> NoReturn:
+    """The group is broken: whoever started it starts another."""
+    os.write(sys.stderr.fileno(), f"plaudit serve: rank {dist.get_rank()}: {why}\n".encode())
+    os._exit(RankLost.exit_code)
+
+
+def end_with(parent: int) -> None:
+    """This process ends when the one that started it is gone, however that came."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(RankLost.exit_code)
+
+
+def main(parent: int) -> None:
+    """A rank above 0, from what it reads on its standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
+    spec = json.load(sys.stdin)
+    table = parse_reward(spec["table"], "the model's table")
+    assert isinstance(table, ReadByEngine)
+    if table.threads is not None:
+        torch.set_num_threads(table.threads)
+    if "file" in spec:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store: Store = FileStore(spec["file"], spec["size"])
+    else:
+        store = TCPStore(spec["host"], spec["port"], is_master=False, timeout=timedelta(seconds=30))
+    group = RankGroup(spec["rank"], spec["size"], store, table, spec["local"])
+    try:
+        group.join()
+        loaded, _, channel = load_part(table, group)
+    except (PlauditError, OSError, ValueError, RuntimeError) as error:
+        group.fail(error)
+        sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
+    try:
+        follow(loaded.module, channel)
+    except RuntimeError as error:
+        _leave(f"rank 0 is gone or late: {one_line(error)}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,79 @@
+"""What a test asks of an engine, on one process or as one of several ranks: `python -m tests.core.rank_engine RANK SIZE
+FILE OUT`."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.numpy import save_file
+from transformers import LlamaModel
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.lockstep import Channel, Leader, follow
+from plaudit.core.split import split
+from plaudit.models import ValueModel
+from tests.core.tiny import CONFIGS, model, sequences
+
+CASES = {
+    "llama-outcome": ("llama", "sequence"), "qwen2-steps": ("qwen2", "token"), "qwen3-causal": ("qwen3", "causal"),
+    "gemma2-causal": ("gemma2", "causal"), "llama-values": ("llama", "value"),
+}  # fmt: skip
+
+
+def module(case: str) -> Any:
+    family, kind = CASES[case]
+    if kind != "value":
+        return model(family, kind, labels=2)
+    torch.manual_seed(7)
+    value = ValueModel(LlamaModel(CONFIGS[family]))
+    torch.nn.init.normal_(value.score.weight, std=0.25)
+    return value.eval()
+
+
+def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
+    """Scores with and without the cache, of sequences that share beginnings; and of a causal LM samples as well."""
+    kind = CASES[case][1]
+    ids = sequences(1, 5, 4, 40)
+    ids += [ids[0][:20] + ids[1], ids[0] + ids[2]]
+    places = [[0, len(s) // 2, len(s) - 1] for s in ids]
+    columns = [3, 5] if kind == "causal" else None
+    found = {
+        "plain": np.concatenate(engine.score(ids, positions=places, columns=columns)),
+        "cached": np.concatenate(engine.score(ids, positions=places, columns=columns, cache=True)),
+        "again": np.concatenate(engine.score([[*s, 7, 8] for s in ids], columns=columns, cache=True)),
+    }
+    if kind == "causal":
+        found["logprobs"] = np.concatenate(engine.logprobs(ids))
+        params = SamplingParams(n=2, temperature=1.0, max_tokens=24, seed=3)
+        samples = engine.generate(ids[:3], params) + engine.generate(ids[3:], SamplingParams(temperature=0.0))
+        found["tokens"] = np.concatenate([np.array(s.token_ids) for s in samples])
+        found["drawn"] = np.concatenate([np.array(s.logprobs, dtype=np.float32) for s in samples])
+    engine.check()
+    return found
+
+
+def main(rank: int, size: int, file: str, out: str) -> None:
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=limit)
+    groups = [dist.new_group(list(range(size)), backend="gloo", timeout=limit) for _ in range(2)]
+    channel = Channel(rank, size, *groups)
+    for case in CASES:
+        part = module(case)
+        split(part, rank, size, channel.tensors, "cpu")
+        if rank:
+            follow(part, channel)
+            continue
+        engine = Engine(part, channel=channel, kv_bytes=4 << 20)
+        save_file(answers(engine, case), f"{out}/{case}.safetensors")
+        assert isinstance(engine.backend, Leader)
+        engine.backend.end()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,74 @@
+"""A model over two ranks gives what it gives on one: real processes, gloo, tiny models."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from plaudit.core import Engine
+from plaudit.core.backend import Copy, Span
+from plaudit.core.lockstep import _packed_spans, _unpacked_spans
+from plaudit.core.packing import trunk
+from plaudit.core.split import split_parts
+from plaudit.errors import ModelError
+from tests.core.rank_engine import CASES, answers, module
+from tests.core.tiny import GROUPED, SIZES, model
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.core.rank_engine"]
+    children = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(out / "store"), str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for child in children:
+            _, said = child.communicate(timeout=200)
+            assert child.returncode == 0, said
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_give_what_one_gives(case: str, on_two: Path) -> None:
+    expected = answers(Engine(module(case), kv_bytes=4 << 20), case)
+    found = load_file(on_two / f"{case}.safetensors")
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        if name == "tokens":
+            assert found[name].tolist() == values.tolist()
+        else:
+            assert np.abs(found[name] - values).max() < 1e-5, name
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:
+    uneven = LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "num_attention_heads": 6, "hidden_size": 48}, num_key_value_heads=3)
+    )
+    with pytest.raises(ModelError, match=r"6 / 2 = 3, 3 / 2 = 1\.5"):
+        list(split_parts(trunk(uneven), 2))
+    with pytest.raises(ModelError, match=r"4 / 4 = 1, 2 / 4 = 0\.5"):
+        list(split_parts(trunk(LlamaForCausalLM(LlamaConfig(**GROUPED))), 4))
+    with pytest.raises(ModelError, match="which Plaudit does not do"):
+        list(split_parts(trunk(model("olmo2")), 2))
+
+
+def test_a_step_comes_out_of_its_message_as_it_went_in() -> None:
+    spans = [Span([5, 6, 7], 16, [3, 9], [2]), Span([8], 0, [4], []), Span([1, 2], 3, [0], [0, 1])]
+    copies = [Copy(1, 2, 0, 7), Copy(9, 3, 4, 2)]
+    parts = [np.asarray(part) for part in _packed_spans(spans, copies)]
+    assert _unpacked_spans(parts) == (spans, copies)
+    assert _unpacked_spans([np.asarray(p) for p in _packed_spans(spans, [])]) == (spans, [])

@@ -1,0 +1,222 @@
+"""A model that several ranks share, behind the server: the same scores, and what happens when a rank dies or stalls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shutil import copytree
+
+import psutil
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import plaudit
+from plaudit.records import Item
+from plaudit.reward import load_reward
+from tests.serve.process import ServerProcess, free_port
+from tests.serve.test_chaos import MALFORMED, content, until
+
+SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
+LONG = pytest.mark.skipif(not SOAK, reason="PLAUDIT_SOAK runs it")
+CLIENTS = 64 if SOAK else 8
+TREE = {"models": {"sums": {"path": "sums", "tensor_parallel": 2, "rank_seconds": 4.0, "kv_bytes": 4 << 20}}}
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+EMBEDDED = Path(plaudit.__path__[0]) / "embedded"
+
+
+def ranks(server: ServerProcess) -> list[psutil.Process]:
+    """The other ranks of its one model."""
+    (worker,) = server.workers()
+    return [p for p in worker.children() if "plaudit.serve.ranks" in p.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(TREE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[float]]:
+    reward = load_reward("sums")
+    items = [[Item(tokens=tuple(entry["tokens"])) for entry in content(number)] for number in range(40)]
+    return [[score.value for score in reward.score(some)] for some in items]  # type: ignore[union-attr, misc]
+
+
+def good(server: ServerProcess, number: int, expected: list[list[float]]) -> None:
+    reply = server.http.post("/v1/rewards", json={"items": content(number % 40), "cache": False}, timeout=300)
+    assert reply.status_code == 200, reply.text
+    found = [item["scores"][0] for item in reply.json()["items"]]
+    assert found == pytest.approx(expected[number % 40], abs=1e-5)
+
+
+def test_two_ranks_score_as_one_process_does(server: ServerProcess, expected: list[list[float]]) -> None:
+    assert len(ranks(server)) == 1
+    for number in range(20):
+        good(server, number, expected)
+
+
+def replaced(server: ServerProcess, pid: int) -> bool:
+    if not server.ready():
+        return False
+    try:
+        return [p.pid for p in ranks(server)] not in ([], [pid])
+    except (ValueError, psutil.NoSuchProcess):  # none, or on its way out
+        return False
+
+
+class load:
+    """Clients that check every score; none may fail, get two answers or be left without one."""
+
+    def __init__(self, server: ServerProcess, expected: list[list[float]], clients: int) -> None:
+        self.server, self.expected, self.clients = server, expected, clients
+        self.answered: Counter[int] = Counter()
+        self.going = True
+
+    def __enter__(self) -> Counter[int]:
+        self.threads = ThreadPoolExecutor(self.clients)
+        self.tasks = [self.threads.submit(self.ask, client) for client in range(self.clients)]
+        until("at work", lambda: sum(self.answered.values()) > self.clients)
+        return self.answered
+
+    def ask(self, client: int) -> None:
+        number = client
+        while self.going:
+            number += self.clients
+            good(self.server, number, self.expected)
+            self.answered[client] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.going = False
+        self.threads.shutdown()
+        for task in self.tasks:
+            task.result()
+
+
+@pytest.mark.slow
+def test_malformed_requests_against_a_group_under_load(server: ServerProcess, expected: list[list[float]]) -> None:
+    """200 of every kind of A, among good ones: no hang, no failed neighbour, the same score at the end."""
+    before = server.metric("plaudit_worker_restarts_total")
+    with load(server, expected, 4):
+        for number in range(200):
+            data = MALFORMED[number % len(MALFORMED)]
+            reply = server.http.post("/v1/rewards", content=data, headers={"content-type": "application/json"})
+            failed = reply.status_code == 200 and "error" in reply.json()["items"][0]
+            assert 400 <= reply.status_code < 500 or failed, reply.text
+    for number in range(40):
+        good(server, number, expected)
+    assert server.metric("plaudit_worker_restarts_total") == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "blow"),
+    [
+        (1, signal.SIGKILL), (1, signal.SIGSTOP), pytest.param(0, signal.SIGKILL, marks=LONG),
+        pytest.param(0, signal.SIGSTOP, marks=LONG),
+    ],
+)  # fmt: skip
+def test_each_rank_killed_and_stopped_under_load(
+    server: ServerProcess, expected: list[list[float]], rank: int, blow: signal.Signals
+) -> None:
+    until("ready", server.ready)
+    with load(server, expected, CLIENTS) as answered:
+        (worker,), (other,) = server.workers(), ranks(server)
+        began = time.monotonic()
+        (worker if rank == 0 else other).send_signal(blow)
+        until("replaced", lambda: replaced(server, other.pid))
+        print(f"rank {rank} {blow.name}: ready again after {time.monotonic() - began:.1f} s")
+        done = sum(answered.values())
+        until("at work", lambda: sum(answered.values()) > done + CLIENTS)
+    gone = [p for p in (worker, other) if p.is_running()]
+    assert not psutil.wait_procs(gone, timeout=20)[1]
+
+
+def start(directory: Path, port: int, rank: int, *arguments: str, world: int = 2) -> subprocess.Popen[str]:
+    """One of several `plaudit serve`, as torchrun would start it."""
+    places = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "plaudit", "serve", *arguments], cwd=directory, text=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, env={**ENV, **places, "MASTER_PORT": str(port)},
+    )  # fmt: skip
+
+
+def ended(child: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
+    """Its exit code and what it said, without the log."""
+    try:
+        _, said = child.communicate(timeout=seconds)
+    finally:
+        for process in psutil.Process(child.pid).children(recursive=True) if child.poll() is None else []:
+            process.kill()
+        child.kill()
+    lines = [line for line in said.splitlines() if line and not line.startswith("{")]
+    assert not any("Traceback" in line for line in lines), said
+    return child.returncode, "\n".join(lines)
+
+
+def test_a_world_of_another_size_is_refused_on_every_rank(tmp_path: Path) -> None:
+    children = [start(tmp_path, 1, rank, "--model", "sums", "--tensor-parallel", "2", world=3) for rank in (0, 1)]
+    for child in children:
+        code, line = ended(child)
+        assert code == 2
+        assert "WORLD_SIZE = 3 processes were started, and tensor_parallel = 2" in line
+
+
+@pytest.mark.slow
+def test_ranks_with_other_weights_end_with_one_line_each(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        copytree(EMBEDDED / "sums", tmp_path / str(rank) / "model")
+    file = tmp_path / "1" / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["score.weight"] = -weights["score.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    port = free_port()
+    options = ("--model", "sums=model", "--tensor-parallel", "2", "--port", "0")
+    children = [start(tmp_path / str(rank), port, rank, *options) for rank in (0, 1)]
+    try:
+        code, line = ended(children[0])
+        assert code == 2
+        assert "the ranks found different weights in" in line
+        assert "copy the same model to every node" in line
+    finally:
+        children[1].terminate()  # as torchrun does when one fails
+        code, line = ended(children[1])
+    assert code != 0
+    assert "the ranks found different weights in" in line
+
+
+@pytest.mark.slow
+def test_a_node_that_is_missing_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text('[models.sums]\npath = "sums"\ntensor_parallel = 2\njoin_seconds = 2.0\n')
+    code, line = ended(start(tmp_path, free_port(), 0, "--config", str(config), "--port", "0"))
+    assert code == 2
+    assert "rank 1 of 2 did not join within 2 s: is its node up" in line
+
+
+@pytest.mark.slow
+def test_torchrun(expected: list[list[float]]) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    with ServerProcess(None, "--model", "sums", "--tensor-parallel", "2", launcher=launcher) as server:
+        for number in range(5):
+            good(server, number, expected)
+        tree = psutil.Process(server.process.pid).children(recursive=True)
+        (front,) = (p for p in tree if p.ppid() == server.process.pid and p.environ().get("RANK") == "0")
+        front.terminate()
+        assert server.process.wait(60) == 0
+        assert not psutil.wait_procs(tree, timeout=20)[1]
+
+
+@pytest.mark.slow
+@LONG
+def test_a_shape_that_does_not_divide_is_refused_before_it_serves() -> None:
+    with ServerProcess({"models": {"sums": {"path": "sums", "tensor_parallel": 3}}}, wait=False) as began:
+        assert began.process.wait(120) == 2
+        assert "/ 3 = " in began.log()
