@@ -66,6 +66,7 @@ class Renderer:
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=environment,
+            start_new_session=True,  # a Ctrl-C in the terminal is for us to hear, not for it to die of
         )  # fmt: skip
         self._owner = os.getpid()
         if self._ask(self._process, b"", START_SECONDS) is None:
