@@ -220,7 +220,7 @@ class SamplingTable(Table):
 
 
 class PlacementTable(Table):
-    name: Literal["colocated"] = "colocated"
+    name: Literal["colocated", "swapped"] = "colocated"
 
 
 class EngineTable(Table):
@@ -294,6 +294,11 @@ class RlRecipe(BaseRecipe):
             if self.model.lora is not None:
                 raise ValueError(
                     f"model.lora trains on one rank, and resources name {self.resources.ranks}: leave one of them out"
+                )
+            if self.placement.name == "swapped":
+                raise ValueError(
+                    f'placement.name = "swapped" is for one rank, and resources name {self.resources.ranks}, which '
+                    'share the memory out among them already: set name = "colocated"'
                 )
             if self.critic is not None and self.critic.shared:
                 raise ValueError(

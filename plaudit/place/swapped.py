@@ -1,0 +1,80 @@
+"""Level 2: as colocated, and every phase has only what it needs on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from plaudit.core import Engine
+from plaudit.place.colocated import Colocated
+from plaudit.place.holdings import copies_of, moments_of, reference_module, reward_engines
+from plaudit.place.meter import new_meter
+from plaudit.place.placement import Stage
+from plaudit.place.residency import Dropped, Parked, Residency, Resident, Sleeping
+from plaudit.place.stores import new_store
+from plaudit.train.critic import LocalCritic
+from plaudit.train.optimizer import Optimizer
+
+
+class Swapped(Colocated):
+    """The policy's weights stay: every phase but the scoring ones works with them, and the engine has their
+    addresses."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        device = stage.trainee.decoder.device
+        # To bring something ahead of its phase takes a second engine for copies, which the CPU has not.
+        meter = new_meter(device) if device.type == "cuda" else None
+        self.residency = Residency(residents_of(stage, self.engine), needs_of(stage), stage.clock, meter)
+        stage.clock.watchers.append(self.residency)
+
+    def close(self) -> None:
+        self.residency.close()
+
+
+def residents_of(stage: Stage, engine: Engine) -> dict[str, Resident]:
+    trainee = stage.trainee
+
+    def parked(*parts: torch.nn.Module, frozen: bool = False) -> Parked:
+        weights = [weight for part in parts for weight in part.parameters()]
+        return Parked(lambda: weights, new_store(weights[0].device, stage.directory), frozen=frozen)
+
+    def learning(optimizer: Optimizer) -> Parked:
+        copies = copies_of(optimizer)
+        return Parked(lambda: [*copies, *moments_of(optimizer)], new_store(trainee.decoder.device, stage.directory))
+
+    found: dict[str, Resident] = {
+        "kv": Sleeping(engine),
+        "optimizer": learning(trainee.optimizer),
+        "gradients": Dropped(trainee.optimizer),
+    }
+    if (frozen := reference_module(trainee.reference)) is not None:
+        found["reference"] = parked(frozen, frozen=True)
+    if isinstance(trainee.critic, LocalCritic):
+        found["critic"] = parked(trainee.critic.model)
+        found["critic optimizer"] = learning(trainee.critic.optimizer)
+        found["critic gradients"] = Dropped(trainee.critic.optimizer)
+    for i, rewarding in enumerate(reward_engines(stage.scorer)):
+        found[f"reward {i}"] = parked(rewarding.decoder.module, frozen=True)
+        found[f"reward kv {i}"] = Sleeping(rewarding)
+    return found
+
+
+def needs_of(stage: Stage) -> dict[str, set[str]]:
+    recipe = stage.recipe
+    policy, critic = {"optimizer", "gradients"}, {"critic", "critic optimizer", "critic gradients"}
+    rewards = {name for i, _ in enumerate(reward_engines(stage.scorer)) for name in (f"reward {i}", f"reward kv {i}")}
+    if recipe.train.epochs * recipe.train.minibatches > 1:
+        # Policy and critic take turns, minibatch by minibatch: to move them each time would cost more than it frees.
+        policy = critic = policy | critic
+    return {
+        "generate": {"kv"},
+        # With dynamic sampling more may be generated after the rewards, and what is cached decides the last bits.
+        "reward": rewards | ({"kv"} if recipe.algorithm.dynamic is not None else set()),
+        "evaluate": {"kv", *rewards},
+        "old": set(),
+        "reference": {"reference"},
+        "values": {"critic"},
+        "update": policy,
+        "critic": critic,
+        "checkpoint": {"optimizer", "critic", "critic optimizer"},
+    }
