@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,6 +181,11 @@ class Engine:
             self._outbox += self._stop(request, None)
 
     @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a response."""
+        return self._intake.end_tokens
+
+    @property
     def busy(self) -> bool:
         return not self._runner.scheduler.idle
 
@@ -188,7 +193,7 @@ class Engine:
 
     def score(
         self, sequences: Prompt | Sequence[Prompt], *, positions: Sequence[Sequence[int]] | None = None,
-        columns: Sequence[int] | None = None, logprobs: bool = False, cache: bool = False,
+        columns: Sequence[int] | None = None, logprobs: bool = False, cache: bool = False, hidden: bool = False,
     ) -> list[np.ndarray]:  # fmt: skip
         """What the head says, in float32, per sequence.
 
@@ -197,9 +202,12 @@ class Engine:
         logprobs    read the columns' log-probs, not their logits; NEXT among them is the token that follows
         cache       keep the KV, so that a later call computes only what is new (a search does this); without it
                     sequences of this call still share what they have in common
+        hidden      append to what the head says the hidden row it was read from
         """
         ids = [self._intake.tokens(s) for s in _as_list(sequences)]
         reads = self._intake.reads(ids, positions, columns, logprobs)
+        if hidden:
+            reads = [replace(read, hidden=True) for read in reads]
         values = self._read(ids, reads, cache)
         return [v[0] for v in values] if positions is None else values
 
@@ -289,6 +297,14 @@ class Engine:
     def kv_held(self) -> int:
         """Bytes of KV memory that are taken now: 0 before the first step and while asleep."""
         return self.backend.kv_bytes(self._runner.pool.reached)
+
+    def release(
+        self, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]] = (), *, below: bool = False,
+        salt: str = "",
+    ) -> int:  # fmt: skip
+        """Give back at once the KV that `sequences` have in the tree and `keep` do not need, and with `below` that of
+        whatever continues them; returns the blocks freed. Without it they go when somebody needs the room."""
+        return self._runner.tree.drop((self._key(), salt), sequences, keep, below)
 
     def shrink(self, smallest: int) -> None:
         """Halve the tokens of a step, for memory has run out; not below `smallest`, nor above what they were."""

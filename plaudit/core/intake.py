@@ -26,7 +26,7 @@ class Intake:
         self.block_size = block_size
         self.seed = seed
         self._numbers = count()
-        self._eos = _end_tokens(decoder.module, tokenizer)
+        self.end_tokens = _end_tokens(decoder.module, tokenizer)
 
     def generation(
         self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False
@@ -47,7 +47,7 @@ class Intake:
         number = next(self._numbers)
         request = Request(
             number, ids, params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens),
             max_tokens=most, group=group, deadline=_deadline(params), open=params.n,
         )  # fmt: skip
         for index in range(params.n):

@@ -144,6 +144,58 @@ class PrefixTree:
         self.evictions += freed
         return freed
 
+    def drop(
+        self, key: Hashable, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]], below: bool = False
+    ) -> int:  # fmt: skip
+        """Free the blocks that hold beginnings of `sequences` (with `below` also what goes on from there), except those
+        in which `keep` would find theirs, and those that others use or that have something below them; returns how
+        many were freed."""
+        needed: set[int] = set()
+        for tokens in keep:
+            match = self.match(key, tokens, len(tokens))
+            needed.update(map(id, match.nodes if match.partial is None else [*match.nodes, match.partial]))
+        freed = 0
+        for tokens in sequences:
+            along = self._along(key, tokens)
+            for node in reversed([*along, *self._beyond(key, tokens)] if below else along):
+                if node.parent is None or node.children or id(node) in needed or self.pool.refs[node.block] != 1:
+                    continue
+                parent = node.parent
+                self._unlink(node)
+                freed += 1
+                self._offer(parent)
+        return freed
+
+    def _along(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+        """Every node whose path is a beginning of these tokens, parents first."""
+        found: list[Node] = []
+        node, start = self._roots.get(key), 0
+        while node is not None and node.children:
+            want = tuple(tokens[start : start + self.block_size])
+            held = [self._exactly(node, want[:length]) for length in range(1, len(want) + 1)]
+            found += [child for child in held if child is not None]
+            node, start = held[-1] if len(want) == self.block_size else None, start + self.block_size
+        return found
+
+    @staticmethod
+    def _exactly(node: Node, want: tuple[int, ...]) -> Node | None:
+        at = bisect_left(node.keys, want)
+        return node.children[at] if at < len(node.keys) and node.keys[at] == want else None
+
+    def _beyond(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+        """Every node whose path goes on from these tokens, parents first."""
+        node, start = self._roots.get(key), 0
+        while node is not None and start + self.block_size <= len(tokens):
+            node = self._exactly(node, tuple(tokens[start : start + self.block_size]))
+            start += self.block_size
+        if node is None:
+            return []
+        rest = tuple(tokens[start:])
+        found = [child for child in node.children if child.tokens[: len(rest)] == rest]
+        for node in found:  # which grows on the way
+            found += node.children
+        return found
+
     def _unlink(self, node: Node) -> None:
         assert node.parent is not None
         node.parent.remove(node)

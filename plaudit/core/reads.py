@@ -21,11 +21,13 @@ class Read:
 
     positions   ascending; the rows of the sequence to read
     columns     vocabulary tokens; for log-probs also NEXT, the token that follows each position
+    hidden      whether the hidden row itself follows what was read from it
     """
 
     what: Literal["head", "columns", "logprobs"]
     positions: tuple[int, ...]
     columns: tuple[int, ...] = ()
+    hidden: bool = False
 
     @property
     def first_position(self) -> int:
@@ -67,10 +69,10 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Taken:
     """Read each sequence's rows, which lie end to end in `rows`. Sequences that want the same share one product."""
     offsets = np.cumsum([0, *(len(r.positions) for r in readings)])
     parts: list[tuple[list[int], Tensor]] = []
-    wants: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    wants: dict[tuple[str, tuple[int, ...], bool], list[int]] = {}
     for i, reading in enumerate(readings):
-        wants.setdefault((reading.read.what, reading.read.columns), []).append(i)
-    for (what, columns), members in wants.items():
+        wants.setdefault((reading.read.what, reading.read.columns, reading.read.hidden), []).append(i)
+    for (what, columns, hidden), members in wants.items():
         if len(wants) == 1:
             chosen = rows
         else:
@@ -78,7 +80,8 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Taken:
             chosen = rows[torch.from_numpy(at).to(rows.device)]
         if len(chosen) == 0:
             continue
-        parts.append((members, _values(decoder, chosen, what, columns, [readings[i] for i in members])))
+        values = _values(decoder, chosen, what, columns, [readings[i] for i in members])
+        parts.append((members, torch.cat([values, chosen.to(values.dtype)], dim=1) if hidden else values))
     return Taken(readings, parts)
 
 

@@ -1,0 +1,256 @@
+"""The recipe of a search: `plaudit search`. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
+
+from plaudit.config.table import NonNegative, Positive, Table, apply, check, read_toml
+from plaudit.errors import ConfigError
+
+Method = Literal["best-of-n", "beam", "dvts", "rebase", "ets", "mcts", "particles"]
+METHODS: tuple[Method, ...] = ("best-of-n", "beam", "dvts", "rebase", "ets", "mcts", "particles")
+
+
+class PolicyTable(Table):
+    path: str
+    """A model or run directory, or an embedded name. With a server: where its tokenizer is."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+
+
+class QuestionsTable(Table):
+    """Questions of a built-in world, which knows the truth, or of a .jsonl or .parquet file of {"prompt"} or
+    {"messages"}."""
+
+    world: str | None = None
+    path: str | None = None
+    truth: str = "answer"
+    """path: the key of the right answer; questions may lack it."""
+    limit: PositiveInt | None = None
+    chat: bool = False
+    """A plain prompt becomes the user's message in the model's chat template."""
+    system: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.world is None) == (self.path is None):
+            raise ValueError('give either data.world (such as "sums-hard") or data.path, and not both')
+        if self.world is not None and self.limit is None:
+            raise ValueError("a world has no end: say how many questions with data.limit or --questions")
+        return self
+
+
+class PrmTable(Table):
+    """What scores steps: a model of this process, or one that `plaudit serve` serves."""
+
+    path: str | None = None
+    url: str | tuple[str, ...] | None = None
+    model: str | None = None
+    """url: the model's name there; the first one without it."""
+    key_env: str | None = None
+    """url: the environment variable that holds the API key."""
+    timeout: Positive = 120.0
+    """url: seconds for the scores of a level, retries included."""
+    format: str | Mapping[str, Any] | None = None
+    """path: how steps are written, where the model's directory does not say it."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.path is None) == (self.url is None):
+            raise ValueError("give either prm.path or prm.url, and not both")
+        return self
+
+
+class GenerationTable(Table):
+    """core: the policy runs in this process. openai: any server with /v1/completions, such as vLLM. sglang: its own
+    /generate."""
+
+    name: Literal["core", "openai", "sglang"] = "core"
+    url: str | None = None
+    model: str | None = None
+    """openai: the model's name there."""
+    key_env: str | None = None
+    timeout: Positive = 120.0
+    """Seconds for one request, retries included."""
+    concurrency: PositiveInt = 64
+    """Requests under way at the same time."""
+    kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _place(self) -> Self:
+        if (self.name == "core") != (self.url is None):
+            raise ValueError(f'engine.name = "{self.name}" {"takes no" if self.url else "needs a"} url')
+        return self
+
+
+class StepsTable(Table):
+    """What a step is."""
+
+    stop: str = "\n\n"
+    """The text that ends a step; it stays part of the step."""
+    answer: str = r"\\boxed\{([^{}]*)\}"
+    """A regex whose first group, in its last match, is the answer."""
+    final: str | None = None
+    """A regex: a response in which it is found is finished, as one is that the end token ends."""
+    temperature: NonNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_step_tokens: PositiveInt = 256
+    max_tokens: PositiveInt = 1024
+    """Of all steps of a path."""
+
+    @field_validator("answer", "final")
+    @classmethod
+    def _regex(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regex: {error}") from None
+        return pattern
+
+    @field_validator("answer")
+    @classmethod
+    def _group(cls, pattern: str) -> str:
+        if re.compile(pattern).groups < 1:
+            raise ValueError(f"{pattern!r} has no group: put what is the answer in parentheses")
+        return pattern
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, stop: str) -> str:
+        if not stop:
+            raise ValueError("stop is empty, and would end every step at once")
+        return stop
+
+
+class RuleTable(Table):
+    method: Method = "ets"
+    width: PositiveInt = 16
+    """Paths that are searched at once."""
+    keep: PositiveInt | None = None
+    """beam: leaves kept; dvts: subtrees. Default: the root of the width."""
+    lookahead: Annotated[int, Field(ge=0)] = 0
+    """dvts: greedy steps that are tried, scored and thrown away before a leaf is judged."""
+    branch: PositiveInt = 4
+    """mcts: children of a node. It follows width / branch paths, so that it generates about as much as the others."""
+    temperature: Positive = 0.2
+    """rebase, ets: of the softmax over scores."""
+    branch_weight: NonNegative = 1.0
+    """ets: what KV costs (the paper's lambda_b)."""
+    cluster_weight: NonNegative = 1.5
+    """ets: what another kind of step is worth (lambda_d)."""
+    cost: Literal["nodes", "tokens"] = "nodes"
+    """ets: what a branch costs: 1, or its tokens."""
+    kv_budget: PositiveInt | None = None
+    """ets: KV tokens that may be kept at a level, in place of a price."""
+    solver_seconds: Positive = 5.0
+    solver_gap: NonNegative = 0.0
+    clusters: Literal["hidden", "text", "encoder", "served"] = "hidden"
+    """ets: steps are alike by the PRM's hidden state at their end, word for word, by a sentence encoder (extra
+    `search`), or by the embeddings of the server at `encoder`."""
+    cluster_distance: Positive = 0.05
+    """ets: cosine distance up to which steps are alike."""
+    encoder: str | None = None
+    """encoder: a directory of sentence-transformers, or a package that holds one. served: the server's URL."""
+    aggregate: Literal["last", "min", "mean", "prod"] = "last"
+    """How the scores of a path's steps become one."""
+    vote: Literal["weighted", "majority", "best"] = "weighted"
+    max_depth: PositiveInt = 25
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.lookahead and self.method != "dvts":
+            raise ValueError(f'lookahead is for method = "dvts", and this is {self.method!r}')
+        if self.method == "ets" and (self.clusters in ("encoder", "served")) != (self.encoder is not None):
+            raise ValueError(f"clusters = {self.clusters!r} and encoder = {self.encoder!r}: name both or neither")
+        return self
+
+    @property
+    def clustered(self) -> bool:
+        return self.method == "ets" and self.cluster_weight > 0
+
+
+class BudgetTable(Table):
+    """What one question may cost; it ends with the answers it has when one of these is reached."""
+
+    generated: PositiveInt | None = None
+    kv_tokens: PositiveInt | None = None
+    """Summed over levels, as the summary counts them."""
+    calls: PositiveInt | None = None
+    seconds: Positive | None = None
+    lead: bool = False
+    """Whether a question ends once the paths still open cannot overturn the vote."""
+
+
+class SearchRecipe(Table):
+    task: Literal["search"] = "search"
+    seed: Annotated[int, Field(ge=0)] = 1
+    concurrent: PositiveInt = 64
+    """Questions that are searched together."""
+    threads: PositiveInt | None = None
+    """CPU threads; torch's own choice without it."""
+    model: PolicyTable
+    data: QuestionsTable
+    prm: PrmTable
+    engine: GenerationTable = GenerationTable()
+    steps: StepsTable = StepsTable()
+    search: RuleTable = RuleTable()
+    budget: BudgetTable = BudgetTable()
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        if self.search.clustered and self.search.clusters == "hidden" and self.prm.url is not None:
+            raise ValueError(
+                'search.clusters = "hidden" reads the PRM\'s own states, and prm.url names a server: set it to "text", '
+                '"encoder" or "served", or search.cluster_weight = 0'
+            )
+        if self.budget.lead and self.search.method == "particles":
+            raise ValueError("budget.lead: particles that are finished are drawn again, so that no lead is safe")
+        return self
+
+
+# What `plaudit search` does without a recipe: the embedded world with the models that come with Plaudit.
+EMBEDDED: dict[str, Any] = {
+    "task": "search",
+    "threads": 1,
+    "model": {"path": "sums-policy"},
+    "data": {"world": "sums-hard", "limit": 200},
+    "prm": {"path": "sums-steps"},
+    "steps": {"stop": ";", "answer": r"#(\d+)$", "max_step_tokens": 24, "max_tokens": 180},
+}
+
+_SEARCH: TypeAdapter[SearchRecipe] = TypeAdapter(SearchRecipe)
+
+
+def load_search(path: Path | None, flags: Mapping[str, Any], overrides: Sequence[str] = ()) -> SearchRecipe:
+    """The recipe in `path`, or that of the embedded world; flags, given as {"a.b": value}, then overrides on top."""
+    tree = {key: dict(v) if isinstance(v, dict) else v for key, v in EMBEDDED.items()} if path is None else {}
+    if path is not None:
+        tree = read_toml(path)
+        if tree.get("task") != "search":
+            raise ConfigError(f"{path}: task is {tree.get('task')!r}; `plaudit search` takes recipes of task 'search'")
+    for key, value in flags.items():
+        table, _, name = key.partition(".")
+        inner = tree.setdefault(table, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{path}: {table} is a value, not a table")
+        if key == "data.world":
+            inner.pop("path", None)
+        if key == "data.path":
+            inner.pop("world", None)
+        inner[name] = value
+    for override in overrides:
+        apply(tree, override)
+    return parse_search(tree, str(path or "plaudit search"))
+
+
+def parse_search(tree: Mapping[str, Any], source: str) -> SearchRecipe:
+    recipe: SearchRecipe = check(_SEARCH, tree, source, SearchRecipe)
+    return recipe

@@ -1,0 +1,72 @@
+"""Search from Python.
+
+import plaudit
+
+found = plaudit.search(
+    ["7+8+4+9+2+6+3+5=", "9+1+7+7+2+8+6+4="],
+    engine="sums-policy", prm="sums-steps", rule="ets", width=16, stop=";", answer=r"#(\\d+)$",
+)
+for outcome in found:
+    print(outcome.question.text, outcome.answer.text, outcome.driver.costs.kv_tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from plaudit.config.search import parse_search
+from plaudit.errors import ConfigError
+from plaudit.search.policy import CorePolicy
+from plaudit.search.questions import question
+from plaudit.search.runner import Outcome
+from plaudit.search.search import Search
+
+if TYPE_CHECKING:
+    from plaudit.core import Engine
+
+_STEPS = ("stop", "answer", "final", "temperature", "top_p", "max_step_tokens", "max_tokens")
+_BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
+
+
+def search(
+    questions: Sequence[str | Mapping[str, Any]], *, engine: str | Engine, prm: str, rule: str = "ets", width: int = 16,
+    seed: int = 1, concurrent: int = 64, threads: int | None = None, options: Mapping[str, Any] | None = None,
+    **keys: Any,
+) -> list[Outcome]:  # fmt: skip
+    """An outcome for every question, in order.
+
+    questions   texts, or {"prompt" or "messages"[, "answer": the right one]}
+    engine      a model directory or name, or an Engine with its tokenizer
+    prm         a process model's directory or name, or the URL of `plaudit serve`
+    options     keys of a recipe's [search] table
+    keys        of its tables [steps] and [budget]: stop, answer, max_tokens, ..., calls, lead
+    """
+    for key in keys:
+        if key not in (*_STEPS, *_BUDGET):
+            raise ConfigError(f"search() knows no {key!r}; it takes {', '.join((*_STEPS, *_BUDGET))}")
+    given = engine if isinstance(engine, str) else "engine"
+    tree: dict[str, Any] = {
+        "seed": seed,
+        "concurrent": concurrent,
+        "model": {"path": given},
+        "data": {"path": "questions"},
+        "prm": {"url" if "://" in prm else "path": prm},
+        "search": {"method": rule, "width": width, **(options or {})},
+        "steps": {key: keys[key] for key in _STEPS if key in keys},
+        "budget": {key: keys[key] for key in _BUDGET if key in keys},
+    }
+    if threads is not None:
+        tree["threads"] = threads
+    recipe = parse_search(tree, "search()")
+    policy = None if isinstance(engine, str) else CorePolicy(engine, recipe.steps)
+    tokenizer = None if isinstance(engine, str) else engine.tokenizer
+    opened = Search(recipe, policy=policy, tokenizer=tokenizer)
+    try:
+        rows = [{"prompt": asked} if isinstance(asked, str) else asked for asked in questions]
+        asked = [
+            question(i, row, recipe.data, opened.tokenizer, f"question {i + 1}") for i, row in enumerate(rows)
+        ]  # fmt: skip
+        return sorted(opened.run(asked), key=lambda outcome: outcome.question.index)
+    finally:
+        opened.close()

@@ -1,0 +1,33 @@
+"""Which steps say nearly the same: average linkage by cosine distance, cut at a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from plaudit.errors import RequestError
+
+
+def by_vector(vectors: np.ndarray, threshold: float) -> list[int]:
+    """A cluster number, from 0 on in order of appearance, for each row. A row of zeros has no direction: such rows
+    make one cluster."""
+    from scipy.cluster.hierarchy import fcluster, linkage
+
+    if not np.isfinite(vectors).all():
+        raise RequestError("an embedding holds numbers that are not finite: steps cannot be clustered by it")
+    lengths = np.linalg.norm(vectors, axis=1)
+    found = np.zeros(len(vectors), dtype=int)
+    directed = np.flatnonzero(lengths > 0)
+    if len(directed) > 1:
+        units = vectors[directed].astype(np.float64) / lengths[directed, None]
+        found[directed] = fcluster(linkage(units, method="average", metric="cosine"), threshold, criterion="distance")
+    elif len(directed):
+        found[directed] = 1
+    return by_key(found.tolist())
+
+
+def by_key(keys: Sequence[Hashable]) -> list[int]:
+    """Equal keys make a cluster."""
+    seen: dict[Hashable, int] = {}
+    return [seen.setdefault(key, len(seen)) for key in keys]

@@ -1,0 +1,126 @@
+"""Who writes the next steps: what is asked of a generator, and our own engine as one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from plaudit.config.search import StepsTable
+from plaudit.errors import RequestError
+
+if TYPE_CHECKING:
+    from plaudit.core import Engine, SamplingParams
+
+Ended = Literal["step", "end", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`count` next steps of one path.
+
+    prompt, said   token ids of the prompt, and of the steps so far
+    text           the steps so far as text
+    seed           decides the draws: the same path gets the same steps in every method and every batch
+    greedy         the most likely step
+    """
+
+    prompt: tuple[int, ...]
+    prompt_text: str
+    said: tuple[int, ...]
+    text: str
+    count: int
+    seed: int
+    greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, or why there is none. `ended`: by the step's stop text, by the response's end, or for want of room."""
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    ended: Ended = "step"
+    logprob: float | None = None
+    """Mean over its tokens."""
+    error: str | None = None
+
+
+class Policy(Protocol):
+    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
+        """The steps of each ask. What fails for one path is that path's error; what fails for all is raised."""
+
+    def release(
+        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """These paths are given up, with `below` also all that go on from them; `keep` are not."""
+
+    def close(self) -> None: ...
+
+
+def path_seed(seed: int, question: int, path: Sequence[int]) -> int:
+    """A seed of 63 bits that is the path's own."""
+    told = f"{seed} {question} {' '.join(map(str, path))}".encode()
+    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") >> 1
+
+
+class CorePolicy:
+    """Our engine: children of a node share its KV, and what is given up is freed at once."""
+
+    def __init__(self, engine: Engine, table: StepsTable) -> None:
+        self.engine = engine
+        self.table = table
+        self._stop_ids = _stop_tokens(engine.tokenizer, table.stop)
+
+    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
+        if not asks:
+            return []
+        try:
+            samples = iter(
+                self.engine.generate([[*ask.prompt, *ask.said] for ask in asks], [self._params(ask) for ask in asks])
+            )
+        except RequestError as error:
+            if len(asks) == 1:
+                return [[Step(error=str(error))] * asks[0].count]
+            return [steps for ask in asks for steps in self.extend([ask])]
+        return [[self._step(ask, next(samples)) for _ in range(ask.count)] for ask in asks]
+
+    def release(
+        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        self.engine.release(paths, keep, below=below)
+
+    def close(self) -> None:
+        """The engine's memory goes with the object."""
+
+    def _params(self, ask: Ask) -> SamplingParams:
+        from plaudit.core import SamplingParams
+
+        table = self.table
+        left = min(table.max_step_tokens, max(1, table.max_tokens - len(ask.said)))
+        return SamplingParams(
+            n=ask.count, temperature=0.0 if ask.greedy else table.temperature, top_p=1.0 if ask.greedy else table.top_p,
+            stop=() if self._stop_ids else (table.stop,), stop_token_ids=self._stop_ids, max_tokens=left, seed=ask.seed,
+        )  # fmt: skip
+
+    def _step(self, ask: Ask, sample: Any) -> Step:
+        if sample.error is not None:
+            return Step(error=f"generation failed: {sample.error.message}")
+        tokens = sample.token_ids
+        ended: Ended = "length" if sample.finish_reason == "length" else "step"
+        if tokens and tokens[-1] in self.engine.end_tokens:
+            ended = "end"
+        whole = self.engine.tokenizer.decode([*ask.said, *tokens], skip_special_tokens=True)
+        text = whole[len(ask.text) :] if whole.startswith(ask.text) else self.engine.tokenizer.decode(tokens)
+        return Step(tokens, text, ended, sum(sample.raw_logprobs) / max(1, len(tokens)))
+
+
+def _stop_tokens(tokenizer: Any, stop: str) -> tuple[int, ...]:
+    """The tokens that end a step, if that can be told token by token; then the device tests it, not the host.
+    It can where the stop text is one character and no token has anything after it."""
+    if len(stop) != 1:
+        return ()
+    pieces = ((id, tokenizer.decode([id])) for id in sorted(tokenizer.get_vocab().values()))
+    holding = [(id, piece) for id, piece in pieces if stop in piece]
+    return tuple(id for id, _ in holding) if all(piece.index(stop) == len(piece) - 1 for _, piece in holding) else ()

@@ -1,0 +1,22 @@
+"""What a response says: whether it is finished, and its answer."""
+
+from __future__ import annotations
+
+import re
+
+from plaudit.config.search import StepsTable
+
+
+class AnswerReading:
+    def __init__(self, table: StepsTable) -> None:
+        self._answer = re.compile(table.answer)
+        self._final = None if table.final is None else re.compile(table.final)
+
+    def answer(self, response: str) -> str | None:
+        found = None
+        for match in self._answer.finditer(response):
+            found = match[1]
+        return found
+
+    def final(self, response: str) -> bool:
+        return self._final is not None and self._final.search(response) is not None

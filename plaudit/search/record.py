@@ -1,0 +1,196 @@
+"""The run directory of a search: every question's tree as a line, and what they add up to.
+
+runs/<name>/  recipe.toml  results.jsonl  summary.json  events.jsonl  lock
+
+A question is written when it is over, in one write. A run that goes on searches only what is missing: questions that
+failed or were interrupted are searched again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from plaudit.config import differences, to_toml
+from plaudit.config.search import SearchRecipe, parse_search
+from plaudit.errors import RunBusy, RunError, StorageError
+from plaudit.events import EventLog
+from plaudit.output import written
+from plaudit.search.costs import totals
+from plaudit.search.runner import Outcome
+from plaudit.search.tree import Node
+
+# What does not decide the results; a run that goes on may change it.
+MAY_CHANGE = ("concurrent", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout", "model.device")
+TREES_SHOWN = 12  # trees that go into the event log, for the report
+
+
+class Record:
+    """Holds the directory's lock from `with` to its end."""
+
+    def __init__(self, directory: Path, recipe: SearchRecipe, *, resume: bool = False, fresh: bool = False) -> None:
+        self.directory = directory
+        self.recipe = recipe
+        self.resume = resume
+        self.fresh = fresh
+        self.results = directory / "results.jsonl"
+        self.done: dict[int, dict[str, Any]] = {}
+        self.events: EventLog
+        self._shown = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StorageError(f"cannot use the run directory {self.directory}: {error.strerror}") from error
+        try:
+            self._take_lock()
+            self._prepare()
+            self._file = os.open(self.results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.events = EventLog(self.directory)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.events.close()
+        os.close(self._file)
+        os.close(self._lock)
+
+    def add(self, outcome: Outcome) -> None:
+        line = result(outcome)
+        self.done[outcome.question.index] = {key: value for key, value in line.items() if key != "nodes"}
+        data = (json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+        try:
+            count = os.write(self._file, data)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.results}: {error.strerror}; free some space and --resume"
+            ) from error
+        if count != len(data):
+            raise StorageError(f"cannot write {self.results}: the disk is full; free some space and --resume")
+        if self._shown < TREES_SHOWN:
+            self._shown += 1
+            self.events.write("sample", step=outcome.question.index, **line)
+
+    def summarise(self, seconds: float, phases: Mapping[str, float]) -> dict[str, Any]:
+        """What the whole run came to, also written to summary.json and the event log. `phases` are of this part."""
+        search = self.recipe.search
+        figures = {"method": search.method, "width": search.width, **summary(self.done.values())}
+        figures |= {"seconds": round(seconds, 3), "phases": {name: round(spent, 3) for name, spent in phases.items()}}
+        with written(self.directory / "summary.json") as file:
+            file.write(json.dumps(figures, indent=2) + "\n")
+        plain = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+        self.events.metric(plain, step=len(self.done))
+        self.events.note("search", **figures)
+        return figures
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode() or "unknown"
+            raise RunBusy(
+                f"{self.directory} is in use by process {holder}; wait for it, or name another directory with --out"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def _prepare(self) -> None:
+        stored = self.directory / "recipe.toml"
+        begun = self.results.exists() and self.results.stat().st_size > 0
+        if self.fresh or not begun:
+            for path in (stored, self.results, self.directory / "summary.json", *self.directory.glob("events*.jsonl")):
+                path.unlink(missing_ok=True)
+        elif not self.resume:
+            raise RunError(
+                f"{self.directory} already holds a search: --resume goes on with it, --fresh starts it over, "
+                "--out names another directory"
+            )
+        else:
+            before = parse_search(tomllib.loads(stored.read_text()), str(stored))
+            for key, (old, new) in differences(before, self.recipe, MAY_CHANGE).items():
+                raise RunError(
+                    f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
+                )
+            self._keep_complete()
+        with written(stored) as file:
+            file.write(to_toml(self.recipe))
+
+    def _keep_complete(self) -> None:
+        with written(self.results) as file:
+            for line in read_results(self.results):
+                if line["stopped"].startswith(("failed", "interrupted")) or line["index"] in self.done:
+                    continue
+                self.done[line["index"]] = {key: value for key, value in line.items() if key != "nodes"}
+                file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def read_results(path: Path) -> Iterator[dict[str, Any]]:
+    """The questions of a results file; a line that a killed run left half is skipped."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def result(outcome: Outcome) -> dict[str, Any]:
+    """One question as a line of results.jsonl."""
+    question, costs = outcome.question, outcome.driver.costs.figures()
+    costs = {name: round(value, 6) if isinstance(value, float) else value for name, value in costs.items()}
+    return {
+        "index": question.index,
+        "prompt": question.text,
+        "truth": question.truth,
+        "answer": None if outcome.answer is None else outcome.answer.text,
+        "right": outcome.right,
+        "stopped": outcome.stopped,
+        "answers": [{"text": a.text, "weight": a.weight, "node": a.node} for a in outcome.answers],
+        "costs": costs,
+        "nodes": [_node(node) for node in outcome.tree.nodes],
+    }
+
+
+def _node(node: Node) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "id": node.id, "parent": node.parent, "text": node.text, "tokens": len(node.tokens), "state": node.state,
+        "score": node.score, "value": node.value, "round": node.round,
+    }  # fmt: skip
+    for name in ("cluster", "error"):
+        if getattr(node, name) is not None:
+            told[name] = getattr(node, name)
+    if node.twin != node.id:
+        told["twin"] = node.twin
+    return told
+
+
+def summary(lines: Any) -> dict[str, Any]:
+    """What questions add up to: sums of their costs, and of peaks the greatest."""
+    found = sorted(lines, key=lambda line: line["index"])
+    judged = [line["right"] for line in found if line["right"] is not None]
+    spent = totals(line["costs"] for line in found)
+    figures: dict[str, Any] = {
+        "questions": len(found),
+        "answered": sum(line["answer"] is not None for line in found),
+        "failed": sum(line["stopped"].startswith("failed") for line in found),
+    }
+    if judged:
+        accuracy = sum(judged) / len(judged)
+        figures |= {"accuracy": accuracy, "accuracy_se": math.sqrt(accuracy * (1 - accuracy) / len(judged))}
+    names = {"generated": "generated_tokens", "solver": "solver_seconds", "clustering": "cluster_seconds"}
+    for name, value in spent.items():
+        if name != "seconds":
+            figures[names.get(name, name)] = value
+    return figures | {"stopped": dict(Counter(line["stopped"].partition(":")[0] for line in found))}

@@ -1,0 +1,9 @@
+"""Rules: pure functions from a frontier to child counts. They know no models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from plaudit.search.frontier import Choice, Frontier
+
+Rule = Callable[[Frontier], Choice]

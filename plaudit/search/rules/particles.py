@@ -1,0 +1,35 @@
+"""Particle filtering (arXiv 2502.01618, its_hub): after every step all particles are drawn again, by the odds of their
+scores; those that are finished stay among them at their last weight.
+
+Weights are those of the whole path's score at this step, not products over steps. Draws are multinomial.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+
+from plaudit.search.apportion import check_finite
+
+_EDGE = 1e-7  # scores are kept this far from 0 and 1, whose odds are 0 and infinite
+
+
+def odds(score: float) -> float:
+    inside = min(max(score, _EDGE), 1 - _EDGE)
+    return inside / (1 - inside)
+
+
+def resample(scores: Sequence[float], count: int, rng: random.Random) -> list[int]:
+    """Which particle each of `count` new ones continues."""
+    check_finite(scores)
+    ends = list(accumulate(map(odds, scores)))
+    return [min(bisect.bisect_right(ends, rng.random() * ends[-1]), len(scores) - 1) for _ in range(count)]
+
+
+def effective(scores: Sequence[float]) -> float:
+    """How many particles of equal weight these are worth."""
+    weights = [odds(score) for score in scores]
+    return math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)

@@ -1,0 +1,278 @@
+"""Many questions searched together: one batch of steps and one of scores per round, over all of them.
+
+A question takes part in a round with what its own last round made possible; when one is over the next one takes its
+place. So questions are at different depths, and a batch stays full until the last ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from plaudit.config.search import SearchRecipe
+from plaudit.errors import PlauditError
+from plaudit.search import cluster
+from plaudit.search.answers import Answer, same, winner
+from plaudit.search.driver import Driver, Expand
+from plaudit.search.embedding import Embedder
+from plaudit.search.lookahead import look_ahead
+from plaudit.search.policy import Ask, Policy, Step, path_seed
+from plaudit.search.questions import Question
+from plaudit.search.reading import AnswerReading
+from plaudit.search.scoring import Path, Scored, Scorer
+from plaudit.search.tree import Node, Tree
+
+
+@dataclass
+class Outcome:
+    """stopped   why the question's search is over: done, lead, budget: ..., failed: ..., interrupted"""
+
+    question: Question
+    tree: Tree
+    driver: Driver
+    answers: list[Answer]
+    answer: Answer | None
+    stopped: str
+
+    @property
+    def right(self) -> bool | None:
+        if self.question.truth is None:
+            return None
+        return self.answer is not None and same(self.answer.text) == same(self.question.truth)
+
+
+@dataclass(eq=False)
+class _Open:
+    """A question that is being searched.
+
+    held    the nodes whose KV is kept, with what the PRM read of each
+    read    what all that the PRM read of this question begins with
+    hidden  the PRM's state at the end of each new node, until it is clustered
+    """
+
+    question: Question
+    driver: Driver
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    read: list[tuple[int, ...]] = field(default_factory=list)
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> Tree:
+        return self.driver.tree
+
+
+class Runner:
+    def __init__(
+        self, recipe: SearchRecipe, policy: Policy, scorer: Scorer, new_driver: Callable[[Question, Tree], Driver],
+        embedder: Embedder | None = None,
+    ) -> None:  # fmt: skip
+        self.recipe = recipe
+        self.policy = policy
+        self.scorer = scorer
+        self.embedder = embedder
+        self.new_driver = new_driver
+        self.reading = AnswerReading(recipe.steps)
+        self.phases = {"generate": 0.0, "score": 0.0, "cluster": 0.0, "choose": 0.0}
+        self._open: list[_Open] = []
+
+    def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
+        """Outcomes as they come. Where a server is lost the open questions come out with the answers they have, then
+        the error is raised; closing the iterator leaves them out."""
+        waiting = iter(questions)
+        more = True
+        while more or self._open:
+            while more and len(self._open) < self.recipe.concurrent:
+                question = next(waiting, None)
+                more = question is not None
+                if question is not None:
+                    tree = Tree(question.text, question.prompt_ids)
+                    self._open.append(_Open(question, self.new_driver(question, tree)))
+            over, going = self._choose()
+            yield from [self._outcome(searched, searched.driver.stopped or "done") for searched in over]
+            try:
+                self._expand(going)
+            except PlauditError as error:
+                for searched in self._open:
+                    yield self._outcome(searched, f"failed: {error}")
+                self._open = []
+                raise
+
+    def _choose(self) -> tuple[list[_Open], list[tuple[_Open, list[Expand]]]]:
+        """The questions that are over, and those that go on with what they expand."""
+        began = time.perf_counter()
+        chosen = [(searched, searched.driver.expansions()) for searched in self._open]
+        self.phases["choose"] += time.perf_counter() - began
+        for searched, expansions in chosen:
+            self._release(searched, expansions)
+        going = [(searched, expansions) for searched, expansions in chosen if expansions]
+        self._open = [searched for searched, _ in going]
+        return [searched for searched, expansions in chosen if not expansions], going
+
+    def _expand(self, going: Sequence[tuple[_Open, list[Expand]]]) -> None:
+        asks = [self._ask(searched, e) for searched, expansions in going for e in expansions]
+        began = time.perf_counter()
+        steps = iter(self.policy.extend(asks))
+        self.phases["generate"] += time.perf_counter() - began
+        made = [(s, [node for e in expansions for node in self._add(s, e, next(steps))]) for s, expansions in going]
+        self._score(made)
+        if self.recipe.search.lookahead:
+            self._look_ahead(made)
+        self._cluster(made)
+        for searched, nodes in made:
+            searched.driver.take(nodes)
+
+    def _ask(self, searched: _Open, expand: Expand, greedy: bool = False) -> Ask:
+        tree, id = searched.tree, expand.node
+        path = tree.path_ids(id)
+        said = path[len(tree.prompt_ids) :]
+        seed = path_seed(self.recipe.seed, searched.question.index, (*said, len(tree.response(id))))
+        return Ask(tree.prompt_ids, tree.prompt, said, tree.response(id), expand.count, seed, greedy)
+
+    def _add(self, searched: _Open, expand: Expand, steps: Sequence[Step]) -> list[Node]:
+        tree, costs, nodes = searched.tree, searched.driver.costs, []
+        before = tree.response(expand.node)
+        for step in steps:
+            node = tree.add(expand.node, step.tokens, step.text, "open", costs.rounds)
+            node.logprob = step.logprob
+            costs.calls += 1
+            costs.generated += len(step.tokens)
+            self._judge(tree, node, step, before)
+            if node.twin == node.id:
+                searched.held[node.id] = ()
+            nodes.append(node)
+        return nodes
+
+    def _judge(self, tree: Tree, node: Node, step: Step, before: str) -> None:
+        """What became of a step, before it is scored."""
+        table = self.recipe.steps
+        content = step.text.removesuffix(table.stop).strip()
+        if step.error is not None:
+            node.state, node.error = "failed", step.error
+        elif step.ended == "length":
+            left = table.max_tokens - tree.length(node.parent)
+            limit = f"steps.max_tokens = {table.max_tokens}" if left <= table.max_step_tokens else "max_step_tokens"
+            node.state = "cut"
+            node.error = f"no {table.stop!r} ended the step within {len(step.tokens)} tokens ({limit})"
+        elif not content:
+            node.state, node.error = "failed", "empty step: the policy wrote nothing but the step's end"
+        elif step.ended == "end" or self.reading.final(before + step.text):
+            node.state = "finished"
+            if self.reading.answer(before + step.text) is None:
+                node.error = f"ended without an answer that {table.answer!r} finds"
+        elif node.depth >= self.recipe.search.max_depth:
+            node.state, node.error = "cut", f"no answer after max_depth = {node.depth} steps"
+
+    def _score(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
+        began, before = time.perf_counter(), self.scorer.computed
+        hidden = self.recipe.search.clustered and self.recipe.search.clusters == "hidden"
+        wanted = [
+            (s, n) for s, nodes in made for n in nodes if n.twin == n.id and n.state in ("open", "finished")
+        ]  # fmt: skip
+        scored = self.scorer.score([self._path(s, n) for s, n in wanted], hidden=hidden) if wanted else []
+        for (searched, node), result in zip(wanted, scored, strict=True):
+            searched.driver.costs.scored += 1
+            searched.held[node.id] = result.tokens
+            searched.read = [common(*searched.read, result.tokens)]
+            if result.hidden is not None:
+                searched.hidden[node.id] = result.hidden
+            _note(searched.driver, node, result)
+        for searched, nodes in made:
+            for node in nodes:
+                first = searched.tree.nodes[node.twin]
+                if node.twin != node.id:
+                    node.score, node.value, node.state, node.error = first.score, first.value, first.state, first.error
+        # What a batch computed is shared out by the paths each question had in it.
+        spent = self.scorer.computed - before
+        for searched in {id(s): s for s, _ in wanted}.values():
+            share = sum(1 for s, _ in wanted if s is searched) / len(wanted)
+            searched.driver.costs.prm_tokens += round(spent * share)
+        self.phases["score"] += time.perf_counter() - began
+
+    def _path(self, searched: _Open, node: Node) -> Path:
+        return Path(searched.question.prompt, tuple(step.text for step in searched.tree.steps(node.id)))
+
+    def _look_ahead(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
+        """Judge open leaves by where a few greedy steps lead. Those steps are thrown away; their cost is not."""
+        leaves = [(s, n) for s, nodes in made for n in nodes if n.twin == n.id and n.state == "open"]
+        asks = [self._ask(searched, Expand(node.id, 1), greedy=True) for searched, node in leaves]
+        paths = [self._path(searched, node) for searched, node in leaves]
+        seen = look_ahead(self.policy, self.scorer, asks, paths, self.recipe.search.lookahead)
+        for (searched, node), ahead in zip(leaves, seen, strict=True):
+            costs = searched.driver.costs
+            costs.calls += ahead.calls
+            costs.generated += ahead.tokens
+            costs.scored += ahead.value is not None
+            self.policy.release([ahead.said], [searched.tree.path_ids(node.id)])
+            self.scorer.release([ahead.read], [searched.held[node.id]])
+            for twin in searched.tree.nodes:
+                if twin.twin == node.id and ahead.value is not None:
+                    twin.value = ahead.value
+
+    def _cluster(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
+        if not self.recipe.search.clustered:
+            return
+        began = time.perf_counter()
+        asked = [(s, [n for n in nodes if n.twin == n.id and n.state == "open"]) for s, nodes in made]
+        vectors: dict[str, np.ndarray] = {}
+        if self.embedder is not None:
+            texts = list(dict.fromkeys(n.text for _, nodes in asked for n in nodes))
+            vectors = dict(zip(texts, self.embedder.embed(texts), strict=True)) if texts else {}
+        self.phases["cluster"] += time.perf_counter() - began
+        for searched, nodes in asked:
+            began = time.perf_counter()
+            if nodes and self.recipe.search.clusters == "text":
+                found = cluster.by_key([node.text for node in nodes])
+            elif nodes:
+                rows = [vectors[n.text] if self.embedder is not None else searched.hidden.pop(n.id) for n in nodes]
+                found = cluster.by_vector(np.stack(rows), self.recipe.search.cluster_distance)
+            else:
+                found = []
+            for node, number in zip(nodes, found, strict=True):
+                node.cluster = number
+            spent = time.perf_counter() - began
+            searched.driver.costs.clustering += spent
+            self.phases["cluster"] += spent
+        for searched, nodes in made:
+            for node in nodes:
+                node.cluster = searched.tree.nodes[node.twin].cluster
+
+    def _release(self, searched: _Open, expansions: Sequence[Expand]) -> None:
+        """Give back the KV of everything that can no longer be expanded: of all, once the search is over."""
+        tree, held = searched.tree, searched.held
+        if not expansions:
+            self.policy.release([tree.prompt_ids], below=True)
+            self.scorer.release(searched.read, below=True)
+            return
+        kept = {e.node for e in expansions} | set(searched.driver.live())
+        gone = [id for id in held if id not in kept]
+        if gone:
+            self.policy.release([tree.path_ids(id) for id in gone], [tree.path_ids(id) for id in kept])
+            self.scorer.release([held[id] for id in gone], [held[id] for id in kept if id in held])
+        for id in gone:
+            del held[id]
+
+    def _outcome(self, searched: _Open, stopped: str) -> Outcome:
+        driver = searched.driver
+        answers = driver.answers()
+        return Outcome(
+            searched.question, driver.tree, driver, answers, winner(answers, self.recipe.search.vote), stopped
+        )
+
+
+def common(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
+    """What these begin with."""
+    for other in others:
+        same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), len(first))
+        first = first[: min(same, len(other))]
+    return first
+
+
+def _note(driver: Driver, node: Node, result: Scored) -> None:
+    if result.error is not None or result.value is None:
+        node.state, node.error = "failed", result.error or "the PRM gave no score"
+        return
+    node.score = result.value
+    node.value = driver.value(node)

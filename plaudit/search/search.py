@@ -1,0 +1,103 @@
+"""A search from its recipe: models and servers opened, questions searched, results kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from plaudit.config.search import SearchRecipe
+from plaudit.search.embedding import open_embedder
+from plaudit.search.methods import new_driver
+from plaudit.search.policy import CorePolicy, Policy
+from plaudit.search.questions import Question, open_questions
+from plaudit.search.reading import AnswerReading
+from plaudit.search.record import Record
+from plaudit.search.runner import Outcome, Runner
+from plaudit.search.scoring import Scorer, open_scorer
+
+
+class Search:
+    """Holds the models. `policy` and `scorer` are opened from the recipe unless they are given."""
+
+    def __init__(
+        self, recipe: SearchRecipe, *, policy: Policy | None = None, scorer: Scorer | None = None, tokenizer: Any = None
+    ) -> None:  # fmt: skip
+        if recipe.threads is not None:
+            import torch
+
+            torch.set_num_threads(recipe.threads)
+        self.recipe = recipe
+        if policy is None:
+            policy, tokenizer = open_policy(recipe)
+        self.policy, self.tokenizer = policy, tokenizer
+        self.scorer = scorer or open_scorer(recipe.prm, recipe.threads)
+        self.embedder = open_embedder(recipe.search)
+        reading = AnswerReading(recipe.steps)
+        self.runner = Runner(
+            recipe, self.policy, self.scorer,
+            lambda q, tree: new_driver(tree, recipe.search, recipe.budget, reading, f"{recipe.seed} {q.index}"),
+            self.embedder,
+        )  # fmt: skip
+
+    def questions(self) -> list[Question]:
+        return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed)
+
+    def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
+        return self.runner.run(questions)
+
+    def close(self) -> None:
+        self.policy.close()
+        self.scorer.close()
+        if self.embedder is not None:
+            self.embedder.close()
+
+
+def open_policy(recipe: SearchRecipe) -> tuple[Policy, Any]:
+    """Who generates, and the tokenizer of prompts."""
+    from plaudit.models import choose_device, load_policy, load_tokenizer, resolve
+
+    if recipe.engine.name != "core":
+        from plaudit.search.remote import RemotePolicy
+
+        tokenizer = load_tokenizer(resolve(recipe.model.path))
+        return RemotePolicy(recipe.engine, recipe.steps), tokenizer
+    from plaudit.core import Engine
+
+    loaded = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device))
+    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes)
+    return CorePolicy(engine, recipe.steps), loaded.tokenizer
+
+
+def run_search(
+    recipe: SearchRecipe, directory: Path, *, resume: bool = False, fresh: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What `plaudit search` does; the summary. An interruption (Ctrl-C) keeps what was finished, and is raised."""
+    with Record(directory, recipe, resume=resume, fresh=fresh) as record:
+        search = Search(recipe)
+        try:
+            questions = search.questions()
+            waiting = [question for question in questions if question.index not in record.done]
+            spent = _seconds_before(directory) if resume else 0.0
+            began = time.monotonic()
+            if progress is not None:
+                progress(len(record.done), len(questions))
+            try:
+                for outcome in search.run(waiting):
+                    record.add(outcome)
+                    if progress is not None:
+                        progress(len(record.done), len(questions))
+            finally:
+                figures = record.summarise(spent + time.monotonic() - began, search.runner.phases)
+            return figures
+        finally:
+            search.close()
+
+
+def _seconds_before(directory: Path) -> float:
+    """What earlier parts of this run took."""
+    path = directory / "summary.json"
+    return float(json.loads(path.read_text()).get("seconds", 0.0)) if path.is_file() else 0.0

@@ -1,0 +1,23 @@
+"""A search's summary in a few lines for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def told(figures: Mapping[str, Any]) -> str:
+    lines = [f"{figures['method']}, width {figures['width']}: {figures['questions']} questions"]
+    if "accuracy" in figures:
+        lines.append(f"  accuracy          {figures['accuracy']:.3f} ± {figures['accuracy_se']:.3f}")
+    else:
+        lines.append(f"  answered          {figures['answered']}")
+    for name, key in (("KV tokens", "kv_tokens"), ("generated tokens", "generated_tokens"), ("calls", "calls")):
+        lines.append(f"  {name:17} {figures.get(key, 0):,}")
+    lines.append(f"  {'seconds':17} {figures['seconds']:.1f}")
+    over = {name: count for name, count in figures["stopped"].items() if name != "done"}
+    if over:
+        lines.append(f"  ended otherwise   {', '.join(f'{name}: {count}' for name, count in over.items())}")
+    if figures.get("unsolved"):
+        lines.append(f"  programmes that were not proven best: {figures['unsolved']}")
+    return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""The tree of one question: what was generated, what it scored, what became of it, and what it cost.
+
+A node is one step. Siblings that say the same are each kept, and all but the first are twins of it: they share its KV,
+its score and, if they are expanded, its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["open", "expanded", "pruned", "finished", "cut", "failed"]
+ROOT = 0
+
+
+@dataclass(slots=True)
+class Node:
+    """state    open: may be expanded; expanded: was; pruned: the rule gave it no children; finished: has an answer;
+             cut: ran out of tokens or levels before its answer; failed: `error` says why
+    tokens   the step's token ids; where a server gives none, one -1 for each of them
+    score    of this step; None until it is scored
+    value    of the path to here, by which rules go
+    twin     the first sibling with the same tokens; itself if it is the first
+    """
+
+    id: int
+    parent: int
+    depth: int
+    tokens: tuple[int, ...]
+    text: str
+    state: State
+    twin: int
+    round: int
+    score: float | None = None
+    value: float = 0.0
+    cluster: int | None = None
+    logprob: float | None = None
+    error: str | None = None
+
+
+class Tree:
+    def __init__(self, prompt: str, prompt_ids: Sequence[int]) -> None:
+        self.prompt = prompt
+        self.prompt_ids = tuple(prompt_ids)
+        self.nodes = [Node(ROOT, -1, 0, self.prompt_ids, "", "open", ROOT, 0, score=1.0, value=1.0)]
+        self._firsts: dict[tuple[int, tuple[int, ...], str], int] = {}
+
+    def add(self, parent: int, tokens: Sequence[int], text: str, state: State, round: int) -> Node:
+        above = self.nodes[parent]
+        if above.twin != parent:
+            raise ValueError(f"node {parent} is a twin of {above.twin}: children belong to that one")
+        id = len(self.nodes)
+        twin = self._firsts.setdefault((parent, tuple(tokens), text), id)
+        node = Node(id, parent, above.depth + 1, tuple(tokens), text, state, twin, round)
+        self.nodes.append(node)
+        return node
+
+    def branches(self, id: int) -> tuple[int, ...]:
+        """The proper ancestors of a node, the root first."""
+        found = []
+        while id != ROOT:
+            id = self.nodes[id].parent
+            found.append(id)
+        return tuple(reversed(found))
+
+    def steps(self, id: int) -> list[Node]:
+        """The nodes from the first step to this one."""
+        return [self.nodes[i] for i in (*self.branches(id), id) if i != ROOT]
+
+    def path_ids(self, id: int) -> tuple[int, ...]:
+        """Prompt and steps as token ids."""
+        return (*self.prompt_ids, *(token for step in self.steps(id) for token in step.tokens))
+
+    def response(self, id: int) -> str:
+        return "".join(step.text for step in self.steps(id))
+
+    def scores(self, id: int) -> list[float]:
+        return [step.score for step in self.steps(id) if step.score is not None]
+
+    def length(self, id: int) -> int:
+        """Tokens of the steps to here, without the prompt's."""
+        return sum(len(step.tokens) for step in self.steps(id))
+
+    def having(self, state: State) -> Iterator[Node]:
+        return (node for node in self.nodes if node.state == state)
+
+    def kv_tokens(self, leaves: Iterable[int]) -> int:
+        """Tokens whose KV the paths to these nodes need: every distinct beginning once, the prompt included."""
+        needed = {self.nodes[i].twin for leaf in leaves for i in (*self.branches(leaf), leaf)}
+        siblings: dict[int, list[tuple[int, ...]]] = {}
+        for i in needed:
+            siblings.setdefault(self.nodes[i].parent, []).append(self.nodes[i].tokens)
+        return sum(distinct_tokens(steps) for steps in siblings.values())
+
+
+def distinct_tokens(sequences: Iterable[Sequence[int]]) -> int:
+    """The size of the trie of these sequences."""
+    total = 0
+    before: tuple[int, ...] = ()
+    for sequence in sorted(map(tuple, sequences)):
+        shared = 0
+        for a, b in zip(before, sequence, strict=False):
+            if a != b or a < 0:  # -1 stands for a token that nobody named
+                break
+            shared += 1
+        total += len(sequence) - shared
+        before = sequence
+    return total

@@ -1,0 +1,317 @@
+"""Searches on the embedded world: what is counted, what is decided, and that batching decides nothing."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plaudit
+from plaudit.config import to_toml
+from plaudit.config.search import METHODS, SearchRecipe, load_search, parse_search
+from plaudit.core import Engine
+from plaudit.core.cpu import CpuBackend
+from plaudit.errors import ConfigError, RunError, ServerError
+from plaudit.search.policy import Ask, CorePolicy, Step
+from plaudit.search.record import read_results
+from plaudit.search.runner import Outcome
+from plaudit.search.scoring import LocalScorer, Scored, Scorer, open_scorer
+from plaudit.search.scoring import Path as StepPath
+from plaudit.search.search import Search, run_search
+from plaudit.search.tree import distinct_tokens
+
+
+def recipe(method: str, width: int = 8, questions: int = 3, **flags: Any) -> SearchRecipe:
+    return load_search(None, {"search.method": method, "search.width": width, "data.limit": questions, **flags})
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Scorer:
+    return open_scorer(recipe("ets").prm, 1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load("sums-policy")
+
+
+def searched(asked: SearchRecipe, engine: Engine, scorer: Scorer, concurrent: int = 64) -> list[Outcome]:
+    asked = asked.model_copy(update={"concurrent": concurrent})
+    search = Search(asked, policy=CorePolicy(engine, asked.steps), scorer=scorer, tokenizer=engine.tokenizer)
+    return sorted(search.run(search.questions()), key=lambda outcome: outcome.question.index)
+
+
+def told(outcome: Outcome) -> list[tuple[Any, ...]]:
+    return [(n.parent, n.tokens, n.state, pytest.approx(n.value, abs=1e-4), n.twin) for n in outcome.tree.nodes]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_searches_and_batching_decides_nothing(method: str, engine: Engine, scorer: Scorer) -> None:
+    asked = recipe(method)
+    together = searched(asked, engine, scorer)
+    assert engine.stats().tokens_resident == 0, "everything was given back"
+    assert isinstance(scorer, LocalScorer)
+    assert scorer.engine.stats().tokens_resident == 0
+    engine.check()
+    alone = searched(asked, engine, scorer, concurrent=1)
+    for one, other in zip(together, alone, strict=True):
+        assert told(one) == told(other)
+        assert one.driver.costs.kv == other.driver.costs.kv
+        assert one.stopped == "done"
+        costs = one.driver.costs
+        drawn = [node for node in one.tree.nodes if node.parent >= 0]
+        assert costs.calls == len(drawn)
+        assert costs.generated == sum(len(node.tokens) for node in drawn)
+        assert costs.kv[0] == len(one.question.prompt_ids)
+        assert {n.state for n in drawn} <= {"expanded", "pruned", "finished", "cut", "failed", "open"}
+        assert all(n.score is not None or n.error for n in drawn), "a twin has its twin's score, and no node has none"
+        for node in drawn:
+            assert node.score == one.tree.nodes[node.twin].score
+
+
+def test_level_methods_use_the_width_they_have(engine: Engine, scorer: Scorer) -> None:
+    for method in ("best-of-n", "beam", "rebase", "ets"):
+        for outcome in searched(recipe(method), engine, scorer):
+            over = [n for n in outcome.tree.nodes if n.state in ("finished", "cut", "failed")]
+            assert len(over) == 8, method
+
+
+def test_the_same_path_has_the_same_children_in_every_method(engine: Engine, scorer: Scorer) -> None:
+    """So that methods are compared on the same tree: the first children of a node are its first in all of them."""
+    rebase, ets = (searched(recipe(method), engine, scorer) for method in ("rebase", "ets"))
+    for one, other in zip(rebase, ets, strict=True):
+        firsts = [[n.tokens for n in o.tree.nodes if n.parent == 0] for o in (one, other)]
+        assert firsts[0] == firsts[1]
+
+
+def test_step_scores_are_those_of_one_pass(engine: Engine, scorer: Scorer) -> None:
+    from plaudit.records import Item, StepScores
+    from plaudit.reward import load_reward
+
+    reward = load_reward("sums-steps")
+    for outcome in searched(recipe("rebase", questions=2), engine, scorer):
+        for node in outcome.tree.having("finished"):
+            item = Item(prompt=outcome.question.text, response=outcome.tree.response(node.id))
+            (whole,) = reward.score([item])
+            assert isinstance(whole, StepScores)
+            assert outcome.tree.scores(node.id) == pytest.approx(whole.values, abs=1e-5)
+
+
+def test_kv_tokens_are_what_the_core_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks of one token the engine's own count is that of the tree. The last token that a sample draws has no
+    KV until the sample is continued: so leaves count without theirs."""
+    monkeypatch.setattr(CpuBackend, "block_size", 1)
+    engine = Engine.load("sums-policy", kv_bytes=2**24)
+    asked = recipe("ets", questions=1)
+    scorer = open_scorer(asked.prm, 1)
+    compared = []
+
+    class Watched(CorePolicy):
+        def extend(self, asks: Any) -> list[list[Step]]:
+            steps = super().extend(asks)
+            paths = [(*a.prompt, *a.said, *s.tokens[:-1]) for a, found in zip(asks, steps, strict=True) for s in found]
+            compared.append((self.engine.stats().tokens_resident, distinct_tokens(paths)))
+            return steps
+
+    search = Search(asked, policy=Watched(engine, asked.steps), scorer=scorer, tokenizer=engine.tokenizer)
+    (outcome,) = search.run(search.questions())
+    assert len(compared) > 5
+    assert all(held == counted for held, counted in compared), compared
+    # What the summary counts at a level is what the next level's engine holds before it generates.
+    assert outcome.driver.costs.kv_peak >= max(counted for _, counted in compared) - 8
+
+
+def test_lookahead_costs_and_changes_values(engine: Engine, scorer: Scorer) -> None:
+    plain = searched(recipe("dvts", questions=2), engine, scorer)
+    ahead = searched(recipe("dvts", questions=2, **{"search.lookahead": 2}), engine, scorer)
+    assert sum(o.driver.costs.calls for o in ahead) > sum(o.driver.costs.calls for o in plain)
+    assert any(n.value != n.score for o in ahead for n in o.tree.nodes if n.score is not None)
+    with pytest.raises(ConfigError, match="lookahead is for"):
+        recipe("ets", **{"search.lookahead": 2})
+
+
+@pytest.mark.parametrize(("name", "limit"), [("generated", 100), ("kv_tokens", 200), ("calls", 20)])
+def test_budgets_end_a_question_with_the_answers_it_has(name: str, limit: int, engine: Engine, scorer: Scorer) -> None:
+    for outcome in searched(recipe("rebase", questions=2, **{f"budget.{name}": limit}), engine, scorer):
+        assert outcome.stopped == f"budget: {name}"
+        assert getattr(outcome.driver.costs, name) >= limit
+
+
+def test_a_lead_that_cannot_be_overturned_ends_the_search(engine: Engine, scorer: Scorer) -> None:
+    whole = searched(recipe("best-of-n", width=8), engine, scorer)
+    short = searched(recipe("best-of-n", width=8, **{"budget.lead": True, "search.vote": "majority"}), engine, scorer)
+    voted = searched(recipe("best-of-n", width=8, **{"search.vote": "majority"}), engine, scorer)
+    assert [o.answer and o.answer.text for o in short] == [o.answer and o.answer.text for o in voted]
+    assert sum(o.driver.costs.calls for o in short) <= sum(o.driver.costs.calls for o in whole)
+
+
+# What goes wrong is said
+
+
+class FailingPolicy(CorePolicy):
+    """Breaks in the way it is told to at a round."""
+
+    def __init__(self, engine: Engine, steps: Any, how: str, at: int) -> None:
+        super().__init__(engine, steps)
+        self.how, self.at, self.round = how, at, 0
+
+    def extend(self, asks: Any) -> list[list[Step]]:
+        self.round += 1
+        if self.round == self.at and self.how == "lost":
+            raise ServerError("no steps from http://127.0.0.1:9 in 3 s; see whether it runs")
+        steps = super().extend(asks)
+        if self.round == self.at and self.how == "empty":
+            return [[Step((16,), ";") for _ in found] for found in steps]
+        return steps
+
+
+def test_a_policy_that_never_ends_a_step_is_told(engine: Engine, scorer: Scorer) -> None:
+    asked = recipe("rebase", questions=1, **{"steps.stop": "\n\n"})
+    (outcome,) = searched(asked, engine, scorer)
+    assert outcome.answer is None
+    errors = {n.error for n in outcome.tree.nodes if n.state == "cut"}
+    assert any("no '\\n\\n' ended the step within 24 tokens" in str(error) for error in errors)
+
+
+def test_a_prm_that_sees_other_steps_is_told(engine: Engine) -> None:
+    asked = recipe("rebase", questions=1)
+    table = asked.prm.model_copy(update={"format": {"split": "="}})
+    (outcome,) = searched(asked, engine, open_scorer(table, 1))
+    failed = [n for n in outcome.tree.nodes if n.state == "failed"]
+    assert len(failed) == 8
+    assert all("step_mismatch: the PRM sees 2 step(s) where the search made 1" in str(n.error) for n in failed)
+
+
+def test_an_empty_step_is_a_failed_node_and_the_rest_goes_on(engine: Engine, scorer: Scorer) -> None:
+    asked = recipe("rebase", questions=2)
+    policy = FailingPolicy(engine, asked.steps, "empty", 1)
+    search = Search(asked, policy=policy, scorer=scorer, tokenizer=engine.tokenizer)
+    for outcome in search.run(search.questions()):
+        failed = list(outcome.tree.having("failed"))
+        assert len(failed) == 8
+        assert all("empty step" in str(node.error) for node in failed)
+
+
+def test_a_server_lost_in_mid_search_keeps_what_was_found(engine: Engine, scorer: Scorer) -> None:
+    asked = recipe("best-of-n", questions=3)
+    policy = FailingPolicy(engine, asked.steps, "lost", 12)
+    search = Search(asked, policy=policy, scorer=scorer, tokenizer=engine.tokenizer)
+    found: list[Outcome] = []
+    outcomes = search.run(search.questions())
+    with pytest.raises(ServerError, match="no steps from"):
+        found.extend(outcomes)
+    assert len(found) == 3
+    lost = [o for o in found if o.stopped.startswith("failed: no steps")]
+    assert lost
+    assert any(o.answers for o in found)
+
+
+class NoScores:
+    """A PRM that gives no score for every third path."""
+
+    def __init__(self, inner: Scorer) -> None:
+        self.inner = inner
+
+    @property
+    def computed(self) -> int:
+        return self.inner.computed
+
+    def score(self, paths: Any, *, hidden: bool = False) -> list[Scored]:
+        return [
+            Scored(error="scoring_failed: no") if i % 3 == 0 else scored
+            for i, scored in enumerate(self.inner.score(paths, hidden=hidden))
+        ]
+
+    def release(self, tokens: Any, keep: Any = (), *, below: bool = False) -> None:
+        self.inner.release(tokens, keep, below=below)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_a_step_without_a_score_is_a_failed_node_never_a_number(engine: Engine, scorer: Scorer) -> None:
+    for outcome in searched(recipe("ets", questions=2), engine, NoScores(scorer)):
+        failed = list(outcome.tree.having("failed"))
+        assert failed
+        assert all(node.score is None and "scoring_failed" in str(node.error) for node in failed)
+
+
+def test_a_scorer_scores_paths_alone_as_together_and_reads_only_what_is_new(scorer: Scorer) -> None:
+    assert isinstance(scorer, LocalScorer)
+    steps = ("7+8=15;", "15+4=19;", "19+2=21;")
+    paths = [StepPath("7+8+4+2=", steps[:n]) for n in (1, 2, 3)]
+    together = [scored.value for scored in scorer.score(paths)]
+    scorer.engine.new_version()
+    before = scorer.computed
+    one_by_one = [scorer.score([path])[0].value for path in paths]
+    assert together == pytest.approx(one_by_one, abs=1e-5)
+    # The prompt's 9 tokens and 7, 8 and 8 of the steps, and for every later step at most a few that are copied.
+    assert scorer.computed - before <= 9 + 7 + 8 + 8 + 2 * 4
+    (again,) = scorer.score([paths[2]])
+    assert again.value == pytest.approx(together[2], abs=1e-5)
+
+
+# The run directory
+
+
+def test_a_run_is_written_and_resumed(tmp_path: Path) -> None:
+    asked = recipe("rebase", width=4, questions=6)
+    figures = run_search(asked, tmp_path / "a")
+    assert json.loads((tmp_path / "a" / "summary.json").read_text()) == figures
+    for name in ("accuracy", "kv_tokens", "generated_tokens", "calls", "seconds"):
+        assert name in figures
+    lines = list(read_results(tmp_path / "a" / "results.jsonl"))
+    assert figures["calls"] == sum(line["costs"]["calls"] for line in lines)
+    assert all(len(line["nodes"]) == 1 + line["costs"]["calls"] for line in lines)
+
+    # Killed after three questions and half of a fourth; one of the three had failed.
+    directory = tmp_path / "b"
+    run_search(asked, directory)
+    kept = (directory / "results.jsonl").read_text().splitlines(keepends=True)
+    failed = json.loads(kept[1]) | {"stopped": "failed: the server was lost"}
+    (directory / "results.jsonl").write_text(kept[0] + json.dumps(failed) + "\n" + kept[2] + kept[3][:50])
+    with pytest.raises(RunError, match="--resume goes on"):
+        run_search(asked, directory)
+    with pytest.raises(RunError, match=r"begun with search\.width = 4"):
+        run_search(recipe("rebase", width=8, questions=6), directory, resume=True)
+    again = run_search(asked, directory, resume=True)
+    for name in ("accuracy", "kv_tokens", "generated_tokens", "calls", "questions"):
+        assert again[name] == figures[name]
+
+
+def test_search_in_ten_lines() -> None:
+    found = plaudit.search(
+        ["7+8+4=", {"prompt": "3+4+2=", "answer": "9"}], engine="sums-policy", prm="sums-steps", rule="ets", width=4,
+        stop=";", answer=r"#(\d+)$", max_tokens=60, threads=1,
+    )  # fmt: skip
+    assert [outcome.question.text for outcome in found] == ["7+8+4=", "3+4+2="]
+    assert found[0].right is None
+    assert found[1].right is (found[1].answer is not None and found[1].answer.text == "9")
+    with pytest.raises(ConfigError, match="knows no 'stpo'"):
+        plaudit.search(["7+8="], engine="sums-policy", prm="sums-steps", stpo=";")
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'search\.widht'; did you mean 'width'"):
+        load_search(None, {"search.widht": 4})
+    with pytest.raises(ConfigError, match=r"search\.method = 'etz'"):
+        load_search(None, {"search.method": "etz"})
+    with pytest.raises(ConfigError, match="reads the PRM's own states"):
+        load_search(None, {}, ['prm={url="http://127.0.0.1:5555"}'])
+    with pytest.raises(ConfigError, match="has no group"):
+        load_search(None, {"steps.answer": "#"})
+    with pytest.raises(ConfigError, match="needs a process model"):
+        open_scorer(recipe("ets").prm.model_copy(update={"path": "sums"}), 1)
+
+
+def test_asks_are_plain_records() -> None:
+    assert Ask((1,), "a", (), "", 2, 3).greedy is False
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_recipe(method: str) -> None:
+    found = load_search(Path(__file__).parents[2] / "recipes" / f"search-{method}.toml", {})
+    assert found.search.method == method
+    assert found.steps == recipe(method).steps
+    assert parse_search(tomllib.loads(to_toml(found)), "again") == found
