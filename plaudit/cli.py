@@ -411,6 +411,24 @@ def import_model(
     typer.echo(f"{source} is now a Hugging Face model in {out}")
 
 
+@bench.command("weights")
+def bench_weight_channels(
+    parameters: Annotated[str, typer.Option(help="Size of the model: 100M, 1B.")] = "100M",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU if there is one.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="A directory on the disk to measure. Default: where temporary files go.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Publications by each channel; the fastest counts.")] = 5,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    out: Annotated[Path, typer.Option(help="Where weights.json and weights.svg go.")] = Path("runs/bench"),
+) -> None:
+    """Publish a model's weights to another process through every channel, and measure what the machine could do."""
+    from plaudit.bench.command import run_bench_weights
+
+    run_bench_weights(parameters, device, dtype, disk, repeats, as_json=json, out=out)
+
+
 @app.callback(invoke_without_command=True)
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if show:

@@ -9,6 +9,8 @@ disk or a link does that, though somebody who wants to could. Integer sums have 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -37,6 +39,32 @@ class Checksum:
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
+
+
+class Summing:
+    """A checksum made by a thread of its own, while the caller writes or reads the next tensor."""
+
+    def __init__(self) -> None:
+        self._checksum = Checksum()
+        self._thread = ThreadPoolExecutor(1)
+        self._last: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Summing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+
+    def update(self, tensor: Tensor) -> None:
+        """The tensor must keep its values until the one after the next is given."""
+        self._last.append(self._thread.submit(self._checksum.update, tensor))
+        if len(self._last) > 2:
+            self._last.popleft().result()
+
+    def hexdigest(self) -> str:
+        while self._last:
+            self._last.popleft().result()
+        return self._checksum.hexdigest()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

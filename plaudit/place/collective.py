@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from plaudit.place.checksum import Checksum, as_bytes
 from plaudit.place.group import BroadcastGroup, GroupBroken, Pending, Rendezvous
 from plaudit.place.weights import ALIGNMENT, Entry, Layout, Weights
 
-BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 1 << 20  # smaller tensors are packed together up to this
+PIECE_BYTES = 8 << 20  # larger ones are sent in pieces, so that one can be summed while the next is on its way
 IN_FLIGHT = 2  # broadcasts that may be under way together
 GRACE_SECONDS = 5.0  # for those who are alive to say so, when the deadline is over
 
@@ -157,12 +158,15 @@ class _Arrivals:
         self.extra_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        under_way: deque[tuple[tuple[Entry, ...], Pending, bool]] = deque()
-        for bucket in self.layout.buckets(BUCKET_BYTES):
-            flat, own = self._memory(bucket)
-            under_way.append((bucket, self.group.broadcast(flat, self.seconds), own))
-            if len(under_way) == IN_FLIGHT:
-                yield from self._arrived(*under_way.popleft())
+        under_way: deque[tuple[Pending, _Bucket | None]] = deque()
+        for entries in self.layout.buckets(BUCKET_BYTES):
+            flat, own = self._memory(entries)
+            pieces = _pieces(flat)
+            for number, piece in enumerate(pieces, 1):
+                complete = _Bucket(entries, flat, own) if number == len(pieces) else None
+                under_way.append((self.group.broadcast(piece, self.seconds), complete))
+                if len(under_way) == IN_FLIGHT:
+                    yield from self._arrived(*under_way.popleft())
         while under_way:
             yield from self._arrived(*under_way.popleft())
 
@@ -174,12 +178,17 @@ class _Arrivals:
         self.extra_bytes = max(self.extra_bytes, IN_FLIGHT * flat.nbytes)
         return flat, False
 
-    def _arrived(self, bucket: tuple[Entry, ...], pending: Pending, own: bool) -> Iterator[tuple[str, Tensor]]:
-        flat = pending.wait(self.seconds)
-        for entry, view in _unpacked(bucket, flat):
-            self.checksum.update(view)
-            if not own:
+    def _arrived(self, pending: Pending, complete: _Bucket | None) -> Iterator[tuple[str, Tensor]]:
+        self.checksum.update(pending.wait(self.seconds))
+        if complete is not None and not complete.own:
+            for entry, view in _unpacked(complete.entries, complete.flat):
                 yield entry.name, view
+
+
+class _Bucket(NamedTuple):
+    entries: tuple[Entry, ...]
+    flat: Tensor
+    own: bool  # it lies in the target's own memory
 
 
 def _send(
@@ -193,11 +202,11 @@ def _send(
         flat = _packed(bucket, tensors, group.device)
         if flat.data_ptr() != tensors[0].data_ptr():
             largest = max(largest, IN_FLIGHT * flat.nbytes)
-        under_way.append(group.broadcast(flat, exchange.left))
-        for _, view in _unpacked(bucket, flat):
-            checksum.update(view)
-        if len(under_way) == IN_FLIGHT:
-            under_way.popleft().wait(exchange.left)
+        for piece in _pieces(flat):
+            under_way.append(group.broadcast(piece, exchange.left))
+            checksum.update(piece)
+            if len(under_way) == IN_FLIGHT:
+                under_way.popleft().wait(exchange.left)
     while under_way:
         under_way.popleft().wait(exchange.left)
     return largest
@@ -228,3 +237,7 @@ def _unpacked(bucket: tuple[Entry, ...], flat: Tensor) -> Iterator[tuple[Entry, 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _pieces(flat: Tensor) -> list[Tensor]:
+    return [flat[start : start + PIECE_BYTES] for start in range(0, flat.numel(), PIECE_BYTES)]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from plaudit.errors import StorageError, WeightsRefused
 from plaudit.place.channel import DEADLINE, Publication, Publisher, Taken, Target, Wire, check_acknowledged
-from plaudit.place.checksum import Checksum, as_bytes, memory_of
+from plaudit.place.checksum import Summing, as_bytes, memory_of
 from plaudit.place.weights import Layout, Weights
 
 WEIGHTS, ABOUT = "model.safetensors", "publication.json"
@@ -64,8 +64,7 @@ class DiskChannel:
         pairs = iter(weights)
         try:
             temporary.mkdir(parents=True)
-            checksum = Checksum()
-            with (temporary / WEIGHTS).open("wb", buffering=0) as file:
+            with (temporary / WEIGHTS).open("wb", buffering=0) as file, Summing() as checksum:
                 _write_whole(file, header(weights.layout))
                 for _, tensor in pairs:
                     data = as_bytes(tensor.cpu())
@@ -101,9 +100,9 @@ class DiskSide:
 
     def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Taken:
         path = Path(message["path"]) / WEIGHTS
-        checksum, extra = Checksum(), 0
+        extra = 0
 
-        def arrivals(file: BinaryIO) -> Iterator[tuple[str, Tensor]]:
+        def arrivals(file: BinaryIO, checksum: Summing) -> Iterator[tuple[str, Tensor]]:
             nonlocal extra
             for name, tensor, own in _read(file, layout, target, path):
                 checksum.update(tensor)
@@ -112,11 +111,11 @@ class DiskSide:
                     yield name, tensor
 
         try:
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file, Summing() as checksum:
                 expected = header(layout)
                 if file.read(len(expected)) != expected:
                     raise WeightsRefused(f"{path} holds other tensors than its publication says: publish again")
-                target.load(arrivals(file))
+                target.load(arrivals(file, checksum))
                 if file.read(1):
                     raise WeightsRefused(f"{path} is longer than its publication says: publish again")
         except OSError as error:

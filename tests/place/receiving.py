@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from plaudit.place.channel import answered
 from plaudit.place.checksum import Checksum
+from plaudit.place.collective import CollectiveChannel
+from plaudit.place.disk import DiskChannel
 from plaudit.place.receiver import WeightReceiver
 from plaudit.place.shared import SharedChannel
-from plaudit.place.weights import Weights
+from plaudit.place.weights import Weights, named_tensors
 from plaudit.place.wire import SocketWire, serve_wire
 
 
@@ -151,9 +155,34 @@ def serve(connection: socket.socket, arguments: dict[str, str]) -> None:
     serve_wire(connection, respond)
 
 
-def publish_and_be_killed(wire: socket.socket, ready: socket.socket) -> None:
+def publish_and_be_killed(wire: socket.socket, ready: socket.socket, device: str = "cpu") -> None:
     """A trainer in a process of its own: publishes once through shared memory, then kills itself."""
-    module = Small(1)
+    module = Small(1).to(device)
     SharedChannel(module).publish(Weights.of(module), 1, [SocketWire("rollout 0", wire)])
     ready.sendall(digest(module).encode())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def publish_sharded(rank: int, meeting: str, kind: str, wire: socket.socket, told: socket.socket) -> None:
+    """One of two trainers that hold a half of every matrix each. The first has the wire; both publish."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{meeting}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    module = Small(1)
+    whole = digest(module)
+    tensors: dict[str, Tensor] = {}
+    halves: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(module).items():
+        if tensor.ndim == 2 and id(tensor) not in halves:
+            halves[id(tensor)] = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+        tensors[name] = halves.get(id(tensor), tensor)
+    channel = {
+        "disk": lambda: DiskChannel(f"{meeting}/weights"), "collective": CollectiveChannel, "shared": SharedChannel,
+    }[kind]()  # fmt: skip
+    wires = [SocketWire("rollout 0", wire)] if rank == 0 else []
+    for version in (1, 2):
+        channel.publish(Weights(tensors), version, wires)
+    if rank == 0:
+        told.sendall(whole.encode())
+    torch.distributed.destroy_process_group()

@@ -19,7 +19,7 @@ from plaudit.place.collective import CollectiveChannel
 from plaudit.place.disk import DiskChannel
 from plaudit.place.shared import SharedChannel
 from plaudit.place.weights import Weights
-from tests.place.receiving import Process, Receiving, Small, digest, publish_and_be_killed, receiving
+from tests.place.receiving import Process, Receiving, Small, digest, publish_and_be_killed, publish_sharded, receiving
 
 Make = Callable[..., Channel]
 KINDS = ["disk", "collective", "shared", "home"]
@@ -269,3 +269,16 @@ def test_nothing_is_left_when_either_side_is_killed() -> None:
         seen = other.look()
         assert seen["digest"] == published
         assert seen["shared"] == ["/memfd:plaudit-weights (deleted)"]
+
+
+@pytest.mark.parametrize("kind", ["disk", "collective", "shared"])
+def test_sharded_weights_are_gathered_on_the_way(kind: str, tmp_path: Path) -> None:
+    with receiving() as (other,):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ranks = [
+                Process(publish_sharded, rank, str(tmp_path), kind, other.wire.connection, theirs) for rank in range(2)
+            ]
+            assert [rank.wait(60.0) for rank in ranks] == [0, 0]
+            published = ours.recv(100).decode()
+        assert (other.look()["version"], other.look()["digest"]) == (2, published)

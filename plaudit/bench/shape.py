@@ -1,0 +1,51 @@
+"""A module that has the tensors of a Llama of a given size, and nothing else: what is moved, not what is computed."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from plaudit.errors import ConfigError
+
+WIDTHS = ((3e6, 128), (3e7, 384), (3e8, 768), (3e9, 2048), (3e10, 4096), (float("inf"), 8192))
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
+
+
+def count_of(text: str) -> int:
+    """100M, 1.5B, 250K or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
+    count = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    if count < 100_000:
+        raise ConfigError(f"parameters = {text!r} is no count of at least 100K: write 100M, 1.5B or a plain number")
+    return count
+
+
+class LlamaShaped(nn.Module):
+    """About `parameters` of them, head and embedding tied. Values are zero until somebody sets them."""
+
+    def __init__(self, parameters: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.asked = parameters
+        width = next(width for most, width in WIDTHS if parameters < most)
+        vocabulary = min(32_000, parameters // 4 // width)
+        layers = max(1, round((parameters - vocabulary * width) / (12 * width * width)))
+
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.embed_tokens = zeros(vocabulary, width)
+        self.lm_head = self.embed_tokens
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            layer = nn.Module()
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                layer.register_parameter(name, zeros(width, width))
+            for name in ("gate_proj", "up_proj"):
+                layer.register_parameter(name, zeros(width * 8 // 3, width))
+            layer.register_parameter("down_proj", zeros(width, width * 8 // 3))
+            for name in ("input_norm", "post_norm"):
+                layer.register_parameter(name, zeros(width))
+            self.layers.append(layer)
+        self.norm = zeros(width)

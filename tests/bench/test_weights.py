@@ -1,0 +1,82 @@
+"""`plaudit bench weights`: sizes as people write them, the picture, and the whole command."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+
+from plaudit.bench.shape import LlamaShaped, count_of
+from plaudit.bench.weights import Result, Row
+from plaudit.bench.weights_view import draw_weights, print_weights
+from plaudit.errors import ConfigError
+from plaudit.place.weights import Weights
+
+RESULT = Result(
+    "2026-11-15T00:00:00+00:00", "0", None, "a <machine>", "cpu", "3.11", "2.13", 100_000_000, 400_000_000, "float32",
+    5,
+    [
+        Row("disk", 0.5, 0.8, "write and read", 0.4, 0.8, 0),
+        Row("shared, paused", 0.002, None, "message", 0.0002, None, 0),
+    ],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("100M", 100_000_000), ("1.5b", 1_500_000_000), ("250K", 250_000), ("123456", 123456)]
+)
+def test_sizes_as_people_write_them(text: str, count: int) -> None:
+    assert count_of(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "-3M", "10", "1e9", "100 M B"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write 100M"):
+        count_of(text)
+
+
+@pytest.mark.parametrize("asked", [300_000, 20_000_000, 100_000_000, 1_000_000_000, 7_000_000_000])
+def test_the_model_has_about_the_size_that_was_asked_for(asked: int) -> None:
+    weights = Weights.of(LlamaShaped(asked, torch.float32, torch.device("meta")))
+    found = weights.nbytes / 4
+    assert abs(found - asked) < 0.25 * asked
+    assert weights.layout.aliases == {"lm_head": "embed_tokens"}
+
+
+def test_the_picture_is_well_formed_and_shows_every_channel() -> None:
+    root = ElementTree.fromstring(draw_weights(RESULT))
+    texts = ["".join(node.itertext()) for node in root.iter() if node.tag.endswith("text")]
+    assert {"disk", "shared, paused", "500 ms", "80% of the limit", "2 ms", "moves nothing"} <= set(texts)
+
+
+def test_the_table_says_what_moves_nothing() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_weights(RESULT, console)
+    shown = console.export_text()
+    assert "disk" in shown
+    assert "80%" in shown
+    assert "–" in shown
+
+
+@pytest.mark.slow
+def test_the_command_measures_every_channel_of_a_cpu(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "plaudit", "bench", "weights", "--parameters", "300K", "--device", "cpu", "--repeats",
+        "1",
+        "--json", "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    result = json.loads(done.stdout)
+    assert [row["channel"] for row in result["rows"]] == [
+        "disk", "collective, gloo", "shared, running", "shared, paused",
+    ]  # fmt: skip
+    assert all(row["seconds"] > 0 and row["limit_seconds"] > 0 for row in result["rows"])
+    assert json.loads((tmp_path / "out" / "weights.json").read_text()) == result
+    ElementTree.parse(tmp_path / "out" / "weights.svg")
