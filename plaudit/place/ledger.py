@@ -46,13 +46,14 @@ class Phase:
     seconds: float = 0.0
     times: int = 0
     peak: int | None = None
+    reserved: int | None = None
     fullest: dict[str, int] = field(default_factory=dict)
 
-    def add(self, start: Moment, end: Moment, peak: int | None, seconds: float) -> None:
+    def add(self, start: Moment, end: Moment, peak: int | None, reserved: int | None, seconds: float) -> None:
         self.end, self.times, self.seconds = end, self.times + 1, self.seconds + seconds
         fullest = stack(start, end, peak)
         if sum(fullest.values()) >= sum(self.fullest.values()):
-            self.fullest, self.peak = fullest, peak
+            self.fullest, self.peak, self.reserved = fullest, peak, reserved
 
 
 def stack(start: Moment, end: Moment, peak: int | None) -> dict[str, int]:
@@ -94,9 +95,10 @@ class Ledger:
         assert self._start is not None
         end = self.moment()
         peak = None if self.meter is None else self.meter.peak()
+        reserved = None if self.meter is None else self.meter.reserved()
         if phase not in self._phases:
             self._phases[phase] = Phase(self._start, end)
-        self._phases[phase].add(self._start, end, peak, seconds)
+        self._phases[phase].add(self._start, end, peak, reserved, seconds)
         most = max(self._start.taken or self._start.known, end.taken or end.known, peak or 0)
         self.peaks[phase] = max(self.peaks.get(phase, 0), most)
         self.peak = max(self.peak, most)
@@ -121,6 +123,8 @@ class Ledger:
             found["times"] = phase.times
         if self.meter is not None:
             taken = {"start": phase.start.taken, "end": phase.end.taken, "peak": phase.peak}
+            if phase.reserved is not None:
+                taken["reserved"] = phase.reserved
             found |= {"device": self.meter.device, "taken": taken, "capacity": self.meter.capacity}
         return found
 

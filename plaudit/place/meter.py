@@ -27,6 +27,9 @@ class Meter(Protocol):
     def peak(self) -> int | None:
         """The most since the last `restart`; None where nobody counts that."""
 
+    def reserved(self) -> int | None:
+        """The most that an allocator kept since the last `restart`, in use or not; None without one."""
+
 
 class CudaMeter:
     """The caching allocator's own count."""
@@ -46,6 +49,9 @@ class CudaMeter:
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self.index)
+
+    def reserved(self) -> int:
+        return torch.cuda.max_memory_reserved(self.index)
 
 
 class HostMeter:
@@ -81,6 +87,9 @@ class HostMeter:
         status = os.pread(self._status, 4096, 0)
         at = status.index(b"VmHWM:") + 6
         return int(status[at : status.index(b"kB", at)]) * 1024
+
+    def reserved(self) -> None:
+        return None
 
 
 def new_meter(device: torch.device) -> Meter | None:

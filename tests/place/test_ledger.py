@@ -40,6 +40,9 @@ class Gauge:
     def peak(self) -> int:
         return self.highest
 
+    def reserved(self) -> None:
+        return None
+
 
 def made_up(**held: int) -> tuple[Ledger, Gauge, dict[str, int]]:
     holdings, gauge = Holdings(), Gauge()

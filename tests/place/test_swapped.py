@@ -183,6 +183,9 @@ class Gauge:
     def peak(self) -> int:
         return self.highest
 
+    def reserved(self) -> None:
+        return None
+
 
 class Made:
     """A resident that writes down what it is asked."""
