@@ -220,7 +220,28 @@ class SamplingTable(Table):
 
 
 class PlacementTable(Table):
-    name: Literal["colocated", "swapped"] = "colocated"
+    """Where things run; see docs/placements.md.
+
+    colocated      rollouts and learner in one process, on one module; everything stays in memory
+    swapped        the same process, and a phase has only what it needs on the device
+    hybrid         the same tensors in two modes, generation and training; with resources.rollout.processes in two
+                   processes, which map the same memory
+    disaggregated  rollouts in processes of their own; the learner waits for them
+    async          the same, and generation goes on while the learner trains
+    """
+
+    name: Literal["colocated", "swapped", "hybrid", "disaggregated", "async"] = "colocated"
+    channel: Literal["disk", "collective", "shared"] | None = None
+    """How weights reach rollout processes. Default: shared."""
+    staleness: Annotated[int, Field(ge=0)] = 1
+    """async: how many versions older than the learner's the oldest token of a sample may be. 0 is synchronous."""
+    stale: Literal["wait", "drop"] = "wait"
+    """async: learn from prompts in their order and wait for slow ones; or from what is finished first, and ask anew
+    what became too old."""
+    concurrency: PositiveInt | None = None
+    """async: prompts at work at a time. Default: as many as staleness allows."""
+    deadline: Positive = 120.0
+    """Seconds in which new weights must reach every rollout process."""
 
 
 class EngineTable(Table):
@@ -228,13 +249,29 @@ class EngineTable(Table):
     kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
+class RolloutTable(Table):
+    """Processes that generate, in placements that have such."""
+
+    processes: Annotated[int, Field(ge=0)] | None = None
+    """Default: 1 for disaggregated and async; none for hybrid, which then shares the learner's process."""
+    threads: PositiveInt | None = None
+    """Of each. Default: as many as the learner has, which bit-equal numbers need."""
+    cores: tuple[int, ...] | None = None
+    """CPUs that they are pinned to."""
+    devices: tuple[str, ...] | None = None
+    """One per process, such as "cuda:1". Default: the CPU, or the GPUs that the learner leaves free."""
+
+
 class ResourcesTable(Table):
-    """Processes that train together. Their product is how many there are."""
+    """Processes that train together, data_parallel × tensor_parallel of them; and those that generate."""
 
     data_parallel: PositiveInt = 1
     """Ranks that share weights, gradients and optimizer (FSDP2), each with a part of the batch."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each matrix."""
+    cores: tuple[int, ...] | None = None
+    """CPUs that the learner is pinned to."""
+    rollout: RolloutTable = RolloutTable()
     timeout: Positive = 1800.0
     """Seconds a rank waits for the others: more than the slowest rank's rollouts and rewards of a step take."""
 
@@ -315,9 +352,49 @@ class RlRecipe(BaseRecipe):
                     f"resources.timeout = {self.resources.timeout:g} s is not more than reward.patience = "
                     f"{self.reward.patience:g} s: the other ranks would give up before the one that waits for rewards"
                 )
+        self._can_be_placed()
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.advantage.estimator == "gae":
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self
+
+    @property
+    def rollout_processes(self) -> int:
+        """How many processes generate beside those that train."""
+        if self.resources.rollout.processes is not None:
+            return self.resources.rollout.processes
+        return int(self.placement.name in ("disaggregated", "async"))
+
+    def _can_be_placed(self) -> None:
+        placement, rollout = self.placement, self.resources.rollout
+        name, count, ranks = placement.name, self.rollout_processes, self.resources.ranks
+        if name in ("disaggregated", "async") and count == 0:
+            raise ValueError(
+                f'placement.name = "{name}" generates in processes of their own, and resources.rollout.processes = 0: '
+                'set 1 or more, or name = "colocated"'
+            )
+        if name not in ("disaggregated", "async", "hybrid") and count:
+            raise ValueError(
+                f'placement.name = "{name}" generates in the learner\'s process, and resources.rollout.processes = '
+                f'{count}: leave it out, or set name = "disaggregated"'
+            )
+        if rollout.devices is not None and len(rollout.devices) != count:
+            raise ValueError(
+                f"resources.rollout.devices names {len(rollout.devices)} device(s) for {count} process(es): one each"
+            )
+        if name == "hybrid" and placement.channel not in (None, "shared"):
+            raise ValueError(
+                f'placement.channel = "{placement.channel}" copies weights, and in placement.name = "hybrid" they are '
+                'shared: leave it out, or set name = "disaggregated"'
+            )
+        if name == "async" and ranks > 1:
+            raise ValueError(
+                f'placement.name = "async" trains on one rank, and resources name {ranks}: set name = "disaggregated"'
+            )
+        if name == "async" and self.algorithm.dynamic is not None:
+            raise ValueError(
+                'algorithm.dynamic draws prompts until enough groups tell something, and placement.name = "async" has '
+                "drawn them ahead: leave one of them out"
+            )
 
     def _fits_the_data(self, reward: RewardTable | Mapping[str, Any]) -> None:
         rule = reward.rule if isinstance(reward, RuleTable) else None

@@ -114,23 +114,36 @@ class Engine:
     ) -> list[Sample]:
         """n samples of each prompt, in order: all of the first prompt's, then the second's. `group` is the prompt's
         index, `index` the sample's."""
-        asked = _as_list(prompts)
-        options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asked)
-        if len(options) != len(asked):
-            raise RequestError(f"{len(asked)} prompts and {len(options)} SamplingParams: give one for all, or one each")
         self._ready()
-        requests = [
-            self._intake.generation(prompt, option, group=group)
-            for group, (prompt, option) in enumerate(zip(asked, options, strict=True))
-        ]
-        for request in requests:
-            self._enqueue(request)
+        requests = self._enqueue_all(prompts, params)
         finished: dict[tuple[int, int], Sample] = {}
         with _uncollected():
             for update in self._drain(requests):
                 if update.sample is not None:
                     finished[update.request, update.index] = update.sample
         return [finished[r.number, s.index] for r in requests for s in r.sequences]
+
+    def submit_all(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[int]:
+        """Queue what `generate` would, and return the numbers. Stepped to its end with nothing else in the queue, it
+        gives the samples of `generate` to the bit."""
+        return [request.number for request in self._enqueue_all(prompts, params)]
+
+    def _enqueue_all(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        asked = _as_list(prompts)
+        options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asked)
+        if len(options) != len(asked):
+            raise RequestError(f"{len(asked)} prompts and {len(options)} SamplingParams: give one for all, or one each")
+        requests = [
+            self._intake.generation(prompt, option, group=group)
+            for group, (prompt, option) in enumerate(zip(asked, options, strict=True))
+        ]
+        for request in requests:
+            self._enqueue(request)
+        return requests
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *,
@@ -188,6 +201,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         return not self._runner.scheduler.idle
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the last step failed, if it did; the samples it was to advance have ended with it."""
+        return self._runner.failure
 
     # Scoring
 

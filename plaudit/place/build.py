@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from plaudit.place.asynchronous import Asynchronous
 from plaudit.place.colocated import Colocated
+from plaudit.place.disaggregated import Disaggregated
+from plaudit.place.hybrid import Hybrid, HybridProcesses
 from plaudit.place.placement import Placement, Stage
 from plaudit.place.swapped import Swapped
 
@@ -13,3 +16,9 @@ def new_placement(stage: Stage) -> Placement:
             return Colocated(stage)
         case "swapped":
             return Swapped(stage)
+        case "hybrid":
+            return HybridProcesses(stage) if stage.recipe.rollout_processes else Hybrid(stage)
+        case "disaggregated":
+            return Disaggregated(stage)
+        case "async":
+            return Asynchronous(stage)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from plaudit.config import RlRecipe
 from plaudit.events import EventLog
+from plaudit.place.remote_engine import Host, OwnProcess
 from plaudit.train.clock import Clock
 from plaudit.train.prompts import Prompts
 from plaudit.train.ranks import Ranks
@@ -33,6 +34,10 @@ class Stage:
     events: EventLog
     directory: Path
     warn: Callable[[str], None]
+    cores: tuple[int, ...]
+    """CPUs that the run may use; the learner itself may be pinned to some of them."""
+    host: Host = OwnProcess
+    """Starts a rollout process."""
 
 
 class Placement(Protocol):

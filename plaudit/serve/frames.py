@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -126,24 +126,26 @@ class Results(msgspec.Struct, tag=True, array_like=True):
 
 
 Frame = Start | Hello | Ready | Alive | Failed | Works | Prompt | Cancel | Evaluate | Learn | Keep | Results
+F = TypeVar("F")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
-def pack(frame: Frame) -> bytes:
+def pack(frame: msgspec.Struct) -> bytes:
     body = _ENCODER.encode(frame)
     if len(body) > LIMIT:
         raise ValueError(f"a frame of {len(body)} bytes is more than the {LIMIT} that a worker takes")
     return _LENGTH.pack(len(body)) + body
 
 
-class Unpacker:
+class Stream(Generic[F]):
     """Frames out of a stream of bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder[F]) -> None:
+        self._decoder = decoder
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> Iterator[F]:
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -152,9 +154,16 @@ class Unpacker:
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
-            frame = _DECODER.decode(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
+            frame = self._decoder.decode(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
             del self._buffer[:end]
             yield frame
+
+
+class Unpacker(Stream[Frame]):
+    """Of these frames."""
+
+    def __init__(self) -> None:
+        super().__init__(_DECODER)
 
 
 def as_bytes(rows: Sequence[Sequence[int]]) -> bytes:

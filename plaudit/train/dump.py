@@ -49,7 +49,7 @@ class Dump:
 
     def write(self, step: int, batch: Batch, drawn: int) -> None:
         """`step` counts from 1."""
-        lines = [json.dumps({"drawn": drawn, **_plain(sample)}, ensure_ascii=False) for sample in batch.samples]
+        lines = [json.dumps({"drawn": drawn, **as_plain(sample)}, ensure_ascii=False) for sample in batch.samples]
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path(step), "\n".join(lines) + "\n")
@@ -98,21 +98,27 @@ class DumpedRollouts:
         return self.live.heldout(prompts, n, seed)
 
 
-def _plain(sample: Sample) -> dict[str, Any]:
+def as_plain(sample: Sample) -> dict[str, Any]:
+    """What JSON can write; numbers come back bit for bit."""
     tree = {name: getattr(sample, name) for name in _FIELDS}
     if sample.error is not None:
         tree["error"] = {"type": sample.error.type, "message": sample.error.message}
     return {**tree, "extra": dict(sample.extra)}
 
 
+def from_plain(tree: dict[str, Any]) -> Sample:
+    """Further keys are not looked at."""
+    kept: dict[str, Any] = {name: tuple(v) if isinstance(v := tree[name], list) else v for name in _FIELDS}
+    if kept["error"] is not None:
+        kept["error"] = ItemError(**kept["error"])
+    return Sample(**kept)
+
+
 def _rows(path: Path) -> Iterator[tuple[Sample, int]]:
     for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), 1):
         try:
             tree = json.loads(line)
-            kept: dict[str, Any] = {name: tuple(v) if isinstance(v := tree[name], list) else v for name in _FIELDS}
-            if kept["error"] is not None:
-                kept["error"] = ItemError(**kept["error"])
-            yield Sample(**kept), int(tree["drawn"])
+            yield from_plain(tree), int(tree["drawn"])
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path.name}:{number} is no sample of a dump: {type(error).__name__} {error}") from None
 

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import torch
 
 from plaudit.config import RlRecipe
-from plaudit.errors import BadReply, RequestRefused, RewardUnavailable, RunError, VersionChanged
+from plaudit.errors import BadReply, ChannelError, RequestRefused, RewardUnavailable, RunError, VersionChanged
 from plaudit.events import RESUME
 from plaudit.place.build import new_placement
 from plaudit.place.ledger import new_ledger
 from plaudit.place.placement import Stage
+from plaudit.place.remote_engine import EngineLost, Host, OwnProcess
+from plaudit.place.resources import pin_learner
 from plaudit.records import Batch
 from plaudit.train import randomness
 from plaudit.train.advantages import Estimate
@@ -23,7 +25,7 @@ from plaudit.train.dump import Dump, DumpedRollouts
 from plaudit.train.experience import Experience
 from plaudit.train.prompts import Room, open_prompts
 from plaudit.train.ranks import ALONE, Ranks
-from plaudit.train.rollouts import RolloutSource, SampleScorer, batch_metrics
+from plaudit.train.rollouts import RolloutSource, SampleScorer, batch_metrics, staleness
 from plaudit.train.run import Run
 from plaudit.train.scorer import RewardFailed, Scorer
 from plaudit.train.sharing import SharedScorer
@@ -31,7 +33,8 @@ from plaudit.train.showing import failed_events, sample_events
 from plaudit.train.signals import Interrupted, interruptible
 from plaudit.train.trainee import Trainee
 
-NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
+# Nothing was learned from a step that ends like this: it can be made again.
+NO_SAMPLES = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged, EngineLost, ChannelError)
 
 
 class Viewer(Protocol):
@@ -48,15 +51,19 @@ class Viewer(Protocol):
 
 class RlTraining:
     def __init__(
-        self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None, ranks: Ranks = ALONE
-    ) -> None:
-        """`dumped`: samples of another run to learn from, in place of new ones."""
+        self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None, ranks: Ranks = ALONE,
+        host: Host = OwnProcess,
+    ) -> None:  # fmt: skip
+        """`dumped`: samples of another run to learn from, in place of new ones. `host` starts rollout processes, where
+        the placement has such."""
         self.recipe = recipe
         self.run = run
         self.viewer = viewer
         self.dumped = dumped
         self.ranks = ranks
+        self.host = host
         self.clock = Clock()
+        self.cores = pin_learner(recipe)
         randomness.seed_everything(recipe.seed)
         if recipe.train.threads is not None:
             torch.set_num_threads(recipe.train.threads)
@@ -86,7 +93,7 @@ class RlTraining:
         self.placement = new_placement(
             Stage(
                 recipe, self.ranks, self.clock, self.trainee, self.prompts, self.scorer, self.run.events,
-                self.run.directory, self.viewer.warn,
+                self.run.directory, self.viewer.warn, self.cores, self.host,
             )
         )  # fmt: skip
         try:
@@ -133,7 +140,7 @@ class RlTraining:
         while self.step < train.steps:
             try:
                 batch = self.rollouts.next(self.step, self.version)
-            except NO_REWARDS as error:
+            except NO_SAMPLES as error:
                 self.save_checkpoint()
                 raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
             if self.dump is not None:
@@ -163,6 +170,7 @@ class RlTraining:
         self.tokens += tokens
         metrics = {
             **batch_metrics(batch.samples),
+            **staleness(batch),
             **metrics,
             **split,
             "perf/samples_per_second": len(batch.samples) / split["time/step"],

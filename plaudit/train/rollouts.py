@@ -35,7 +35,12 @@ class Player(Protocol):
 class SampleScorer(Protocol):
     """The rewards of this process, or of all ranks together."""
 
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]: ...
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        """`ask`, then `check`."""
+
+    def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]: ...
+
+    def check(self, samples: Sequence[Sample]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -181,6 +186,12 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         found["turns/mean"] = sum(turns) / len(turns)
         found["turns/reward"] = sum(map(_on_the_way, samples)) / len(samples)
     return found
+
+
+def staleness(batch: Batch) -> dict[str, float]:
+    """Versions between the learner and the oldest token of each sample."""
+    ages = [batch.version - min(sample.versions) for sample in batch.samples if sample.versions]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} if ages else {}
 
 
 def _on_the_way(sample: Sample) -> float:

@@ -30,19 +30,24 @@ class Scorer:
         self.source = ServerReward(table) if table.url is not None else local_reward(table)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        scored = self.ask(prompts, samples)
+        self.check(scored)
+        return scored
+
+    def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         """`prompts[i]` is what `samples[i]` answers. Samples that did not finish are not asked about."""
         asked = [i for i, sample in enumerate(samples) if sample.finish_reason in ("stop", "length")]
         results = self.source.score([_item(prompts[i], samples[i]) for i in asked])
         scored = list(samples)
         for i, result in zip(asked, results, strict=True):
             scored[i] = _with(samples[i], result)
-        self._check(scored)
         return scored
 
     def close(self) -> None:
         self.source.close()
 
-    def _check(self, samples: Sequence[Sample]) -> None:
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raises if more of a step's samples have no reward than the recipe allows."""
         errors = Counter(f"{s.error.type}: {s.error.message}" for s in samples if s.error is not None)
         failed = errors.total()
         share = failed / max(1, len(samples))

@@ -33,25 +33,46 @@ class SharedPlayer:
         return _together(self.group, Share(placed))
 
 
+class MainPlayer:
+    """The main rank has the engines and plays all; the others hear what came of it."""
+
+    def __init__(self, player: Player | None, group: Group) -> None:
+        """`player` is the main rank's."""
+        self.player = player
+        self.group = group
+
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        player = self.player
+        return _together(self.group, Share() if player is None else _told(lambda: player.play(prompts, n, seed, first)))
+
+
 class SharedScorer:
     def __init__(self, scorer: SampleScorer, group: Group) -> None:
         self.scorer = scorer
         self.group = group
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        scored = self.ask(prompts, samples)
+        self.check(scored)
+        return scored
+
+    def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         mine = self.group.share(len(samples))
         return _together(
-            self.group, _told(lambda: self.scorer.score([prompts[i] for i in mine], [samples[i] for i in mine]))
+            self.group, _told(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
         )
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        self.scorer.check(samples)  # the same samples on every rank, and the same verdict
 
     def close(self) -> None:
         self.scorer.close()
 
 
-def _told(score: Callable[[], list[Sample]]) -> Share:
-    """A rank without rewards says so, and all end alike with their state saved; alone it would leave them waiting."""
+def _told(work: Callable[[], list[Sample]]) -> Share:
+    """A rank that fails says so, and all end alike with their state saved; alone it would leave them waiting."""
     try:
-        return Share(tuple(score()))
+        return Share(tuple(work()))
     except RankLost:
         raise
     except PlauditError as error:

@@ -1,0 +1,236 @@
+"""Rollouts that go on while the learner trains, at most `staleness` versions ahead of it.
+
+Prompts are asked as long as there is capacity, in prompts:
+
+    min(concurrency - running, (staleness + version + 1) × prompts_per_step - (accepted + running))
+
+where `version` is the learner's when it last came for a batch (a step makes one), and `accepted` counts all groups that
+were ever finished and kept. Weights that are published meanwhile reach sequences in flight, which keep their tokens;
+each token has the version it was sampled with. A sample is as old as its oldest token, and no batch holds one that is
+too old: that is checked in the samples themselves.
+
+Prompts are named by their number in the data. What a prompt is sampled with depends on its number alone, as in
+`train.rollouts`; with staleness 0 a step's prompts are asked together, and the samples are those of a synchronous run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from plaudit.config import RlRecipe
+from plaudit.errors import RunError
+from plaudit.records import Batch, Prompt, Sample
+from plaudit.train.clock import Clock
+from plaudit.train.dump import as_plain, from_plain
+from plaudit.train.prompts import Prompts
+from plaudit.train.rollouts import Player, SampleScorer
+
+FILE = "rollouts.jsonl"
+LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice ever missed
+CLOSE_SECONDS = 5.0  # for rewards that are being asked for; nobody wants them any more
+Group = list[Sample]
+
+
+class AsyncRollouts:
+    """`mend` brings engines back that were lost; it is called while this waits, when no weights are on the move.
+
+    _order    prompts that were asked and not yet learned from, in the order in which they were first asked
+    _again    those of them that must be asked anew
+    """
+
+    def __init__(
+        self, recipe: RlRecipe, player: Player, prompts: Prompts, scorer: SampleScorer, clock: Clock,
+        mend: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.recipe = recipe
+        self.player = player
+        self.prompts = prompts
+        self.scorer = scorer
+        self.clock = clock
+        self.mend = mend
+        self.size = recipe.train.prompts_per_step
+        self.staleness = recipe.placement.staleness
+        self.concurrency = recipe.placement.concurrency or (self.staleness + 1) * self.size
+        self.version = 0
+        self.step = 0
+        self.drawn = 0
+        self.dropped = 0
+        self._used = 0
+        self._order: deque[int] = deque()
+        self._again: deque[int] = deque()
+        self._running: set[int] = set()
+        self._played: dict[int, Group] = {}  # to be scored
+        self._ready: dict[int, Group] = {}  # scored, in the order of their end
+        self._failure: Exception | None = None
+        self._closed = False
+        self._news = threading.Condition()
+        self._scoring = threading.Lock()
+        self._scorer: threading.Thread | None = None
+
+    # What the loop asks for
+
+    def next(self, step: int, version: int) -> Batch:
+        """The samples of one step, none of them more than `staleness` versions old."""
+        if self._scorer is None:
+            self._scorer = threading.Thread(target=self._score, name="rewards", daemon=True)
+            self._scorer.start()
+        with self.clock("wait"):
+            with self._news:
+                self.step, self.version = step, version
+                self._top_up()
+            while (numbers := self._complete()) is None:
+                self.mend()
+        with self._news:
+            groups = [self._ready.pop(number) for number in numbers]
+            self._order = deque(number for number in self._order if number not in set(numbers))
+            self._used += len(numbers)
+        batch = Batch(tuple(replace(s, group=i) for i, group in enumerate(groups) for s in group), version)
+        self.scorer.check(batch.samples)
+        if (oldest := max(_age(group, version) for group in groups)) > self.staleness:
+            raise RunError(
+                f"step {step}: a sample is {oldest} versions old, and placement.staleness = {self.staleness}"
+            )
+        return batch
+
+    def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
+        samples = self.player.play(prompts, n, seed)
+        with self._scoring:
+            return self.scorer.score([prompts[sample.group] for sample in samples], samples)
+
+    def close(self) -> None:
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        if self._scorer is not None:
+            self._scorer.join(CLOSE_SECONDS)
+
+    # What a checkpoint keeps: nothing that was asked is forgotten, nothing that was scored is asked again
+
+    def save(self, directory: Path) -> None:
+        with self._news:
+            lines: list[object] = [{"used": self._used, "order": list(self._order), "dropped": self.dropped}]
+            for number, group in self._ready.items():
+                lines += [{"number": number, **as_plain(sample)} for sample in group]
+        (directory / FILE).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+    def load(self, directory: Path) -> None:
+        head, *rows = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
+        self._used, self._order, self.dropped = head["used"], deque(head["order"]), head["dropped"]
+        for row in rows:
+            self._ready.setdefault(row["number"], []).append(from_plain(row))
+        self._again = deque(number for number in self._order if number not in self._ready)
+
+    # Inside; all but the threads' own work under the lock
+
+    def _capacity(self) -> int:
+        running = len(self._running)
+        accepted = self._used + len(self._played) + len(self._ready)
+        return min(self.concurrency - running, (self.staleness + self.step + 1) * self.size - (accepted + running))
+
+    def _top_up(self) -> None:
+        """Ask for as many prompts as there is capacity for; without staleness those of one step in one call."""
+        asked: list[int] = []
+        for _ in range(max(0, self._capacity())):
+            if self._again:
+                number = self._again.popleft()
+            else:
+                number, self.drawn = self.drawn, self.drawn + 1
+                self._order.append(number)
+            asked.append(number)
+        self._running |= set(asked)
+        while asked:
+            piece = [asked.pop(0)]
+            while self.staleness == 0 and asked and asked[0] == piece[-1] + 1 and asked[0] % self.size:
+                piece.append(asked.pop(0))
+            prompts = [self.prompts.train(number) for number in piece]
+            threading.Thread(target=self._play, args=(piece, prompts), name="rollout", daemon=True).start()
+
+    def _play(self, numbers: list[int], prompts: list[Prompt]) -> None:
+        step, place = divmod(numbers[0], self.size)
+        try:
+            n = self.recipe.train.samples_per_prompt
+            samples = self.player.play(prompts, n, f"{step} {step * self.size}", place)
+        except Exception as error:
+            self._fail(error)
+            return
+        groups: list[Group] = [[] for _ in numbers]
+        for sample in samples:
+            groups[sample.group].append(sample)
+        with self._news:
+            self._played |= dict(zip(numbers, groups, strict=True))
+            self._running -= set(numbers)
+            self._news.notify_all()
+
+    def _score(self) -> None:
+        """The thread of rewards: whatever has been played meanwhile, in one call."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._played or self._closed)
+                if self._closed:
+                    return
+                played = dict(sorted(self._played.items()))
+            try:
+                scored = self._scored(played)
+            except Exception as error:
+                self._fail(error)
+                return
+            with self._news:
+                for number, group in scored.items():
+                    del self._played[number]
+                    self._ready[number] = group
+                self._top_up()
+                self._news.notify_all()
+
+    def _scored(self, played: dict[int, Group]) -> dict[int, Group]:
+        prompts = {number: self.prompts.train(number) for number in played}
+        flat = [(number, sample) for number, group in played.items() for sample in group]
+        with self._scoring:
+            found = self.scorer.ask([prompts[number] for number, _ in flat], [sample for _, sample in flat])
+        groups: dict[int, Group] = {number: [] for number in played}
+        for (number, _), sample in zip(flat, found, strict=True):
+            prompt = prompts[number]
+            extra = {**sample.extra, "prompt": prompt.text, "right": self.prompts.right(prompt, sample)}
+            groups[number].append(replace(sample, extra=extra))
+        return groups
+
+    def _fail(self, error: Exception) -> None:
+        with self._news:
+            self._failure = self._failure or error
+            self._news.notify_all()
+
+    def _complete(self) -> list[int] | None:
+        """The prompts of the next batch, if they are all there; else after a while None."""
+        with self._news:
+            self._news.wait_for(lambda: self._failure is not None or self._choose() is not None, LOOK_SECONDS)
+            if self._failure is not None:
+                raise self._failure
+            return self._choose()
+
+    def _choose(self) -> list[int] | None:
+        if self.recipe.placement.stale == "wait":
+            # In the order in which they were asked none can be too old: the prompt that is asked with n others ahead
+            # of it is asked at a version of at least n / prompts_per_step - staleness - 1, and used in step n / B.
+            numbers = [self._order[i] for i in range(min(self.size, len(self._order)))]
+        else:
+            self._drop()
+            numbers = list(self._ready)[: self.size]
+        return numbers if len(numbers) == self.size and all(number in self._ready for number in numbers) else None
+
+    def _drop(self) -> None:
+        """Ask anew what has become too old."""
+        old = [n for n, group in self._ready.items() if _age(group, self.version) > self.staleness]
+        for number in old:
+            self.dropped += len(self._ready.pop(number))
+            self._again.append(number)
+        if old:
+            self._top_up()
+
+
+def _age(group: Group, version: int) -> int:
+    """Versions between the oldest token of a group and the learner."""
+    return max((version - min(sample.versions) for sample in group if sample.versions), default=0)

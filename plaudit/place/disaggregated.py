@@ -1,0 +1,97 @@
+"""Level 3: rollouts in processes of their own, with devices of their own; new weights travel to them.
+
+The step is synchronous: the learner waits for the samples, the workers for the weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Literal
+
+from plaudit.place import frames
+from plaudit.place.channel import Channel
+from plaudit.place.collective import CollectiveChannel
+from plaudit.place.disk import DiskChannel
+from plaudit.place.fleet import Fleet
+from plaudit.place.placement import Stage
+from plaudit.place.remote_engine import RemoteEngine
+from plaudit.place.resources import rollout_seats
+from plaudit.place.shared import SharedChannel
+from plaudit.place.weights import Weights
+from plaudit.train.episodes import new_player
+from plaudit.train.rollouts import Player, Rollouts, RolloutSource
+from plaudit.train.sharing import MainPlayer
+
+
+class Disaggregated:
+    keep: Literal["recompute", "continue"] = "recompute"
+    paused = False
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.learner = stage.trainee.learner
+        self.engine = new_fleet(stage, new_channel(stage, paused=self.paused), self.keep)
+        try:
+            self.rollouts = self._rollouts()
+        except BaseException:
+            self.close()
+            raise
+
+    def _rollouts(self) -> RolloutSource:
+        stage = self.stage
+        player: Player = self._player()
+        if stage.ranks.everyone.size > 1:
+            player = MainPlayer(player if stage.ranks.main else None, stage.ranks.everyone)
+        return Rollouts(stage.recipe, player, stage.prompts, stage.scorer, stage.clock)
+
+    def _player(self) -> Player:
+        trainee = self.stage.trainee
+        return new_player(self.stage.recipe, self.engine, trainee.loaded.tokenizer, trainee.decoder.max_positions)
+
+    def publish(self, version: int) -> dict[str, float]:
+        found = self.stage.trainee.make_whole()
+        if not self.stage.ranks.main:
+            return found
+        publication = self.engine.publish(version)
+        return {
+            **found,
+            "publish/seconds": publication.seconds,
+            "publish/bytes": float(publication.bytes),
+            "publish/extra_bytes": float(publication.extra_bytes),
+            "rollout/restarts": float(self.engine.restarts),
+        }
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None: ...
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def new_fleet(stage: Stage, channel: Channel, keep: Literal["recompute", "continue"]) -> Fleet:
+    """The main rank's; the others have none."""
+    recipe, trainee = stage.recipe, stage.trainee
+    news = threading.Condition()
+    engines = []
+    if stage.ranks.main:
+        size = Weights.of(trainee.loaded.module).nbytes
+        tree = recipe.model_dump(mode="json", exclude_none=True)
+        for index, seat in enumerate(rollout_seats(recipe, trainee.decoder.device, size, stage.cores)):
+            start = frames.Start(tree, seat.device, seat.threads, list(seat.cores), keep)
+            engines.append(RemoteEngine(f"rollout {index}", start, stage.host, news))
+    return Fleet(engines, channel, lambda: Weights.of(trainee.loaded.module), news, stage.warn)
+
+
+def new_channel(stage: Stage, *, paused: bool) -> Channel:
+    """`paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory."""
+    table = stage.recipe.placement
+    match table.channel or "shared":
+        case "disk":
+            return DiskChannel(stage.directory / "weights", seconds=table.deadline)
+        case "collective":
+            backend: Literal["gloo", "nccl"] = "nccl" if stage.trainee.decoder.device.type == "cuda" else "gloo"
+            return CollectiveChannel(backend, seconds=table.deadline)
+        case "shared":
+            return SharedChannel(stage.trainee.loaded.module if paused else None, seconds=table.deadline)

@@ -1,0 +1,71 @@
+"""Level 4: one set of tensors in two modes. While it generates, the KV has the memory; while it trains, gradients and
+activations have it.
+
+In one process both modes run on one module. With resources.rollout.processes the engine is in another process, which
+maps the learner's own memory: a publication moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from plaudit.place.colocated import Colocated
+from plaudit.place.disaggregated import Disaggregated
+from plaudit.place.placement import Stage
+from plaudit.records import Batch, Prompt, Sample
+from plaudit.train.rollouts import RolloutSource
+
+Mode = Literal["generate", "train"]
+
+
+class Switching:
+    """Rollouts that bring the engine into its mode before they generate, and out of it after a step's samples. What a
+    switch takes is a span `mode_switch` in the log and a part of the step's time."""
+
+    def __init__(
+        self, inner: RolloutSource, stage: Stage, sleep: Callable[[], object], wake: Callable[[], object]
+    ) -> None:
+        self.inner = inner
+        self.stage = stage
+        self.mode: Mode = "generate"
+        self._switches: dict[Mode, Callable[[], object]] = {"generate": wake, "train": sleep}
+
+    @property
+    def drawn(self) -> int:
+        return self.inner.drawn
+
+    @drawn.setter
+    def drawn(self, count: int) -> None:
+        self.inner.drawn = count
+
+    def next(self, step: int, version: int) -> Batch:
+        self.switch("generate")
+        batch = self.inner.next(step, version)
+        self.switch("train")
+        return batch
+
+    def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
+        self.switch("generate")
+        return self.inner.heldout(prompts, n, seed)
+
+    def switch(self, mode: Mode) -> None:
+        if mode == self.mode:
+            return
+        with self.stage.clock("mode_switch"), self.stage.events.span("mode_switch"):
+            self._switches[mode]()
+        self.mode = mode
+
+
+class Hybrid(Colocated):
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self.rollouts = Switching(self.rollouts, stage, self.engine.sleep, self.engine.wake)
+
+
+class HybridProcesses(Disaggregated):
+    paused = True
+
+    def _rollouts(self) -> Switching:
+        ask = self.engine.ask_all
+        return Switching(super()._rollouts(), self.stage, lambda: ask("sleep"), lambda: ask("wake"))

@@ -1,0 +1,82 @@
+"""Which CPUs and devices the rollout processes of a recipe have; what cannot be is refused with the arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from plaudit.config import RlRecipe
+from plaudit.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one rollout process runs."""
+
+    device: str
+    threads: int
+    cores: tuple[int, ...]
+
+
+def pin_learner(recipe: RlRecipe) -> tuple[int, ...]:
+    """Keep this process, and what it starts, to the CPUs that the recipe names. Returns those that it had."""
+    # Other systems than Linux pin nothing.
+    had = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    for key, cores in (("cores", recipe.resources.cores), ("rollout.cores", recipe.resources.rollout.cores)):
+        if cores is not None and (not cores or not set(cores) <= set(had)):
+            raise ConfigError(f"resources.{key} = {list(cores)}, and this process has the CPUs {list(had)}: name some")
+    if recipe.resources.cores is not None:
+        os.sched_setaffinity(0, recipe.resources.cores)
+    return had
+
+
+def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: Collection[int]) -> list[Seat]:
+    """`device` is the learner's, `weights` the bytes of the policy, `cores` what the run may use."""
+    table, count = recipe.resources.rollout, recipe.rollout_processes
+    threads = table.threads or torch.get_num_threads()
+    places = _devices(recipe, device, count)
+    if device.type == "cpu":
+        _check_memory(recipe, count, weights)
+    return [Seat(place, threads, tuple(sorted(table.cores or cores))) for place in places]
+
+
+def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
+    table, hybrid = recipe.resources.rollout, recipe.placement.name == "hybrid"
+    if table.devices is not None:
+        return list(table.devices)
+    if device.type == "cpu":
+        return ["cpu"] * count
+    if hybrid:
+        return [str(device)] * count  # it maps the learner's own memory
+    ranks, there = recipe.resources.ranks, torch.cuda.device_count()
+    if ranks + count > there:
+        raise ConfigError(
+            f'placement.name = "{recipe.placement.name}" needs {ranks} GPU(s) to train and {count} to generate = '
+            f'{ranks + count}, and there are {there}: set placement.name = "hybrid", or '
+            f'resources.rollout.devices = ["cuda:0"{", …" if count > 1 else ""}] to share one'
+        )
+    return [f"cuda:{ranks + index}" for index in range(count)]
+
+
+def _check_memory(recipe: RlRecipe, count: int, weights: int) -> None:
+    """Each process has the weights, unless it maps the learner's, and its KV."""
+    kv = recipe.engine.kv_bytes if isinstance(recipe.engine.kv_bytes, int) else 0
+    own = 0 if recipe.placement.name == "hybrid" else weights
+    needed, there = count * (own + kv), _available()
+    if there is not None and needed > there:
+        raise ConfigError(
+            f"resources.rollout.processes = {count} × ({own} bytes of weights + {kv} of engine.kv_bytes) = {needed} "
+            f"bytes, and {there} are available: set fewer processes, or a smaller engine.kv_bytes"
+        )
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None  # not Linux
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,71 @@
+"""Runs in any placement, and what of them must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plaudit.config import RlRecipe
+from plaudit.records import Sample
+from plaudit.train.dump import Dump
+from plaudit.train.rl import RlTraining
+from plaudit.train.run import Run
+from tests.place.nursery import Nursery
+from tests.train.rl_world import Silent, recipe, weights
+
+SMALL = {"prompts_per_step": 8, "samples_per_prompt": 4, "eval_every": 2, "dump": True}
+GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}}
+PPO: dict[str, Any] = {
+    "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"}, "train": {"minibatches": 2},
+}  # fmt: skip
+OWN_AFFAIRS = ("time/", "perf/", "publish/", "rollout/")  # metrics that a placement may change
+
+
+def small(steps: int, tables: dict[str, Any], **more: Any) -> RlRecipe:
+    return recipe(**{**tables, **more, "train": {**SMALL, "steps": steps, **tables.get("train", {})}})
+
+
+class Watched(Silent):
+    """Calls `at` when a step is done."""
+
+    def __init__(self, at: Callable[[RlTraining, int], None] | None = None) -> None:
+        super().__init__()
+        self.at = at
+        self.training: RlTraining | None = None
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        super().step(step, metrics)
+        if self.at is not None and self.training is not None:
+            self.at(self.training, step)
+
+
+def train(
+    directory: Path, tree: RlRecipe, nursery: Nursery, at: Callable[[RlTraining, int], None] | None = None,
+    **options: Any,
+) -> Watched:  # fmt: skip
+    viewer = Watched(at)
+    with Run(directory, tree, **options) as run:
+        viewer.training = RlTraining(tree, run, viewer, host=nursery.start)
+        viewer.training.fit()
+    return viewer
+
+
+def samples(directory: Path) -> list[tuple[Sample, ...]]:
+    """Of each step, bit for bit."""
+    dump = Dump.find(directory)
+    return [dump.read(step)[0] for step in dump.steps()]
+
+
+def numbers(viewer: Silent) -> list[dict[str, float]]:
+    return [{k: v for k, v in seen.items() if not k.startswith(OWN_AFFAIRS)} for seen in viewer.seen]
+
+
+def assert_equal(found: tuple[Path, Silent], expected: tuple[Path, Silent]) -> None:
+    assert samples(found[0]) == samples(expected[0])
+    assert numbers(found[1]) == numbers(expected[1])
+    here, there = weights(found[0]), weights(expected[0])
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in there)

@@ -1,0 +1,211 @@
+"""Generation beside training: staleness as it is in the samples, in-flight updates, nothing lost and nothing twice."""
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.models import load_policy
+from plaudit.place.async_rollouts import AsyncRollouts
+from plaudit.records import Prompt, Sample
+from plaudit.train.clock import Clock
+from plaudit.train.prompts import Room, open_prompts
+from plaudit.train.rl import RlTraining
+from tests.place.nursery import Nursery
+from tests.place.runs import GRPO, Watched, samples, small, train
+from tests.train.rl_world import recipe
+
+ASYNC = {"placement": {"name": "async", "staleness": 2}}
+
+
+def asked(tree: Any, count: int) -> list[str]:
+    """The first prompts of the data, in order."""
+    loaded = load_policy("sums-policy")
+    found = open_prompts(tree.data, loaded.tokenizer, tree.seed, Room(256, tree.sampling.max_tokens))
+    return [found.train(number).text for number in range(count)]
+
+
+def prompts_of(directory: Path) -> list[str]:
+    """Of every group that was learned from, in order."""
+    return [s.extra["prompt"] for step in samples(directory) for s in step if s.index == 0]
+
+
+def ages(directory: Path) -> list[int]:
+    return [step - min(s.versions) for step, batch in enumerate(samples(directory)) for s in batch]
+
+
+def test_staleness_is_bounded_in_the_samples_and_every_prompt_is_used_once(tmp_path: Path, nursery: Nursery) -> None:
+    tree = small(6, GRPO, **ASYNC)
+    viewer = train(tmp_path / "run", tree, nursery)
+    assert 0 < max(ages(tmp_path / "run")) <= 2
+    assert max(seen["staleness/max"] for seen in viewer.seen) == max(ages(tmp_path / "run"))
+    assert prompts_of(tmp_path / "run") == asked(tree, 48), "in their order, none twice, none left out"
+    for step in samples(tmp_path / "run"):
+        for sample in step:
+            assert list(sample.versions) == sorted(sample.versions), "weights only grow newer"
+
+
+class Player:
+    """Plays a prompt when it is told to, with the versions that pass meanwhile."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.gates: dict[tuple[int, ...], threading.Event] = {}
+
+    def play(self, prompts: list[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        found = []
+        for group, prompt in enumerate(prompts):
+            ids = tuple(prompt.token_ids or ())
+            begun = self.version
+            self.gates.setdefault(ids, threading.Event()).wait(30)
+            versions = (begun, self.version)
+            for index in range(n):
+                found.append(
+                    Sample(ids, (1, 2), "", (0.0, 0.0), (0.0, 0.0), versions, (1, 1), "stop", group=group, index=index)
+                )
+        return found
+
+
+class Scorer:
+    def ask(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
+        return [replace(sample, reward=1.0) for sample in samples]
+
+    def score(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
+        return self.ask(prompts, samples)
+
+    def check(self, samples: list[Sample]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Numbers:
+    """Prompt i is the token i."""
+
+    def train(self, index: int) -> Prompt:
+        return Prompt(str(index), (index,))
+
+    def right(self, prompt: Prompt, sample: Sample) -> None: ...
+
+
+def scheduled(player: Player, stale: str, staleness: int = 1, **more: Any) -> AsyncRollouts:
+    tree = recipe(
+        placement={"name": "async", "staleness": staleness, "stale": stale, **more},
+        train={"prompts_per_step": 2, "samples_per_prompt": 2},
+    )  # fmt: skip
+    return AsyncRollouts(tree, player, Numbers(), Scorer(), Clock(), lambda: None)  # type: ignore[arg-type]
+
+
+def open_gates(player: Player, *prompts: int) -> None:
+    for prompt in prompts:
+        player.gates.setdefault((prompt,), threading.Event()).set()
+
+
+def until(true: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def used(rollouts: AsyncRollouts, step: int) -> list[int]:
+    batch = rollouts.next(step, step)
+    return [s.prompt_ids[0] for s in batch.samples if s.index == 0]
+
+
+def test_capacity_by_hand() -> None:
+    """Steps of 2 prompts, staleness 1: at version v at most (1 + v + 1) × 2 prompts were ever asked."""
+    player = Player()
+    rollouts = scheduled(player, "wait")
+    open_gates(player, 0, 1)
+    assert used(rollouts, 0) == [0, 1]
+    until(lambda: set(player.gates) == {(0,), (1,), (2,), (3,)})
+    assert rollouts.drawn == 4, "(1 + 0 + 1) × 2, though two of them are used"
+    open_gates(player, 2, 3)
+    assert used(rollouts, 1) == [2, 3]
+    until(lambda: len(player.gates) == 6)
+    assert rollouts.drawn == 6
+    open_gates(player, 4, 5, 6, 7, 8, 9)
+    rollouts.close()
+
+
+def test_concurrency_bounds_what_runs_together() -> None:
+    player = Player()
+    rollouts = scheduled(player, "wait", staleness=3, concurrency=3)
+    open_gates(player, 0, 1)
+    assert used(rollouts, 0) == [0, 1]
+    until(lambda: len(player.gates) == 5)
+    assert rollouts.drawn == 5, "3 at work and 2 done, though 8 are allowed"
+    open_gates(player, *range(20))
+    rollouts.close()
+
+
+def test_a_slow_prompt_is_waited_for() -> None:
+    player = Player()
+    rollouts = scheduled(player, "wait")
+    open_gates(player, 1, 2, 3)
+    threading.Timer(0.2, lambda: open_gates(player, 0)).start()
+    assert used(rollouts, 0) == [0, 1]
+    rollouts.close()
+
+
+def test_or_what_is_finished_first_is_used_and_what_became_too_old_is_asked_anew() -> None:
+    player = Player()
+    rollouts = scheduled(player, "drop")
+    open_gates(player, *range(1, 40))
+    seen: list[int] = []
+    for step in range(7):
+        player.version = step
+        if step == 3:
+            assert 0 not in seen, "it was begun at version 0 and is still at work"
+            open_gates(player, 0)
+            until(lambda: 0 in rollouts._ready)
+        batch = rollouts.next(step, step)
+        assert all(step - min(sample.versions) <= 1 for sample in batch.samples)
+        seen += [sample.prompt_ids[0] for sample in batch.samples if sample.index == 0]
+    assert rollouts.dropped >= 2, "both samples of prompt 0 were three versions old"
+    assert seen.count(0) == 1, "asked again, and used once"
+    assert len(set(seen)) == len(seen) == 14, "no prompt twice"
+    rollouts.close()
+
+
+def test_what_a_checkpoint_keeps_is_neither_lost_nor_asked_again(tmp_path: Path) -> None:
+    player = Player()
+    rollouts = scheduled(player, "wait", staleness=2)
+    open_gates(player, 0, 1, 3, 4)
+    assert used(rollouts, 0) == [0, 1]
+    until(lambda: set(rollouts._ready) == {3, 4})
+    rollouts.save(tmp_path)
+    drawn = rollouts.drawn
+    open_gates(player, 2, 5)
+    rollouts.close()
+
+    player = Player()
+    again = scheduled(player, "wait", staleness=2)
+    again.drawn = drawn
+    again.load(tmp_path)
+    open_gates(player, 2, 5, 6, 7, 8, 9)
+    assert used(again, 1) == [2, 3]
+    assert used(again, 2) == [4, 5]
+    assert (3,) not in player.gates, "it was scored before"
+    assert (4,) not in player.gates
+    again.close()
+
+
+def test_a_killed_run_goes_on_with_what_it_had(tmp_path: Path, nursery: Nursery) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(training: RlTraining, step: int) -> None:
+        if step == 5:
+            raise Killed
+
+    tree = small(8, {"train": {"checkpoint": {"every": 2}}}, **ASYNC)
+    with pytest.raises(Killed):
+        train(tmp_path / "run", tree, nursery, kill)
+    viewer: Watched = train(tmp_path / "run", tree, nursery, resume=True)
+    assert len(viewer.seen) == 4, "from the checkpoint of step 4 on"
+    assert prompts_of(tmp_path / "run") == asked(tree, 64)
+    assert max(ages(tmp_path / "run")) <= 2

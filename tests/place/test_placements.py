@@ -1,0 +1,90 @@
+"""One trajectory in every placement; what cannot be placed is refused with the arithmetic."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.errors import ConfigError
+from plaudit.events import read_events
+from tests.place.nursery import Nursery
+from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
+from tests.train.rl_world import Silent, recipe
+
+ONE = {"rollout": {"processes": 1}}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "hybrid": {"placement": {"name": "hybrid"}},
+    "hybrid in two processes": {"placement": {"name": "hybrid"}, "resources": ONE},
+    "disaggregated, shared": {"placement": {"name": "disaggregated"}},
+    "disaggregated, disk": {"placement": {"name": "disaggregated", "channel": "disk"}},
+    "disaggregated, collective": {"placement": {"name": "disaggregated", "channel": "collective"}},
+    "async, staleness 0": {"placement": {"name": "async", "staleness": 0}},
+}  # fmt: skip
+Run = tuple[Path, Silent]
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Run:
+    directory = tmp_path_factory.mktemp("colocated") / "run"
+    return directory, train(directory, small(3, GRPO), nursery)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_placement_gives_the_same_samples_losses_and_weights(
+    tmp_path: Path, colocated: Run, nursery: Nursery, name: str
+) -> None:
+    found = train(tmp_path / "run", small(3, GRPO, **PLACEMENTS[name]), nursery)
+    assert_equal((tmp_path / "run", found), colocated)
+    assert not found.warnings
+    if name.startswith("hybrid"):
+        spans = [e["name"] for e in read_events(tmp_path / "run") if e["kind"] == "span"]
+        assert spans.count("mode_switch") == 6, "into training and out of it, each step"
+    else:
+        assert all(seen["publish/seconds"] > 0 for seen in found.seen)
+    if name == "hybrid in two processes":
+        assert all(seen["publish/extra_bytes"] == 0 for seen in found.seen), "one set of weights for both processes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_ten_steps_in_every_placement(tmp_path: Path, nursery: Nursery, tables: dict[str, Any]) -> None:
+    expected = train(tmp_path / "colocated", small(10, tables), nursery)
+    for name, placed in PLACEMENTS.items():
+        found = train(tmp_path / name, small(10, tables, **placed), nursery)
+        assert_equal((tmp_path / name, found), (tmp_path / "colocated", expected))
+
+
+def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: Run, nursery: Nursery) -> None:
+    tree = small(2, GRPO, placement={"name": "disaggregated"}, resources={"rollout": {"processes": 2}})
+    train(tmp_path / "run", tree, nursery)
+    first, expected = samples(tmp_path / "run")[0], samples(colocated[0])[0]
+    assert [(s.group, s.index, s.prompt_ids) for s in first] == [(s.group, s.index, s.prompt_ids) for s in expected]
+    assert [s.token_ids for s in first] == [s.token_ids for s in expected], "what is sampled depends on the place alone"
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"placement": {"name": "async"}, "resources": {"rollout": {"processes": 0}}}, "set 1 or more"),
+        ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: leave it out"),
+        ({"placement": {"name": "hybrid", "channel": "disk"}}, "are shared"),
+        ({"placement": {"name": "async"}, "resources": {"data_parallel": 2}}, "trains on one rank"),
+        ({"placement": {"name": "async"}, "algorithm": {"name": "dapo", "dynamic": {"rounds": 2}}}, "drawn them ahead"),
+        (
+            {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"devices": ("cuda:0", "cuda:1")}}},
+            r"2 device\(s\) for 1 process",
+        ),
+    ],
+)  # fmt: skip
+def test_a_placement_that_cannot_be_is_refused(tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        recipe(**tables)
+
+
+def test_resources_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path, nursery: Nursery) -> None:
+    placed = {"placement": {"name": "disaggregated"}}
+    with pytest.raises(ConfigError, match=r"resources\.rollout\.cores = \[4711\], and this process has the CPUs"):
+        train(tmp_path / "a", small(1, GRPO, **placed, resources={"rollout": {"cores": (4711,)}}), nursery)
+    tree = small(1, GRPO, **placed, engine={"kv_bytes": 4 * 10**12}, resources={"rollout": {"processes": 2}})
+    with pytest.raises(ConfigError, match=r"processes = 2 × \(\d+ bytes of weights \+ 4000000000000 of engine\.kv_"):
+        train(tmp_path / "b", tree, nursery)

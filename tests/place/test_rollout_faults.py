@@ -1,0 +1,167 @@
+"""Rollout processes that are killed or stopped while they generate: real processes, real signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from plaudit.config import to_toml
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import ReceiverLost, RequestError
+from plaudit.models import load_policy
+from plaudit.place import frames, remote_engine
+from plaudit.place.fleet import Fleet
+from plaudit.place.remote_engine import EngineLost, RemoteEngine
+from plaudit.place.shared import SharedChannel
+from plaudit.place.weights import Weights
+from plaudit.train.rl import RlTraining
+from tests.place.nursery import Nursery
+from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
+from tests.place.test_async import ages, asked, prompts_of
+from tests.train.rl_world import recipe, weights
+
+DISAGGREGATED = {"placement": {"name": "disaggregated"}}
+
+
+def hit(number: int, when: int, nursery: Nursery):  # type: ignore[no-untyped-def]
+    """Send the signal to the newest worker while it generates for the step after `when`."""
+
+    def at(training: RlTraining, step: int) -> None:
+        if step != when:
+            return
+        fleet = training.engine
+        assert isinstance(fleet, Fleet)
+        threading.Thread(target=strike, args=(fleet,)).start()
+
+    def strike(fleet: Fleet) -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not fleet.engines[0].outstanding:
+            time.sleep(0.0005)
+        os.kill(nursery.workers[-1].pid, number)
+
+    return at
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_same(
+    tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    assert remote_engine.SILENCE_SECONDS <= 30
+    monkeypatch.setattr(remote_engine, "SILENCE_SECONDS", 3.0)
+    expected = train(tmp_path / "colocated", small(3, GRPO), nursery)
+    tree = small(3, GRPO, **DISAGGREGATED)
+    found = train(tmp_path / "run", tree, nursery, hit(number, 1, nursery))
+    assert_equal((tmp_path / "run", found), (tmp_path / "colocated", expected))
+    assert found.seen[-1]["rollout/restarts"] == 1
+    (warning,) = found.warnings
+    said = "has ended" if number == signal.SIGKILL else "gave no sign of life for 3 s"
+    assert said in warning
+    assert "it is started again" in warning
+
+
+def test_a_worker_killed_while_training_goes_on_loses_nothing(tmp_path: Path, nursery: Nursery) -> None:
+    tree = small(6, GRPO, placement={"name": "async", "staleness": 2})
+    found = train(tmp_path / "run", tree, nursery, hit(signal.SIGKILL, 2, nursery))
+    assert found.seen[-1]["rollout/restarts"] == 1
+    assert prompts_of(tmp_path / "run") == asked(tree, 48), "no prompt lost, none twice"
+    assert all(
+        len({s.index for s in step if s.group == g}) == 4 for step in samples(tmp_path / "run") for g in range(8)
+    )
+    assert max(ages(tmp_path / "run")) <= 2
+
+
+def remote(nursery: Nursery) -> tuple[RemoteEngine, Fleet, torch.nn.Module]:
+    tree = recipe().model_dump(mode="json", exclude_none=True)
+    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], "recompute"), nursery.start)
+    module = load_policy("sums-policy").module
+    return engine, Fleet([engine], SharedChannel(), lambda: Weights.of(module), engine.news, lambda _: None), module
+
+
+PROMPTS = [[1, 5, 6], [1, 7], [1, 5, 6, 9, 4]]
+PARAMS = [SamplingParams(n=3, max_tokens=20, seed=seed) for seed in range(3)]
+
+
+def test_a_remote_engine_is_an_engine(nursery: Nursery) -> None:
+    engine, fleet, module = remote(nursery)
+    try:
+        engine.start()
+        assert engine.ask("stats")["version"] == 0
+        waiting = engine.submit(PROMPTS, PARAMS)
+        assert not waiting.done.wait(0.2), "without weights it must not generate"
+        fleet.publish(7)
+        local = Engine(module, load_policy("sums-policy").tokenizer, version=7)
+        assert waiting.done.wait(30)
+        assert waiting.result() == local.generate(PROMPTS, PARAMS)
+        assert engine.ask("health") == {"tokens": 1, "version": 7}
+        engine.ask("sleep")
+        engine.ask("wake")
+        local.sleep()
+        local.wake()
+        assert engine.generate(PROMPTS, PARAMS) == local.generate(PROMPTS, PARAMS)
+        with pytest.raises(RequestError, match="rollout 0: token id 4711"):
+            engine.generate([[4711]], PARAMS[:1])
+        engine.cancel(engine.submit(PROMPTS, PARAMS))
+        assert engine.outstanding == 0
+    finally:
+        fleet.close()
+    with pytest.raises(ReceiverLost):
+        engine.tell({})
+
+
+def test_a_worker_that_keeps_dying_is_given_up(nursery: Nursery) -> None:
+    engine, fleet, _ = remote(nursery)
+    try:
+        for _ in range(remote_engine.MOST_DEATHS):
+            fleet.publish(0)
+            os.kill(nursery.workers[-1].pid, signal.SIGKILL)
+            with engine.news:
+                assert engine.news.wait_for(lambda: engine.lost is not None, 30)
+        with pytest.raises(EngineLost, match="3 times in a row without a sample"):
+            fleet.publish(0)
+    finally:
+        fleet.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_said(nursery: Nursery) -> None:
+    tree = recipe(model={"path": "nowhere"}).model_dump(mode="json", exclude_none=True)
+    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], "recompute"), nursery.start)
+    with pytest.raises(EngineLost, match=r"rollout 0 failed: .*nowhere"):
+        engine.start()
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["disaggregated", "async"])
+def test_a_killed_trainer_resumes_and_its_workers_end_with_it(tmp_path: Path, nursery: Nursery, name: str) -> None:
+    tables = {**PPO, "train": {**PPO["train"], "checkpoint": {"every": 4}}}
+    placed = {"placement": {"name": name, "staleness": 0}}
+    train(tmp_path / "straight", small(12, tables), nursery)
+    tree = small(12, tables, **placed)
+    file, run = tmp_path / "recipe.toml", tmp_path / "run"
+    file.write_text(to_toml(tree))
+    command = [sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (run / "checkpoints" / "step-000004").exists():
+        time.sleep(0.002)
+    workers = subprocess.run(
+        ["pgrep", "-P", str(child.pid), "-f", "plaudit.place.worker"], capture_output=True, text=True
+    )
+    child.kill()
+    child.wait(30)
+    (worker,) = workers.stdout.split()
+    assert not (run / "summary.json").exists(), "the run ended before it could be killed"
+    while time.monotonic() < deadline and Path(f"/proc/{worker}").exists():
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists(), "the worker outlived its trainer"
+    assert subprocess.run([*command, "--resume"], env=environment, timeout=200, capture_output=True).returncode == 0
+    assert samples(run) == samples(tmp_path / "straight")
+    found, expected = weights(run), weights(tmp_path / "straight")
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
