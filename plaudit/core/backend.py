@@ -108,6 +108,14 @@ class Backend(ABC):
         """KV memory that is taken now, if the first `reached` blocks have been written to."""
 
     @abstractmethod
+    def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values per layer, (slots, kv heads, dim). Slot i of block b is b * block_size + i."""
+
+    @abstractmethod
+    def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Store KV that was computed elsewhere."""
+
+    @abstractmethod
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         """A forward that stores nothing: the wanted hidden rows, (W, hidden)."""
 

@@ -37,6 +37,10 @@ class CpuBackend(PagedBackend):
         # Zeros that nobody has written over take no memory on the host.
         return 0 if self._cache is None else reached * self.block_size * self.decoder.token_bytes()
 
+    def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._window = None
+        super().write(slots, keys, values)
+
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         self._window = None  # the blocks of its rows may be given to others
         step = self.arrange(spans, copies)

@@ -17,6 +17,7 @@ from torch import nn
 from plaudit.core.backend import Backend
 from plaudit.core.cpu import CpuBackend
 from plaudit.core.decoder import Decoder
+from plaudit.core.handover import Handover
 from plaudit.core.intake import Intake
 from plaudit.core.lockstep import Channel, Leader
 from plaudit.core.memory import blocks_for
@@ -110,12 +111,17 @@ class Engine:
     # Generating
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Sample]:
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
+        begun: Sequence[Sequence[Sample]] | None = None,
+    ) -> list[Sample]:  # fmt: skip
         """n samples of each prompt, in order: all of the first prompt's, then the second's. `group` is the prompt's
-        index, `index` the sample's."""
+        index, `index` the sample's.
+
+        begun   of each prompt the samples that are not finished, of this engine or another; they go on, in place of n
+                new ones
+        """
         self._ready()
-        requests = self._enqueue_all(prompts, params)
+        requests = self._enqueue_all(prompts, params, begun)
         finished: dict[tuple[int, int], Sample] = {}
         with _uncollected():
             for update in self._drain(requests):
@@ -124,25 +130,31 @@ class Engine:
         return [finished[r.number, s.index] for r in requests for s in r.sequences]
 
     def submit_all(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[int]:
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
+        begun: Sequence[Sequence[Sample]] | None = None,
+    ) -> list[int]:  # fmt: skip
         """Queue what `generate` would, and return the numbers. Stepped to its end with nothing else in the queue, it
         gives the samples of `generate` to the bit."""
-        return [request.number for request in self._enqueue_all(prompts, params)]
+        return [request.number for request in self._enqueue_all(prompts, params, begun)]
 
     def _enqueue_all(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
+        begun: Sequence[Sequence[Sample]] | None,
+    ) -> list[Request]:  # fmt: skip
         asked = _as_list(prompts)
         options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asked)
         if len(options) != len(asked):
             raise RequestError(f"{len(asked)} prompts and {len(options)} SamplingParams: give one for all, or one each")
+        going_on: Sequence[Sequence[Sample] | None] = [None] * len(asked) if begun is None else begun
         requests = [
-            self._intake.generation(prompt, option, group=group)
-            for group, (prompt, option) in enumerate(zip(asked, options, strict=True))
+            self._intake.generation(prompt, option, group=group, begun=samples)
+            for group, (prompt, option, samples) in enumerate(zip(asked, options, going_on, strict=True))
+            if samples is None or samples
         ]
         for request in requests:
             self._enqueue(request)
+            if begun is not None:
+                self._adopt(request)
         return requests
 
     def submit(
@@ -206,6 +218,19 @@ class Engine:
     def failure(self) -> Exception | None:
         """Why the last step failed, if it did; the samples it was to advance have ended with it."""
         return self._runner.failure
+
+    # Handing over
+
+    def give_kv(self, prompt: Sequence[int], salt: str = "") -> Handover:
+        """What this engine has computed of a prompt, for another one of the same weights to go on from."""
+        with torch.inference_mode():
+            return self._runner.give(self._key(), self._intake.tokens(prompt), salt)
+
+    def take_kv(self, given: Handover) -> int:
+        """KV of another engine; how many of its tokens there was room for. The rest will be computed."""
+        self._ready()
+        with torch.inference_mode():
+            return self._runner.take_in(self._key(), given)
 
     # Scoring
 
@@ -370,6 +395,11 @@ class Engine:
         self._requests[request.number] = request
         for sequence in request.sequences:
             self._runner.scheduler.add(sequence)
+
+    def _adopt(self, request: Request) -> None:
+        with torch.inference_mode():
+            for sequence in request.sequences:
+                self._runner.adopt(self._key(), sequence)
 
     def _drain(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Step until these requests are over; news of others stays for step(). A step that fails raises here."""

@@ -15,7 +15,7 @@ from plaudit.core.sequence import Request
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.text import TextStream
 from plaudit.errors import RequestError
-from plaudit.records import NEXT
+from plaudit.records import NEXT, Sample
 
 
 class Intake:
@@ -29,8 +29,10 @@ class Intake:
         self.end_tokens = _end_tokens(decoder.module, tokenizer)
 
     def generation(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False
-    ) -> Request:
+        self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False,
+        begun: Sequence[Sample] | None = None,
+    ) -> Request:  # fmt: skip
+        """`begun`: samples that go on from where they are, in place of n new ones."""
         if self.decoder.kind != "causal":
             raise RequestError(f"{self.decoder.name} has no vocabulary head: it scores, it does not generate")
         ids = self.tokens(prompt)
@@ -48,14 +50,31 @@ class Intake:
         request = Request(
             number, ids, params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens),
-            max_tokens=most, group=group, deadline=_deadline(params), open=params.n,
+            max_tokens=most, group=group, deadline=_deadline(params), open=params.n if begun is None else len(begun),
         )  # fmt: skip
-        for index in range(params.n):
-            sequence = Seq(request, index, list(ids))
+        if begun is None:
+            request.sequences = [Seq(request, index, list(ids)) for index in range(params.n)]
+        else:
+            request.sequences = [self._begun(request, sample) for sample in begun]
+        for sequence in request.sequences:
             if self.tokenizer is not None and (stream or params.stop):
                 sequence.stream = TextStream(self.tokenizer, params.stop, params.min_tokens)
-            request.sequences.append(sequence)
+                for token in sequence.tokens[len(ids) :]:
+                    sequence.stream.push(token)
         return request
+
+    def _begun(self, request: Request, sample: Sample) -> Seq:
+        if request.params.seed is None:
+            raise RequestError("a sample goes on only with the seed it was begun with: give SamplingParams its seed")
+        if list(sample.prompt_ids) != request.prompt_ids or not 0 < len(sample.token_ids) < request.max_tokens:
+            raise RequestError(
+                f"a sample of {len(sample.token_ids)} tokens cannot go on here: it must be of this prompt, and have "
+                f"some but fewer than max_tokens = {request.max_tokens}"
+            )
+        return Seq(
+            request, sample.index, [*request.prompt_ids, *sample.token_ids], logprobs=list(sample.logprobs),
+            raw_logprobs=list(sample.raw_logprobs), versions=list(sample.versions), seen=len(sample.token_ids),
+        )  # fmt: skip
 
     def scoring(self, ids: list[int], read: Read, params: SamplingParams) -> Request:
         self._check_pool(len(ids), f"a sequence of {len(ids)} tokens")

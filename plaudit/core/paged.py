@@ -91,6 +91,14 @@ class PagedBackend(Backend):
             return 0
         return sum(layer.nbytes for layer in (*self._cache.keys, *self._cache.values))
 
+    def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        keys = [each.index_select(0, slots) for each in self.cache.keys]
+        return keys, [each.index_select(0, slots) for each in self.cache.values]
+
+    def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for cached, given in zip((*self.cache.keys, *self.cache.values), (*keys, *values), strict=True):
+            cached.index_copy_(0, slots, given.to(cached.device))
+
     def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
         device, size = self.decoder.device, self.block_size
         counts = np.array([len(s.tokens) for s in spans])

@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from plaudit.core import handover
 from plaudit.core.backend import Backend, DecodeBatch, Span
 from plaudit.core.blocks import BlockPool
 from plaudit.core.decoder import Decoder
+from plaudit.core.handover import Handover
 from plaudit.core.packing import send
 from plaudit.core.prefix import PrefixTree
 from plaudit.core.reads import Reading, take
 from plaudit.core.sampler import Sampler, row_key, token_hashes
 from plaudit.core.scheduler import Chunk, Plan, Scheduler
+from plaudit.core.sequence import Chain, Update
 from plaudit.core.sequence import Sequence as Seq
-from plaudit.core.sequence import Update
 from plaudit.records import ItemError
 
 
@@ -47,9 +49,7 @@ class Runner:
         plan = self.scheduler.plan(key)
         if not plan.chunks:
             return []
-        if not self._opened:
-            self.backend.open(self.pool.blocks)
-            self._opened = True
+        self._open()
         self.steps += 1
         try:
             if plan.decode_steps:
@@ -60,6 +60,43 @@ class Runner:
             return self._failed(plan, error)
         self.scheduler.done(plan)
         return [update for chunk in plan.chunks if (update := self._settle(chunk.sequence, key)) is not None]
+
+    def give(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
+        """A copy of the KV that there is of these tokens."""
+        self._open()
+        return handover.give(self.tree, self.backend, key, tokens, self.version, salt)
+
+    def take_in(self, key: Hashable, given: Handover) -> int:
+        """KV of another engine; how many of its tokens there was room for, beside a block for each that runs."""
+        self._open()
+        handover.check(given, self.backend, self.version)
+        return handover.take_in(self.tree, self.backend, key, given, reserve=len(self.scheduler.running))
+
+    def adopt(self, key: Hashable, sequence: Seq) -> None:
+        """Let a waiting sequence decode from the next step on, as if it had been read here, if the tree has all that it
+        needs. Otherwise it waits for its turn."""
+        scheduler, size = self.scheduler, self.backend.block_size
+        match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
+        have = len(match.nodes) * size + match.partial_tokens
+        room = self.pool.free > len(scheduler.running) and len(scheduler.running) < scheduler.max_running
+        if have < sequence.shareable or not room:
+            return
+        for node in match.nodes:
+            self.pool.retain(node.block)
+        sequence.chain = Chain([node.block for node in match.nodes], list(match.nodes))
+        if match.partial is not None:
+            sequence.chain.blocks.append(own := self.pool.take())
+            at = send(np.arange(match.partial_tokens, dtype=np.int64), self.decoder.device)
+            self.backend.write(own * size + at, *self.backend.read(match.partial.block * size + at))
+        sequence.computed = have
+        scheduler.tokens_shared += have
+        del scheduler.waiting[sequence]
+        scheduler.running[sequence] = None
+
+    def _open(self) -> None:
+        if not self._opened:
+            self.backend.open(self.pool.blocks)
+            self._opened = True
 
     def close(self) -> None:
         """Free the KV; sequences that run will be computed again from their tokens."""
