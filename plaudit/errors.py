@@ -21,6 +21,9 @@
     │   ├── RequestRefused     ... because it refuses the request; `status` and `type` say why
     │   ├── BadReply           ... but something that cannot be right: nothing of it is used
     │   └── VersionChanged     ... but scores of another version of the model
+    ├── EngineError        a rollout engine that did not do what it was asked
+    │   ├── EngineLost     ... because it has died, or does not answer in time
+    │   └── StaleWeights   ... because its weights are not those it was sent
     └── StorageError       the disk refused a write; what was there before is intact
 
 `cli.main` prints any of these as one line and exits 2. Anything else is a bug and shows its traceback.
@@ -132,6 +135,18 @@ class BadReply(ServerError):
 
 
 class VersionChanged(ServerError):
+    pass
+
+
+class EngineError(PlauditError):
+    pass
+
+
+class EngineLost(EngineError):
+    pass
+
+
+class StaleWeights(EngineError):
     pass
 
 

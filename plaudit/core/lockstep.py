@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from plaudit.core.backend import Backend, Copy, DecodeBatch, Decoded, Span
 from plaudit.core.packing import Packed, packed_layout, send
-from plaudit.errors import RankLost, one_line
+from plaudit.errors import RankLost, RequestError, one_line
 
 OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END = range(6)
 HEARTBEAT_SECONDS = 1.0
@@ -98,6 +98,12 @@ class Leader(Backend):
     def kv_bytes(self, reached: int) -> int:
         """Of rank 0's own heads."""
         return self.inner.kv_bytes(reached)
+
+    def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        raise RequestError("every rank has the KV of its own heads alone: a model over several ranks hands over none")
+
+    def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        raise RequestError("every rank has the KV of its own heads alone: a model over several ranks takes none")
 
     def end(self) -> None:
         """Let the others go."""
