@@ -24,7 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from planner.fit import BOUNDS, fit
-from planner.rows import Answer, Row, Unplannable, answer
+from planner.row import COLUMNS, Answer, Row, Unplannable, whole
+from planner.rows import answer
 
 from plaudit.plan import Constants
 
@@ -61,9 +62,8 @@ def main() -> None:
     parser.add_argument("--shipped", action="store_true", help="predict with the package's constants, fit nothing")
     parser.add_argument("--rows", metavar="METRIC", help="print every scored row of one metric or target")
     options = parser.parse_args()
-    with options.csv.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    usable = [row for row in rows if row.get("usable", "1") == "1"]
+    rows = read(options.csv)
+    usable = [row for row in rows if row["usable"] == "1"]
     began = time.perf_counter()
     shipped = options.shipped or not {row["group"] for row in usable} <= known_groups()
     if shipped:
@@ -71,7 +71,7 @@ def main() -> None:
         scored, refused = predict(usable, Constants())
     else:
         scored, refused = cross_validated(usable, options.folds)
-    aside, _ = predict([row for row in rows if row.get("usable", "1") != "1"], Constants())
+    aside, _ = predict([row for row in rows if row["usable"] != "1"], Constants())
     summary = report(scored, refused, aside, options.rows)
     print(f"\n{len(rows)} rows in {time.perf_counter() - began:.0f} s")
     if options.csv == DATA and not shipped:
@@ -84,10 +84,20 @@ def main() -> None:
         print(f"kept in {RESULTS.relative_to(ROOT)}")
 
 
+def read(path: Path) -> list[Row]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            if missing := [name for name in ("metric", "value", "model") if name not in (table.fieldnames or [])]:
+                raise SystemExit(f"{path} has no column {missing[0]!r}; the columns are {', '.join(COLUMNS)}")
+            return [whole(row) for row in table]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"cannot read {path}: {error}") from None
+
+
 def known_groups() -> set[str]:
     """Groups that the shipped constants were fitted on."""
-    with DATA.open(newline="", encoding="utf-8") as file:
-        return {row["group"] for row in csv.DictReader(file)}
+    return {row["group"] for row in read(DATA)}
 
 
 def predict(rows: Iterable[Row], constants: Constants) -> tuple[list[Scored], list[tuple[Row, str]]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from planner.rows import Row, Unplannable, answer
+from planner.row import Row, Unplannable
+from planner.rows import answer
 
 from plaudit.plan import Constants
 
@@ -18,6 +19,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "bandwidth_share": (0.85, 0.75, 0.95),
     "gemm_share": (0.70, 0.55, 0.80),
     "narrow_gemm_share": (0.60, 0.45, 0.75),
+    "unpack_share": (0.45, 0.30, 0.70),
     "attention_share": (0.50, 0.35, 0.65),
     "layer_seconds": (50e-6, 20e-6, 120e-6),
     "expert_layer_seconds": (50e-6, 20e-6, 200e-6),
@@ -42,7 +44,7 @@ STAGES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         ("bandwidth_share", "layer_seconds", "expert_layer_seconds", "step_seconds", "sequence_seconds", "link_share",
-         "gemm_share", "narrow_gemm_share", "activation_passes"),
+         "gemm_share", "narrow_gemm_share", "activation_passes", "unpack_share"),
         ("tpot", "itl", "generation_throughput", "train_throughput", "step_time:training"),
     ),
     (("hop_seconds", "packing_share", "response_seconds", "switch_seconds", "length_spread"), ("step_time:step time",)),

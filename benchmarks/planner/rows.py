@@ -8,144 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+
+from planner.row import Answer, Row, Unplannable, copies, dtype, gpu_name, machine, number, required, shape
+from planner.serving import first_token, rate_per_megawatt, serving_rate, token_cost, tpot
 
 from plaudit.errors import PlauditError
 from plaudit.plan import Constants, GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster
 from plaudit.plan import memory as bytes_of
 from plaudit.plan.channel import find, transfer
-from plaudit.plan.decode import Replica
 from plaudit.plan.hardware import Cluster, accelerator
-from plaudit.plan.parts import OWN_ENGINE_SHARE, Parts
+from plaudit.plan.parts import Parts
 from plaudit.plan.prediction import Prediction, predict_plan
 from plaudit.plan.search import Search
 from plaudit.plan.training import Trainer
 
-Row = Mapping[str, str]
 PROMPT = 256.0
-SATURATED = 2048.0
-"""Sequences of a server under full load: trtllm-bench sends 1000 to 3000 requests."""
-
-
-class Unplannable(Exception):
-    """The row does not say what a plan needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    predicted: float
-    measured: float
-    target: str
-    """Which of the targets the row counts for; empty for none."""
-
-
-def number(row: Row, key: str) -> float | None:
-    text = row[key].strip()
-    return float(text) if re.fullmatch(r"[\d.]+", text) else None
-
-
-def required(row: Row, key: str, what: str) -> float:
-    found = number(row, key)
-    if found is None:
-        raise Unplannable(f"no {what}" + (f" ({row[key]!r})" if row[key].strip() else ""))
-    return found
-
-
-def shape(row: Row) -> ModelShape:
-    try:
-        return ModelShape.named(row["model"])
-    except PlauditError:
-        raise Unplannable(f"no shape known for {row['model']!r}") from None
-
-
-def gpu_name(row: Row) -> str:
-    text = row["gpu"]
-    named = re.search(r"\(?(H20|H100|H200|H800|A100|A800|B200|GB200|GB300|B300|MI3\d\dX|L40S|910C)\)?", text)
-    known = {"96GB-class (H20)", "96GB-class (H20) per script name", "H100 (paper; doc does not name it)"}
-    if text in known or "class" in text:
-        if named is None:
-            raise Unplannable(f"no accelerator named ({text!r})")
-        return named[1]
-    return text
-
-
-def machine(row: Row, devices: int | None = None) -> Cluster:
-    count = devices or int(required(row, "n_gpus", "number of accelerators"))
-    try:
-        chip = accelerator(gpu_name(row))
-        whole = count if count < 8 else count // 8 * 8
-        return cluster(f"{whole}x{chip.name}") if whole % 8 == 0 else cluster(f"1x{whole}x{chip.name}")
-    except PlauditError as error:
-        raise Unplannable(str(error)) from None
-
-
-def dtype(row: Row, model: ModelShape) -> str:
-    found = {"nvfp4": "fp4", "": "bf16"}.get(row["dtype"], row["dtype"])
-    # Published in four bits; what a chip cannot multiply in is unpacked.
-    return "fp4" if model.name.startswith("gpt-oss") and row["architecture"].startswith("serving") else found
-
-
-# Serving
-
-
-def replica(row: Row, constants: Constants) -> Replica:
-    model = shape(row)
-    where = machine(row)
-    dealt = re.search(r"\bDEP(\d+)", row["notes"]) or re.search(r"_tp1_ep(\d\d*)_", row["notes"])
-    together = re.search(r"_tp(\d+)_ep(\d+)_", row["notes"])
-    tp = int(number(row, "gen_tp") or 0)
-    if dealt and int(dealt[1]) > 1:
-        layout = GenerationLayout(1, 1, int(dealt[1]))
-    elif together and int(together[2]) > 1:
-        layout = GenerationLayout(int(together[1]), 1, int(together[2]))
-    elif tp:
-        layout = GenerationLayout(tp)
-    else:
-        raise Unplannable("no layout of the engine")
-    kind = dtype(row, model)
-    cache = "fp8" if kind in ("fp8", "fp4") and row["system"] == "TensorRT-LLM" else "bf16"
-    return Replica(model, where, layout, kind, cache, constants)
-
-
-def per_token(engine: Replica, sequences: float, prompt: float, response: float) -> float:
-    """Between two tokens of a response, with the prefills of those that follow in between."""
-    step = engine.step_seconds(sequences, prompt + response / 2)
-    return step + sequences * engine.prefill_seconds(prompt) / response
-
-
-def lengths_of(row: Row) -> tuple[float, float]:
-    return required(row, "prompt_len", "mean prompt length"), required(row, "response_len", "mean response length")
-
-
-def tpot(row: Row, constants: Constants) -> Answer:
-    engine = replica(row, constants)
-    prompt, response = lengths_of(row)
-    seconds = per_token(engine, required(row, "batch", "concurrency"), prompt, response)
-    target = ("TPOT, experts" if engine.model.experts else "TPOT, dense") if row["metric"] == "tpot" else ""
-    return Answer(seconds * 1e3, float(row["value"]), target)
-
-
-def first_token(row: Row, constants: Constants) -> Answer:
-    engine = replica(row, constants)
-    return Answer(engine.prefill_seconds(lengths_of(row)[0]) * 1e3, float(row["value"]), "")
-
-
-def serving_rate(row: Row, constants: Constants) -> Answer:
-    engine = replica(row, constants)
-    prompt, response = lengths_of(row)
-    room = engine.cluster.accelerator.memory * OWN_ENGINE_SHARE - engine.weight_bytes() - constants.graph_bytes
-    most = bytes_of.concurrency(engine, room, prompt + response)
-    if most < 1:
-        raise Unplannable(
-            f"{engine.model.name} does not fit in {engine.layout.devices} × {engine.cluster.accelerator.name}"
-        )
-    sequences = min(most, number(row, "batch") or SATURATED)
-    rate = sequences / per_token(engine, sequences, prompt, response)
-    each = row["unit"].endswith("/GPU")
-    replicas = engine.cluster.devices // engine.layout.devices
-    return Answer(rate / engine.layout.devices if each else rate * replicas, float(row["value"]), "")
-
 
 # Training
 
@@ -159,7 +38,7 @@ def bridge(row: Row, constants: Constants) -> tuple[Trainer, float, float]:
     where, model = machine(row), shape(row)
     length, batch = required(row, "response_len", "sequence length"), required(row, "batch", "batch")
     layout = TrainingLayout(
-        tp, pp, where.devices // (tp * pp * cp), ep, cp, vpp, 3 if fsdp else 1, int(size[1]) * int(length)
+        tp, pp, copies(where.devices, tp, pp, cp), ep, cp, vpp, 3 if fsdp else 1, int(size[1]) * int(length)
     )
     return Trainer(model, where, layout, dtype(row, model), constants), batch, length
 
@@ -195,7 +74,7 @@ def megatron(row: Row, constants: Constants) -> tuple[Trainer, float, float]:
     )
     micro = int(batch) if pp == 1 else 1
     layout = TrainingLayout(
-        tp, pp, where.devices // (tp * pp), vpp=INTERLEAVED.get(model.name, 1), micro_tokens=micro * int(length),
+        tp, pp, copies(where.devices, tp, pp), vpp=INTERLEAVED.get(model.name, 1), micro_tokens=micro * int(length),
         recompute=recompute,
     )  # fmt: skip
     return Trainer(model, where, layout, "bf16", constants), batch, length
@@ -221,7 +100,7 @@ def train_layout(row: Row, devices: int, length: float) -> TrainingLayout | None
     tp, cp, ep, pp = int(parts[0]), int(parts[1]), int(parts[2]), int(parts[-2])
     vpp = int(parts[-1]) if parts[-1].isdigit() else 1
     # NeMo RL's recipes sum gradients in bf16 (grad_reduce_in_fp32: false).
-    return TrainingLayout(tp, pp, devices // (tp * cp * pp), ep, cp, vpp, 1, int(length), gradient_bytes=2)
+    return TrainingLayout(tp, pp, copies(devices, tp, cp, pp), ep, cp, vpp, 1, int(length), gradient_bytes=2)
 
 
 @lru_cache(maxsize=256)
@@ -327,6 +206,34 @@ def epoch_time(row: Row, constants: Constants) -> Answer:
     return Answer(found.step.value * steps / 3600, float(row["value"]), "")
 
 
+def epoch_cost(row: Row, constants: Constants) -> Answer:
+    """At the highest price on demand: the sources of such rows paid the list price of a large cloud."""
+    hours, where = epoch_time(row, constants).predicted, machine(row)
+    return Answer(hours * where.devices * where.accelerator.price.high, float(row["value"]), "")
+
+
+def run_time(row: Row, constants: Constants) -> Answer:
+    steps = re.search(r"(\d+) PPO steps", row["notes"])
+    if not steps:
+        raise Unplannable("no number of steps")
+    return Answer(reinforcement(row, constants).step.value * int(steps[1]) / 3600, float(row["value"]), "")
+
+
+def generation_share(row: Row, constants: Constants) -> Answer:
+    found = reinforcement(row, constants)
+    return Answer(found.phase("generation").seconds.value / found.step.value, float(row["value"]), "")
+
+
+def model_flops_share(row: Row, constants: Constants) -> Answer:
+    """Of training alone: 6 FLOPs for a parameter and token, over the rate of the data sheet."""
+    found = reinforcement(row, constants)
+    work, where = found.workload, found.plan.cluster
+    tokens = work.batch * work.length * work.epochs
+    flops = tokens * (6 * work.model.active_parameters + 3 * work.model.attention_flops(work.length / 2))
+    seconds = found.phase("training").seconds.value
+    return Answer(flops / seconds / where.devices / where.accelerator.bf16, float(row["value"]), "")
+
+
 # Weights
 
 
@@ -383,8 +290,8 @@ def verl_memory(row: Row, constants: Constants) -> Answer:
     tp, pp, ep = map(int, cuts.groups())
     model, where = shape(row), machine(row)
     offloaded = "offload" in row["notes"]
-    layout = TrainingLayout(tp, pp, where.devices // (tp * pp), ep, recompute="full", offload_optimizer=offloaded)
-    workload = Workload(model, "grpo", PROMPT, float(row["response_len"]), 0, 512)
+    layout = TrainingLayout(tp, pp, copies(where.devices, tp, pp), ep, recompute="full", offload_optimizer=offloaded)
+    workload = Workload(model, "grpo", PROMPT, required(row, "response_len", "mean response length"), 0, 512)
     # The engine's cut is not said: the smallest that holds the weights.
     generation = GenerationLayout(32)
     plan = Plan("swapped", where, where, generation, layout, "ipc")
@@ -434,7 +341,9 @@ PLANNERS: Mapping[str, Callable[[Row, Constants], Answer]] = {
     "old_logprob_time": one_score, "ref_logprob_time": one_score, "epoch_time": epoch_time,
     "weight_sync_time": weight_sync,
     "weight_sync_bandwidth": weight_rate, "refit_total_time": refit_total, "gpu_memory": verl_memory,
-    "cpu_memory": verl_memory, "max_model_size_fits": largest_fitting, "memory_params_optimizer": megatron_memory,
+    "cpu_memory": verl_memory, "throughput_per_MW": rate_per_megawatt, "cost": token_cost, "epoch_cost": epoch_cost,
+    "training_time": run_time, "time_per_1024_prompts": step_time, "generation_fraction": generation_share,
+    "mfu": model_flops_share, "max_model_size_fits": largest_fitting, "memory_params_optimizer": megatron_memory,
     "memory_activation_no_recompute": megatron_memory, "memory_activation_seqpar_selective": megatron_memory,
 }  # fmt: skip
 
@@ -444,7 +353,9 @@ def answer(row: Row, constants: Constants) -> Answer:
     planner = PLANNERS.get(row["metric"])
     if planner is None:
         raise Unplannable(f"the planner says nothing about {row['metric']!r}")
+    if not number(row, "value"):
+        raise Unplannable(f"value = {row['value']!r}: expected a measurement of more than zero")
     try:
-        return planner(row, constants)
+        return planner({**row, "value": row["value"].replace(",", "")}, constants)
     except PlauditError as error:
         raise Unplannable(str(error)) from None

@@ -60,6 +60,8 @@ class Options:
 
 def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable[[], str]) -> None:
     """`resolve` finds a model's directory, `measure` measures this machine: both load what the planner does not."""
+    if options.top < 1:
+        raise ConfigError(f"top = {options.top}: expected one plan or more")
     for path in (options.page, options.out, options.calibrate):
         if path is not None:
             check_writable(path)
@@ -75,8 +77,8 @@ def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable
         json.dump(outcome_data(outcome), sys.stdout, indent=2)
         print()
     elif options.explain is not None:
-        print(outcome.best.plan)
-        print(explain(outcome.best, options.explain))
+        told = explain(outcome.best, options.explain)
+        print(f"{outcome.best.plan}\n{told}")
     else:
         print_outcome(outcome, options.top)
     if options.recipe is not None and not options.as_json:

@@ -21,6 +21,9 @@ class Constants:
     and tiles leave edges."""
     narrow_gemm_share: float = 0.70
     """The same for fp8 and fp4, where feeding the units and the scales takes a larger part."""
+    unpack_share: float = 0.45
+    """Of both rates, reading and multiplying, that weights reach in a format the chip has no units for (four bits on
+    Hopper or MI300X): each is widened to bf16 in registers before it is used."""
     attention_share: float = 0.60
     """Of the bf16 rate that fused attention reaches: the softmax between its two products runs on other units."""
     layer_seconds: float = 61e-6
@@ -35,7 +38,7 @@ class Constants:
     """Of a scale-up link that the small collectives of a layer reach, one after the other and unhidden."""
     bulk_link_share: float = 0.50
     """Of any link that transfers of many megabytes reach."""
-    hop_seconds: float = 60e-6
+    hop_seconds: float = 75e-6
     """Latency of one collective that leaves the scale-up domain."""
     activation_passes: float = 5.0
     """How often each activation crosses between memory and chip in a forward pass: written, read by what follows, and

@@ -39,7 +39,10 @@ class Replica:
 
     def _rate(self) -> float:
         share = self.constants.gemm_share if self.dtype in ("bf16", "fp32") else self.constants.narrow_gemm_share
-        return self.cluster.accelerator.flops(self.dtype) * share
+        return self.cluster.accelerator.flops(self.dtype) * share * self._unpacking()
+
+    def _unpacking(self) -> float:
+        return self.constants.unpack_share if self.cluster.accelerator.unpacks(self.dtype) else 1.0
 
     def _bandwidth(self) -> float:
         return self.cluster.accelerator.bandwidth * self.constants.bandwidth_share
@@ -67,12 +70,12 @@ class Replica:
         # Stages work on different sequences at the same time: one of them passes all layers with its share.
         passing = max(1.0, sequences / layout.pp)
         local = max(1.0, passing / layout.attention_groups)
-        dense, head = self.dense_numbers(), model.vocab * model.hidden
-        matrices = max((dense * size + head * 2.0) / bandwidth, 2 * (dense + head) * local / rate) / layout.tp
+        dense, head, reading = self.dense_numbers(), model.vocab * model.hidden, bandwidth * self._unpacking()
+        matrices = max(dense * size / reading + head * 2.0 / bandwidth, 2 * (dense + head) * local / rate) / layout.tp
         experts = 0.0
         if model.experts:
             hit = model.experts * (1 - (1 - model.top_k / model.experts) ** passing)
-            read = hit * model.expert_parameters * size / bandwidth
+            read = hit * model.expert_parameters * size / reading
             multiply = 2 * model.top_k * model.expert_parameters * passing * self._imbalance(passing) / rate
             experts = model.moe_layers * max(read, multiply) / layout.width
         cache = local * model.kv_numbers(context) * DTYPE_BYTES[self.kv_dtype] / self._kv_cuts() / bandwidth

@@ -64,6 +64,10 @@ class Accelerator:
     def flops(self, dtype: str) -> float:
         return {"fp32": self.bf16 / 2, "bf16": self.bf16, "fp8": self.fp8, "fp4": self.fp4}[dtype]
 
+    def unpacks(self, dtype: str) -> bool:
+        """Whether weights of the format are widened before they are multiplied, for want of units."""
+        return dtype in ("fp8", "fp4") and self.flops(dtype) <= self.bf16
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
 from plaudit.plan.prediction import Prediction
 from plaudit.plan.question import Outcome
+
+WIDE = 160
 
 
 def seconds(value: float) -> str:
@@ -19,7 +23,8 @@ def dollars(prediction: Prediction, price: str, what: str) -> str:
 
 
 def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = None) -> None:
-    console = console or Console()
+    # A file or a pipe has no width: rows stay whole.
+    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
     work, price = outcome.question.workload, outcome.question.price
     critic = f", critic {work.value_model.name}" if work.value_model else ""
     console.print(

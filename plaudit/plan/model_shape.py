@@ -241,7 +241,9 @@ def canonical(name: str) -> str:
     aliases = _aliases()
     while plain not in aliases:
         shorter = re.sub(
-            r"(instruct|base|chat|it|hf|fp8|fp4|nvfp4|bf16|dynamic|thinking|2507|2506|0528|0324|v1|99)$", "", plain
+            r"(instruct|base|chat|it|hf|fp8|fp4|nvfp4|bf16|dynamic|thinking|2507|2506|0528|0324|v1|v0\.\d|99)$",
+            "",
+            plain,
         )
         if shorter == plain or not shorter:
             return name.lower()

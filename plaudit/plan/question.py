@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from plaudit.plan.hardware import Cluster, Overrides, Price, accelerator, catalo
 from plaudit.plan.model_shape import ModelShape
 from plaudit.plan.plans import PLACEMENTS
 from plaudit.plan.prediction import Prediction
-from plaudit.plan.search import Found, Progress, Search, smallest_that_fits
+from plaudit.plan.search import Found, Progress, Search, smallest_that_fits, some_plan_fits
 from plaudit.plan.workload import Workload
 
 
@@ -50,14 +51,14 @@ class Question:
         )
         told = f"{self.workload.model.name} fits on {place.name} in no plan"
         told += f"; nearest: {near.placement}, {near.reason}" if near else ""
-        larger = smallest_that_fits(self.workload, place, self.constants)
-        roomier = _roomier(self.workload, place, self.constants)
+        larger = smallest_that_fits(self.workload, place, self.constants, self.placements)
+        roomier = _roomier(self.workload, place, self.constants, self.placements)
         ways = [f"{larger.name} ({larger.devices} devices)"] if larger else []
         ways += [roomier.name] if roomier else []
         return f"{told}; smallest change that fits: {' or '.join(ways) or 'a smaller model or shorter responses'}"
 
 
-def _roomier(workload: Workload, place: Cluster, constants: Constants) -> Cluster | None:
+def _roomier(workload: Workload, place: Cluster, constants: Constants, placements: Sequence[str]) -> Cluster | None:
     """As many devices of the same maker with the least more memory that do."""
     now = place.accelerator
     alike = [chip for chip in catalogue().values() if chip.vendor == now.vendor and chip.memory > now.memory]
@@ -68,7 +69,7 @@ def _roomier(workload: Workload, place: Cluster, constants: Constants) -> Cluste
             continue
         tried.add(chip.memory)
         other = replace(place, accelerator=chip)
-        if Search(workload, other, constants, placements=("swapped", "hybrid", "disaggregated")).run().plans:
+        if some_plan_fits(workload, other, constants, placements):
             return other
     return None
 
@@ -152,4 +153,6 @@ def _price(text: str) -> tuple[str, Price | None]:
         raise ConfigError(
             f"price {text!r}: expected dollars per device and hour, or one of {', '.join(PRICES)}"
         ) from None
+    if not (math.isfinite(dollars) and dollars >= 0):
+        raise ConfigError(f"price {text}: expected zero or more dollars per device and hour")
     return "mid", Price(dollars, dollars, dollars, dollars, "given")

@@ -253,12 +253,35 @@ class Search:
         return sorted(filter(None, found), key=lambda p: p.step.value)[:3]
 
 
-def smallest_that_fits(workload: Workload, cluster: Cluster, constants: Constants | None = None) -> Cluster | None:
-    """The fewest nodes of the same kind on which some plan fits."""
-    for nodes in (cluster.nodes + 1, *(cluster.nodes * k for k in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))):
-        larger = replace(cluster, nodes=nodes)
-        if larger.devices & (larger.devices - 1) and larger.devices % 8:
-            continue
-        if Search(workload, larger, constants, placements=("swapped", "hybrid", "disaggregated")).run().plans:
-            return larger
-    return None
+def smallest_that_fits(
+    workload: Workload, cluster: Cluster, constants: Constants | None = None, placements: Sequence[str] = PLACEMENTS
+) -> Cluster | None:
+    """The fewest devices of the same kind on which some plan fits: first a node filled up, then more nodes."""
+    return next(
+        (larger for larger in _larger(cluster) if some_plan_fits(workload, larger, constants, placements)), None
+    )
+
+
+def some_plan_fits(
+    workload: Workload, cluster: Cluster, constants: Constants | None, placements: Sequence[str] = PLACEMENTS
+) -> bool:
+    # What fits colocated fits hybrid, and what fits async fits disaggregated: the kin need not be tried.
+    wanted = (
+        tuple(dict.fromkeys(KIN.get(name, name) for name in placements)) if set(placements) - {*KIN} else placements
+    )
+    return bool(Search(workload, cluster, constants, placements=wanted).run().plans)
+
+
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    now, most = cluster.devices_per_node, 4 if cluster.accelerator.domain == 72 else min(8, cluster.accelerator.domain)
+    if cluster.nodes == 1:
+        for devices in (2, 4, 8):
+            if now < devices <= most:
+                yield replace(cluster, devices_per_node=devices, host_memory=cluster.host_memory * devices / now)
+    full = cluster if cluster.nodes > 1 or now >= most else replace(
+        cluster, devices_per_node=most, host_memory=cluster.host_memory * most / now
+    )  # fmt: skip
+    for nodes in (full.nodes + 1, *(full.nodes * k for k in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64))):
+        larger = replace(full, nodes=nodes)
+        if larger.devices & (larger.devices - 1) == 0 or larger.devices % 8 == 0:
+            yield larger

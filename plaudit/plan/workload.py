@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from plaudit.config.algorithm import PRESETS
@@ -47,18 +48,26 @@ class Workload:
         for name in ("batch", "samples_per_prompt", "updates", "epochs", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
-        if self.prompt < 0 or self.response < 1:
+        for name in ("prompt", "response", "max_response"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} = {getattr(self, name)} tokens: expected a number")
+        if self.prompt < 0 or self.response < 1 or self.max_response < 0:
             raise ConfigError(
-                f"prompt = {self.prompt:g}, response = {self.response:g} tokens: expected 0 and 1 or more"
+                f"prompt = {self.prompt:g}, response = {self.response:g}, max_response = {self.max_response:g} tokens: "
+                "expected 0, 1 and 0 (twice the mean) or more"
             )
         if self.max_response and self.max_response < self.response:
             raise ConfigError(
                 f"max_response = {self.max_response:g} is less than the mean response {self.response:g}; "
                 f"raise it to at least {self.response:g}"
             )
-        for name in ("dtype", "kv_dtype"):
-            if getattr(self, name) not in DTYPE_BYTES:
-                raise ConfigError(f"{name} = {getattr(self, name)!r}; {nearest(getattr(self, name), DTYPE_BYTES)}")
+        for name, value in (
+            ("dtype", self.dtype),
+            ("kv_dtype", self.kv_dtype),
+            ("generation_dtype", self.engine_dtype),
+        ):
+            if value not in DTYPE_BYTES:
+                raise ConfigError(f"{name} = {value!r}; {nearest(value, DTYPE_BYTES)}")
         longest = self.prompt + self.longest
         if self.model.max_context and longest > self.model.max_context:
             raise ConfigError(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaudit.errors import ConfigError
-from plaudit.plan import Constants, GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster
+from plaudit.plan import Constants, GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, memory
 from plaudit.plan.decode import Replica
 from plaudit.plan.hardware import Cluster
 from plaudit.plan.prediction import predict_plan
@@ -57,7 +57,7 @@ def on(plan: Plan, **changes: float) -> Plan:
     return replace(plan, cluster=better(plan.cluster), generation_cluster=better(plan.generation_cluster))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(), st.floats(1.01, 4))
 def test_more_memory_never_makes_a_plan_infeasible(case: tuple[Workload, Plan], factor: float) -> None:
     work, plan = case
@@ -65,7 +65,7 @@ def test_more_memory_never_makes_a_plan_infeasible(case: tuple[Workload, Plan], 
         assert predict_plan(work, on(plan, memory=factor), FIXED, simulate=False).fits
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(), st.floats(1.01, 4), st.sampled_from(["bandwidth", "scale_up", "scale_out", "pcie", "bf16"]))
 def test_a_faster_part_never_makes_a_step_slower(case: tuple[Workload, Plan], factor: float, part: str) -> None:
     work, plan = case
@@ -75,7 +75,7 @@ def test_a_faster_part_never_makes_a_step_slower(case: tuple[Workload, Plan], fa
     assert after <= before * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(plans(), st.floats(1.1, 4))
 def test_async_gains_from_bandwidth_too(case: tuple[Workload, Plan], factor: float) -> None:
     work, plan = case
@@ -84,7 +84,7 @@ def test_async_gains_from_bandwidth_too(case: tuple[Workload, Plan], factor: flo
     assert after <= before * 1.05  # events fall between others: a few percent of the order they come in
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans())
 def test_splits_conserve_parameters_and_flops(case: tuple[Workload, Plan]) -> None:
     work, plan = case
@@ -93,6 +93,8 @@ def test_splits_conserve_parameters_and_flops(case: tuple[Workload, Plan]) -> No
     assert trainer.dense_parameters_here() * cut.tp * cut.pp + trainer.expert_parameters_here() * cut.ep * cut.pp == (
         pytest.approx(model.parameters)
     )
+    if cut.zero:  # every parameter is updated by one device
+        assert trainer.optimizer_parameters_here() * cut.devices == pytest.approx(model.parameters)
     step = trainer.step(work.batch, work.length)
     products = next(part.value for part in step.parts if part.name == "products")
     again = 4 / 3 if cut.recompute == "full" else 1.0
@@ -109,6 +111,9 @@ def test_an_engine_holds_the_model_exactly_once(name: str, tp: int, pp: int) -> 
     one = Replica(model, cluster("2x8xH100"), GenerationLayout(tp, pp), "bf16", "bf16", FIXED)
     # Norms and biases are the rest.
     assert one.weight_bytes() * tp * pp == pytest.approx(2 * model.parameters, rel=1e-3)
+    # Devices beyond the heads of the cache hold it again.
+    cuts = 1 if model.latent else min(tp, model.kv_heads)
+    assert memory.sequence_bytes(one, 1000) * cuts * pp == pytest.approx(2 * model.kv_numbers(1000))
 
 
 @settings(max_examples=40, deadline=None)
@@ -159,11 +164,11 @@ def test_no_staleness_is_taking_turns_and_staleness_never_costs(
     assert seconds(staleness) >= (train + sync) * 0.999
 
 
-@settings(max_examples=15, deadline=None)
-@given(models, chips, st.sampled_from([1, 2]))
-def test_the_search_returns_only_what_fits(name: str, chip: str, nodes: int) -> None:
+@settings(max_examples=6, deadline=None)
+@given(models, chips, st.sampled_from([2, 4, 8]))
+def test_the_search_returns_only_what_fits(name: str, chip: str, devices: int) -> None:
     work = Workload(ModelShape.named(name), "grpo", 200, 400, 0, 256)
-    found = Search(work, cluster(f"{nodes}x8x{chip}")).run()
+    found = Search(work, cluster(f"1x{devices}x{chip}")).run()
     assert all(prediction.fits for prediction in found.plans)
     placed = {prediction.plan.placement for prediction in found.plans} | {r.placement for r in found.rejected}
     assert placed == {"colocated", "swapped", "hybrid", "disaggregated", "async"}

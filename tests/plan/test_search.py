@@ -79,9 +79,9 @@ def test_pipeline_parallel_is_marked_as_not_ours() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"batch": 0}, "batch = 0: expected one or more"), ({"price": "-1"}, "a price is zero or more"),
+        ({"batch": 0}, "batch = 0: expected one or more"), ({"price": "-1"}, "price -1: expected zero or more dollars"),
         ({"price": "cheap"}, "expected dollars per device"), ({"algorithm": "pppo"}, "did you mean 'ppo'"),
-        ({"response": 0}, "expected 0 and 1 or more"), ({"placements": ("colocate",)}, "did you mean 'colocated'"),
+        ({"response": 0}, "expected 0, 1 and 0"), ({"placements": ("colocate",)}, "did you mean 'colocated'"),
         ({"max_response": 10}, "raise it to at least 1024"), ({"dtype": "int4"}, "dtype = 'int4'"),
         ({"critic": "lama-3.1-8b"}, "did you mean 'llama-3.1-8b'"), ({"channel": "pigeon"}, "unknown weight channel"),
         ({"prompt": 200_000}, "has positions for 131072"),

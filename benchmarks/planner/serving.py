@@ -1,0 +1,143 @@
+"""Rows of engines that serve: time per token, rate under load, rate at a given speed for each user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from planner.row import Answer, Row, Unplannable, count, dtype, machine, number, required, shape
+
+from plaudit.plan import Constants, GenerationLayout, Workload
+from plaudit.plan import memory as bytes_of
+from plaudit.plan.decode import Replica
+from plaudit.plan.parts import OWN_ENGINE_SHARE
+from plaudit.plan.search import generation_layouts
+
+SATURATED = 2048.0
+"""Sequences of a server under full load: trtllm-bench sends 1000 to 3000 requests."""
+
+
+def said_layout(row: Row) -> GenerationLayout | None:
+    """The cut that the source names; None where it names none."""
+    notes = row["notes"]
+    dealt = re.search(r"\bDEP(\d+)", notes) or re.search(r"_tp1_ep(\d+)_", notes)
+    together = re.search(r"_tp(\d+)_ep(\d+)_", notes) or re.search(r"\bTP(\d+)[ ,/;]*EP(\d+)\b", notes)
+    tp = count(row, "gen_tp") or (int(found[1]) if (found := re.search(r"\bTP ?=? ?(\d+)\b", notes)) else None)
+    if dealt and int(dealt[1]) > 1:
+        return GenerationLayout(1, 1, int(dealt[1]))
+    if together and int(together[2]) > 1:
+        return GenerationLayout(int(together[1]), 1, int(together[2]))
+    return GenerationLayout(tp, count(row, "gen_pp") or 1) if tp else None
+
+
+def engines(row: Row, constants: Constants) -> Iterator[Replica]:
+    """The replica as the source cuts it, or as it could be cut where the source is silent."""
+    model, where = shape(row), machine(row)
+    kind, said = dtype(row, model), said_layout(row)
+    cache = "fp8" if kind in ("fp8", "fp4") and row["system"] == "TensorRT-LLM" else "bf16"
+    for layout in [said] if said else generation_layouts(Workload(model, response=1), where):
+        layout.check(model)
+        if layout.devices > where.devices:
+            raise Unplannable(f"a replica of {layout} takes {layout.devices} devices, and there are {where.devices}")
+        yield Replica(model, where, layout, kind, cache, constants)
+
+
+def replica(row: Row, constants: Constants) -> Replica:
+    found = list(engines(row, constants))
+    if len(found) > 1:
+        raise Unplannable("no layout of the engine")
+    return found[0]
+
+
+def replicas(engine: Replica) -> int:
+    return max(1, engine.cluster.devices // engine.layout.devices)
+
+
+def per_token(engine: Replica, sequences: float, prompt: float, response: float) -> float:
+    """Between two tokens of a response, with the prefills of those that follow in between."""
+    step = engine.step_seconds(sequences, prompt + response / 2)
+    return step + sequences * engine.prefill_seconds(prompt) / response
+
+
+def lengths_of(row: Row) -> tuple[float, float]:
+    prompt, response = (
+        required(row, "prompt_len", "mean prompt length"), required(row, "response_len", "mean response length")
+    )  # fmt: skip
+    if response < 1:
+        raise Unplannable(f"a response of {response:g} tokens")
+    return prompt, response
+
+
+def room(engine: Replica, prompt: float, response: float) -> float:
+    """Sequences whose caches fit in a replica."""
+    free = engine.cluster.accelerator.memory * OWN_ENGINE_SHARE - engine.weight_bytes() - engine.constants.graph_bytes
+    return bytes_of.concurrency(engine, free, prompt + response)
+
+
+def tpot(row: Row, constants: Constants) -> Answer:
+    engine = replica(row, constants)
+    prompt, response = lengths_of(row)
+    # Concurrency is of the whole server; replicas beside one another share it.
+    sequences = max(1.0, required(row, "batch", "concurrency") / replicas(engine))
+    seconds = per_token(engine, sequences, prompt, response)
+    target = ("TPOT, experts" if engine.model.experts else "TPOT, dense") if row["metric"] == "tpot" else ""
+    scale = 1.0 if row["unit"] == "s" else 1e3
+    return Answer(seconds * scale, float(row["value"]), target)
+
+
+def first_token(row: Row, constants: Constants) -> Answer:
+    engine = replica(row, constants)
+    scale = 1.0 if row["unit"] == "s" else 1e3
+    return Answer(engine.prefill_seconds(lengths_of(row)[0]) * scale, float(row["value"]), "")
+
+
+def rate(engine: Replica, sequences: float, prompt: float, response: float) -> float:
+    """Tokens per second of all devices."""
+    return replicas(engine) * sequences / per_token(engine, sequences, prompt, response)
+
+
+def serving_rate(row: Row, constants: Constants) -> Answer:
+    prompt, response = lengths_of(row)
+    found = []
+    for engine in engines(row, constants):
+        most = room(engine, prompt, response)
+        if most >= 1:
+            asked = number(row, "batch")
+            found.append(rate(engine, min(most, asked / replicas(engine) if asked else SATURATED), prompt, response))
+    where = machine(row)
+    if not found:
+        raise Unplannable(f"{row['model']} does not fit in {where.name}")
+    # A source that names no cut has taken the best one.
+    each = where.devices if row["unit"].endswith("/GPU") else 1
+    return Answer(max(found) / each, float(row["value"]), "")
+
+
+def rate_for_users(row: Row, constants: Constants) -> tuple[float, int]:
+    """(tokens per second, devices) of the cut and load with the most, while each user gets the speed that is said."""
+    speed = re.search(r"([\d.]+) tok/s/user", row["notes"])
+    if not speed:
+        raise Unplannable("no speed for a user")
+    if re.search(r"(?<!no )MTP", row["notes"]):
+        raise Unplannable("predicts several tokens at once (MTP), which the planner does not know")
+    prompt, response = lengths_of(row)
+    best, where = 0.0, machine(row)
+    for engine in engines(row, constants):
+        most = room(engine, prompt, response)
+        for sequences in (2.0**i for i in range(14)):
+            if sequences <= most and per_token(engine, sequences, prompt, response) <= 1 / float(speed[1]):
+                best = max(best, rate(engine, sequences, prompt, response))
+    if not best:
+        raise Unplannable(f"no cut of {row['model']} on {where.name} gives a user {speed[1]} tokens/s")
+    return best, where.devices
+
+
+def rate_per_megawatt(row: Row, constants: Constants) -> Answer:
+    found, devices = rate_for_users(row, constants)
+    return Answer(found / (devices * machine(row).accelerator.power / 1e6), float(row["value"]), "")
+
+
+def token_cost(row: Row, constants: Constants) -> Answer:
+    """Of a million tokens, on hardware that the operator owns (InferenceX's figures are of that kind)."""
+    found, devices = rate_for_users(row, constants)
+    price = machine(row).accelerator.price.owned
+    return Answer(price * devices / 3600 / found * 1e6, float(row["value"]), "")
