@@ -10,7 +10,7 @@ x_i keeps a leaf, y_j a branch, c_k covers a cluster. Differences from the origi
    wherever x is, and only x must be declared so.
 2. A cost is per node and given by the caller: 1 each as in the paper, or tokens.
 3. There is a time limit; status and gap are reported. When time is up the best solution found counts, and is said to be
-   no more than that. `tree_programme` solves the same exactly, without a solver, where clusters count nothing.
+   no more than that. `tree_programme` solves the same without it, and mostly sooner.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from plaudit.search.rules.ets import Ets
 from plaudit.search.rules.particles import effective, odds, resample
 from plaudit.search.rules.puct import Visits, puct
 from plaudit.search.tree import Tree, distinct_tokens
-from plaudit.search.tree_programme import solve_tree
+from plaudit.search.tree_programme import solve_covering, solve_tree
 
 
 def reference_apportionment(weights: list[float], width: int) -> list[int]:
@@ -106,9 +106,10 @@ def test_the_programme_is_solved_exactly() -> None:
         # Trying all 4,095 subsets takes its time; most instances are smaller, and some are of 12 leaves.
         leaves = 12 if trial % 25 == 0 else rng.randint(1, 8)
         programme = random_programme(rng, leaves, (rng.choice([0.5, 1.0, 2.0]), rng.choice([0.3, 1.0, 1.5])))
-        found = solve(programme)
-        assert found.status == "optimal"
-        assert programme.objective(found.kept) == pytest.approx(best_by_trying(programme), abs=1e-7)
+        best = best_by_trying(programme)
+        for found in (solve(programme), solve_covering(programme)):
+            assert found.status == "optimal"
+            assert programme.objective(found.kept) == pytest.approx(best, abs=1e-7)
 
 
 def test_the_tree_programme_is_exact_and_agrees_with_the_solver() -> None:
@@ -120,6 +121,16 @@ def test_the_tree_programme_is_exact_and_agrees_with_the_solver() -> None:
         assert programme.objective(solve_tree(programme).kept) == pytest.approx(best, abs=1e-9)
         if trial % 5 == 0:
             assert programme.objective(solve(programme).kept) == pytest.approx(best, abs=1e-7)
+
+
+def test_larger_programmes_are_solved_alike_by_tree_and_by_solver() -> None:
+    rng = random.Random(11)
+    for leaves in (16, 24, 32, 64):
+        for _ in range(3):
+            programme = random_programme(rng, leaves, (1.0, 1.5))
+            by_tree, by_solver = solve_covering(programme), solve(programme, 30.0)
+            assert by_tree.status == by_solver.status == "optimal"
+            assert programme.objective(by_tree.kept) == pytest.approx(programme.objective(by_solver.kept), abs=1e-6)
 
 
 def test_a_budget_is_kept_and_used_best() -> None:
@@ -140,7 +151,7 @@ def test_a_solver_out_of_time_says_so() -> None:
     found = solve(hard, time_limit=1e-6)
     assert found.status == "time limit"
     leaves = [Leaf(i + 1, rng.random(), (0,), cluster=i) for i in range(200)]
-    choice = Ets(time_limit=1e-9)(Frontier(1, 64, 64, leaves, {0: 5}))
+    choice = Ets(time_limit=1e-9, kv_budget=40)(Frontier(1, 64, 64, leaves, {0: 5}))
     assert choice.solver["status"] == "time limit"
     assert sum(choice.counts) == 64
 

@@ -7,7 +7,7 @@ REBASE does, from fewer parents: with less KV. Differences from the original:
 1. Leaves that repeat each other word for word are one leaf of the programme, with the sum of their values.
 2. `cost = "tokens"` charges a node its tokens, the prompt's once, instead of 1.
 3. `kv_budget` allows so many tokens in place of a price: `branch_weight` then counts nothing.
-4. Where clusters count nothing the exact tree programme takes the solver's place.
+4. The programme is solved as the tree it is, exactly (`tree_programme`); HiGHS has budgets and what branches too far.
 5. With branch_weight 0 and no budget every leaf is kept, as in the original, without asking a solver.
 6. Where the solver finds nothing in its time the level is REBASE's, and the choice says so.
 """
@@ -22,7 +22,7 @@ from typing import Literal
 from plaudit.search.apportion import rebase as counts_by_score
 from plaudit.search.frontier import Choice, Frontier
 from plaudit.search.programme import Programme, Solution, solve
-from plaudit.search.tree_programme import solve_tree
+from plaudit.search.tree_programme import solve_covering, solve_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,11 @@ class Ets:
         return Choice(counts, told)
 
     def solve(self, programme: Programme) -> Solution:
-        if programme.budget is None and not programme.clusters:
+        if programme.budget is not None:
+            return solve(programme, self.time_limit, self.gap)
+        if not programme.clusters:
             return solve_tree(programme)
-        return solve(programme, self.time_limit, self.gap)
+        return solve_covering(programme, self.time_limit, self.gap)
 
     def programme(self, frontier: Frontier, counts: Sequence[int]) -> tuple[Programme, list[list[int]]]:
         """The programme of a frontier with these counts, and for each of its leaves the places that it stands for."""

@@ -1,0 +1,163 @@
+"""Steps and scores over HTTP, from real servers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.config.search import SearchRecipe, load_search
+from plaudit.core import Engine
+from plaudit.errors import BadReply, RequestRefused, RewardUnavailable, ServerError
+from plaudit.search.embedding import ServedEncoder
+from plaudit.search.record import read_results
+from plaudit.search.runner import Outcome
+from plaudit.search.search import Search, run_search
+from tests.search.completions import CompletionServer
+from tests.serve.process import ServerProcess, free_port
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load("sums-policy")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(None, "--model", "sums-steps", "--model", "sums") as server:
+        yield server
+
+
+def recipe(questions: int = 2, **flags: Any) -> SearchRecipe:
+    return load_search(None, {"search.method": "rebase", "search.width": 6, "data.limit": questions, **flags})
+
+
+def remote(url: str, name: str = "openai", **flags: Any) -> SearchRecipe:
+    return recipe(**{"engine.name": name, "engine.url": url, "engine.timeout": 20.0, **flags})
+
+
+def searched(asked: SearchRecipe) -> list[Outcome]:
+    search = Search(asked)
+    try:
+        return sorted(search.run(search.questions()), key=lambda outcome: outcome.question.index)
+    finally:
+        search.close()
+
+
+def texts(outcomes: list[Outcome]) -> list[list[tuple[int, str, str]]]:
+    return [[(n.parent, n.text, n.state) for n in outcome.tree.nodes] for outcome in outcomes]
+
+
+def test_every_kind_of_server_gives_the_same_search(engine: Engine) -> None:
+    with CompletionServer(engine) as server:
+        by_ids = searched(remote(server.url))
+        by_sglang = searched(remote(server.url, "sglang"))
+        assert server.requests[0]["include_stop_str_in_output"] is True
+    with CompletionServer(engine, token_ids=False) as server:
+        by_text = searched(remote(server.url))
+        assert any(isinstance(request["prompt"], str) for request in server.requests)
+    assert any(outcome.answers for outcome in by_ids)
+    assert texts(by_sglang) == texts(by_ids)
+    # Drawn by text the seeds are others, for a path is known by its text; the first level is the same.
+    first = [[node for node in tree if node[0] == 0] for tree in texts(by_ids)]
+    assert [[node for node in tree if node[0] == 0] for tree in texts(by_text)] == first
+    counted = [outcome.driver.costs.generated for outcome in by_text]
+    assert counted == [sum(len(n.tokens) for n in o.tree.nodes[1:]) for o in by_text]
+
+
+def test_a_generating_server_that_is_lost_ends_the_run_and_resuming_finishes_it(engine: Engine, tmp_path: Path) -> None:
+    with CompletionServer(engine, fail_after=40) as failing:
+        asked = remote(failing.url, questions=4, **{"engine.timeout": 1.5}).model_copy(update={"concurrent": 2})
+        with pytest.raises(ServerError, match=r"no steps from http://127.0.0.1:\d+/v1/completions in 1.5 s"):
+            run_search(asked, tmp_path / "run")
+    lines = list(read_results(tmp_path / "run" / "results.jsonl"))
+    assert any(line["stopped"].startswith("failed: no steps") for line in lines)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["failed"] >= 1
+    with CompletionServer(engine) as mended:
+        again = remote(mended.url, questions=4)
+        figures = run_search(again, tmp_path / "run", resume=True)
+    assert figures["questions"] == 4
+    assert figures["failed"] == 0
+
+
+def test_a_server_that_answers_something_else_is_told(engine: Engine) -> None:
+    class Wrong(CompletionServer):
+        reply: tuple[int, Any] = (200, {"choices": []})
+
+        def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            return self.reply
+
+    with Wrong(engine) as server:
+        with pytest.raises(BadReply, match="sent 0 completions where 6 were asked for"):
+            searched(remote(server.url, questions=1))
+        Wrong.reply = (200, {"error": "no"})
+        with pytest.raises(BadReply, match="sent no completions"):
+            searched(remote(server.url, questions=1))
+        Wrong.reply = (404, {"error": "no such model"})
+        with pytest.raises(RequestRefused, match="refuses the request: it answered 404"):
+            searched(remote(server.url, questions=1))
+
+
+def test_a_served_prm_scores_as_a_local_one_and_computes_new_tokens_only(server: ServerProcess) -> None:
+    local = searched(recipe(questions=3))
+    before = server.http.get("/stats").json()["models"][0]
+    served = searched(recipe(questions=3).model_copy(update={"prm": served_prm(server)}))
+    after = server.http.get("/stats").json()["models"][0]
+    for one, other in zip(local, served, strict=True):
+        assert [n.tokens for n in one.tree.nodes] == [n.tokens for n in other.tree.nodes]
+        scores = [n.score for n in one.tree.nodes if n.score is not None]
+        assert scores == pytest.approx([n.score for n in other.tree.nodes if n.score is not None], abs=1e-5)
+    # Nodes of depth 6 and more: what re-prefilling each path would have cost, against what was computed.
+    paths = [
+        len(o.question.prompt_ids) + o.tree.length(n.id)
+        for o in served
+        for n in o.tree.nodes[1:]
+        if n.twin == n.id and n.score is not None
+    ]
+    assert after["computed_tokens"] - before["computed_tokens"] < sum(paths) / 3
+
+
+def served_prm(server: ServerProcess) -> Any:
+    return load_search(None, {"search.method": "rebase"}, [f'prm={{url="{server.url}"}}']).prm
+
+
+def test_a_prm_that_cannot_be_reached_is_told_and_answers_are_kept() -> None:
+    prm = load_search(
+        None, {"search.method": "rebase"}, [f'prm={{url="http://127.0.0.1:{free_port()}", timeout=1.0}}']
+    ).prm
+    search = Search(recipe(questions=1).model_copy(update={"prm": prm}))
+    found: list[Outcome] = []
+    with pytest.raises(RewardUnavailable, match="no scores from"):
+        found.extend(search.run(search.questions()))
+    search.close()
+    assert len(found) == 1
+    assert found[0].stopped.startswith("failed: no scores from")
+    assert len(found[0].tree.nodes) == 7, "what was generated is kept"
+
+
+def test_an_outcome_model_is_no_prm(server: ServerProcess) -> None:
+    prm = served_prm(server).model_copy(update={"model": "sums"})
+    search = Search(recipe(questions=1).model_copy(update={"prm": prm}))
+    with pytest.raises(ServerError, match="sums is no process model"):
+        list(search.run(search.questions()))
+    search.close()
+
+
+def test_embeddings_over_http(engine: Engine) -> None:
+    class Embeddings(CompletionServer):
+        def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            rows = [{"index": i, "embedding": [float(len(text)), 1.0]} for i, text in enumerate(body["input"])]
+            return (200, {"data": rows[::-1]}) if path == "/v1/embeddings" else (404, {})
+
+    with Embeddings(engine) as server:
+        encoder = ServedEncoder(server.url)
+        assert encoder.embed(["a", "bcd"]).tolist() == [[1.0, 1.0], [3.0, 1.0]]
+        encoder.close()
+        asked = recipe(
+            questions=1, **{"search.method": "ets", "search.clusters": "served", "search.encoder": server.url}
+        )
+        (outcome,) = searched(asked)
+        assert any(node.cluster is not None for node in outcome.tree.nodes)
+    with pytest.raises(ServerError, match="no embeddings from"):
+        ServedEncoder(f"http://127.0.0.1:{free_port()}").embed(["a"])
