@@ -73,7 +73,8 @@ def solve_covering(programme: Programme, time_limit: float = 5.0, gap: float = 0
     for i, cluster in enumerate(programme.clusters):
         members.setdefault(cluster, []).append(i)
     pay = programme.cluster_weight / len(members)
-    best_value, best_kept = -math.inf, (0,)
+    best_value = -math.inf
+    best_kept: tuple[int, ...] = ()
     stack: list[tuple[float, dict[int, float]]] = [(math.inf, dict.fromkeys(range(len(programme.values)), pay))]
     for _ in range(EVALUATIONS):
         if not stack or time.monotonic() > deadline:
