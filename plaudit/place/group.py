@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class BroadcastGroup:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=WATCHDOG_SECONDS)
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+                self._connect(seconds)
 
     def broadcast(self, flat: Tensor, seconds: float) -> Pending:
         """Start it; rank 0 sends. `flat` must live until the end."""
@@ -79,6 +81,20 @@ class BroadcastGroup:
         options.timeout = timedelta(seconds=max(seconds, 0.1)) if flat.device.type == "cpu" else _no_limit()
         with _broken_if_it_fails():
             return Pending(self._group, self._group.broadcast([flat], options), flat)
+
+    def _connect(self, seconds: float) -> None:
+        """NCCL connects at the first exchange, in a call that knows no deadline: so that is made by a thread."""
+        device = torch.cuda.current_device()
+
+        def first() -> None:
+            torch.cuda.set_device(device)
+            self.broadcast(torch.zeros(1, device=self.device), seconds).wait(seconds)
+
+        thread = threading.Thread(target=first, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            raise GroupBroken(f"NCCL did not connect within {seconds:.3g} s")
 
     def close(self) -> None:
         group, self._group = self._group, None

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from plaudit.errors import WeightsRefused
 
 BUCKET_BYTES = 32 << 20
-ALIGNMENT = 64  # bytes; where a tensor may begin in a segment or a bucket
+ALIGNMENT = 512  # bytes, as torch's allocator on a GPU: kernels are chosen by it
 
 
 @dataclass(frozen=True, slots=True)

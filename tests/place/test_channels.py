@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,3 +284,11 @@ def test_sharded_weights_are_gathered_on_the_way(kind: str, tmp_path: Path) -> N
             assert [rank.wait(60.0) for rank in ranks] == [0, 0]
             published = ours.recv(100).decode()
         assert (other.look()["version"], other.look()["digest"]) == (2, published)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_guide_runs() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "channels.md"
+    example = guide.read_text().split("```python\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "1 True 288\n"
