@@ -429,6 +429,45 @@ def bench_weight_channels(
     run_bench_weights(parameters, device, dtype, disk, repeats, as_json=json, out=out)
 
 
+@bench.command("memory")
+def bench_memory_of_placements(
+    recipe: Annotated[Path, typer.Argument(help="An RL recipe, such as recipes/sums-ppo.toml.")],
+    placements: Annotated[str, typer.Option(metavar="A,B,C", help="Placements to run. Default: all.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Steps in each.")] = 2,
+    sets: Sets = [],  # noqa: B006 (typer copies it)
+    timeout: Annotated[float, typer.Option(help="Seconds that one placement may take.")] = 1800.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
+    out: Annotated[Path, typer.Option(help="Where memory.json, memory.html and the runs go.")] = Path("runs/bench"),
+) -> None:
+    """Run a recipe for a few steps in every placement, and show what memory held in each. Exit code 1: some failed."""
+    from json import dump, dumps
+
+    from plaudit.bench.memory import bench_memory, chosen
+    from plaudit.output import check_writable, written
+    from plaudit.report.history import read_history
+    from plaudit.report.page import render_page
+    from plaudit.report.terminal import print_memory
+
+    asked = chosen(placements)
+    (out / "memory").mkdir(parents=True, exist_ok=True)
+    table, page = out / "memory.json", out / "memory.html"
+    check_writable(table)
+    result = bench_memory(recipe, asked, steps, sets, out / "memory", timeout)
+    histories = [read_history(Path(placed.directory)) for placed in result.placements if placed.error is None]
+    with written(table) as file:
+        dump(result.as_dict(), file, indent=2)
+    with written(page) as file:
+        file.write(render_page(histories))
+    if json:
+        typer.echo(dumps(result.as_dict()))
+    else:
+        print_memory(histories)
+        for placed in result.placements:
+            typer.echo(placed.told())
+        typer.echo(f"figures: {table}; page: {page}")
+    raise typer.Exit(int(any(placed.error is not None for placed in result.placements)))
+
+
 @app.callback(invoke_without_command=True)
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if show:

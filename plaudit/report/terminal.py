@@ -40,9 +40,7 @@ def print_report(runs: Sequence[History], console: Console | None = None) -> Non
         for i, (what, value) in enumerate(rows):
             table.add_row("" if i else run.name, what, value, end_section=i == len(rows) - 1)
     console.print(table)
-    for run in runs:
-        for line in run.memory:
-            _print_memory(run, line, console)
+    print_memory(runs, console)
     for run in runs:
         _print_diagnosis(run, console)
 
@@ -77,7 +75,14 @@ def _times(run: History) -> list[tuple[str, str]]:
     return [("time: " + ", ".join(shares), "")] if shares else []
 
 
-def _print_memory(run: History, line: Timeline, console: Console) -> None:
+def print_memory(runs: Sequence[History], console: Console | None = None) -> None:
+    console = console or Console()
+    for run in runs:
+        for line in run.memory:
+            console.print(_memory(run, line))
+
+
+def _memory(run: History, line: Timeline) -> Table:
     """Each phase at its fullest; the owners that never hold much are added up."""
     phases = line.by_phase()
     owners = [owner for owner in line.owners if owner not in NOBODY]
@@ -98,7 +103,7 @@ def _print_memory(run: History, line: Timeline, console: Console) -> None:
         ]
         style = "bold" if held is line.peak else None
         table.add_row(phase, size(held.total), *(size(cell) if cell else "–" for cell in cells), style=style)
-    console.print(table)
+    return table
 
 
 def _print_diagnosis(run: History, console: Console) -> None:

@@ -1,0 +1,56 @@
+"""`plaudit bench memory`: the same recipe in several placements."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plaudit.bench.memory import PLACEMENTS, chosen, figures
+from plaudit.config import to_toml
+from plaudit.errors import ConfigError
+from plaudit.events import EventLog
+from tests.test_cli import plaudit
+from tests.train.rl_world import recipe
+
+
+def test_placements_are_chosen_by_name() -> None:
+    assert chosen("") == list(PLACEMENTS)
+    assert chosen("swapped, colocated") == ["swapped", "colocated"]
+    with pytest.raises(ConfigError, match="unknown placement 'swaped'; did you mean 'swapped'"):
+        chosen("swaped")
+
+
+def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for step, update in ((1, 900), (2, 500)):
+        log.metric({"time/step": 10.0 * step, "time/swap": 1.0 * step}, step=step)
+        log.write("memory", step=step, phase="generate", bytes={"KV": 300, "weights": 100}, taken={"peak": 420})
+        log.write("memory", step=step, phase="update", bytes={"weights": 100, "activations": update}, taken={})
+    log.close()
+    found = figures("swapped", tmp_path)
+    assert (found.peak_bytes, found.peak_phase) == (1000, "update")
+    assert (found.seconds_per_step, found.swap_seconds_per_step) == (20.0, 2.0)
+    assert found.phases == {"generate": {"KV": 300, "weights": 100}, "update": {"weights": 100, "activations": 900}}
+    assert found.told() == "swapped: peak 0 MiB in update; 20 s a step, 2 s of it moves"
+
+
+@pytest.mark.slow
+def test_the_command_tells_what_works_and_what_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "ppo.toml"
+    tree = recipe(algorithm={"name": "ppo", "kl": {"coef": 0.05}}, reward={"path": "sums"}, data={"eval_items": 2})
+    file.write_text(to_toml(tree))
+    asked = ["bench", "memory", str(file), "--placements", "colocated,swapped", "--out", str(tmp_path / "out")]
+    done = plaudit(*asked, "--steps", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "out" / "memory.json").read_text())
+    colocated, swapped = result["placements"]
+    assert (colocated["placement"], swapped["placement"]) == ("colocated", "swapped")
+    assert "reference weights" in colocated["phases"]["generate"]
+    assert swapped["phases"]["generate"].get("reference weights", 0) < 10_000
+    page = (tmp_path / "out" / "memory.html").read_text()
+    assert "colocated" in page
+    assert "swapped" in page
+    failed = plaudit(*asked, "--set", "train.minibatches=3")
+    assert failed.returncode == 2
+    assert "do not divide into 3 minibatches" in failed.stderr
