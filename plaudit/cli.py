@@ -317,16 +317,27 @@ def report(
         Following(runs[0]).show()
         return
     from plaudit.output import check_writable, written
-    from plaudit.report.history import read_history
-    from plaudit.report.page import render_page
-    from plaudit.report.terminal import print_report
+    from plaudit.report.searches import is_search, read_searches
+    from plaudit.report.terminal import print_report, print_searches
 
-    histories = [read_history(run) for run in runs]
     page = out or runs[0] / "report.html"
-    check_writable(page)
-    print_report(histories)
+    if any(is_search(run) for run in runs):
+        from plaudit.report.search_page import render_search_page
+
+        searches = read_searches(runs)
+        check_writable(page)
+        print_searches(searches)
+        text = render_search_page(searches)
+    else:
+        from plaudit.report.history import read_history
+        from plaudit.report.page import render_page
+
+        histories = [read_history(run) for run in runs]
+        check_writable(page)
+        print_report(histories)
+        text = render_page(histories)
     with written(page) as file:
-        file.write(render_page(histories))
+        file.write(text)
     typer.echo(f"page: {page}")
 
 

@@ -30,11 +30,14 @@ _DATA, _POLICY = "{{data}}", "{{script-hash}}"
 
 
 def render_page(runs: Sequence[History]) -> str:
-    template = _TEMPLATE.read_text(encoding="utf-8")
-    script = template.split("<script>")[1].split("</script>")[0]
-    # The browser runs the page's own script and no other, wherever a text may come to stand.
-    own = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = {"labels": FIGURES, "runs": [_run(run) for run in runs]}
+    return filled(_TEMPLATE.read_text(encoding="utf-8"), data)
+
+
+def filled(template: str, data: Mapping[str, Any]) -> str:
+    """A page with its data. The browser runs the page's own script and no other, wherever a text may come to stand."""
+    script = template.split("<script>")[1].split("</script>")[0]
+    own = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return template.replace(_POLICY, own).replace(_DATA, _embedded(data))
 
 

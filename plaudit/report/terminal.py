@@ -14,6 +14,7 @@ from plaudit.report.figures import FIGURES
 from plaudit.report.finding import count, percent, size
 from plaudit.report.history import History
 from plaudit.report.memory import NOBODY, Timeline
+from plaudit.report.searches import Searched
 from plaudit.report.sparkline import sparkline
 
 COLOURS = {"bad": "red", "watch": "yellow", "fine": "green"}
@@ -114,3 +115,23 @@ def _print_diagnosis(run: History, console: Console) -> None:
         if finding.severity != "fine":
             said = (f"  {finding.rule}: ", COLOURS[finding.severity])
             console.print(Text.assemble(said, finding.says, (f" {finding.cure}", "dim")), soft_wrap=True)
+
+
+def print_searches(runs: Sequence[Searched], console: Console | None = None) -> None:
+    """Searches side by side: what they found, and what a question cost."""
+    console = console or Console()
+    table = Table(title="per question", title_style="dim", title_justify="left", box=None, pad_edge=False)
+    table.add_column("run")
+    for heading in ("method", "questions", "right", "KV tokens", "generated", "calls", "seconds"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        figures = run.figures
+        right = "–" if "accuracy" not in figures else f"{figures['accuracy']:.3f} ± {figures['accuracy_se']:.3f}"
+        costs = [f"{run.per_question(name):,.0f}" for name in ("kv_tokens", "generated_tokens", "calls")]
+        table.add_row(
+            run.name, run.label, str(figures["questions"]), right, *costs, f"{run.per_question('seconds'):.2f}"
+        )
+    console.print(table)
+    for run in runs:
+        if run.figures.get("failed"):
+            console.print(f"[red]{run.name}: {count(run.figures['failed'], 'question')} failed; --resume tries again")

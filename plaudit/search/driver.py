@@ -11,7 +11,7 @@ from plaudit.config.search import BudgetTable, RuleTable
 from plaudit.search.answers import AGGREGATES, Answer, decided
 from plaudit.search.costs import Costs
 from plaudit.search.reading import AnswerReading
-from plaudit.search.tree import ROOT, Node, Tree
+from plaudit.search.tree import Node, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class Driver(ABC):
     def expansions(self) -> list[Expand]:
         """The next round; empty when the search is over. `stopped` then says why."""
         live = self.live()
-        self.costs.saw(self.tree.kv_tokens(live or [ROOT]))
+        if live:
+            self.costs.saw(self.tree.kv_tokens(live))
         self.costs.seconds = time.monotonic() - self._began
         self.stopped = self._over()
         chosen = [] if self.stopped else self.choose(live)

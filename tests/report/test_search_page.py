@@ -1,0 +1,102 @@
+"""The page of searches: from the event log alone, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from plaudit.errors import RunError
+from plaudit.events import EventLog
+from plaudit.report.search_page import MOST_NODES, render_search_page
+from plaudit.report.searches import is_search, read_searches
+from tests.report.made_up import HOSTILE, write_run
+
+CHROMIUM = shutil.which("chromium")
+FIGURES = {
+    "method": "ets", "width": 4, "questions": 2, "answered": 2, "failed": 0, "accuracy": 0.5, "accuracy_se": 0.35,
+    "kv_tokens": 400, "kv_peak": 90, "generated_tokens": 300, "calls": 40, "seconds": 3.0, "solver_seconds": 0.1,
+    "cluster_seconds": 0.1, "unsolved": 0, "phases": {"generate": 2.0}, "stopped": {"done": 2},
+}  # fmt: skip
+
+
+def node(id: int, parent: int, text: str, state: str, score: float | None = 0.5, **more: Any) -> dict[str, Any]:
+    return {
+        "id": id,
+        "parent": parent,
+        "text": text,
+        "tokens": 3,
+        "state": state,
+        "score": score,
+        "value": score,
+    } | more
+
+
+def write_search(directory: Path, nodes: list[dict[str, Any]] | None = None, **figures: Any) -> Path:
+    directory.mkdir(parents=True)
+    tree = nodes or [
+        node(0, -1, "", "expanded", 1.0), node(1, 0, "7+8=15;", "expanded", 0.9), node(2, 0, HOSTILE, "pruned", 0.2),
+        node(3, 0, "7+8=15;", "expanded", 0.9, twin=1), node(4, 1, "#15", "finished", 0.8),
+        node(5, 1, "", "failed", None, error="empty step"),
+    ]  # fmt: skip
+    log = EventLog(directory)
+    for index in (0, 1):
+        log.write(
+            "sample", step=index, index=index, prompt=f"7+8= {HOSTILE}", truth="15", answer="15", right=True,
+            stopped="done", costs={"kv": [4, 11, 14]}, nodes=tree,
+        )  # fmt: skip
+    log.note("search", **{**FIGURES, **figures})
+    log.close()
+    return directory
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    data: dict[str, Any] = json.loads(found)
+    return data
+
+
+def test_searches_are_told_from_trainings(tmp_path: Path) -> None:
+    search, training = write_search(tmp_path / "a"), write_run(tmp_path / "b")
+    assert is_search(search)
+    assert not is_search(training)
+    with pytest.raises(RunError, match="b is no search"):
+        read_searches([search, training])
+
+
+def test_a_page_stays_small(tmp_path: Path) -> None:
+    many = [node(0, -1, "", "expanded", 1.0), *(node(i, 0, "1+1=2;", "pruned") for i in range(1, MOST_NODES))]
+    (run,) = data_of(render_search_page(read_searches([write_search(tmp_path / "a", many)])))["runs"]
+    assert len(run["trees"]) == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium for the tests of the page: apt install chromium")
+def test_the_page_draws_trees_and_budgets(tmp_path: Path) -> None:
+    runs = [write_search(tmp_path / "a"), write_search(tmp_path / "b", method="rebase", width=16, kv_tokens=900)]
+    file = tmp_path / "page.html"
+    file.write_text(render_search_page(read_searches(runs)))
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda asked: complaints.append(asked.url) if "file:" not in asked.url else None)
+        page.goto(file.as_uri())
+        expect(page.locator("#figures tbody tr")).to_have_count(2)
+        expect(page.locator("#scatter circle")).to_have_count(2)
+        expect(page.locator("#tree .node")).to_have_count(5)  # the twin is drawn with its first
+        page.locator("#tree rect.node").hover()
+        expect(page.locator("#said")).to_contain_text("7+8=15;#15")
+        expect(page.locator("#kv rect")).to_have_count(3)
+        page.select_option("#axis", "calls")
+        page.select_option("#run", "1")
+        page.select_option("#question", "1")
+        expect(page.locator("#told")).to_contain_text("answer 15 right")
+        browser.close()
+    assert not [text for text in complaints if not text.startswith("data:")]
