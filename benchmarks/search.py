@@ -1,0 +1,259 @@
+"""Accuracy against budget of every search method, paired, on the hard split of the embedded world.
+
+    python benchmarks/search.py [--part main|variants|time] [--questions 2000] [--widths 4 16 64] [--minutes 12]
+
+Steps are drawn by (seed, question, path), so that every method is searched on the same trees. A step that one method
+has drawn and scored is therefore the same for the next: they are remembered for a question, which changes no figure but
+the time. Question by question, all methods and widths; when the minutes are over the figures are of the questions done.
+
+main      all methods at all widths, with 95 % intervals; differences to REBASE in pairs with their standard errors
+variants  what goes past ETS, tuned on other questions (--seed 2), reported on these
+time      milliseconds of the programme and of clustering per level, at widths 16, 64, 256, beside HiGHS alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from search_variants import Directions, Joint
+
+RESULTS = Path(__file__).parent / "results"
+METHODS: dict[str, dict[str, Any]] = {
+    "best-of-n": {"method": "best-of-n"},
+    "majority": {"method": "best-of-n", "vote": "majority"},
+    "beam": {"method": "beam"},
+    "dvts": {"method": "dvts"},
+    "rebase": {"method": "rebase"},
+    "ets": {"method": "ets"},
+    "mcts": {"method": "mcts"},
+    "particles": {"method": "particles"},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rebase": {"method": "rebase"},
+    "ets": {"method": "ets"},
+    "ets, no clusters": {"method": "ets", "cluster_weight": 0.0},
+    "ets, token cost": {"method": "ets", "cost": "tokens"},
+    "ets, KV budget 120": {"method": "ets", "kv_budget": 120},
+    "ets, KV budget 80": {"method": "ets", "kv_budget": 80},
+    "ets, T 1": {"method": "ets", "temperature": 1.0},
+    "rebase, T 1": {"method": "rebase", "temperature": 1.0},
+    "ets, min": {"method": "ets", "aggregate": "min"},
+    "joint": {"method": "ets", "rule": Joint()},
+    "joint, fade 0.7": {"method": "ets", "rule": Joint(fade=0.7)},
+    "directions": {"method": "ets", "rule": Directions()},
+    "directions, T 1": {"method": "ets", "rule": Directions(1.0)},
+    "directions, by words": {"method": "ets", "rule": Directions(words=True)},
+    "best-of-n": {"method": "best-of-n"},
+}
+
+
+class Remembering:
+    """A policy and a scorer in one, which ask each thing once."""
+
+    def __init__(self, policy: Any, scorer: Any) -> None:
+        self.policy, self.scorer = policy, scorer
+        self.steps: dict[Any, list[Any]] = {}
+        self.scores: dict[Any, Any] = {}
+
+    computed = 0
+
+    def extend(self, asks: Sequence[Any]) -> list[list[Any]]:
+        new = [ask for ask in asks if len(self.steps.get((ask.prompt, ask.said, ask.seed), ())) < ask.count]
+        for ask, steps in zip(new, self.policy.extend(new), strict=True):
+            self.steps[ask.prompt, ask.said, ask.seed] = steps
+        return [self.steps[ask.prompt, ask.said, ask.seed][: ask.count] for ask in asks]
+
+    def score(self, paths: Sequence[Any], *, hidden: bool = False) -> list[Any]:
+        new = list(dict.fromkeys(path for path in paths if path not in self.scores))
+        self.scores.update(zip(new, self.scorer.score(new, hidden=True), strict=True))
+        return [self.scores[path] for path in paths]
+
+    def release(self, *_: Any, **__: Any) -> None:
+        """Other methods may want it."""
+
+    def close(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        self.steps.clear()
+        self.scores.clear()
+        self.policy.engine.new_version()
+        self.scorer.engine.new_version()
+
+
+def with_rule(driver: Any, rule: Any) -> Any:
+    driver.rule = rule
+    return driver
+
+
+def work(job: int, args: argparse.Namespace, table: dict[str, dict[str, Any]], until: float) -> list[dict[str, Any]]:
+    """This job's questions, a few at a time, by every method and width."""
+    from plaudit.config.search import load_search
+    from plaudit.search.search import Search
+
+    base = load_search(None, {"data.limit": args.questions, "search.width": 4}, [f"seed={args.seed}"])
+    first = Search(base)
+    questions = first.questions()[job :: args.jobs]
+    remembering = Remembering(first.policy, first.scorer)
+    found = []
+    for begin in range(0, len(questions), args.batch):
+        if time.time() > until:
+            break
+        batch = questions[begin : begin + args.batch]
+        for width in sorted(args.widths, reverse=True):
+            for name, keys in table.items():
+                rule = keys.get("rule")
+                own = {key: value for key, value in keys.items() if key != "rule"}
+                tree = {**base.search.model_dump(exclude_none=True), **own, "width": width}
+                recipe = base.model_copy(update={"search": type(base.search).model_validate(tree)})
+                search = Search(recipe, policy=remembering, scorer=remembering, tokenizer=first.tokenizer)
+                if rule is not None:
+                    make = search.runner.new_driver
+                    search.runner.new_driver = lambda q, t, make=make, rule=rule: with_rule(make(q, t), rule)
+                for outcome in search.run(batch):
+                    costs = outcome.driver.costs
+                    found.append(
+                        {"method": name, "width": width, "question": outcome.question.index, "right": outcome.right,
+                         "kv_tokens": costs.kv_tokens, "kv_peak": costs.kv_peak, "generated": costs.generated,
+                         "calls": costs.calls, "unsolved": costs.unsolved}
+                    )  # fmt: skip
+        remembering.forget()
+    return found
+
+
+def mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error."""
+    average = math.fsum(values) / len(values)
+    spread = math.fsum((v - average) ** 2 for v in values) / max(1, len(values) - 1)
+    return average, math.sqrt(spread / len(values))
+
+
+def table_of(rows: Sequence[dict[str, Any]], names: Sequence[str], widths: Sequence[int]) -> list[dict[str, Any]]:
+    lines = []
+    for width in widths:
+        by = {n: {r["question"]: r for r in rows if r["method"] == n and r["width"] == width} for n in names}
+        asked = sorted(set.intersection(*(set(found) for found in by.values())))
+        if not asked:
+            continue
+        for name in names:
+            accuracy, error = mean([by[name][q]["right"] for q in asked])
+            apart, apart_error = mean([by[name][q]["right"] - by["rebase"][q]["right"] for q in asked])
+            kv, base_kv = (sum(by[n][q]["kv_tokens"] for q in asked) for n in (name, "rebase"))
+            lines.append(
+                {"width": width, "method": name, "questions": len(asked), "accuracy": accuracy,
+                 "interval": 1.96 * error, "to_rebase": apart, "to_rebase_se": apart_error,
+                 "kv_tokens": kv / len(asked), "kv_reduction": base_kv / kv,
+                 "kv_peak": sum(by[name][q]["kv_peak"] for q in asked) / len(asked),
+                 "generated": sum(by[name][q]["generated"] for q in asked) / len(asked),
+                 "calls": sum(by[name][q]["calls"] for q in asked) / len(asked),
+                 "unsolved": sum(by[name][q]["unsolved"] for q in asked)}
+            )  # fmt: skip
+    return lines
+
+
+def show(lines: Sequence[dict[str, Any]]) -> None:
+    print("width  method               accuracy        to REBASE         KV tokens  KV less by  generated   calls")
+    for x in lines:
+        print(
+            f"{x['width']:5}  {x['method']:19}  {x['accuracy']:.3f} ± {x['interval']:.3f}  {x['to_rebase']:+.3f} ± "
+            f"{x['to_rebase_se']:.3f} (se)  {x['kv_tokens']:8.0f}  {x['kv_reduction']:8.2f}x  {x['generated']:9.0f}  "
+            f"{x['calls']:7.0f}   n = {x['questions']}"
+        )
+
+
+def timing() -> list[dict[str, Any]]:
+    """Programmes as real searches pose them, and clusters of as many steps as there are leaves."""
+    import numpy as np
+
+    import plaudit.search.rules.ets as rule
+    from plaudit.config.search import load_search
+    from plaudit.search.cluster import by_vector
+    from plaudit.search.programme import solve
+    from plaudit.search.search import Search
+
+    lines = []
+    for width, questions in ((16, 12), (64, 6), (256, 2)):
+        posed: list[Any] = []
+
+        class Posing(rule.Ets):
+            def solve(self, programme: Any, posed: list[Any] = posed) -> Any:
+                posed.append(programme)
+                return super().solve(programme)
+
+        import plaudit.search.methods as methods
+
+        methods.Ets = Posing  # type: ignore[misc]
+        search = Search(load_search(None, {"search.width": width, "data.limit": questions}))
+        outcomes = list(search.run(search.questions()))
+        methods.Ets = rule.Ets  # type: ignore[misc]
+        generated = sum(o.driver.costs.generated for o in outcomes)
+        model = search.runner.phases["generate"] + search.runner.phases["score"]
+        ours, highs, gaps = [], [], []
+        for programme in posed:
+            began = time.process_time()
+            found = rule.Ets().solve(programme)
+            ours.append(1e3 * (time.process_time() - began))
+            gaps.append(found.gap)
+            began = time.process_time()
+            solve(programme)
+            highs.append(1e3 * (time.process_time() - began))
+        clustering = []
+        for _ in range(5):
+            vectors = np.random.default_rng(1).normal(size=(width, 80))
+            began = time.process_time()
+            by_vector(vectors, 0.05)
+            clustering.append(1e3 * (time.process_time() - began))
+        lines.append(
+            {"width": width, "levels": len(posed), "leaves": sum(len(p.values) for p in posed) / len(posed),
+             "programme_ms": sum(ours) / len(ours), "programme_ms_worst": max(ours),
+             "highs_ms": sum(highs) / len(highs), "highs_ms_worst": max(highs), "gap": max(gaps),
+             "cluster_ms": min(clustering),
+             "model_ms_per_level": 1e3 * model / len(posed),
+             "tokens_per_level": generated / len(posed)}
+        )  # fmt: skip
+        print(json.dumps(lines[-1]))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["main", "variants", "time"], default="main")
+    parser.add_argument("--questions", type=int, default=2000)
+    parser.add_argument("--widths", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began = time.time()
+    if args.part == "time":
+        lines = timing()
+    else:
+        table = METHODS if args.part == "main" else VARIANTS
+        with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+            asked = [(job, args, table, began + 60 * args.minutes) for job in range(args.jobs)]
+            rows = [row for part in pool.starmap(work, asked) for row in part]
+        lines = table_of(rows, list(table), args.widths)
+        show(lines)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    told = {
+        "script": "benchmarks/search.py", "part": args.part, "seed": args.seed, "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores", "commit": commit,
+        "seconds": round(time.time() - began, 1), "lines": lines,
+    }  # fmt: skip
+    out = args.out or RESULTS / f"search-{args.part}.json"
+    out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
