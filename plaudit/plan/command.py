@@ -18,7 +18,7 @@ from plaudit.plan.explain import explain
 from plaudit.plan.listing import print_outcome
 from plaudit.plan.page import render_page
 from plaudit.plan.question import Outcome, Question, ask
-from plaudit.plan.recipes import read_recipe, recipe_for, runnable, workload_of
+from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 
 MANY_DEVICES = 256
 """From here on a search takes seconds, and shows how far it is."""
@@ -69,7 +69,8 @@ def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable
         options = _calibrated(options, options.calibrate, measure)
         if options.model is None and options.recipe is None:
             return
-    outcome = _answer(_question(options, resolve))
+    question = _question(options, resolve)
+    outcome = _answer(question)
     if options.page is not None:
         with written(options.page) as file:
             file.write(render_page(outcome))
@@ -82,7 +83,7 @@ def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable
     else:
         print_outcome(outcome, options.top)
     if options.recipe is not None and not options.as_json:
-        _print_recipe(options, outcome)
+        _print_recipe(options, _answer(replace(question, ours=True)))
     if options.page is not None and not options.as_json:
         print(f"page: {options.page}")
 
@@ -123,7 +124,7 @@ def _answer(question: Question) -> Outcome:
 
 def _print_recipe(options: Options, outcome: Outcome) -> None:
     assert options.recipe is not None
-    text = recipe_for(read_recipe(options.recipe), runnable(outcome))
+    text, _ = recipe_for(read_recipe(options.recipe), outcome)
     if options.out is None:
         print(text, end="")
         return

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import typing
 from dataclasses import dataclass
 
-from plaudit.config.rl import PlacementTable
 from plaudit.errors import ConfigError, nearest
 from plaudit.plan.channel import CHANNELS
 from plaudit.plan.hardware import Cluster
@@ -73,16 +71,19 @@ class Plan:
 
     def not_ours(self) -> str:
         """Why Plaudit's own trainer cannot run this plan; empty where it can."""
-        known = typing.get_args(PlacementTable.model_fields["name"].annotation)
-        reasons = [] if self.placement in known else [f"placement {self.placement}"]
-        cuts = {
-            "pipeline parallel": self.training.pp > 1 or self.generation.pp > 1,
-            "expert parallel": self.training.ep > 1 or self.generation.ep > 1,
-            "context parallel": self.training.cp > 1,
-            "offloaded optimizer": self.training.offload_optimizer,
-            f"channel {self.channel}": self.channel in ("reshard", "pipeline", "tensors"),
+        generation, training = self.generation, self.training
+        lacks = {
+            "pipeline parallel": training.pp > 1 or generation.pp > 1,
+            "expert parallel": training.ep > 1 or generation.ep > 1,
+            "context parallel": training.cp > 1,
+            "an engine over several devices": generation.tp > 1,
+            "data parallel without FSDP": training.dp > 1 and training.zero < 3,
+            "offloaded optimizer": training.offload_optimizer,
+            "parked reference": training.park,
+            f"{self.placement} over several ranks": self.placement in ("swapped", "async") and self.cluster.devices > 1,
+            f"channel {self.channel}": self.channel not in ("", "shared", "ipc", "broadcast", "disk"),
         }
-        return ", ".join(reasons + [name for name, used in cuts.items() if used])
+        return ", ".join(name for name, true in lacks.items() if true)
 
     def __str__(self) -> str:
         where = "" if self.shared else f" {self.generation_cluster.devices}+{self.cluster.devices}"

@@ -30,6 +30,8 @@ class Question:
     staleness: int = 1
     generation_cluster: Cluster | None = None
     price: str = "mid"
+    ours: bool = False
+    """Only plans that Plaudit's own trainer runs."""
 
     def answer(self, progress: Progress | None = None) -> Outcome:
         found = {}
@@ -37,6 +39,7 @@ class Question:
             found[place.name] = Search(
                 self.workload, place, self.constants, placements=self.placements, channel=self.channel,
                 staleness=self.staleness, generation_cluster=self.generation_cluster, progress=progress,
+                ours=self.ours,
             ).run()  # fmt: skip
         outcome = Outcome(self, found)
         if not outcome.plans:
@@ -49,7 +52,8 @@ class Question:
         near = min(
             (r for found in outcome.found.values() for r in found.rejected), key=lambda r: r.factor, default=None
         )
-        told = f"{self.workload.model.name} fits on {place.name} in no plan"
+        whose = " that Plaudit's trainer runs" if self.ours else ""
+        told = f"{self.workload.model.name} fits on {place.name} in no plan{whose}"
         told += f"; nearest: {near.placement}, {near.reason}" if near else ""
         larger = smallest_that_fits(self.workload, place, self.constants, self.placements)
         roomier = _roomier(self.workload, place, self.constants, self.placements)

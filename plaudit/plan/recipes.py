@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from plaudit.config.recipe import load_recipe
-from plaudit.config.rl import PlacementTable, ResourcesTable, RlRecipe
+from plaudit.config.rl import RlRecipe
 from plaudit.config.table import to_toml
 from plaudit.errors import ConfigError
 from plaudit.plan.model_shape import ModelShape
@@ -48,32 +50,43 @@ def workload_of(
         train.prompts_per_step * train.samples_per_prompt,
         train.samples_per_prompt, train.epochs * train.minibatches, train.epochs, recipe.algorithm.kl.coef > 0, critic,
         shape(str(reward)) if reward else None, DTYPES[recipe.model.dtype], "", DTYPES[recipe.model.dtype],
-        train.steps, plain=True,
+        train.steps, plain=True, micro_tokens=train.micro_batch_tokens,
     )  # fmt: skip
 
 
-def runnable(outcome: Outcome) -> Prediction:
-    """The fastest plan that our trainer executes."""
-    ours = [prediction for prediction in outcome.plans if not prediction.plan.not_ours()]
-    if not ours:
-        first = outcome.best.plan
-        raise ConfigError(f"no plan that fits can be run by Plaudit's trainer; the fastest wants {first.not_ours()}")
-    return ours[0]
+def recipe_for(recipe: RlRecipe, outcome: Outcome) -> tuple[str, Prediction]:
+    """The recipe with the fastest plan that it can have, as TOML."""
+    refused = ""
+    for prediction in outcome.plans:
+        if prediction.plan.not_ours():
+            continue
+        try:
+            return _planned(recipe, prediction, outcome.question.clusters[0].nodes > 1), prediction
+        except ValidationError as error:  # an adapter on several ranks, say: the next plan may do without
+            refused = error.errors()[0]["msg"]
+    wants = refused or f"the fastest wants {outcome.best.plan.not_ours()}"
+    raise ConfigError(f"no plan that fits can be run by Plaudit's trainer; {wants}")
 
 
-def recipe_for(recipe: RlRecipe, prediction: Prediction) -> str:
-    """The recipe with the plan's placement, ranks and recomputation, as TOML."""
+def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> str:
     plan = prediction.plan
-    placement = PlacementTable.model_validate({**recipe.placement.model_dump(), "name": plan.placement})
-    wanted = {"data_parallel": plan.training.dp, "tensor_parallel": plan.training.tp}
-    known = {**recipe.resources.model_dump(), **wanted}
-    changed = recipe.model_copy(
-        update={
-            "placement": placement,
-            "resources": ResourcesTable.model_validate(known),
-            "model": recipe.model.model_copy(update={"recompute": plan.training.recompute == "full"}),
-        }
-    )
+    tables = recipe.model_dump(exclude_defaults=True)
+    apart = not plan.shared
+    placement = {**tables.get("placement", {}), "name": plan.placement}
+    if apart and several_nodes:  # within a node the default, shared memory, is the fastest
+        placement["channel"] = "disk" if plan.channel == "disk" else "collective"
+    elif not apart:
+        placement.pop("channel", None)
+    if plan.placement == "async":
+        placement["staleness"] = plan.staleness
+    resources = {**tables.get("resources", {}), "data_parallel": plan.training.dp, "tensor_parallel": plan.training.tp}
+    rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in ("processes", "devices")}
+    if apart:
+        rollout["processes"] = plan.replicas
+    if rollout:
+        resources["rollout"] = rollout
+    model = {**tables["model"], "recompute": plan.training.recompute == "full"}
+    changed = RlRecipe.model_validate({**tables, "placement": placement, "resources": resources, "model": model})
     note = (
         f"# Planned: {plan}\n# {prediction.step.value:.3g} s a step, {prediction.peak.value / 1e9:.3g} GB at the peak\n"
     )

@@ -71,7 +71,7 @@ def generation_layouts(workload: Workload, cluster: Cluster) -> Iterator[Generat
 def training_layouts(workload: Workload, cluster: Cluster) -> Iterator[TrainingLayout]:
     model, devices = workload.model, cluster.devices
     longest = workload.prompt + workload.longest
-    tokens = int(max(4096, longest))
+    tokens = int(max(workload.micro_tokens or 4096, longest))
     for tp in _powers(min(devices, cluster.domain, 8)):
         if model.heads % tp:
             continue
@@ -103,8 +103,9 @@ class Search:
         self, workload: Workload, cluster: Cluster, constants: Constants | None = None, *,
         placements: Sequence[str] = PLACEMENTS, channel: str | None = None, staleness: int = 1,
         generation_cluster: Cluster | None = None, generation: GenerationLayout | None = None,
-        training: TrainingLayout | None = None, progress: Progress | None = None,
+        training: TrainingLayout | None = None, progress: Progress | None = None, ours: bool = False,
     ) -> None:  # fmt: skip
+        """`ours`: only what Plaudit's own trainer can run."""
         self.workload, self.cluster, self.constants = workload, cluster, constants or Constants()
         self.placements = [p for p in placements if generation_cluster is None or p not in SHARED]
         if not self.placements:
@@ -113,7 +114,7 @@ class Search:
             )
         self.channel, self.staleness, self.progress = channel, staleness, progress
         self.generation_cluster = generation_cluster
-        self.generation, self.training = generation, training
+        self.generation, self.training, self.ours = generation, training, ours
         self.tried = 0
         self._nearest: dict[str, Rejection] = {}
         self._sides: dict[tuple[str, int], list[TrainingLayout]] = {}
@@ -149,8 +150,12 @@ class Search:
             if 0 < engines < whole.devices and engines not in seen:
                 seen.add(engines)
                 yield whole.part(engines), whole.part(whole.devices - engines)
+        if self.ours and whole.devices - 1 not in {0, *seen}:  # one device learns, as async has it
+            yield whole.part(whole.devices - 1), whole.part(1)
 
     def _predict(self, plan: Plan, simulate: bool = False) -> Prediction | None:
+        if self.ours and plan.not_ours():
+            return None
         self.tried += 1
         try:
             # The asked channel is for weights that travel; on shared devices they change hands.
@@ -195,6 +200,8 @@ class Search:
                 continue
             cut = replace(layout, recompute=recompute, park=park, offload_optimizer=offload)
             plan = Plan(placement, trainers, trainers, GenerationLayout(), cut, "ipc", 0)
+            if self.ours and plan.not_ours():
+                continue
             self.tried += 1
             try:
                 cut.check(self.workload.model)

@@ -41,6 +41,8 @@ class Workload:
     steps: int = 1000
     plain: bool = False
     """Trained by plain modules, as Plaudit's own trainer does; see TrainingLayout."""
+    micro_tokens: int = 0
+    """Tokens that are trained on at once; 0 = 4096, or the longest sequence where that is longer."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in PRESETS:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from plaudit.config import load_recipe
 from plaudit.plan.explain import explain
 from plaudit.plan.question import ask
+from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -88,6 +90,45 @@ def test_a_plan_for_a_recipe_is_a_recipe_that_reads(tmp_path: Path) -> None:
     before, after = tomllib.loads((ROOT / "recipes/sums-ppo.toml").read_text()), tomllib.loads(out.read_text())
     assert after["train"]["prompts_per_step"] == before["train"]["prompts_per_step"]
     assert out.read_text().startswith("# Planned: ")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "placement", "wanted"),
+    [
+        ("1x1xH100", "swapped", {"data_parallel": 1}), ("1x2xH100", "colocated", {"data_parallel": 2}),
+        ("1x2xH100", "async", {"data_parallel": 1, "rollout": {"processes": 1}}),
+        ("2x8xH100", "disaggregated", {"tensor_parallel": 1}),
+    ],
+)  # fmt: skip
+def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wanted: dict[str, object]) -> None:
+    recipe = read_recipe(ROOT / "recipes/sums-grpo.toml")
+    work = workload_of(recipe, lambda name: ROOT / "plaudit/embedded" / name)
+    asked = ask("smollm2-135m", hardware, placements=(placement,), channel="broadcast")
+    text, prediction = recipe_for(recipe, replace(asked, workload=work, ours=True).answer())
+    tree = tomllib.loads(text)
+    assert tree["placement"]["name"] == placement == prediction.plan.placement
+    assert tree["placement"].get("channel") == ("collective" if hardware.startswith("2") else None)
+    assert tree["resources"].items() >= wanted.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hardware", "placement"), [("1x1xH100", "hybrid"), ("1x2xH100", "colocated"), ("1x2xH100", "async")]
+)
+def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
+    out = tmp_path / "planned.toml"
+    run = plaudit(
+        "--for", "recipes/sums-grpo.toml", "--hardware", hardware, "--placement", placement, "--out", str(out)
+    )
+    assert run.returncode == 0, run.stderr
+    small = ["train.steps=1", "train.prompts_per_step=8", "data.eval_items=8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "plaudit", "train", str(out), "--out", str(tmp_path / "run"),
+         *(word for item in small for word in ("--set", item))],
+        capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,19 @@ def test_pipeline_parallel_is_marked_as_not_ours() -> None:
         assert ("pipeline parallel" in prediction.plan.not_ours()) is (piped or prediction.plan.generation.pp > 1)
 
 
+def test_only_what_our_trainer_runs_is_searched_where_that_is_asked() -> None:
+    """One rank learns in swapped and async, FSDP or tensor parallel in the others, engines have a device each."""
+    found = replace(ask("llama-3.2-1b", "1x8xH100", channel="broadcast"), ours=True).answer().plans
+    assert {prediction.plan.placement for prediction in found} == {"colocated", "hybrid", "disaggregated", "async"}
+    for prediction in found:
+        plan = prediction.plan
+        assert plan.not_ours() == ""
+        assert plan.generation.devices == 1
+        assert plan.placement != "async" or plan.cluster.devices == 1
+    one = replace(ask("llama-3.2-1b", "1x1xH100"), ours=True).answer().plans
+    assert "swapped" in {prediction.plan.placement for prediction in one}
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -84,7 +98,8 @@ def test_pipeline_parallel_is_marked_as_not_ours() -> None:
         ({"response": 0}, "expected 0, 1 and 0"), ({"placements": ("colocate",)}, "did you mean 'colocated'"),
         ({"max_response": 10}, "raise it to at least 1024"), ({"dtype": "int4"}, "dtype = 'int4'"),
         ({"critic": "lama-3.1-8b"}, "did you mean 'llama-3.1-8b'"), ({"channel": "pigeon"}, "unknown weight channel"),
-        ({"prompt": 200_000}, "has positions for 131072"),
+        ({"prompt": 200_000}, "has positions for 131072"), ({"response": float("nan")}, "response = nan tokens"),
+        ({"price": "nan"}, "expected zero or more dollars"), ({"generation_dtype": "fp7"}, "did you mean 'fp8'"),
     ],
 )  # fmt: skip
 def test_bad_questions_are_answered_in_one_line(given: dict[str, object], told: str) -> None:
