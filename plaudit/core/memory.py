@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import torch
 
@@ -39,6 +40,21 @@ def blocks_for(
 
 
 def free_bytes(device: torch.device) -> int:
+    """That this process may still take."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return min(free, allowed - torch.cuda.memory_reserved(device))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return free if limit == resource.RLIM_INFINITY else min(free, limit)
+
+
+def limit_memory(device: str, fraction: float) -> None:
+    """Let this process take no more than a part of the device's memory, or of the host's for a CPU. What would go
+    beyond it fails there, as if the memory had run out."""
+    if device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(fraction, torch.device(device))
+        return
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_DATA, (int(fraction * total), resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.formats import FormatTable
 from plaudit.config.reward import (
+    EmbeddingTable,
     JudgeTable,
     LogprobsTable,
     OutcomeTable,
@@ -49,8 +50,8 @@ def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTa
         return RuleReward(table)
     if isinstance(table, JudgeTable):
         return JudgeReward(Judge(table), new_ask(table))
-    if isinstance(table, LogprobsTable):
-        raise ConfigError(f'{table.path} has kind = "logprobs" and gives no score; `plaudit serve` can serve it')
+    if isinstance(table, LogprobsTable | EmbeddingTable):
+        raise ConfigError(f'{table.path} has kind = "{table.kind}" and gives no score; `plaudit serve` can serve it')
     known = members or {}
     for name in table.members:
         if name not in known:

@@ -8,8 +8,8 @@ from plaudit.config.serve import ATTRIBUTES
 from plaudit.errors import nearest
 from plaudit.records import Item, ItemError, StepScores
 from plaudit.reward.work import Work
-from plaudit.serve.deployment import Answer
 from plaudit.serve.http import HttpError, Request
+from plaudit.serve.jobs import Answer
 from plaudit.serve.models import Models
 from plaudit.serve.served import Ask, Result, Scored, Served, ServedModel
 
@@ -22,6 +22,7 @@ INPUT_ERRORS = frozenset(
 SCORED = ("outcome", "process")
 # The names that protocols without a model's name in them ask for.
 REWARD_MODEL, PROCESS_MODEL, LOGPROBS_MODEL = "reward_model", "process_model", "logprobs_model"
+EMBEDDING_MODEL = "embedding_model"
 
 
 class Desk:
@@ -37,7 +38,12 @@ class Desk:
         self._salted = salted
         self.aliases = {alias: name.removesuffix(ATTRIBUTES) for alias, name in aliases.items()}
         self.unmerged = {alias for alias, name in aliases.items() if name.endswith(ATTRIBUTES)}
-        for alias, kind in ((REWARD_MODEL, "outcome"), (PROCESS_MODEL, "process"), (LOGPROBS_MODEL, "logprobs")):
+        for alias, kind in (
+            (REWARD_MODEL, "outcome"),
+            (PROCESS_MODEL, "process"),
+            (LOGPROBS_MODEL, "logprobs"),
+            (EMBEDDING_MODEL, "embedding"),
+        ):
             first = next((name for name, served in models.served.items() if served.kind == kind), None)
             if first is not None:
                 self.aliases.setdefault(alias, first)

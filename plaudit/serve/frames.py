@@ -79,6 +79,12 @@ class Cancel(msgspec.Struct, tag=True, array_like=True):
     ids: list[int]
 
 
+class Waiting(msgspec.Struct, tag=True, array_like=True):
+    """How many tokens the front has in its queue, for those who decide how many replicas there are."""
+
+    tokens: int
+
+
 class Evaluate(msgspec.Struct, tag=True, array_like=True):
     """Sequences whose values are asked for: `lengths` cuts `tokens`; or texts, which the worker tokenises."""
 
@@ -125,7 +131,7 @@ class Results(msgspec.Struct, tag=True, array_like=True):
     budget: int  # tokens of one step, now: less after the memory has run out
 
 
-Frame = Start | Hello | Ready | Alive | Failed | Works | Prompt | Cancel | Evaluate | Learn | Keep | Results
+Frame = Start | Hello | Ready | Alive | Failed | Works | Prompt | Cancel | Waiting | Evaluate | Learn | Keep | Results
 F = TypeVar("F")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

@@ -10,7 +10,7 @@ from plaudit.models import render_chat
 from plaudit.records import Item, Score
 from plaudit.reward.judge import Judge
 from plaudit.reward.work import Facts
-from plaudit.serve.deployment import Prompt
+from plaudit.serve.jobs import Prompt
 
 
 class JudgeReading:

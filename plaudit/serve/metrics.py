@@ -68,6 +68,13 @@ class Metrics:
         self.cancelled = counter("cancelled_total", "Items whose client went away", "model")
         self.rejected = counter("rejected_total", "Requests refused for overload or drain", "reason")
         self.restarts = counter("worker_restarts_total", "Workers that had to be started again", "model")
+        self.replica_items = counter("replica_items_total", "Items that a replica answered", "model", "replica")
+        self.replica_tokens = counter(
+            "replica_tokens_total", "Tokens that a replica computed, or found in its tree", "model", "replica", "kind"
+        )  # fmt: skip
+        self.replica_restarts = counter("replica_restarts_total", "Starts after a death", "model", "replica")
+        self.replica_held = gauge("replica_held_tokens", "Tokens that a replica holds", "model", "replica")
+        self.replica_ready = gauge("replica_ready", "1 if the replica computes", "model", "replica")
         self.version = gauge("model_info", "1 for the version in service", "model", "version")
         self.gc_seconds = histogram("gc_pause_seconds", "Pauses of the garbage collector", SECONDS)
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop was", SECONDS)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plaudit.config.serve import ServeTable
 from plaudit.errors import ConfigError, nearest
@@ -19,6 +19,9 @@ from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.served import Served, ServedModel, Shop, new_served
 
+if TYPE_CHECKING:
+    from plaudit.serve.ray_serve import Cluster
+
 
 class Models:
     def __init__(self, table: ServeTable, admission: Admission, metrics: Metrics, log: Log) -> None:
@@ -29,10 +32,11 @@ class Models:
         self._log = log
         self._swapping = asyncio.Lock()
         self._states: dict[str, str] = {}
+        self._cluster = None if table.ray is None else _cluster(table.ray)
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="tokenise")
         shop = Shop(
             admission, metrics, ScoreCache(table.limits.cache_bytes), self._threads, _environment(table), self._change,
-            table.limits.load_seconds,
+            table.limits.load_seconds, self._cluster,
         )  # fmt: skip
         self.served: dict[str, Served] = {}
         # Blends last: they hold their members.
@@ -60,6 +64,13 @@ class Models:
             version = await served.swap(served.table.model_copy(update={"path": str(directory)}))
         self._log("swapped", model=name, version=version)
         return version
+
+    def scale(self, name: str, count: int) -> None:
+        served = self.named(name)
+        if not isinstance(served, ServedModel):
+            raise ConfigError(f"{name} is a {served.kind}; only models with workers have replicas")
+        served.scale(count)
+        self._log("scaled", model=name, replicas=count)
 
     def _confined(self, path: str) -> Path:
         """`path` under the root, links followed: nothing outside is opened, whatever is asked for."""
@@ -100,14 +111,23 @@ class Models:
         return any(d["state"] != "failed" for d in self.describe() if "queue_tokens" in d)
 
     def update_gauges(self) -> None:
+        self.metrics.replica_held.clear()
+        self.metrics.replica_ready.clear()
         for entry in self.describe():
+            for replica in entry.get("replicas", ()):
+                labels = (entry["name"], str(replica["replica"]))
+                self.metrics.replica_held.labels(*labels).set(replica["held_tokens"])
+                self.metrics.replica_ready.labels(*labels).set(replica["state"] == "ready")
             if "queue_tokens" in entry:
                 self.metrics.queue_tokens.labels(entry["name"]).set(entry["queue_tokens"])
                 self.metrics.queue_items.labels(entry["name"]).set(entry["queue_items"])
                 self.metrics.held_tokens.labels(entry["name"]).set(entry["held_tokens"])
 
     def tick(self) -> None:
-        """Every second, for the page."""
+        """Every second."""
+        for served in self.served.values():
+            if isinstance(served, ServedModel):
+                served.tick()
         entries = [entry for entry in self.describe() if "queue_tokens" in entry]
         budget = max((entry["budget"] for entry in entries), default=0)
         self.metrics.history.tick(sum(entry["queue_tokens"] for entry in entries), budget)
@@ -139,6 +159,8 @@ class Models:
 
     async def close(self) -> None:
         await asyncio.gather(*(served.close() for served in self.served.values()), return_exceptions=True)
+        if self._cluster is not None:
+            await self._cluster.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _change(self) -> None:
@@ -149,9 +171,21 @@ class Models:
         self.changed.set()
 
 
+def _cluster(address: str) -> Cluster:
+    try:
+        from plaudit.serve.ray_serve import Cluster
+    except ImportError as error:
+        raise ConfigError(f"--ray needs Ray Serve ({error}): pip install 'plaudit[ray]'") from error
+    return Cluster(address)
+
+
 def _environment(table: ServeTable) -> Mapping[str, str]:
     """Each worker gets its share of the cores, and threads that sleep while they wait: they have neighbours."""
-    workers = sum(1 for entry in table.models.values() if getattr(entry, "path", None) is not None)
+    workers = sum(
+        getattr(entry, "replicas", 1) * getattr(entry, "tensor_parallel", 1)
+        for entry in table.models.values()
+        if getattr(entry, "path", None) is not None
+    )
     threads = max(1, (os.cpu_count() or 1) // max(1, workers))
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),

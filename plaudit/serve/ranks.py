@@ -13,6 +13,7 @@ server starts, when a group is started again, when another version is swapped in
 from __future__ import annotations
 
 import ctypes
+import datetime
 import json
 import os
 import signal
@@ -22,7 +23,6 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from plaudit.config.reward import ReadByEngine, parse_reward
 from plaudit.core.lockstep import Channel, follow
+from plaudit.core.memory import limit_memory
 from plaudit.errors import ConfigError, ModelError, PlauditError, RankLost, one_line
 from plaudit.models import choose_device
 from plaudit.reward.load import load_part
@@ -98,7 +99,7 @@ class RankGroup:
         cuda = self.device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(self.local)
-        limit = timedelta(seconds=self.table.rank_seconds)
+        limit = datetime.timedelta(seconds=self.table.rank_seconds)
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo", store=PrefixStore("ranks", self.store), rank=self.rank,
@@ -142,7 +143,7 @@ def lead(tree: dict[str, Any], table: ReadByEngine) -> RankGroup:
     size = table.tensor_parallel
     if launched():
         host = os.environ["MASTER_ADDR"]
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=30))
         group = RankGroup(0, size, store, table, int(os.environ.get("LOCAL_RANK", "0")))
         _post({"table": tree, "size": size, "host": host, "port": store.port})
     else:
@@ -208,7 +209,7 @@ def _board() -> Store:
 def _tcp_store(is_master: bool) -> TCPStore:
     return TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master, wait_for_workers=False,
-        timeout=timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
 
 
@@ -253,10 +254,12 @@ def main(parent: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store: Store = FileStore(spec["file"], spec["size"])
     else:
-        store = TCPStore(spec["host"], spec["port"], is_master=False, timeout=timedelta(seconds=30))
+        store = TCPStore(spec["host"], spec["port"], is_master=False, timeout=datetime.timedelta(seconds=30))
     group = RankGroup(spec["rank"], spec["size"], store, table, spec["local"])
     try:
         group.join()
+        if table.memory_fraction is not None:
+            limit_memory(group.device, table.memory_fraction)
         loaded, _, channel = load_part(table, group)
     except (PlauditError, OSError, ValueError, RuntimeError) as error:
         group.fail(error)

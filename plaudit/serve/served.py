@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from plaudit.config.reward import (
     BlendTable,
+    EmbeddingTable,
     JudgeTable,
     LogprobsTable,
     OutcomeTable,
     ProcessTable,
+    ReadByEngine,
     RewardTable,
     RuleTable,
 )
@@ -25,6 +27,7 @@ from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward.ask import HttpAsk
 from plaudit.reward.blend import combine
+from plaudit.reward.embedding import EmbeddingReading
 from plaudit.reward.intake import Intake
 from plaudit.reward.judge import Judge, JudgeReward
 from plaudit.reward.logprobs import LogprobsReading
@@ -34,19 +37,24 @@ from plaudit.reward.reward import Reward
 from plaudit.reward.rule import RuleReward
 from plaudit.reward.work import Facts, Work
 from plaudit.serve.admission import Admission
+from plaudit.serve.autoscale import Autoscale
 from plaudit.serve.cache import ScoreCache
-from plaudit.serve.deployment import Answer, Deployment, Prompt, Ticket
+from plaudit.serve.deployment import Deployment
 from plaudit.serve.http import HttpError
+from plaudit.serve.jobs import Answer, Prompt, Ticket
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.path import Path
 from plaudit.serve.text import tokenizer_of
 
+if TYPE_CHECKING:
+    from plaudit.serve.ray_serve import Cluster
+
 T = TypeVar("T")
 Result = Score | StepScores
 Scoring = OutcomeReading | ProcessReading | JudgeReading
-Reading = Scoring | LogprobsReading
-Table = OutcomeTable | ProcessTable | LogprobsTable | JudgeTable
+Reading = Scoring | LogprobsReading | EmbeddingReading
+Table = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | JudgeTable
 INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
 INLINE_TOKENS = 65536
 
@@ -103,6 +111,8 @@ class Shop:
     environment: Mapping[str, str]
     on_change: Callable[[], None]
     load_seconds: float
+    cluster: Cluster | None = None
+    """Where Ray Serve keeps the workers; None: they are processes of the server's own."""
 
 
 class ServedModel:
@@ -118,6 +128,7 @@ class ServedModel:
         self._number = 0
         self._deployments: set[Deployment] = set()  # in service, being loaded, being retired
         self._retiring: set[asyncio.Task[None]] = set()
+        self._autoscale = _autoscale(table)
         self.deployment = self._deploy(table)
         self.reading: Reading | None = None
 
@@ -148,8 +159,10 @@ class ServedModel:
 
     async def score(self, items: Sequence[Item], ask: Ask) -> Scored:
         deployment, reading = self.deployment, self.reading
-        if reading is None or deployment.link.state == "failed":
-            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.public_reason}", retry_after=1)
+        if reading is None or deployment.state == "failed":
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
+        if isinstance(reading, EmbeddingReading):
+            raise HttpError(422, "wrong_kind", f"{self.name} is an encoder and gives no score: POST to /v1/embeddings")
         if isinstance(reading, LogprobsReading):
             raise HttpError(
                 422, "wrong_kind", f"{self.name} is served for log-probs and gives no score; a causal LM that judges "
@@ -167,8 +180,8 @@ class ServedModel:
     async def read(self, works: Sequence[Work], ask: Ask) -> tuple[str, list[Answer]]:
         """The rows of each work as they come from the model, and the version they are of."""
         deployment = self.deployment
-        if self.reading is None or deployment.link.state == "failed":
-            raise HttpError(503, "not_ready", f"{self.name}: {deployment.link.public_reason}", retry_after=1)
+        if self.reading is None or deployment.state == "failed":
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
         with deployment.in_use():
             answers = await self._compute(deployment, works, sum(len(work.tokens) for work in works), ask)
         return deployment.version, answers
@@ -183,7 +196,7 @@ class ServedModel:
 
     def intake(self) -> Intake:
         if self.reading is None or isinstance(self.reading, JudgeReading):
-            raise HttpError(503, "not_ready", f"{self.name}: {self.deployment.link.public_reason}", retry_after=1)
+            raise HttpError(503, "not_ready", f"{self.name}: {self.deployment.public_reason}", retry_after=1)
         return self.reading.intake
 
     async def _compute(
@@ -210,12 +223,13 @@ class ServedModel:
         facts = None if self.reading is None else self.reading.facts
         return {
             "name": self.name, "kind": self.kind, "version": self.deployment.version,
-            "state": self.deployment.link.state, "reason": self.deployment.link.reason,
-            "restarts": self.deployment.link.restarts,
+            "state": self.deployment.state, "reason": self.deployment.reason,
+            "restarts": self.deployment.restarts,
             "max_tokens": None if self.reading is None else _limit(self.reading),
             "labels": [] if facts is None else list(facts.labels),
             "queue_items": self.deployment.queue.items, "queue_tokens": self.deployment.queue.tokens,
             "held_tokens": self.deployment.held_tokens, "budget": self.deployment.budget,
+            "replicas": [replica.describe() for replica in self.deployment.replicas],
         }  # fmt: skip
 
     async def close(self) -> None:
@@ -226,15 +240,42 @@ class ServedModel:
 
     def kill(self) -> None:
         for deployment in self._deployments:
-            deployment.link.kill()
+            deployment.kill()
+
+    def scale(self, count: int) -> None:
+        """Towards this many replicas. With max_replicas in its table, what waits decides again from the next second."""
+        if not isinstance(self.table, ReadByEngine):
+            raise RequestError(f"{self.name} is a {self.kind} model, which has one worker")
+        self.table = self.table.model_copy(update={"replicas": count})
+        self.deployment.scale(count)
+
+    def tick(self) -> None:
+        """Every second."""
+        table = self.table
+        if self.reading is None or not isinstance(table, ReadByEngine) or table.max_replicas is None:
+            return
+        if self._shop.cluster is not None:
+            return  # Ray Serve does it
+        if (self._autoscale.least, self._autoscale.most) != (table.replicas, table.max_replicas):
+            self._autoscale = _autoscale(table)
+        staying = sum(not replica.leaving for replica in self.deployment.replicas)
+        wanted = self._autoscale.wanted(staying, self.deployment.queue.tokens, 1.0)
+        if wanted != staying:
+            self.deployment.scale(wanted)
 
     def _deploy(self, table: Table) -> Deployment:
         shop = self._shop
         tree = table.model_dump(exclude_none=True)
-        deployment = Deployment(
+        arguments = (
             self.name, self._number, tree, shop.cache, shop.metrics, dict(shop.environment), shop.load_seconds,
             shop.on_change,
         )  # fmt: skip
+        if shop.cluster is None:
+            deployment = Deployment(*arguments, replicas=getattr(table, "replicas", 1))
+        else:
+            from plaudit.serve.ray_serve import RayDeployment
+
+            deployment = RayDeployment(shop.cluster, *arguments)
         self._deployments.add(deployment)
         return deployment
 
@@ -259,6 +300,8 @@ class ServedModel:
             return ProcessReading(table, tokenizer, facts)
         if isinstance(table, LogprobsTable):
             return LogprobsReading(table, tokenizer, facts)
+        if isinstance(table, EmbeddingTable):
+            return EmbeddingReading(table, tokenizer, facts)
         return JudgeReading(table, tokenizer, facts)
 
     async def _prepare(self, reading: Scoring, items: Sequence[Item], ask: Ask) -> list[Work | Prompt | ItemError]:
@@ -354,6 +397,12 @@ class ServedBlend:
 
     def kill(self) -> None:
         pass
+
+
+def _autoscale(table: Table) -> Autoscale:
+    if not isinstance(table, ReadByEngine):
+        return Autoscale(1, 1, 1)
+    return Autoscale(table.replicas, table.max_replicas or table.replicas, table.replica_tokens)
 
 
 async def _in_time(future: asyncio.Future[T], ask: Ask) -> T:

@@ -123,9 +123,7 @@ class _Server:
         )  # fmt: skip
         listener = Listener(app, limits)
         listening = asyncio.create_task(listener.serve([sock]))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, models)
+        self._listen(models)
         ticking = asyncio.create_task(self._tick(models, admission))
         code = 0
         try:
@@ -150,6 +148,7 @@ class _Server:
             opening.cancel()
             return 0
         opening.result()
+        self._listen(models)  # again: Ray takes signals for itself when it starts
         self._settle()
         self._announce(models, address)
         watching = asyncio.create_task(self._watch(models))
@@ -163,6 +162,12 @@ class _Server:
         while admission.open_requests and time.monotonic() < until:
             await asyncio.sleep(0.02)
         return 1 if admission.open_requests else 0
+
+    def _listen(self, models: Backend) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, self._signalled, models)
 
     def _settle(self) -> None:
         """What lives now lives on: keep the collector from going over it again and again."""

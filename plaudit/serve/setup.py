@@ -19,6 +19,7 @@ def serve_table(
     config: Path | None = None, models: Sequence[str] = (), host: str | None = None, port: int | None = None,
     api_keys: Sequence[str] = (), admin_key: str | None = None, allow_open: str | None = None,
     protocols: str | None = None, aliases: Sequence[str] = (), tensor_parallel: int | None = None,
+    replicas: int | None = None, ray: str | None = None,
 ) -> ServeTable:  # fmt: skip
     """Flags win over the file. Without any model the embedded ones are served."""
     tree: dict[str, Any] = {} if config is None else read_serve(config)
@@ -30,10 +31,12 @@ def serve_table(
             raise ConfigError(f"two models are named {name!r}; name one of them: --model OTHER={path}")
         entries[name] = {"path": path}
     tree["models"] = {name: _completed(entry, f"{source}: models.{name}") for name, entry in entries.items()}
-    if tensor_parallel is not None:
-        for entry in tree["models"].values():
-            if isinstance(entry, dict) and entry.get("kind") in ENGINE_KINDS:
-                entry["tensor_parallel"] = tensor_parallel
+    spread = {"tensor_parallel": tensor_parallel, "replicas": replicas}
+    for entry in tree["models"].values():
+        if isinstance(entry, dict) and entry.get("kind") in ENGINE_KINDS:
+            entry.update({key: value for key, value in spread.items() if value is not None})
+    if ray is not None:
+        tree["ray"] = ray
     if host is not None:
         tree["host"] = host
     if port is not None:

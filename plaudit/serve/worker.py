@@ -26,8 +26,10 @@ import torch
 
 from plaudit.config.reward import ReadByEngine, parse_reward
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.memory import limit_memory
 from plaudit.core.sequence import Update
 from plaudit.errors import ModelError, PlauditError, RankLost, RequestError
+from plaudit.models import choose_device
 from plaudit.records import ItemError
 from plaudit.reward.load import load_worker
 from plaudit.serve import frames
@@ -230,28 +232,28 @@ def main(fd: int) -> None:
     # The terminal's Ctrl-C reaches the whole group; the front decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
-    start = _first(sock)
+    start = first_frame(sock)
     try:
         engine, hello = _load(start.table)
     except (PlauditError, OSError, ValueError, RuntimeError) as error:
-        _fail(sock, error)
+        fail(sock, error)
     with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
         worker = Worker(sock, engine)
         worker.send(hello)
         try:
             worker.warm_up()
         except ModelError as error:
-            _fail(sock, error)
+            fail(sock, error)
         worker.send(frames.Ready())
         worker.run()
 
 
-def _fail(sock: socket.socket, error: Exception) -> NoReturn:
+def fail(sock: socket.socket, error: Exception) -> NoReturn:
     sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
     sys.exit(2)
 
 
-def _first(sock: socket.socket) -> frames.Start:
+def first_frame(sock: socket.socket) -> frames.Start:
     unpacker = frames.Unpacker()
     while data := sock.recv(1 << 20):
         for frame in unpacker.feed(data):
@@ -262,6 +264,8 @@ def _first(sock: socket.socket) -> frames.Start:
 
 def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
     table = parse_reward(tree, "the model's table")
+    if isinstance(table, ReadByEngine) and table.memory_fraction is not None:
+        limit_memory(choose_device(table.device), table.memory_fraction)
     group = lead(tree, table) if isinstance(table, ReadByEngine) and table.tensor_parallel > 1 else None
     try:
         engine, facts, tokenizer, digest = load_worker(table, group)

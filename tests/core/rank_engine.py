@@ -1,5 +1,5 @@
 """What a test asks of an engine, on one process or as one of several ranks: `python -m tests.core.rank_engine RANK SIZE
-FILE OUT`."""
+FILE OUT DEVICE`."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
     return found
 
 
-def main(rank: int, size: int, file: str, out: str) -> None:
+def main(rank: int, size: int, file: str, out: str, device: str) -> None:
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=limit)
     groups = [dist.new_group(list(range(size)), backend="gloo", timeout=limit) for _ in range(2)]
     channel = Channel(rank, size, *groups)
     for case in CASES:
         part = module(case)
-        split(part, rank, size, channel.tensors, "cpu")
+        split(part, rank, size, channel.tensors, device)
         if rank:
             follow(part, channel)
             continue
@@ -76,4 +76,4 @@ def main(rank: int, size: int, file: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,12 +23,15 @@ from tests.core.tiny import GROUPED, SIZES, model
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("ranks")
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu")
+
+
+def run_ranks(out: Path, device: str) -> Path:
     command = [sys.executable, "-m", "tests.core.rank_engine"]
     children = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(out / "store"), str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE, text=True,
+            [*command, str(rank), "2", str(out / "store"), str(out), device], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -52,6 +56,20 @@ def test_two_ranks_give_what_one_gives(case: str, on_two: Path) -> None:
             assert found[name].tolist() == values.tolist()
         else:
             assert np.abs(found[name] - values).max() < 1e-5, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_two_ranks_on_one_gpu_give_what_one_process_gives(tmp_path: Path) -> None:
+    """gloo adds up what lies on the GPU; NCCL would want a GPU for each."""
+    run_ranks(tmp_path, "cuda:0")
+    for case in CASES:
+        expected = answers(Engine(module(case).to("cuda:0"), kv_bytes=4 << 20), case)
+        found = load_file(tmp_path / f"{case}.safetensors")
+        for name, values in expected.items():
+            if name in ("tokens", "drawn"):
+                continue  # a tie may fall the other way
+            assert np.abs(found[name] - values).max() < 1e-4, (case, name)
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:

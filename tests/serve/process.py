@@ -78,6 +78,9 @@ class ServerProcess:
         found = psutil.Process(self.process.pid).children()
         return [p for p in found if any("plaudit.serve.worker" in part for part in p.cmdline())]
 
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series that have these labels."""
         total = 0.0

@@ -12,9 +12,11 @@ import numpy as np
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.cache import ScoreCache
-from plaudit.serve.deployment import GUILTY, Answer, Deployment
-from plaudit.serve.link import MOST_BLAMED, MOST_DEATHS
+from plaudit.serve.deployment import Deployment
+from plaudit.serve.jobs import Answer
+from plaudit.serve.link import MOST_BLAMED, MOST_DEATHS, Link
 from plaudit.serve.metrics import Metrics
+from plaudit.serve.replica import GUILTY
 
 SITE = """
 import os
@@ -80,7 +82,7 @@ def test_several_killers_in_one_batch_are_found_one_by_one(tmp_path: Path) -> No
     async def use(deployment: Deployment) -> None:
         found = [shown(answer) for answer in await answers(deployment, [1, 2, 3, 4, 5, 6])]
         assert found == [1, "worker_crash", "worker_crash", 4, 5, 6]
-        assert deployment.link.restarts == (GUILTY - 1) + 2
+        assert deployment.restarts == (GUILTY - 1) + 2
         assert [shown(answer) for answer in await answers(deployment, [7])] == [7]
         assert (deployment.held_tokens, deployment.queue.items) == (0, 0)
 
@@ -91,8 +93,8 @@ def test_a_worker_that_dies_of_everything_is_given_up(tmp_path: Path) -> None:
     async def use(deployment: Deployment) -> None:
         found = [shown(answer) for answer in await answers(deployment, list(range(10)))]
         assert found == ["worker_crash"] * (MOST_BLAMED + MOST_DEATHS) + ["model_failed"] * 3
-        assert deployment.link.state == "failed"
-        assert f"{MOST_DEATHS} times in a row" in deployment.link.reason
+        assert deployment.state == "failed"
+        assert f"{MOST_DEATHS} times in a row" in deployment.reason
         assert [shown(answer) for answer in await answers(deployment, [7])] == ["model_failed"]
 
     deployed(tmp_path, list(range(10)), use)
@@ -102,12 +104,14 @@ def test_what_is_cancelled_while_the_worker_is_dead_is_forgotten(tmp_path: Path)
     async def use(deployment: Deployment) -> None:
         kept = deployment.submit([work(1), work(2)], tenant="a")
         dropped = deployment.submit([work(2), work(3), work(3)], tenant="b")
-        process = deployment.link._process
+        link = deployment.replicas[0].wire
+        assert isinstance(link, Link)
+        process = link._process
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(0.1)
         assert deployment.held_tokens == 3
-        deployment.link.kill("a test")
+        link.kill("a test")
         while deployment.ready:
             await asyncio.sleep(0.01)
         deployment.cancel(dropped)
@@ -115,6 +119,6 @@ def test_what_is_cancelled_while_the_worker_is_dead_is_forgotten(tmp_path: Path)
         assert [shown(answer) for answer in kept.answers] == [1, 2]
         assert dropped.answers == [None] * 3
         assert not deployment._known
-        assert (deployment.held_tokens, deployment.queue.items, deployment.link.restarts) == (0, 0, 1)
+        assert (deployment.held_tokens, deployment.queue.items, deployment.restarts) == (0, 0, 1)
 
     deployed(tmp_path, [], use)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -36,6 +37,7 @@ class NativeDoor:
             Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary="Score items"),
             Route("GET", "/v1/models", "key", self.list_models, summary="The models served"),
             Route("POST", "/admin/swap", "admin", self.swap, summary="Put another version of a model in service"),
+            Route("POST", "/admin/scale", "admin", self.scale, summary="Change the number of a model's replicas"),
             Route("GET", "/health/live", "open", self.live, summary="The process answers"),
             Route("GET", "/health/ready", "open", self.ready, summary="Every model computes, and work is taken"),
             Route("GET", "/health", "open", self.ready, summary="The same, where other systems look for it"),
@@ -76,12 +78,16 @@ class NativeDoor:
         data = [{"id": m["name"], "object": "model", **m, **card} for m, card in zip(models, cards, strict=True)]
         return Reply.json({"object": "list", "data": data})
 
-    async def swap(self, request: Request) -> Reply:
-        body = await request.body()
+    async def scale(self, request: Request) -> Reply:
+        asked = await _asked(request, _Scale)
         try:
-            asked = msgspec.json.decode(body, type=_Swap)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise HttpError(400, "invalid_request", one_line(error, 200)) from None
+            self.models.scale(asked.model, asked.replicas)
+        except PlauditError as error:
+            raise HttpError(400, "scale_failed", str(error)) from None
+        return Reply.json({"model": asked.model, "replicas": asked.replicas})
+
+    async def swap(self, request: Request) -> Reply:
+        asked = await _asked(request, _Swap)
         try:
             version = await self.models.swap(asked.model, asked.path)
         except PlauditError as error:
@@ -119,6 +125,21 @@ class NativeDoor:
 class _Swap(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     path: str
+
+
+class _Scale(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+A = TypeVar("A", _Swap, _Scale)
+
+
+async def _asked(request: Request, kind: type[A]) -> A:
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, "invalid_request", one_line(error, 200)) from None
 
 
 def _regrouped(groups: list[list[Item] | str], results: list[Result]) -> list[list[Result] | str]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from plaudit import __version__
 from plaudit.records import ItemError
-from plaudit.serve.desk import Desk
+from plaudit.reward.embedding import EmbeddingReading
+from plaudit.serve.desk import EMBEDDING_MODEL, Desk
 from plaudit.serve.doors.classifier import Chat, Classifier, Cut, Prompt, Text, activate
 from plaudit.serve.http import HttpError, Reply, Request
 from plaudit.serve.protocols import vllm
@@ -30,7 +31,7 @@ class VllmDoor:
         return [
             _route("/classify", self.classify, "vLLM: class probabilities or logits"),
             _route("/pooling", self.pooling, "vLLM: what the head says of a text, its tokens or its steps"),
-            _route("/v1/embeddings", self.embeddings, "OpenAI: the raw reward as an embedding"),
+            _route("/v1/embeddings", self.embeddings, "OpenAI: vectors of an encoder, or the raw reward as one"),
             *(_route(path, self.score, "vLLM: scores of pairs") for path in ("/score", "/v1/score")),
             *(
                 _route(path, self.rerank, "vLLM: documents by score")
@@ -72,6 +73,9 @@ class VllmDoor:
     async def embeddings(self, request: Request) -> Reply:
         """Raw unless asked otherwise: an activation would bend rewards into 0..1 for clients that cannot say no."""
         asked = vllm.read_inputs(_fields(request))
+        encoder = self._encoder(asked.asked.model)
+        if encoder is not None:
+            return await self._vectors(request, asked, encoder)
         served = self.classifier.find(asked.asked.model, "outcome")
         size = len(served.intake().facts.labels)
         if asked.dimensions not in (None, size):
@@ -81,6 +85,27 @@ class VllmDoor:
         if asked.asked.activate:
             rows = [activate(row) for row in rows]
         data = [asked.encode(row) for row in rows]
+        return Reply.json(vllm.embeddings(_id(request, asked.asked), served.name, data, sum(map(len, tokens))))
+
+    def _encoder(self, name: str | None) -> ServedModel | None:
+        """A sentence encoder of this name; without a name the first one, if there is one."""
+        asked = name or EMBEDDING_MODEL
+        served = self.desk.models.served.get(self.desk.aliases.get(asked, asked))
+        return served if isinstance(served, ServedModel) and served.kind == "embedding" else None
+
+    async def _vectors(self, request: Request, asked: vllm.Inputs, served: ServedModel) -> Reply:
+        tokens = await self._tokens(served, _prompts(asked), asked.asked)
+        works = [EmbeddingReading.work(row) for row in tokens]
+        _, answers = await self.desk.read(request, served, works, priority=asked.asked.priority)
+        data = []
+        for place, answer in enumerate(answers):
+            if not isinstance(answer, np.ndarray):
+                assert isinstance(answer, ItemError)
+                raise HttpError(500, answer.type, f"input[{place}]: {answer.message}")
+            if asked.dimensions not in (None, answer.size):
+                found = f"dimensions is {asked.dimensions}, and {served.name} has {answer.size}"
+                raise vllm.FieldError(found, "dimensions")
+            data.append(asked.encode(answer[0]))
         return Reply.json(vllm.embeddings(_id(request, asked.asked), served.name, data, sum(map(len, tokens))))
 
     async def score(self, request: Request) -> Reply:

