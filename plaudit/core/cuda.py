@@ -173,9 +173,9 @@ class CudaBackend(PagedBackend):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
         self.fusion = Fusion(decoder)
-        self.pool = torch.cuda.graph_pool_handle()
         self.scratch = 0
         self._graphs: dict[int, DecodeGraph] = {}
+        self._forget_graphs()
         self._captured: tuple[Hashable, ...] = ()  # the adapters and addresses that are in the graphs
 
     def open(self, blocks: int) -> None:
@@ -185,8 +185,13 @@ class CudaBackend(PagedBackend):
         self._table_width = -(-reach // self.block_size)
 
     def close(self) -> None:
-        self._graphs.clear()
+        self._forget_graphs()
         super().close()
+
+    def _forget_graphs(self) -> None:
+        """And their pool: once emptied, the allocator does not know it any more."""
+        self._graphs.clear()
+        self.pool = torch.cuda.graph_pool_handle()
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         with self.fusion.applied():
@@ -208,7 +213,7 @@ class CudaBackend(PagedBackend):
     def _graph(self, rows: int) -> DecodeGraph:
         captured = (self.decoder.adapter_state(), *(p.data_ptr() for p in self.decoder.module.parameters()))
         if captured != self._captured:
-            self._graphs.clear()
+            self._forget_graphs()
             self._captured = captured
         bucket = next((b for b in BUCKETS if b >= rows), -(-rows // 256) * 256)
         if bucket not in self._graphs:
