@@ -41,7 +41,7 @@ soak: $(INSTALLED)
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py
 
 test-gpu: $(INSTALLED)
-	@$(BIN)/python -m pytest -rs tests/core/test_cuda.py tests/core/test_kernels.py tests/train/test_forward.py
+	@$(BIN)/python -m pytest -rs -m "gpu" tests
 
 check: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . || { echo "make check: '$(BIN)/ruff check --fix . && $(BIN)/ruff format .' mends most of this"; exit 1; }
