@@ -245,8 +245,48 @@ class PlacementTable(Table):
 
 
 class EngineTable(Table):
-    name: Literal["core"] = "core"
+    """What generates: the core, or a server of another project (docs/engines.md), which must be given by its address or
+    by an environment to start it in."""
+
+    name: Literal["core", "vllm", "sglang"] = "core"
     kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    url: str | tuple[str, ...] | None = None
+    """vllm, sglang: servers that run already."""
+    python: str | None = None
+    """vllm: the Python of an environment that has it; resources.rollout.processes servers are started."""
+    options: tuple[str, ...] = ()
+    """python: further options of the server's command line."""
+    environment: Mapping[str, str] = {}
+    """python: further environment variables of the server."""
+    start: Positive = 600.0
+    """python: seconds until a server must be ready."""
+    timeout: Positive = 600.0
+    """Seconds in which a server must have answered all prompts of a call."""
+    probe: NonNegative = 0.1
+    """After each publication the engine's log-probs may differ from the learner's by this much, in the mean over the
+    likeliest tokens after two fixed contexts; and they must have moved as the learner's have. 0: not asked."""
+    update: bool = True
+    """false: engines keep the weights of the first publication. The probe then ends the run: a test of the probe."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url or ()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.name == "core":
+            for key in ("url", "python", "options", "environment"):
+                if getattr(self, key):
+                    raise ValueError(f'engine.{key} is for a server, and engine.name = "core" runs here: leave it out')
+            return self
+        if self.name == "sglang" and self.python is not None:
+            raise ValueError('engine.name = "sglang" takes servers that run already: start them, and give engine.url')
+        if bool(self.urls) == (self.python is not None):
+            raise ValueError(
+                f'engine.name = "{self.name}" needs either engine.url, of a server that runs already, or '
+                "engine.python, to start one with"
+            )
+        return self
 
 
 class RolloutTable(Table):
@@ -364,7 +404,26 @@ class RlRecipe(BaseRecipe):
             return self.resources.rollout.processes
         return int(self.placement.name in ("disaggregated", "async"))
 
+    def _can_be_served(self) -> None:
+        """By an engine of another project."""
+        engine, placement, sampling = self.engine, self.placement, self.sampling
+        if engine.name == "core":
+            return
+        if placement.name not in ("disaggregated", "async"):
+            raise ValueError(
+                f'engine.name = "{engine.name}" is a server of its own, and placement.name = "{placement.name}" '
+                'generates on the learner\'s tensors: set name = "disaggregated" or "async"'
+            )
+        if engine.name == "sglang" and placement.channel not in (None, "disk"):
+            raise ValueError(f'SGLang takes weights by disk: set placement.channel = "disk", not "{placement.channel}"')
+        if engine.name == "sglang" and (sampling.top_p != 1 or sampling.top_k):
+            raise ValueError(
+                f"SGLang gives log-probs from before sampling.top_p = {sampling.top_p:g} and top_k = "
+                f"{sampling.top_k} act: leave them out, or take another engine"
+            )
+
     def _can_be_placed(self) -> None:
+        self._can_be_served()
         placement, rollout = self.placement, self.resources.rollout
         name, count, ranks = placement.name, self.rollout_processes, self.resources.ranks
         if name in ("disaggregated", "async") and count == 0:

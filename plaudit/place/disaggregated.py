@@ -13,10 +13,12 @@ from plaudit.place import frames
 from plaudit.place.channel import Channel
 from plaudit.place.collective import CollectiveChannel
 from plaudit.place.disk import DiskChannel
+from plaudit.place.engines import new_served
 from plaudit.place.fleet import Fleet
 from plaudit.place.placement import Stage
 from plaudit.place.remote_engine import RemoteEngine
 from plaudit.place.resources import rollout_seats
+from plaudit.place.served import Served
 from plaudit.place.shared import SharedChannel
 from plaudit.place.weights import Weights
 from plaudit.train.episodes import new_player
@@ -31,7 +33,12 @@ class Disaggregated:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.learner = stage.trainee.learner
-        self.engine = new_fleet(stage, new_channel(stage, paused=self.paused), self.keep)
+        channel = new_channel(stage, paused=self.paused)
+        self.engine: Fleet | Served
+        if stage.recipe.engine.name == "core":
+            self.engine = new_fleet(stage, channel, self.keep)
+        else:
+            self.engine = new_served(stage, channel)
         try:
             self.rollouts = self._rollouts()
         except BaseException:
@@ -60,6 +67,7 @@ class Disaggregated:
             "publish/bytes": float(publication.bytes),
             "publish/extra_bytes": float(publication.extra_bytes),
             "rollout/restarts": float(self.engine.restarts),
+            **(self.engine.probed if isinstance(self.engine, Served) else {}),
         }
 
     def save(self, directory: Path) -> None: ...
@@ -87,7 +95,7 @@ def new_fleet(stage: Stage, channel: Channel, keep: Literal["recompute", "contin
 def new_channel(stage: Stage, *, paused: bool) -> Channel:
     """`paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory."""
     table = stage.recipe.placement
-    match table.channel or "shared":
+    match table.channel or ("disk" if stage.recipe.engine.name == "sglang" else "shared"):
         case "disk":
             return DiskChannel(stage.directory / "weights", seconds=table.deadline)
         case "collective":

@@ -23,17 +23,20 @@ class EngineServer:
     """`url` is where it answers once `wait_ready` has returned."""
 
     def __init__(
-        self, name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
-    ) -> None:
+        self, name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None,
+        cores: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`cores` are the CPUs that it may use; none named: those of this process."""
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             try:
+                leashed = [sys.executable, "-m", "plaudit.place.leash", ",".join(map(str, cores)), *command]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "plaudit.place.leash", *command], stdin=subprocess.PIPE, stdout=out,
-                    stderr=out, env={**os.environ, **(environment or {})}, start_new_session=True,
+                    leashed, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
+                    env={**os.environ, **(environment or {})},
                 )  # fmt: skip
             except OSError as error:
                 raise EngineError(f"{name} cannot be started: {error}") from error

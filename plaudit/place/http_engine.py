@@ -9,9 +9,11 @@ other weights.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +22,7 @@ import httpx
 from plaudit.core.sampling_params import SamplingParams
 from plaudit.errors import BadReply, EngineError, EngineLost, RequestError, StaleWeights, one_line
 from plaudit.place.engine_server import EngineServer
+from plaudit.place.http_wire import HttpWire
 from plaudit.records import FinishReason, ItemError, Sample
 
 AT_ONCE = 512  # connections
@@ -46,7 +49,7 @@ class Drawn:
     """One sample as a server tells of it."""
 
     token_ids: list[int]
-    logprobs: list[float]  # under what was sampled, or the model's own: see `HttpEngine.samples`
+    logprobs: list[float]
     text: str
     finish_reason: str
 
@@ -56,7 +59,10 @@ class HttpEngine(ABC):
     stop_ids   the model's end-of-sequence tokens, as the core has them
     timeout    seconds for one call of generate
     server     the process, if we have started it; closed with the engine
+    wire       the control connection of a weight channel
     """
+
+    wire: HttpWire
 
     def __init__(
         self, url: str, *, name: str, stop_ids: Sequence[int], timeout: float, server: EngineServer | None = None
@@ -69,6 +75,7 @@ class HttpEngine(ABC):
         self.version: int | None = None
         self.loading = False  # taking in weights, which may take long
         self._life: str | None = None
+        self._weights = threading.RLock()  # held while they change
         # The address is the recipe's: redirects are not followed, and proxies of the environment not used.
         self._http = httpx.Client(base_url=self.url, follow_redirects=False, trust_env=False, timeout=CONTROL)
 
@@ -83,9 +90,10 @@ class HttpEngine(ABC):
         """What is in a reply."""
 
     @abstractmethod
-    def samples(
-        self, prompt: Sequence[int], group: int, params: SamplingParams, drawn: Sequence[Drawn]
-    ) -> list[Sample]: ...
+    def logprobs_of(
+        self, prompt: Sequence[int], params: SamplingParams, drawn: Drawn
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Under the distribution that was sampled, and under the model's own."""
 
     @abstractmethod
     def state(self) -> State: ...
@@ -128,8 +136,19 @@ class HttpEngine(ABC):
             drawn = self.drawn(reply)
             if len(drawn) != options.n or any(len(d.token_ids) != len(d.logprobs) for d in drawn):
                 raise BadReply(f"{self.name} gave {len(drawn)} samples for n = {options.n}, or log-probs amiss")
-            found += self.samples(prompt, group, options, drawn)
+            found += [self._sample(prompt, group, i, options, d, version) for i, d in enumerate(drawn)]
         return found
+
+    def _sample(
+        self, prompt: Sequence[int], group: int, index: int, params: SamplingParams, drawn: Drawn, version: int
+    ) -> Sample:
+        """Where weights have changed under way, all tokens count as the older version's: nobody can tell which are."""
+        count = len(drawn.token_ids)
+        given, raw = self.logprobs_of(prompt, params, drawn)
+        return Sample(
+            tuple(prompt), tuple(drawn.token_ids), drawn.text, tuple(given), tuple(raw), (version,) * count,
+            (1,) * count, _finish_reason(drawn.finish_reason), group=group, index=index,
+        )  # fmt: skip
 
     def healthy(self) -> bool:
         """Whether it generates a token."""
@@ -141,7 +160,8 @@ class HttpEngine(ABC):
 
     def check_state(self) -> None:
         """Raise unless the server has the weights that it was sent."""
-        state = self.state()
+        with self._weights:
+            state = self.state()
         if self._life is not None and state.life != self._life:
             self.version = None
             raise StaleWeights(f"{self.name} was restarted, and has its first weights: publish before it generates")
@@ -152,6 +172,17 @@ class HttpEngine(ABC):
         """It has received these weights; None: nobody knows what it has."""
         self.version = version
         self._life = self.state().life
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is computed inside; nothing that was computed before it is used after it."""
+        with self._weights:
+            self.pause()
+            try:
+                yield
+                self.forget()
+            finally:
+                self.resume()
 
     def close(self) -> None:
         self._http.close()
@@ -252,7 +283,7 @@ def _aborted(prompt: Sequence[int], group: int, index: int, error: ItemError) ->
     return Sample(tuple(prompt), (), "", (), (), (), (), "abort", group=group, index=index, error=error)
 
 
-def finish_reason(name: str) -> FinishReason:
+def _finish_reason(name: str) -> FinishReason:
     if name in ("stop", "length", "abort"):
         return name  # type: ignore[return-value]
     return "stop" if name == "repetition" else "error"

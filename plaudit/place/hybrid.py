@@ -12,6 +12,7 @@ from typing import Literal
 
 from plaudit.place.colocated import Colocated
 from plaudit.place.disaggregated import Disaggregated
+from plaudit.place.fleet import Fleet
 from plaudit.place.placement import Stage
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.rollouts import RolloutSource
@@ -67,5 +68,6 @@ class HybridProcesses(Disaggregated):
     paused = True
 
     def _rollouts(self) -> Switching:
+        assert isinstance(self.engine, Fleet)  # the only one that a recipe allows here
         ask = self.engine.ask_all
         return Switching(super()._rollouts(), self.stage, lambda: ask("sleep"), lambda: ask("wake"))

@@ -1,4 +1,4 @@
-"""Runs a command that must not outlive whoever started it: `python -m plaudit.place.leash command ...`.
+"""Runs a command that must not outlive whoever started it: `python -m plaudit.place.leash CORES COMMAND ...`.
 
 The owner holds the other end of this process's standard input. When that closes, for whatever reason (the owner was
 killed, too), the command and all processes it has started are told to end, and killed if they do not.
@@ -17,7 +17,9 @@ from contextlib import suppress
 GRACE = 15.0  # seconds to end by itself
 
 
-def run(command: Sequence[str]) -> int:
+def run(cores: Sequence[int], command: Sequence[str]) -> int:
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
     # A session of its own: an interrupt at the terminal is for the owner, who then closes our standard input.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -45,4 +47,4 @@ def _tell(group: int, number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run([int(core) for core in sys.argv[1].split(",") if core], sys.argv[2:]))

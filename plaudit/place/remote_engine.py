@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plaudit.core import SamplingParams
-from plaudit.errors import ReceiverLost, RequestError, RunError
+from plaudit.errors import EngineLost, ReceiverLost, RequestError
 from plaudit.place import frames
 from plaudit.records import Sample
 
@@ -35,10 +35,6 @@ LOAD_SECONDS = 600.0
 ANSWER_SECONDS = 120.0
 LOOK_SECONDS = 0.25  # between two looks at the clock, while nothing comes
 MOST_DEATHS = 3  # in a row, each without a single sample
-
-
-class EngineLost(RunError):
-    """A rollout engine that cannot be kept alive."""
 
 
 class Hosted(Protocol):

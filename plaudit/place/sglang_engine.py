@@ -22,10 +22,9 @@ from plaudit.core.sampling_params import SamplingParams
 from plaudit.errors import ChannelError, RequestError, WeightsRefused
 from plaudit.place.disk import DiskSide
 from plaudit.place.engine_server import EngineServer
-from plaudit.place.http_engine import Drawn, HttpEngine, State, finish_reason
+from plaudit.place.http_engine import Drawn, HttpEngine, State
 from plaudit.place.http_wire import HttpWire
 from plaudit.place.weights import Layout
-from plaudit.records import Sample
 
 UNKNOWN = float("nan")
 LOAD = 3600.0  # seconds; a channel has its own deadline
@@ -72,22 +71,13 @@ class SglangEngine(HttpEngine):
             found.append(Drawn(ids, logprobs, each["text"], meta["finish_reason"]["type"]))
         return found
 
-    def samples(
-        self, prompt: Sequence[int], group: int, params: SamplingParams, drawn: Sequence[Drawn]
-    ) -> list[Sample]:
-        assert self.version is not None
-        found = []
-        for index, d in enumerate(drawn):
-            count = len(d.token_ids)
-            given = (0.0,) * count if params.temperature == 0 else tuple(d.logprobs)
-            raw = tuple(d.logprobs) if params.temperature in (0, 1) else (UNKNOWN,) * count
-            found.append(
-                Sample(
-                    tuple(prompt), tuple(d.token_ids), d.text, given, raw, (self.version,) * count, (1,) * count,
-                    finish_reason(d.finish_reason), group=group, index=index,
-                )
-            )  # fmt: skip
-        return found
+    def logprobs_of(
+        self, prompt: Sequence[int], params: SamplingParams, drawn: Drawn
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        given = drawn.logprobs
+        if params.temperature == 0:
+            return [0.0] * len(given), given
+        return given, given if params.temperature == 1 else [UNKNOWN] * len(given)
 
     def top_logprobs(self, context: Sequence[int], count: int) -> dict[int, float]:
         body = {

@@ -14,11 +14,10 @@ from typing import Any
 from plaudit.core.sampling_params import SamplingParams
 from plaudit.errors import ConfigError, EngineError, EngineLost
 from plaudit.place.engine_server import EngineServer
-from plaudit.place.http_engine import Drawn, HttpEngine, State, finish_reason
+from plaudit.place.http_engine import Drawn, HttpEngine, State
 from plaudit.place.http_wire import HttpWire
 from plaudit.place.vllm_extension import decode, encode
 from plaudit.place.vllm_server import MODEL, REQUIRED
-from plaudit.records import Sample
 
 UNKNOWN = float("nan")
 LOAD = 3600.0  # seconds after which a worker that loads weights is given up; a channel has its own deadline
@@ -75,25 +74,15 @@ class VllmEngine(HttpEngine):
         choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
         return [Drawn(c["token_ids"], c["logprobs"]["token_logprobs"], c["text"], c["finish_reason"]) for c in choices]
 
-    def samples(
-        self, prompt: Sequence[int], group: int, params: SamplingParams, drawn: Sequence[Drawn]
-    ) -> list[Sample]:
-        found = []
-        for index, d in enumerate(drawn):
-            given, raw = tuple(d.logprobs), tuple(d.logprobs)
-            if params.temperature == 0:
-                given = (0.0,) * len(raw)  # what was sampled gives the likeliest token probability 1
-            elif not _plain(params):
-                raw = self._raw(prompt, d.token_ids) if self.raw else (UNKNOWN,) * len(given)
-            assert self.version is not None
-            count = len(d.token_ids)
-            found.append(
-                Sample(
-                    tuple(prompt), tuple(d.token_ids), d.text, given, raw, (self.version,) * count, (1,) * count,
-                    finish_reason(d.finish_reason), group=group, index=index,
-                )
-            )  # fmt: skip
-        return found
+    def logprobs_of(
+        self, prompt: Sequence[int], params: SamplingParams, drawn: Drawn
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        given = drawn.logprobs
+        if params.temperature == 0:
+            return [0.0] * len(given), given  # what was sampled gives the likeliest token probability 1
+        if _plain(params):
+            return given, given
+        return given, self._raw(prompt, drawn.token_ids) if self.raw else [UNKNOWN] * len(given)
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Of each token after the first, at temperature 1. Nothing of it comes from the prefix cache."""
@@ -111,8 +100,8 @@ class VllmEngine(HttpEngine):
         top = reply["choices"][0]["logprobs"]["top_logprobs"][0]
         return {int(name.removeprefix("token_id:")): value for name, value in top.items()}
 
-    def _raw(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
-        return tuple(self.logprobs([*prompt, *tokens])[len(prompt) - 1 :]) if tokens else ()
+    def _raw(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        return self.logprobs([*prompt, *tokens])[len(prompt) - 1 :] if tokens else []
 
     # Weights and memory
 

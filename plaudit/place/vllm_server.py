@@ -27,7 +27,7 @@ class VllmServer(EngineServer):
 
     def __init__(
         self, python: str, model: Path, log: Path, *, dtype: str, options: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None, name: str = "vLLM",
+        environment: Mapping[str, str] | None = None, cores: Sequence[int] = (),
     ) -> None:  # fmt: skip
         # Its workers import our extension. They must find this package and nothing else of our environment.
         self._path: Any = tempfile.TemporaryDirectory(prefix="plaudit-vllm-")
@@ -43,7 +43,7 @@ class VllmServer(EngineServer):
             "PYTHONPATH": self._path.name,
             **(environment or {}),
         }
-        super().__init__(name, command, port, log, variables)
+        super().__init__("vLLM", command, port, log, variables, cores)
 
     def close(self) -> None:
         super().close()

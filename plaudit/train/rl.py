@@ -9,12 +9,20 @@ from typing import Any, Protocol
 import torch
 
 from plaudit.config import RlRecipe
-from plaudit.errors import BadReply, ChannelError, RequestRefused, RewardUnavailable, RunError, VersionChanged
+from plaudit.errors import (
+    BadReply,
+    ChannelError,
+    EngineError,
+    RequestRefused,
+    RewardUnavailable,
+    RunError,
+    VersionChanged,
+)
 from plaudit.events import RESUME
 from plaudit.place.build import new_placement
 from plaudit.place.ledger import new_ledger
 from plaudit.place.placement import Stage
-from plaudit.place.remote_engine import EngineLost, Host, OwnProcess
+from plaudit.place.remote_engine import Host, OwnProcess
 from plaudit.place.resources import pin_learner
 from plaudit.records import Batch
 from plaudit.train import randomness
@@ -34,7 +42,7 @@ from plaudit.train.signals import Interrupted, interruptible
 from plaudit.train.trainee import Trainee
 
 # Nothing was learned from a step that ends like this: it can be made again.
-NO_SAMPLES = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged, EngineLost, ChannelError)
+NO_SAMPLES = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged, EngineError, ChannelError)
 
 
 class Viewer(Protocol):

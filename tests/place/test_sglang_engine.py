@@ -54,11 +54,9 @@ def other(seed: int = 1) -> Any:
 
 
 def publish(engine: SglangEngine, channel: DiskChannel, module: Any, version: int) -> None:
-    engine.pause()
-    channel.publish(Weights.of(module), version, [engine.wire])
-    engine.forget()
-    engine.resume()
-    engine.new_version(version)
+    with engine.paused():
+        channel.publish(Weights.of(module), version, [engine.wire])
+        engine.new_version(version)
 
 
 @pytest.fixture(scope="module")
