@@ -16,9 +16,15 @@ from torch import nn
 
 from plaudit.config.table import to_toml
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.packing import use_packed_attention
 from plaudit.models import choose_device, new_llama
+from plaudit.records import Sample
+from plaudit.train.forward import hidden_of, pack_responses
+from plaudit.train.optimizer import local_master
 
-TOKENS, SEQUENCES = 24, 32
+FEW, MANY = 16, 48
+"""Tokens of two responses, whose difference leaves out what a call costs once."""
+SEQUENCES = {"cpu": 32, "cuda": 256}
 RESPONSE = 0.15e-3
 """Seconds in which our trainer rewards a response by a rule and takes its advantage."""
 
@@ -51,9 +57,9 @@ def measure(device: str = "auto") -> str:
     }  # fmt: skip
     constants = {
         "bandwidth_share": 1.0, "gemm_share": 1.0, "attention_share": 0.5, "layer_seconds": layer, "step_seconds": step,
-        "sequence_seconds": sequence, "launch_seconds": _launches(where, shape.hidden), "packing_share": 1.0,
+        "sequence_seconds": sequence, "launch_seconds": _launches(where, shape.hidden, wide), "packing_share": 1.0,
         "response_seconds": RESPONSE, "reserve_bytes": _reserve(where),
-        "graph_bytes": 1e6 if where.type == "cpu" else 1e9,
+        "graph_bytes": 1e6 if where.type == "cpu" else 0.3e9,
     }  # fmt: skip
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return to_toml({"host_memory_gb": host, "accelerator": {"this-machine": accelerator}, "constants": constants})
@@ -77,8 +83,10 @@ def _wait(where: torch.device) -> None:
 
 
 def _products(where: torch.device, side: int, dtype: torch.dtype) -> float:
-    left, right = (torch.randn(side, side, device=where, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / _best(lambda: left @ right, where)
+    """Of products as a layer has them: many tokens, and a quarter as many inner numbers."""
+    left = torch.randn(side, side // 4, device=where, dtype=dtype)
+    right = torch.randn(side // 4, side, device=where, dtype=dtype)
+    return 2 * side * side * (side // 4) / _best(lambda: left @ right, where)
 
 
 def _bandwidth(where: torch.device, size: int) -> float:
@@ -123,23 +131,32 @@ def _decode(where: torch.device, hidden: int, dtype: torch.dtype) -> tuple[float
     def seconds(layers: int, sequences: int) -> float:
         engine = Engine(_llama(where, hidden, layers).to(dtype))
         prompts = [[5 + i, 6, 7, 8] for i in range(sequences)]
-        params = SamplingParams(max_tokens=TOKENS, min_tokens=TOKENS)
-        return _best(lambda: engine.generate(prompts, params), where, 3) / TOKENS
+        times = []
+        for tokens in (FEW, MANY):
+            params = SamplingParams(max_tokens=tokens, min_tokens=tokens)
+            times.append(_best(lambda params=params: engine.generate(prompts, params), where, 3))  # type: ignore[misc]
+        return max(1e-7, (times[1] - times[0]) / (MANY - FEW))
 
-    shallow, deep, many = seconds(2, 1), seconds(8, 1), seconds(2, SEQUENCES)
+    count = SEQUENCES[where.type]
+    shallow, deep, many = seconds(2, 1), seconds(8, 1), seconds(2, count)
     layer = max(1e-7, (deep - shallow) / 6)
-    return layer, max(1e-6, shallow - 2 * layer), max(1e-8, (many - shallow) / (SEQUENCES - 1))
+    return layer, max(1e-6, shallow - 2 * layer), max(1e-8, (many - shallow) / (count - 1))
 
 
-def _launches(where: torch.device, hidden: int) -> float:
-    """Forward and backward of one layer on so few tokens that nothing but the launches takes time."""
+def _launches(where: torch.device, hidden: int, dtype: torch.dtype) -> float:
+    """Forward and backward of one layer, as our trainer runs it, on so few tokens that only the launches take time."""
+    ids = tuple(range(4, 8))
+    sample = Sample(ids, ids, "", (0.0,) * 4, (0.0,) * 4, (0,) * 4, (1,) * 4, "length")
 
     def seconds(layers: int) -> float:
-        model = _llama(where, hidden, layers).train()
-        ids = torch.arange(8, device=where)[None]
+        model = _llama(where, hidden, layers).to(dtype).train()
+        use_packed_attention(model)
+        masters = [local_master(parameter, parameter) for parameter in model.parameters()]
 
         def once() -> None:
-            model(input_ids=ids).logits.sum().backward()
+            hidden_of(model, pack_responses([sample], where)).float().sum().backward()  # type: ignore[no-untyped-call]
+            for master in masters:
+                master.grad = None
 
         return _best(once, where, 3)
 

@@ -12,6 +12,8 @@ from plaudit.plan.hardware import DTYPE_BYTES
 from plaudit.plan.term import Term, total
 from plaudit.plan.training import Trainer
 
+OWN_LOGITS = 1 << 24
+"""Logits that Plaudit's trainer holds at once."""
 HOST_SLACK = 1.5
 """Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
 
@@ -78,7 +80,9 @@ def activation_bytes_per_token(
     share = model.moe_layers / model.layers
     routed = model.top_k * (2.0 * model.hidden + kept * model.expert_ffn) + kept * model.shared_ffn
     inside += routed * share + dense * (1 - share)
-    outside = (12.0 if layout.plain else 10.0) * model.hidden
+    # Plain norms work in fp32: beside two-byte activations they keep a copy of their input of four bytes.
+    copies = 0.0 if trainer.dtype == "fp32" else 4.0
+    outside = (12.0 + copies if layout.plain else 10.0) * model.hidden
     wide = weight_size(trainer) / 2  # the sums above are of two-byte numbers
     return wide * (inside / layout.tp + outside / (layout.tp if sequence_parallel else 1))
 
@@ -94,9 +98,14 @@ def workspace(trainer: Trainer, length: float) -> Term:
 def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
     layout = trainer.layout
     # Log-probabilities are taken in stretches of at most this many tokens, in fp32, with their gradient.
-    tokens = min(max(layout.micro_tokens, length) / layout.cp, 8192.0)
+    vocab = trainer.model.vocab
+    most = OWN_LOGITS / vocab if layout.plain else 8192.0
+    tokens = min(max(layout.micro_tokens, length) / layout.cp, most)
     per = 2.0 + 4.0 + (4.0 if backward else 0.0)
-    size = tokens * trainer.model.vocab * per / layout.tp
+    size = tokens * vocab * per / layout.tp
+    if layout.plain and backward:
+        # Over several stretches the head's gradient is summed in fp32 and then rounded.
+        size += vocab * trainer.model.hidden * (4.0 + weight_size(trainer)) / layout.tp
     return Term("logits", size, "B", "tokens · vocabulary · (2 bf16 + 4 fp32 + 4 gradient) / tp", (("tokens", tokens),))
 
 

@@ -55,6 +55,9 @@ class Parts:
 
     def _trainer(self, model: ModelShape) -> Trainer:
         layout = self.plan.training
+        if self.workload.trained_length < self.workload.length:
+            share = self.workload.trained_length / self.workload.length
+            layout = replace(layout, micro_tokens=max(1, round(layout.micro_tokens * share)))
         if model.experts == 0 or model.experts % layout.ep:
             layout = replace(layout, ep=1)
         if layout.pp > model.layers or model.heads % layout.tp:
@@ -85,7 +88,7 @@ class Parts:
         return self._states(self.trainer) + critic + self._forward_only()
 
     def _moment(self, trainer: Trainer) -> list[Term]:
-        length = self.workload.length
+        length = self.workload.trained_length
         return [memory.activations(trainer, length), memory.workspace(trainer, length), memory.logits(trainer, length)]
 
     def engine_memory(self) -> tuple[float, Term]:
@@ -106,7 +109,7 @@ class Parts:
         if plan.placement == "colocated":
             peak = sum(term.value for term in self._moment(self.trainer))
             room = min(room, chip.memory - inside.value - peak)
-        return max(0.0, room), inside
+        return max(0.0, min(room, self.workload.cache_bytes or room)), inside
 
     def training_memory(self, pool: float) -> Term:
         held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
@@ -125,7 +128,7 @@ class Parts:
         return total("training", held, "B")
 
     def scoring_memory(self, pool: float) -> Term:
-        moment = memory.scoring(self.trainer, self.workload.length)
+        moment = memory.scoring(self.trainer, self.workload.trained_length)
         if self.plan.placement == "swapped":
             return moment
         held = [part for part in moment.parts if part.name in ("activations", "logits", "reserve")] + self._resident()
@@ -153,8 +156,8 @@ class Parts:
     # Time
 
     def scores(self) -> list[Term]:
-        work, length = self.workload, self.workload.length
-        found = [self.trainer.score(work.batch, length, "old log-probabilities")]
+        work, length = self.workload, self.workload.trained_length
+        found = [self.trainer.score(work.batch, length, "old log-probabilities")] if work.takes_old else []
         if work.has_reference:
             found.append(self.trainer.score(work.batch, length, "reference"))
         if self.reward:
@@ -180,7 +183,7 @@ class Parts:
 
     def learning(self) -> list[Term]:
         work = self.workload
-        sequences, length = work.batch * work.epochs, work.length
+        sequences, length = work.batch * work.epochs, work.trained_length
         found = [replace(self.trainer.step(sequences, length, work.updates, ragged=True), name="policy")]
         if self.critic:
             found.append(replace(self.critic.step(sequences, length, work.updates, ragged=True), name="critic"))
@@ -207,6 +210,8 @@ class Parts:
         work, plan = self.workload, self.plan
         used = min(pool, memory.sequence_bytes(self.replica, self.grown) * min(at_once, work.batch / plan.replicas)
                    / plan.generation.attention_groups)  # fmt: skip
+        if work.cache_bytes:
+            used = pool
         cache = Term("cache", used, "B", "sequences at once · bytes of one, no more than the pool", (("pool", pool),))
         generating = total("generation", [*inside.parts, cache], "B")
         scoring = total("scoring", [self.bookkeeping(), *self.scores()], "s")

@@ -51,6 +51,7 @@ def workload_of(
         train.samples_per_prompt, train.epochs * train.minibatches, train.epochs, recipe.algorithm.kl.coef > 0, critic,
         shape(str(reward)) if reward else None, DTYPES[recipe.model.dtype], "", DTYPES[recipe.model.dtype],
         train.steps, plain=True, micro_tokens=train.micro_batch_tokens,
+        cache_bytes=recipe.engine.kv_bytes if isinstance(recipe.engine.kv_bytes, int) else 0,
     )  # fmt: skip
 
 

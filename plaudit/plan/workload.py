@@ -43,6 +43,8 @@ class Workload:
     """Trained by plain modules, as Plaudit's own trainer does; see TrainingLayout."""
     micro_tokens: int = 0
     """Tokens that are trained on at once; 0 = 4096, or the longest sequence where that is longer."""
+    cache_bytes: float = 0
+    """Of an engine that is told the size of its cache and takes all of it; 0 = what is free, as far as it is needed."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in PRESETS:
@@ -85,6 +87,18 @@ class Workload:
     @property
     def length(self) -> float:
         return self.prompt + self.response
+
+    @property
+    def trained_length(self) -> float:
+        """Tokens of a response and its prompt that training computes: Plaudit packs responses to one prompt as a tree,
+        where one update takes the groups in order."""
+        shared = self.samples_per_prompt if self.plain and self.updates == 1 else 1
+        return self.prompt / shared + self.response
+
+    @property
+    def takes_old(self) -> bool:
+        """Whether log-probabilities are taken before the update. Plaudit's single update needs none: its ratio is 1."""
+        return not self.plain or self.updates > 1 or self.value_model is not None
 
     @property
     def has_reference(self) -> bool:

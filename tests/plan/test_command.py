@@ -112,9 +112,7 @@ def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wante
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("hardware", "placement"), [("1x1xH100", "hybrid"), ("1x2xH100", "colocated"), ("1x2xH100", "async")]
-)
+@pytest.mark.parametrize(("hardware", "placement"), [("1x2xH100", "colocated"), ("1x2xH100", "async")])
 def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
     out = tmp_path / "planned.toml"
     run = plaudit(

@@ -1,8 +1,10 @@
 """Memory against the tables of Korthikanti et al. (arXiv 2205.05198) and against sums by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, cluster, memory, predict
+from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, Workload, cluster, memory, predict
 from plaudit.plan.decode import Replica
 from plaudit.plan.training import Trainer
 
@@ -63,3 +65,19 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert here.host.value == 0
     assert there.host.value > 0
     assert there.phase("generation").memory.value < here.phase("generation").memory.value
+
+
+def test_our_own_trainer_packs_prompts_once_and_takes_no_log_probabilities_for_a_single_update() -> None:
+    work = Workload(
+        ModelShape.named("llama-3.2-1b"), "grpo", 128, 256, 0, 256, 8, reference=False, plain=True, micro_tokens=8192,
+        cache_bytes=4e9,
+    )  # fmt: skip
+    assert work.trained_length == 128 / 8 + 256
+    found = predict(work, "1x1xH200", "colocated", training=TrainingLayout(zero=0, plain=True, micro_tokens=8192))
+    assert [part.name for part in found.phase("scoring").seconds.parts] == ["bookkeeping"]
+    trained = {part.name: part.value for part in found.phase("training").memory.parts}
+    assert trained["cache"] == 4e9
+    assert trained["optimizer"] == pytest.approx(12 * work.model.parameters)
+    several = replace(work, updates=4)
+    assert several.trained_length == 384
+    assert several.takes_old
