@@ -119,8 +119,12 @@ class HttpEngine(ABC):
 
     # Generating
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Sample]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], begun: object = None
+    ) -> list[Sample]:
         """As `Engine.generate`: all samples of the first prompt, then the second's."""
+        if begun is not None:
+            raise RequestError(f"{self.name} cannot go on with samples that another engine has begun: use the core")
         if len(prompts) != len(params):
             raise RequestError(f"{len(prompts)} prompts and {len(params)} SamplingParams: give one each")
         version = self.version

@@ -33,7 +33,10 @@ class PoolEngine(Protocol):
     @property
     def version(self) -> int | None: ...
 
-    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]: ...
+    def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], begun: list[list[Sample]] | None = None
+    ) -> list[Sample]:
+        """`begun`: as in `Engine.generate`. An engine that cannot go on with samples is never given any."""
 
     def healthy(self) -> bool:
         """Whether it generates a token, here and now."""
@@ -128,7 +131,10 @@ class EnginePool:
                 self.regain(member.engine.name)
         return found
 
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Sample]:
+    def generate(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams],
+        begun: Sequence[list[Sample]] | None = None,
+    ) -> list[Sample]:  # fmt: skip
         """As `Engine.generate`. Raises what the request deserves, or EngineLost when no engine is left."""
         done: dict[int, list[Sample]] = {}
         left = list(range(len(prompts)))
@@ -139,7 +145,7 @@ class EnginePool:
                     continue
                 raise EngineLost(f"no engine is left to generate: {self._reasons()}")
             with ThreadPoolExecutor(len(shares), thread_name_prefix="pool") as threads:
-                asked = [threads.submit(self._ask, m, share, prompts, params) for m, share in shares.items()]
+                asked = [threads.submit(self._ask, m, share, prompts, params, begun) for m, share in shares.items()]
                 for answer in asked:
                     done |= answer.result()
             left = [index for index in left if index not in done]
@@ -176,12 +182,15 @@ class EnginePool:
         return params.n * length
 
     def _ask(
-        self, member: Member, share: Sequence[int], prompts: Sequence[list[int]], params: Sequence[SamplingParams]
-    ) -> dict[int, list[Sample]]:
+        self, member: Member, share: Sequence[int], prompts: Sequence[list[int]], params: Sequence[SamplingParams],
+        begun: Sequence[list[Sample]] | None,
+    ) -> dict[int, list[Sample]]:  # fmt: skip
         """The samples of each prompt; nothing, if the engine failed."""
         done: dict[int, list[Sample]] = {}
         try:
-            samples = member.engine.generate([prompts[i] for i in share], [params[i] for i in share])
+            asked = [prompts[i] for i in share], [params[i] for i in share]
+            going_on = None if begun is None else [begun[i] for i in share]
+            samples = member.engine.generate(*asked, going_on)
             for sample in samples:
                 at = share[sample.group]
                 done.setdefault(at, []).append(replace(sample, group=at))

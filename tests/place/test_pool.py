@@ -28,7 +28,9 @@ class CoreEngine:
         self.begun = threading.Event()
         self._lock = threading.Lock()
 
-    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
+    def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], begun: list[list[Sample]] | None = None
+    ) -> list[Sample]:
         with self._lock:
             self.asked.append(prompts)
             self.begun.set()

@@ -1,0 +1,156 @@
+"""Prompts read by one pool and continued by another, their KV through shared memory: the samples of one engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import EngineLost
+from plaudit.place.parcel import OpenedParcel, Parcel
+from plaudit.place.pool import EnginePool
+from plaudit.place.prefill_decode import DecodeEngine, PrefillDecode, PrefillEngine
+from plaudit.records import Sample
+from tests.core import tiny
+
+
+def asked(count: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
+    draw = np.random.default_rng(2)
+    prompts = [draw.integers(3, tiny.VOCAB, n).tolist() for n in draw.integers(1, 90, count)]
+    return prompts, [SamplingParams(n=2, max_tokens=1 + i % 12, temperature=0.9, seed=i) for i in range(count)]
+
+
+def prefill(name: str = "p") -> PrefillEngine:
+    return PrefillEngine(name, Engine(tiny.model("llama")))
+
+
+def decode(name: str = "d") -> DecodeEngine:
+    return DecodeEngine(name, Engine(tiny.model("llama")))
+
+
+def check_equal(found: list[Sample], expected: list[Sample]) -> None:
+    assert [(s.group, s.index, s.token_ids) for s in found] == [(s.group, s.index, s.token_ids) for s in expected]
+    assert [s.finish_reason for s in found] == [s.finish_reason for s in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.allclose(ours.logprobs, theirs.logprobs, atol=5e-6, rtol=0)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_two_pools_give_the_samples_of_one_engine_and_leave_nothing_behind() -> None:
+    prompts, params = asked()
+    alone = Engine(tiny.model("llama")).generate(prompts, params)
+    readers, writers = [prefill("p0"), prefill("p1")], [decode("d0"), decode("d1"), decode("d2")]
+    before = open_files()
+    found = PrefillDecode(EnginePool(readers), EnginePool(writers), piece=4).generate(prompts, params)
+    check_equal(found, alone)
+    assert not any(sample.extra for sample in found)
+    assert open_files() == before
+    assert not any(reader._parcels for reader in readers)
+    # Of the prompts the decode engines computed nothing: at most one token for each that was drawn.
+    drawn = sum(len(sample.token_ids) for sample in found)
+    assert sum(writer.engine.stats().tokens_computed for writer in writers) <= drawn
+
+
+def test_one_piece_on_one_engine_of_each_kind_is_equal_to_the_bit() -> None:
+    prompts, _ = asked(6)
+    params = [SamplingParams(max_tokens=10, seed=i) for i in range(6)]
+    alone = Engine(tiny.model("llama")).generate(prompts, params)
+    found = PrefillDecode(EnginePool([prefill()]), EnginePool([decode()])).generate(prompts, params)
+    assert [(s.token_ids, s.logprobs, s.raw_logprobs) for s in found] == [
+        (s.token_ids, s.logprobs, s.raw_logprobs) for s in alone
+    ]
+
+
+def test_a_prompt_with_room_for_one_token_is_done_by_the_first_engine() -> None:
+    prompt = [5] * (tiny.SIZES["max_position_embeddings"] - 1)
+    params = [SamplingParams(max_tokens=10, seed=1)]
+    alone = Engine(tiny.model("llama")).generate([prompt], params)
+    check_equal(PrefillDecode(EnginePool([prefill()]), EnginePool([decode()])).generate([prompt], params), alone)
+
+
+class Dying(DecodeEngine):
+    def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], begun: list[list[Sample]] | None = None
+    ) -> list[Sample]:
+        super().generate(prompts, params, begun)
+        raise EngineLost(f"{self.name} was killed")
+
+
+def test_where_a_decode_engine_dies_another_takes_the_same_kv() -> None:
+    prompts, params = asked(8)
+    alone = Engine(tiny.model("llama")).generate(prompts, params)
+    spare = decode("spare")
+    dying = Dying("dying", Engine(tiny.model("llama")))
+    found = PrefillDecode(EnginePool([prefill()]), EnginePool([dying, spare])).generate(prompts, params)
+    check_equal(found, alone)
+    assert spare.engine.stats().tokens_computed <= sum(len(s.token_ids) for s in found)
+
+
+def test_kv_of_other_weights_is_not_taken() -> None:
+    prompts, _ = asked(4)
+    reader, writer = prefill(), decode()
+    torch.nn.init.normal_(next(writer.engine.decoder.module.parameters()), generator=torch.Generator().manual_seed(1))
+    writer.engine.new_version(1)
+    begun = reader.generate(prompts, [SamplingParams(max_tokens=1, seed=i) for i in range(4)])
+    going_on = [[s] for s in begun if s.finish_reason == "length"]
+    long = [SamplingParams(max_tokens=6, seed=s[0].group) for s in going_on]
+    writer.generate([list(s[0].prompt_ids) for s in going_on], long, going_on)
+    assert writer.engine.stats().tokens_shared == 0
+
+
+@pytest.mark.slow
+def test_a_parcel_reaches_another_process() -> None:
+    prompts, _ = asked(1)
+    engine = Engine(tiny.model("llama"))
+    engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
+    parcel = Parcel(engine.give_kv(prompts[0]))
+    code = """
+import json, sys
+from plaudit.core import Engine, SamplingParams
+from plaudit.place.parcel import OpenedParcel
+from tests.core import tiny
+given = OpenedParcel(json.load(sys.stdin))
+engine = Engine(tiny.model("llama"))
+print(engine.take_kv(given.handover))
+given.close()
+tokens = list(given.handover.tokens)
+(sample,) = engine.generate([tokens], [SamplingParams(max_tokens=8, seed=0)])
+print(json.dumps([engine.stats().tokens_shared, sample.token_ids, sample.logprobs]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(parcel.message), capture_output=True, text=True, timeout=120
+    )
+    parcel.close()
+    assert done.returncode == 0, done.stderr[-2000:]
+    taken, told = done.stdout.splitlines()[-2:]
+    assert int(taken) == len(prompts[0])
+    shared, tokens, logprobs = json.loads(told)
+    (alone,) = engine.generate(prompts, [SamplingParams(max_tokens=8, seed=0)])
+    assert shared == len(prompts[0]) - 1  # its last token gives the first row
+    assert tokens == list(alone.token_ids)
+    assert np.allclose(logprobs, alone.logprobs, atol=5e-6)
+
+
+def test_a_parcel_is_the_kv_that_was_packed() -> None:
+    prompts, _ = asked(1)
+    engine = Engine(tiny.model("gpt_oss"))
+    engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
+    given = engine.give_kv(prompts[0], "")
+    parcel = Parcel(given)
+    opened = OpenedParcel(json.loads(json.dumps(parcel.message)))
+    assert opened.handover.tokens == given.tokens
+    for mine, theirs in zip(
+        (*given.keys, *given.values), (*opened.handover.keys, *opened.handover.values), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    opened.close()
+    parcel.close()
