@@ -46,12 +46,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ets, KV budget 80": {"method": "ets", "kv_budget": 80},
     "ets, T 1": {"method": "ets", "temperature": 1.0},
     "rebase, T 1": {"method": "rebase", "temperature": 1.0},
-    "ets, min": {"method": "ets", "aggregate": "min"},
+    "ets, T 1, no clusters": {"method": "ets", "temperature": 1.0, "cluster_weight": 0.0},
+    "ets, T 5, no clusters": {"method": "ets", "temperature": 5.0, "cluster_weight": 0.0},
+    "ets, T 1, KV budget 80": {"method": "ets", "temperature": 1.0, "kv_budget": 80},
+    "ets, T 5, KV budget 80": {"method": "ets", "temperature": 5.0, "kv_budget": 80},
+    "ets, T 5, weights 2 and 0": {"method": "ets", "temperature": 5.0, "branch_weight": 2.0, "cluster_weight": 0.0},
+    "ets, T 5, weights 1/2 and 0": {"method": "ets", "temperature": 5.0, "branch_weight": 0.5, "cluster_weight": 0.0},
     "joint": {"method": "ets", "rule": Joint()},
-    "joint, fade 0.7": {"method": "ets", "rule": Joint(fade=0.7)},
     "directions": {"method": "ets", "rule": Directions()},
-    "directions, T 1": {"method": "ets", "rule": Directions(1.0)},
-    "directions, by words": {"method": "ets", "rule": Directions(words=True)},
     "best-of-n": {"method": "best-of-n"},
 }
 
@@ -100,7 +102,7 @@ def work(job: int, args: argparse.Namespace, table: dict[str, dict[str, Any]], u
     from plaudit.config.search import load_search
     from plaudit.search.search import Search
 
-    base = load_search(None, {"data.limit": args.questions, "search.width": 4}, [f"seed={args.seed}"])
+    base = load_search(None, {"data.limit": args.questions, "search.width": 4}, [f"seed={args.seed}", "lanes=1"])
     first = Search(base)
     questions = first.questions()[job :: args.jobs]
     remembering = Remembering(first.policy, first.scorer)
@@ -117,8 +119,8 @@ def work(job: int, args: argparse.Namespace, table: dict[str, dict[str, Any]], u
                 recipe = base.model_copy(update={"search": type(base.search).model_validate(tree)})
                 search = Search(recipe, policy=remembering, scorer=remembering, tokenizer=first.tokenizer)
                 if rule is not None:
-                    make = search.runner.new_driver
-                    search.runner.new_driver = lambda q, t, make=make, rule=rule: with_rule(make(q, t), rule)
+                    make = search.lanes[0].new_driver
+                    search.lanes[0].new_driver = lambda q, t, make=make, rule=rule: with_rule(make(q, t), rule)
                 for outcome in search.run(batch):
                     costs = outcome.driver.costs
                     found.append(
@@ -196,7 +198,7 @@ def timing() -> list[dict[str, Any]]:
         outcomes = list(search.run(search.questions()))
         methods.Ets = rule.Ets  # type: ignore[misc]
         generated = sum(o.driver.costs.generated for o in outcomes)
-        model = search.runner.phases["generate"] + search.runner.phases["score"]
+        model = search.phases["generate"] + search.phases["score"]
         ours, highs, gaps = [], [], []
         for programme in posed:
             began = time.process_time()

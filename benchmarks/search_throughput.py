@@ -92,7 +92,7 @@ def ours(count: int, width: int, seed: int, url: str | None = None) -> dict[str,
         "prefill_all": sum(path.values()), "deep": sum(n.depth >= 6 for _, n in scored),
         "prefill_deep": sum(path[o.question.index, n.id] for o, n in scored if n.depth >= 6),
         "step_deep": sum(len(n.tokens) for _, n in scored if n.depth >= 6),
-        "phases": {name: round(seconds, 3) for name, seconds in search.runner.phases.items()},
+        "phases": {name: round(seconds, 3) for name, seconds in search.phases.items()},
     }  # fmt: skip
 
 

@@ -194,6 +194,9 @@ class SearchRecipe(Table):
     seed: Annotated[int, Field(ge=0)] = 1
     concurrent: PositiveInt = 64
     """Questions that are searched together."""
+    lanes: PositiveInt = 1
+    """Groups of questions that go on without waiting for each other: while one is generated for, another is scored, or
+    its programmes are solved. Decides the time, never the results; pays where servers or a GPU do the work."""
     threads: PositiveInt | None = None
     """CPU threads; torch's own choice without it."""
     model: PolicyTable

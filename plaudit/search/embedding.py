@@ -25,13 +25,17 @@ class SentenceEncoder:
     """A model of sentence-transformers: a directory, or the name of a package that carries one."""
 
     def __init__(self, source: str, device: str = "cpu") -> None:
+        directory = _directory(source)
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError:
             raise ConfigError(
                 'search.clusters = "encoder" needs sentence-transformers: pip install "plaudit[search]"'
             ) from None
-        self._model: Any = SentenceTransformer(str(_directory(source)), device=device, local_files_only=True)
+        from plaudit.models.quiet import quiet
+
+        with quiet():
+            self._model: Any = SentenceTransformer(str(directory), device=device, local_files_only=True)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         found: np.ndarray = self._model.encode(list(texts), batch_size=BATCH, show_progress_bar=False)

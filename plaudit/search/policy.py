@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -71,15 +72,19 @@ class CorePolicy:
     def __init__(self, engine: Engine, table: StepsTable) -> None:
         self.engine = engine
         self.table = table
+        self._lock = threading.Lock()  # an engine is for one thread at a time
         self._stop_ids = _stop_tokens(engine.tokenizer, table.stop)
 
     def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
         if not asks:
             return []
         try:
-            samples = iter(
-                self.engine.generate([[*ask.prompt, *ask.said] for ask in asks], [self._params(ask) for ask in asks])
-            )
+            with self._lock:
+                samples = iter(
+                    self.engine.generate(
+                        [[*ask.prompt, *ask.said] for ask in asks], [self._params(ask) for ask in asks]
+                    )
+                )
         except RequestError as error:
             if len(asks) == 1:
                 return [[Step(error=str(error))] * asks[0].count]
@@ -89,7 +94,8 @@ class CorePolicy:
     def release(
         self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
     ) -> None:
-        self.engine.release(paths, keep, below=below)
+        with self._lock:
+            self.engine.release(paths, keep, below=below)
 
     def close(self) -> None:
         """The engine's memory goes with the object."""

@@ -6,6 +6,7 @@ place. So questions are at different depths, and a batch stays full until the la
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,8 +68,9 @@ class _Open:
 class Runner:
     def __init__(
         self, recipe: SearchRecipe, policy: Policy, scorer: Scorer, new_driver: Callable[[Question, Tree], Driver],
-        embedder: Embedder | None = None,
+        embedder: Embedder | None = None, stopped: threading.Event | None = None,
     ) -> None:  # fmt: skip
+        """`stopped`: once it is set, what is under way is left as it is."""
         self.recipe = recipe
         self.policy = policy
         self.scorer = scorer
@@ -76,6 +78,8 @@ class Runner:
         self.new_driver = new_driver
         self.reading = AnswerReading(recipe.steps)
         self.phases = {"generate": 0.0, "score": 0.0, "cluster": 0.0, "choose": 0.0}
+        self.most = max(1, recipe.concurrent // recipe.lanes)
+        self._stopped = stopped or threading.Event()
         self._open: list[_Open] = []
 
     def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
@@ -83,8 +87,8 @@ class Runner:
         the error is raised; closing the iterator leaves them out."""
         waiting = iter(questions)
         more = True
-        while more or self._open:
-            while more and len(self._open) < self.recipe.concurrent:
+        while (more or self._open) and not self._stopped.is_set():
+            while more and len(self._open) < self.most:
                 question = next(waiting, None)
                 more = question is not None
                 if question is not None:
@@ -112,6 +116,8 @@ class Runner:
         return [searched for searched, expansions in chosen if not expansions], going
 
     def _expand(self, going: Sequence[tuple[_Open, list[Expand]]]) -> None:
+        if not going:
+            return
         asks = [self._ask(searched, e) for searched, expansions in going for e in expansions]
         began = time.perf_counter()
         steps = iter(self.policy.extend(asks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,6 +61,7 @@ class LocalScorer:
     def __init__(self, engine: Engine, reading: ProcessReading) -> None:
         self.engine = engine
         self.reading = reading
+        self._lock = threading.Lock()  # an engine is for one thread at a time
 
     @property
     def computed(self) -> int:
@@ -82,7 +84,8 @@ class LocalScorer:
     def release(
         self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
     ) -> None:
-        self.engine.release(tokens, keep, below=below)
+        with self._lock:
+            self.engine.release(tokens, keep, below=below)
 
     def close(self) -> None:
         """The engine's memory goes with the object."""
@@ -91,10 +94,11 @@ class LocalScorer:
         if not works:
             return []
         try:
-            rows = self.engine.score(
-                [work.tokens for work in works], positions=[work.positions for work in works],
-                columns=works[0].columns, cache=True, hidden=hidden,
-            )  # fmt: skip
+            with self._lock:
+                rows = self.engine.score(
+                    [work.tokens for work in works], positions=[work.positions for work in works],
+                    columns=works[0].columns, cache=True, hidden=hidden,
+                )  # fmt: skip
         except RequestError as error:
             if len(works) == 1:
                 return [Scored(error=f"scoring_failed: {error}")]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from plaudit.config.search import SearchRecipe
+from plaudit.search.driver import Driver
 from plaudit.search.embedding import open_embedder
+from plaudit.search.lanes import run_lanes
 from plaudit.search.methods import new_driver
 from plaudit.search.policy import CorePolicy, Policy
 from plaudit.search.questions import Question, open_questions
@@ -17,6 +20,7 @@ from plaudit.search.reading import AnswerReading
 from plaudit.search.record import Record
 from plaudit.search.runner import Outcome, Runner
 from plaudit.search.scoring import Scorer, open_scorer
+from plaudit.search.tree import Tree
 
 
 class Search:
@@ -35,18 +39,28 @@ class Search:
         self.policy, self.tokenizer = policy, tokenizer
         self.scorer = scorer or open_scorer(recipe.prm, recipe.threads)
         self.embedder = open_embedder(recipe.search)
-        reading = AnswerReading(recipe.steps)
-        self.runner = Runner(
-            recipe, self.policy, self.scorer,
-            lambda q, tree: new_driver(tree, recipe.search, recipe.budget, reading, f"{recipe.seed} {q.index}"),
-            self.embedder,
-        )  # fmt: skip
+        self._stopped = threading.Event()
+        self.lanes = [self._runner() for _ in range(recipe.lanes)]
 
     def questions(self) -> list[Question]:
         return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed)
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase, summed over lanes."""
+        return {name: sum(lane.phases[name] for lane in self.lanes) for name in self.lanes[0].phases}
+
     def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
-        return self.runner.run(questions)
+        """Outcomes as they come; see `Runner.run`."""
+        return run_lanes(self.lanes, questions, self._stopped)
+
+    def _runner(self) -> Runner:
+        recipe, reading = self.recipe, AnswerReading(self.recipe.steps)
+
+        def driver(question: Question, tree: Tree) -> Driver:
+            return new_driver(tree, recipe.search, recipe.budget, reading, f"{recipe.seed} {question.index}")
+
+        return Runner(recipe, self.policy, self.scorer, driver, self.embedder, self._stopped)
 
     def close(self) -> None:
         self.policy.close()
@@ -91,7 +105,7 @@ def run_search(
                     if progress is not None:
                         progress(len(record.done), len(questions))
             finally:
-                figures = record.summarise(spent + time.monotonic() - began, search.runner.phases)
+                figures = record.summarise(spent + time.monotonic() - began, search.phases)
             return figures
         finally:
             search.close()

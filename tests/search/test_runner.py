@@ -37,7 +37,7 @@ def engine() -> Engine:
 
 
 def searched(asked: SearchRecipe, engine: Engine, scorer: Scorer, concurrent: int = 64) -> list[Outcome]:
-    asked = asked.model_copy(update={"concurrent": concurrent})
+    asked = asked.model_copy(update={"concurrent": concurrent, "lanes": 1 if concurrent == 1 else 2})
     search = Search(asked, policy=CorePolicy(engine, asked.steps), scorer=scorer, tokenizer=engine.tokenizer)
     return sorted(search.run(search.questions()), key=lambda outcome: outcome.question.index)
 
@@ -184,7 +184,7 @@ def test_a_prm_that_sees_other_steps_is_told(engine: Engine) -> None:
 
 
 def test_an_empty_step_is_a_failed_node_and_the_rest_goes_on(engine: Engine, scorer: Scorer) -> None:
-    asked = recipe("rebase", questions=2)
+    asked = recipe("rebase", questions=2).model_copy(update={"lanes": 1})
     policy = FailingPolicy(engine, asked.steps, "empty", 1)
     search = Search(asked, policy=policy, scorer=scorer, tokenizer=engine.tokenizer)
     for outcome in search.run(search.questions()):
