@@ -21,20 +21,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from transformers import PreTrainedTokenizerFast
 
-from plaudit.config.reward import ReadByEngine, parse_reward
-from plaudit.core.lockstep import Channel, follow
+from plaudit.config.reward import LogprobsTable, OutcomeTable, ProcessTable, parse_reward
+from plaudit.core import Engine
+from plaudit.core.lockstep import Channel, Leader, follow
 from plaudit.core.memory import limit_memory
 from plaudit.errors import ConfigError, ModelError, PlauditError, RankLost, one_line
 from plaudit.models import choose_device
-from plaudit.reward.load import load_part
+from plaudit.reward.load import load_part, load_worker
+from plaudit.reward.work import Facts
 from plaudit.serve.launched import launched
 
 LOAD_SECONDS = 1800.0  # between the first rank and the last
@@ -51,12 +55,14 @@ class RankGroup:
     rank: int
     size: int
     store: Store
-    table: ReadByEngine
+    table: OutcomeTable | ProcessTable | LogprobsTable
     local: int
     """Which of this machine's GPUs."""
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     place: tempfile.TemporaryDirectory[str] | None = None
     """Where they meet, on one machine."""
+    on_loss: Callable[[str], None] | None = None
+    """What the heartbeat does when a rank is gone; the next step raises in any case."""
 
     def join(self) -> None:
         """Wait until every rank is there."""
@@ -110,12 +116,18 @@ class RankGroup:
             tensors = dist.new_group(everyone, backend="nccl" if cuda else "gloo", timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
-        return Channel(self.rank, self.size, messages, tensors, _leave)
+        return Channel(self.rank, self.size, messages, tensors, self.on_loss)
 
-    def forget_place(self) -> None:
-        """All have met."""
+    def loaded(self) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:
+        """Rank 0's engine and what belongs to it; if that fails, the others hear why."""
+        try:
+            found = load_worker(self.table, self)
+        except Exception as error:
+            self.fail(error)
+            raise
         if self.place is not None:
-            self.place.cleanup()
+            self.place.cleanup()  # all have met
+        return found
 
     def fail(self, error: Exception) -> None:
         """Tell the others, who wait to meet."""
@@ -138,8 +150,33 @@ class RankGroup:
             time.sleep(LOOK_SECONDS)
 
 
-def lead(tree: dict[str, Any], table: ReadByEngine) -> RankGroup:
-    """The group of the model whose worker this is, all of it joined."""
+@contextmanager
+def ranked_engine(
+    path: str, ranks: int, *, device: str = "auto", dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+) -> Iterator[Engine]:  # fmt: skip
+    """An engine in this process for a model that several ranks share, on this machine: for rollouts, say. The process
+    must have no process group of torch's already."""
+    if dist.is_initialized():
+        raise ConfigError("this process is a rank of something else already: give the engine a process of its own")
+    table = LogprobsTable(path=path, tensor_parallel=ranks, device=device, dtype=dtype)
+    group = lead(table.model_dump(exclude_none=True), table)
+    try:
+        engine = group.loaded()[0]
+        yield engine
+        assert isinstance(engine.backend, Leader)
+        engine.backend.end()
+    finally:
+        for child in group.children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            child.kill()
+            child.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def lead(tree: dict[str, Any], table: OutcomeTable | ProcessTable | LogprobsTable) -> RankGroup:
+    """The group whose rank 0 this is, all of it joined."""
     size = table.tensor_parallel
     if launched():
         host = os.environ["MASTER_ADDR"]
@@ -226,7 +263,7 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     return child
 
 
-def _leave(why: str) -> NoReturn:
+def leave(why: str) -> NoReturn:
     """The group is broken: whoever started it starts another."""
     os.write(sys.stderr.fileno(), f"plaudit serve: rank {dist.get_rank()}: {why}\n".encode())
     os._exit(RankLost.exit_code)
@@ -247,7 +284,7 @@ def main(parent: int) -> None:
     end_with(parent)
     spec = json.load(sys.stdin)
     table = parse_reward(spec["table"], "the model's table")
-    assert isinstance(table, ReadByEngine)
+    assert isinstance(table, OutcomeTable | ProcessTable | LogprobsTable)
     if table.threads is not None:
         torch.set_num_threads(table.threads)
     if "file" in spec:
@@ -267,7 +304,7 @@ def main(parent: int) -> None:
     try:
         follow(loaded.module, channel)
     except RuntimeError as error:
-        _leave(f"rank 0 is gone or late: {one_line(error)}")
+        leave(f"rank 0 is gone or late: {one_line(error)}")
 
 
 if __name__ == "__main__":

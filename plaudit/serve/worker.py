@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from plaudit.config.reward import ReadByEngine, parse_reward
+from plaudit.config.reward import LogprobsTable, OutcomeTable, ProcessTable, ReadByEngine, parse_reward
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.memory import limit_memory
 from plaudit.core.sequence import Update
@@ -33,7 +33,7 @@ from plaudit.models import choose_device
 from plaudit.records import ItemError
 from plaudit.reward.load import load_worker
 from plaudit.serve import frames
-from plaudit.serve.ranks import lead
+from plaudit.serve.ranks import lead, leave
 from plaudit.serve.text import tokenizer_parts
 
 ALIVE_EVERY = 1.0  # seconds
@@ -266,15 +266,12 @@ def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
     table = parse_reward(tree, "the model's table")
     if isinstance(table, ReadByEngine) and table.memory_fraction is not None:
         limit_memory(choose_device(table.device), table.memory_fraction)
-    group = lead(tree, table) if isinstance(table, ReadByEngine) and table.tensor_parallel > 1 else None
-    try:
-        engine, facts, tokenizer, digest = load_worker(table, group)
-    except Exception as error:
-        if group is not None:
-            group.fail(error)
-        raise
-    if group is not None:
-        group.forget_place()
+    if isinstance(table, OutcomeTable | ProcessTable | LogprobsTable) and table.tensor_parallel > 1:
+        group = lead(tree, table)
+        group.on_loss = leave
+        engine, facts, tokenizer, digest = group.loaded()
+    else:
+        engine, facts, tokenizer, digest = load_worker(table)
     if engine.decoder.device.type == "cpu" and getattr(table, "threads", None) is None:
         width = engine.decoder.module.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         if width < NARROW:

@@ -18,8 +18,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import plaudit
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import RankLost
 from plaudit.records import Item
 from plaudit.reward import load_reward
+from plaudit.serve.ranks import ranked_engine
 from tests.serve.process import ServerProcess, free_port
 from tests.serve.test_chaos import MALFORMED, content, until
 
@@ -137,6 +140,25 @@ def test_each_rank_killed_and_stopped_under_load(
         until("at work", lambda: sum(answered.values()) > done + CLIENTS)
     gone = [p for p in (worker, other) if p.is_running()]
     assert not psutil.wait_procs(gone, timeout=20)[1]
+
+
+@pytest.mark.slow
+def test_the_ranks_are_a_rollout_engine() -> None:
+    """Samples of one process; and a rank that dies is an error, not a wait."""
+    prompts, params = ["7+8+4=", "3+9="], SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=40)
+    expected = Engine.load("sums-policy").generate(prompts, params)
+    with ranked_engine("sums-policy", 2, device="cpu") as engine:
+        samples = engine.generate(prompts, params)
+        assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
+        (other,) = (p for p in psutil.Process().children() if "plaudit.serve.ranks" in p.cmdline())
+    assert not other.is_running()
+    began = ranked_engine("sums-policy", 2, device="cpu")
+    engine = began.__enter__()
+    (other,) = (p for p in psutil.Process().children() if "plaudit.serve.ranks" in p.cmdline())
+    other.kill()
+    with pytest.raises(RankLost) as lost:
+        engine.generate(prompts, params)
+    assert not began.__exit__(RankLost, lost.value, None)
 
 
 def start(directory: Path, port: int, rank: int, *arguments: str, world: int = 2) -> subprocess.Popen[str]:

@@ -7,15 +7,21 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import yaml
 
+from plaudit.config.serve import parse_serve
+from plaudit.serve.ray_config import serve_config
 from tests.serve.process import ServerProcess
 from tests.serve.test_chaos import until
 from tests.serve.test_replicas import Load, replicas, root
 
 pytest.importorskip("ray.serve")
+from plaudit.serve.ray_replica import ByTokens, build
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["root"]
 
@@ -33,6 +39,25 @@ def server(root: Path) -> Iterator[ServerProcess]:
         tree_of = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop(seconds=120) == 0
         assert not psutil.wait_procs(tree_of, timeout=60)[1]
+
+
+def test_the_configuration_of_a_cluster_builds() -> None:
+    models = {"sums": {"path": "sums", "kind": "outcome", "replicas": 2, "max_replicas": 5, "replica_tokens": 1000}}
+    config = yaml.safe_load(serve_config(parse_serve({"models": models, "limits": {"load_seconds": 60}}, "x")))
+    (application,) = config["applications"]
+    assert application["name"] == "plaudit-sums-0"
+    deployment = build(application["args"])._bound_deployment
+    scaling = deployment._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
+
+    def wanted(*waiting: float) -> int:
+        context = SimpleNamespace(
+            aggregated_metrics={"waiting": dict(enumerate(waiting))}, capacity_adjusted_min_replicas=2,
+            capacity_adjusted_max_replicas=5, policy_state={},
+        )  # fmt: skip
+        return ByTokens(tokens=1000)(context)[0]  # type: ignore[arg-type]
+
+    assert [wanted(), wanted(0, 500), wanted(2500, 2400), wanted(90_000)] == [2, 2, 3, 5]
 
 
 def actors(server: ServerProcess, kind: str) -> list[psutil.Process]:
