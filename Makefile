@@ -38,7 +38,7 @@ interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-v
 
 soak: $(INSTALLED)
 	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py --timeout 3600
-	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py
+	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py tests/serve/test_ranks.py tests/serve/test_replicas.py tests/serve/test_ray.py
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -rs -m "gpu" tests
