@@ -39,6 +39,11 @@ def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: C
     table, count = recipe.resources.rollout, recipe.rollout_processes
     threads = table.threads or torch.get_num_threads()
     places = _devices(recipe, device, count)
+    if recipe.placement.channel == "collective" and device.type == "cuda" and str(device) in places:
+        raise ConfigError(
+            'placement.channel = "collective" is NCCL, for which trainer and rollouts need a GPU each; both '
+            f'are on {device}: set channel = "shared"'
+        )
     if device.type == "cpu":
         _check_memory(recipe, count, weights)
     return [Seat(place, threads, tuple(sorted(table.cores or cores))) for place in places]

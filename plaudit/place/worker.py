@@ -170,6 +170,8 @@ def _load(start: frames.Start, sock: socket.socket, stream: frames.FrameStream) 
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     torch.set_num_threads(start.threads)
+    if start.device.startswith("cuda:"):
+        torch.cuda.set_device(start.device)  # kernels start on the current one
     recipe = parse_recipe(start.recipe, "the trainer's recipe")
     assert isinstance(recipe, RlRecipe)
     # Recomputation is for a backward pass, which never comes here.

@@ -1,10 +1,15 @@
 """One trajectory in every placement; what cannot be placed is refused with the arithmetic."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from plaudit.config import to_toml
 from plaudit.errors import ConfigError
 from plaudit.events import read_events
 from tests.place.nursery import Nursery
@@ -88,3 +93,42 @@ def test_resources_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: 
     tree = small(1, GRPO, **placed, engine={"kv_bytes": 4 * 10**12}, resources={"rollout": {"processes": 2}})
     with pytest.raises(ConfigError, match=r"processes = 2 × \(\d+ bytes of weights \+ 4000000000000 of engine\.kv_"):
         train(tmp_path / "b", tree, nursery)
+
+
+@pytest.mark.slow
+def test_over_ranks_the_main_one_has_the_rollouts(tmp_path: Path, nursery: Nursery) -> None:
+    train(tmp_path / "one", small(2, GRPO), nursery)
+    placed = {"placement": {"name": "disaggregated"}, "resources": {"data_parallel": 2}}
+    (tmp_path / "recipe.toml").write_text(to_toml(small(2, GRPO, **placed)))
+    command = [sys.executable, "-m", "plaudit", "train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "two")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert samples(tmp_path / "two")[0] == samples(tmp_path / "one")[0]
+    (step, _) = [e["values"] for e in read_events(tmp_path / "two") if "publish/gather_seconds" in e.get("values", {})]
+    assert step["publish/gather_bytes"] == step["publish/bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["hybrid in two processes", "disaggregated, shared", "disaggregated, disk"])
+def test_rollouts_of_another_process_on_the_same_gpu(tmp_path: Path, nursery: Nursery, name: str) -> None:
+    device = {"model": {"device": "cuda:0"}, "engine": {"kv_bytes": 1 << 28}}
+    placed = dict(PLACEMENTS[name])
+    if name.startswith("disaggregated"):
+        placed["resources"] = {"rollout": {"processes": 1, "devices": ("cuda:0",)}}
+    expected = train(tmp_path / "colocated", small(3, GRPO, **device), nursery)
+    found = train(tmp_path / "run", small(3, GRPO, **device, **placed), nursery)
+    for here, there in zip(found.seen, expected.seen, strict=True):
+        assert here["mismatch/abs_max"] < 1e-3, "the engine has the learner's weights"
+        assert here["reward/mean"] == pytest.approx(there["reward/mean"], abs=0.1)
+    assert not found.warnings
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CUDA device")
+def test_more_gpus_than_there_are_is_refused(tmp_path: Path, nursery: Nursery) -> None:
+    tree = small(1, GRPO, model={"device": "cuda"}, placement={"name": "disaggregated"})
+    with pytest.raises(ConfigError, match=r"1 GPU\(s\) to train and 1 to generate = 2, and there are 1"):
+        train(tmp_path / "run", tree, nursery)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -76,9 +77,11 @@ def test_a_worker_killed_while_training_goes_on_loses_nothing(tmp_path: Path, nu
     assert max(ages(tmp_path / "run")) <= 2
 
 
-def remote(nursery: Nursery) -> tuple[RemoteEngine, Fleet, torch.nn.Module]:
+def remote(
+    nursery: Nursery, keep: Literal["recompute", "continue"] = "recompute"
+) -> tuple[RemoteEngine, Fleet, torch.nn.Module]:
     tree = recipe().model_dump(mode="json", exclude_none=True)
-    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], "recompute"), nursery.start)
+    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], keep), nursery.start)
     module = load_policy("sums-policy").module
     return engine, Fleet([engine], SharedChannel(), lambda: Weights.of(module), engine.news, lambda _: None), module
 
@@ -112,6 +115,26 @@ def test_a_remote_engine_is_an_engine(nursery: Nursery) -> None:
         fleet.close()
     with pytest.raises(ReceiverLost):
         engine.tell({})
+
+
+def test_weights_that_come_in_flight_cost_no_token(nursery: Nursery) -> None:
+    engine, fleet, module = remote(nursery, "continue")
+    try:
+        fleet.publish(1)
+        many = SamplingParams(n=8, max_tokens=150, ignore_eos=True, seed=3)
+        call = engine.submit([[1, 5, 6]], [many])
+        version = 1
+        while not call.done.is_set():
+            version += 1
+            with torch.no_grad():
+                next(module.parameters()).mul_(1.001)
+            fleet.publish(version)
+        found = call.result()
+        assert [len(sample.token_ids) for sample in found] == [150] * 8
+        assert all(list(sample.versions) == sorted(sample.versions) for sample in found)
+        assert all(len(set(sample.versions)) > 1 for sample in found), "the weights changed while they were written"
+    finally:
+        fleet.close()
 
 
 def test_a_worker_that_keeps_dying_is_given_up(nursery: Nursery) -> None:
@@ -161,7 +184,7 @@ def test_a_killed_trainer_resumes_and_its_workers_end_with_it(tmp_path: Path, nu
     while time.monotonic() < deadline and Path(f"/proc/{worker}").exists():
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists(), "the worker outlived its trainer"
-    assert subprocess.run([*command, "--resume"], env=environment, timeout=200, capture_output=True).returncode == 0
+    train(run, tree, nursery, resume=True)
     assert samples(run) == samples(tmp_path / "straight")
     found, expected = weights(run), weights(tmp_path / "straight")
     assert all(torch.equal(found[key], expected[key]) for key in expected)
