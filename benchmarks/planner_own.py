@@ -75,7 +75,7 @@ def main() -> None:
             cut = TrainingLayout(micro_tokens=8192, plain=True)
             plan = predict(
                 shape, place, "colocated", training=cut, constants=constants, batch=512, samples_per_prompt=8,
-                algorithm="grpo", reference=False, dtype="fp32", kv_dtype="fp32",
+                algorithm="grpo", reference=False, dtype="fp32", kv_dtype="fp32", plain=True, micro_tokens=8192,
                 prompt=found["length/prompt_mean"], response=found["length/mean"], max_response=96,
             )  # fmt: skip
             step, peak = found["time/step"], found["peak"]

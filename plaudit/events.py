@@ -5,7 +5,7 @@ Each line is one JSON object: `t` (seconds since the log was opened, monotonic),
 
     metric  values: {name: number}              span    name, seconds
     memory  phase, bytes: {owner: count}, ...   sample  prompt, response, ...
-    note    text, ...                           plan    ...
+    note    text, ...                           plan    steps, memory: {phase: {owner: count}}
 
 Of a phase's memory, `bytes` are those at its fullest, by owner; `start` and `end` what was different at its ends,
 `taken` what the device says (start, end, peak), `capacity` what the device has.

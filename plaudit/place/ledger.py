@@ -81,9 +81,9 @@ class Ledger:
         """The highest peak of each phase so far."""
         self._phases: dict[str, Phase] = {}
         self._start: Moment | None = None
-        self._program = 0
+        self.program = 0
         if meter is not None and meter.whole:
-            self._program = max(0, meter.now() - sum(holdings.now().values()))
+            self.program = max(0, meter.now() - sum(holdings.now().values()))
 
     def begin(self, phase: str) -> None:
         self._start = self.moment()
@@ -104,7 +104,7 @@ class Ledger:
         self.peak = max(self.peak, most)
 
     def moment(self) -> Moment:
-        owners = {PROGRAM: self._program} if self._program else {}
+        owners = {PROGRAM: self.program} if self.program else {}
         owners |= self.holdings.now()
         return Moment(owners, None if self.meter is None else self.meter.now())
 

@@ -101,6 +101,9 @@ def history_of(name: str, events: Sequence[Event]) -> History:
         curves=curves,
         seconds=float(events[-1]["wall"]) - float(events[0]["wall"]) if events else 0.0,
         spans=spans,
-        memory=timelines([event for event in events if event["kind"] == "memory"]),
+        memory=timelines(
+            [event for event in events if event["kind"] == "memory"],
+            [event for event in events if event["kind"] == "plan"],
+        ),
         samples=[event for event in events if event["kind"] == "sample"],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plaudit.events import Event
 from plaudit.report.finding import percent, size
@@ -61,6 +61,8 @@ class Timeline:
 
     name: str
     phases: Sequence[Held]
+    planned: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes by phase and owner that the run expected when it began."""
 
     @property
     def owners(self) -> list[str]:
@@ -130,14 +132,17 @@ class Timeline:
         return f"To need less, {less}." if less else ""
 
 
-def timelines(events: Sequence[Event]) -> list[Timeline]:
-    """Of every device and process that logged its memory."""
+def timelines(events: Sequence[Event], plans: Sequence[Event] = ()) -> list[Timeline]:
+    """Of every device and process that logged its memory. The last plan is of the process that learns."""
+    expected = plans[-1].get("memory", {}) if plans else {}
+    planned = {phase: _counts(owners) for phase, owners in expected.items()}
     phases: dict[str, list[Held]] = {}
     for event in events:
         if event["bytes"]:
             role = f"{event['role']} {event['rank']}, " if "role" in event else ""
             phases.setdefault(f"{role}{event.get('device', '')}".removesuffix(", "), []).append(_held(event, events))
-    return [Timeline(name, held) for name, held in sorted(phases.items())]
+    learns = [name for name in phases if not name.startswith(tuple(f"{e['role']} " for e in events if "role" in e))]
+    return [Timeline(name, held, planned if name in learns else {}) for name, held in sorted(phases.items())]
 
 
 def _held(event: Event, events: Sequence[Event]) -> Held:

@@ -112,6 +112,7 @@ def _memory(line: Timeline) -> dict[str, Any]:
         "cycle": [{"phase": held.phase, "start": held.start, "fullest": held.fullest, "end": held.end}
                   for held in line.cycle()],
         "fullest": [_moment(held) for held in line.by_phase().values()],
+        "planned": line.planned,
         "moments": [_moment(held) for held in _thinned(line.phases)],
     }  # fmt: skip
 

@@ -95,7 +95,7 @@ def _memory(run: History, line: Timeline) -> Table:
         title=f"{title}, each phase at its fullest", title_style="dim", title_justify="left", box=None, pad_edge=False
     )
     table.add_column("phase")
-    for heading in ("total", *named, *(["others"] if rest else [])):
+    for heading in ("total", *(["planned"] if line.planned else []), *named, *(["others"] if rest else [])):
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for phase, held in phases.items():
         cells = [
@@ -103,6 +103,8 @@ def _memory(run: History, line: Timeline) -> Table:
             *([sum(held.fullest.get(o, 0) for o in rest)] if rest else []),
         ]
         style = "bold" if held is line.peak else None
+        if line.planned:
+            cells = [sum(line.planned.get(phase, {}).values()), *cells]
         table.add_row(phase, size(held.total), *(size(cell) if cell else "–" for cell in cells), style=style)
     return table
 

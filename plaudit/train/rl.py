@@ -31,6 +31,7 @@ from plaudit.train.checkpoint import Checkpoint
 from plaudit.train.clock import Clock
 from plaudit.train.dump import Dump, DumpedRollouts
 from plaudit.train.experience import Experience
+from plaudit.train.forecast import forecast
 from plaudit.train.prompts import Room, open_prompts
 from plaudit.train.ranks import ALONE, Ranks
 from plaudit.train.rollouts import RolloutSource, SampleScorer, batch_metrics, staleness
@@ -140,7 +141,7 @@ class RlTraining:
 
     def _loop(self, interrupted: list[int]) -> None:
         train = self.recipe.train
-        self.run.events.write("plan", steps=train.steps)
+        self.run.events.write("plan", steps=train.steps, memory=forecast(self.recipe, self.ledger.program))
         if not self.before:
             self.before = self.evaluate()
         begin = time.monotonic() - self.seconds
