@@ -13,7 +13,7 @@ from plaudit.config.search import METHODS, SearchRecipe, load_search, parse_sear
 from plaudit.core import Engine
 from plaudit.core.cpu import CpuBackend
 from plaudit.errors import ConfigError, RunError, ServerError
-from plaudit.search.policy import Ask, CorePolicy, Step
+from plaudit.search.policy import CorePolicy, Step
 from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
 from plaudit.search.scoring import LocalScorer, Scored, Scorer, open_scorer
@@ -303,10 +303,6 @@ def test_what_cannot_be_is_refused() -> None:
         load_search(None, {"steps.answer": "#"})
     with pytest.raises(ConfigError, match="needs a process model"):
         open_scorer(recipe("ets").prm.model_copy(update={"path": "sums"}), 1)
-
-
-def test_asks_are_plain_records() -> None:
-    assert Ask((1,), "a", (), "", 2, 3).greedy is False
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,77 @@
+"""`plaudit search` as a user runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from plaudit.search.record import read_results
+
+ROOT = Path(__file__).parents[2]
+
+
+def plaudit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plaudit", *arguments], cwd=cwd, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_a_search_prints_its_figures_and_writes_them(tmp_path: Path) -> None:
+    flags = ["--world", "sums-hard", "--method", "ets", "--width", "4", "--questions", "3"]
+    done = plaudit("search", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("accuracy", "KV tokens", "generated tokens", "calls", "seconds"):
+        assert name in done.stdout
+    figures = json.loads((tmp_path / "runs" / "search-ets" / "summary.json").read_text())
+    assert f"{figures['kv_tokens']:,}" in done.stdout
+    again = plaudit("search", *flags, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "already holds a search: --resume goes on with it" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--method", "etz"], "search.method = 'etz'"),
+        (["--set", "search.widht=4"], "did you mean 'width'?"),
+        (["--world", "sum", "--questions", "2"], "unknown world 'sum'; did you mean 'sums'?"),
+        (["--resume", "--fresh"], "contradict each other"),
+        ([str(ROOT / "recipes" / "sums-sft.toml")], "task is 'sft'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: list[str], told: str, tmp_path: Path) -> None:
+    done = plaudit("search", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["search", "--method", "rebase", "--width", "4", "--questions", "16", "--set", "concurrent=1"]
+    command = [sys.executable, "-m", "plaudit", *flags, "--out", str(run)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    results = run / "results.jsonl"
+    while time.monotonic() < until and not (results.exists() and results.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) != 0
+    kept = len(list(read_results(run / "results.jsonl")))
+    assert 0 < kept < 16
+    assert json.loads((run / "summary.json").read_text())["questions"] == kept
+    done = plaudit(*flags, "--out", str(run), "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    whole = plaudit(*flags, "--out", str(tmp_path / "other"), cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "other"))
+    for name in ("accuracy", "kv_tokens", "generated_tokens", "calls"):
+        assert first[name] == second[name]
