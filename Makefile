@@ -50,6 +50,7 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED) .venv-vllm/.installed .venv-pytriton/.installed .venv-interop/.installed
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	@$(BIN)/plaudit bench weights --out benchmarks/results
 
 # The models shipped in the package, made again from their recipes.
 embedded: $(INSTALLED)

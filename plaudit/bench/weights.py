@@ -2,7 +2,8 @@
 
 Each channel has a limit of its own, measured in the same run and in turn with it, so that a busy moment hits both:
 
-    disk                  the same bytes written to a file of the same directory and read again, synced as little
+    disk                  the same bytes written to a new file of the same directory and read again, synced as little;
+                          the file before it goes only afterwards, as whoever replaces files whole must do
     collective            the same bytes broadcast by gloo between the same two processes, from one buffer to another
     shared                the same bytes copied once within the memory
     shared, paused        a message there and back: no bytes move
@@ -194,9 +195,11 @@ def _other(parameters: int, dtype: str, device: str) -> Iterator[_Other]:
 
 def _disk_limit(scratch: Path, size: int) -> tuple[str, Callable[[], float]]:
     data = torch.ones(size, dtype=torch.uint8)
-    path = scratch / "limit"
+    paths = [scratch / "limit-0", scratch / "limit-1"]
 
     def measure() -> float:
+        path = paths[0]
+        paths.reverse()
         begun = time.perf_counter()
         memory = memory_of(data)
         with path.open("wb", buffering=0) as file:
@@ -208,7 +211,7 @@ def _disk_limit(scratch: Path, size: int) -> tuple[str, Callable[[], float]]:
             while done < size:
                 done += file.readinto(memory[done:])
         seconds = time.perf_counter() - begun
-        path.unlink()
+        paths[0].unlink(missing_ok=True)
         return seconds
 
     return "write and read", measure

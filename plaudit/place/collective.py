@@ -23,12 +23,12 @@ from torch import Tensor
 
 from plaudit.errors import WeightsRefused
 from plaudit.place.channel import DEADLINE, Exchange, Publication, Publisher, Taken, Target, Wire, check_acknowledged
-from plaudit.place.checksum import Checksum, as_bytes
+from plaudit.place.checksum import BLOCK_BYTES, Checksum, as_bytes
 from plaudit.place.group import BroadcastGroup, GroupBroken, Pending, Rendezvous
 from plaudit.place.weights import ALIGNMENT, Entry, Layout, Weights
 
 BUCKET_BYTES = 1 << 20  # smaller tensors are packed together up to this
-PIECE_BYTES = 32 << 20  # larger ones are sent in pieces, so that one can be summed while the next is on its way
+PIECE_BYTES = 64 * BLOCK_BYTES  # larger ones are sent in pieces, so that one can be summed while the next is on its way
 IN_FLIGHT = 2  # broadcasts that may be under way together
 GRACE_SECONDS = 5.0  # for those who are alive to say so, when the deadline is over
 

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from plaudit.errors import StorageError, WeightsRefused
 from plaudit.place.channel import DEADLINE, Publication, Publisher, Taken, Target, Wire, check_acknowledged
-from plaudit.place.checksum import Summing, as_bytes, memory_of
+from plaudit.place.checksum import BLOCK_BYTES, Checksum, as_bytes, memory_of
 from plaudit.place.weights import Layout, Weights
 
 WEIGHTS, ABOUT = "model.safetensors", "publication.json"
+CHUNK_BYTES = 16 * BLOCK_BYTES
 DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "float16": "F16",
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -64,12 +65,13 @@ class DiskChannel:
         pairs = iter(weights)
         try:
             temporary.mkdir(parents=True)
-            with (temporary / WEIGHTS).open("wb", buffering=0) as file, Summing() as checksum:
+            checksum = Checksum()
+            with (temporary / WEIGHTS).open("wb", buffering=0) as file:
                 _write_whole(file, header(weights.layout))
                 for _, tensor in pairs:
-                    data = as_bytes(tensor.cpu())
-                    checksum.update(data)
-                    _write_whole(file, memory_of(data))
+                    for chunk in _chunks(tensor.cpu()):
+                        checksum.update(chunk)
+                        _write_whole(file, memory_of(chunk))
             about = {"version": version, "publisher": self._publisher.id, "checksum": checksum.hexdigest()}
             (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
             if final.exists():  # the same version again
@@ -100,22 +102,21 @@ class DiskSide:
 
     def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Taken:
         path = Path(message["path"]) / WEIGHTS
-        extra = 0
+        checksum, extra = Checksum(), 0
 
-        def arrivals(file: BinaryIO, checksum: Summing) -> Iterator[tuple[str, Tensor]]:
+        def arrivals(file: BinaryIO) -> Iterator[tuple[str, Tensor]]:
             nonlocal extra
-            for name, tensor, own in _read(file, layout, target, path):
-                checksum.update(tensor)
+            for name, tensor, own in _read(file, layout, target, checksum, path):
                 if not own:
                     extra = max(extra, tensor.nbytes)
                     yield name, tensor
 
         try:
-            with path.open("rb", buffering=0) as file, Summing() as checksum:
+            with path.open("rb", buffering=0) as file:
                 expected = header(layout)
                 if file.read(len(expected)) != expected:
                     raise WeightsRefused(f"{path} holds other tensors than its publication says: publish again")
-                target.load(arrivals(file, checksum))
+                target.load(arrivals(file))
                 if file.read(1):
                     raise WeightsRefused(f"{path} is longer than its publication says: publish again")
         except OSError as error:
@@ -144,14 +145,25 @@ def header(layout: Layout) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _read(file: BinaryIO, layout: Layout, target: Target, path: Path) -> Iterator[tuple[str, Tensor, bool]]:
+def _read(
+    file: BinaryIO, layout: Layout, target: Target, checksum: Checksum, path: Path
+) -> Iterator[tuple[str, Tensor, bool]]:
     """Each tensor, and whether it lies in the target's own memory already."""
     for entry in layout.entries:
         home = target.home(entry.name)
         own = home is not None and home.device.type == "cpu"
         tensor = home if home is not None and own else torch.empty(entry.shape, dtype=entry.torch_dtype)
-        _read_whole(file, memory_of(tensor.detach()), entry.name, path)
+        for chunk in _chunks(tensor):
+            _read_whole(file, memory_of(chunk), entry.name, path)
+            checksum.update(chunk)
         yield entry.name, tensor, own
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Its bytes in pieces that are still in the cache when they are summed and written, or read and summed."""
+    data = as_bytes(tensor)
+    for start in range(0, data.numel(), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
 
 
 def _read_whole(file: BinaryIO, memory: memoryview, name: str, path: Path) -> None:
