@@ -24,6 +24,7 @@ from plaudit.place.ledger import new_ledger
 from plaudit.place.placement import Stage
 from plaudit.place.remote_engine import Host, OwnProcess
 from plaudit.place.resources import pin_learner
+from plaudit.place.room import check_room
 from plaudit.records import Batch
 from plaudit.train import randomness
 from plaudit.train.advantages import Estimate
@@ -82,6 +83,7 @@ class RlTraining:
             raise RunError(
                 f"the ranks would go on from steps {sorted(starts)}: {run.directory} must be the same for all"
             )
+        check_room(recipe)
         # Rewards first: what cannot be had is known before a model is loaded.
         self.scorer: SampleScorer = Scorer(recipe.reward)
         if ranks.everyone.size > 1:

@@ -1,0 +1,110 @@
+"""What does not fit is refused before anything is loaded, with the arithmetic."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.errors import ConfigError
+from plaudit.models import load_policy
+from plaudit.place import room
+from plaudit.place.room import available, check_room, fullest, owners, parameters
+from plaudit.train.rl import RlTraining
+from plaudit.train.run import Run
+from tests.train.rl_world import Silent, recipe
+
+GIB = 1 << 30
+BILLION = 1 << 30  # weights, so that a byte each is a GiB
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model has 2^30 weights."""
+    monkeypatch.setattr(room, "parameters", lambda path: BILLION)
+
+
+def ppo(**tables: Any) -> Any:
+    base = {"algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums", "dtype": "bfloat16"}}
+    base["reward"]["device"] = "cuda"
+    return recipe(
+        **{**base, "model": {"dtype": "bfloat16", "device": "cuda"}, "engine": {"kv_bytes": 8 * GIB}, **tables}
+    )
+
+
+def test_the_weights_of_a_directory_are_counted() -> None:
+    module = load_policy("sums-policy").module
+    assert parameters("sums-policy") == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.usefixtures("large")
+def test_owners_by_hand() -> None:
+    held = {name: size // GIB for name, size in owners(ppo(), "cuda").items()}
+    assert held == {
+        "policy weights": 2, "policy masters": 4, "policy optimizer": 8, "policy gradients": 4, "reference weights": 2,
+        "critic weights": 2, "critic masters": 4, "critic optimizer": 8, "critic gradients": 4, "reward weights": 2,
+        "KV": 8,
+    }  # fmt: skip
+    grpo = owners(
+        recipe(algorithm={"name": "grpo", "kl": {"coef": 0.0}}), "cpu"
+    )  # a rule, and a KV pool as there is room
+    assert {name: size // GIB for name, size in grpo.items()} == {
+        "policy weights": 4, "policy optimizer": 8, "policy gradients": 4
+    }  # fmt: skip
+    lora = owners(recipe(algorithm={"name": "grpo", "kl": {"coef": 0.1}}, model={"lora": {"rank": 4}}), "cpu")
+    assert {name: size // GIB for name, size in lora.items()} == {"policy weights": 4}
+
+
+@pytest.mark.usefixtures("large")
+def test_swapped_needs_what_its_fullest_phase_needs() -> None:
+    swapped = {"placement": {"name": "swapped"}}
+    phase, needed = fullest(ppo(**swapped), owners(ppo(), "cuda"))
+    assert (phase, sum(needed.values()) // GIB) == ('the critic\'s update with placement.name = "swapped"', 2 + 18)
+    phase, needed = fullest(ppo(**swapped, train={"minibatches": 2}), owners(ppo(), "cuda"))
+    assert (phase, sum(needed.values()) // GIB) == ('the policy\'s update with placement.name = "swapped"', 36)
+    held = {**owners(ppo(), "cuda"), "KV": 60 * GIB}
+    assert fullest(ppo(**swapped), held) == (
+        'generation with placement.name = "swapped"', {"policy weights": 2 * GIB, "KV": 60 * GIB}
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("free", "cure"),
+    [
+        (30, 'set placement.name = "swapped": then 20 GiB are needed'),
+        (15, "no setting makes it fit one device; share it out with resources.data_parallel"),
+    ],
+)
+def test_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch, free: int, cure: str) -> None:
+    monkeypatch.setattr(room, "available", lambda device: free * GIB)
+    with pytest.raises(ConfigError) as refused:
+        check_room(ppo())
+    assert str(refused.value).startswith('placement.name = "colocated" needs policy weights 2 + policy masters 4 + ')
+    assert f"+ KV 8 = 48 GiB, without activations, and cuda has {free} GiB free: {cure}" in str(refused.value)
+    monkeypatch.setattr(room, "available", lambda device: 48 * GIB)
+    check_room(ppo())
+
+
+@pytest.mark.usefixtures("large")
+def test_other_cures(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = ppo(placement={"name": "swapped"}, engine={"kv_bytes": 30 * GIB})
+    monkeypatch.setattr(room, "available", lambda device: 25 * GIB)
+    with pytest.raises(ConfigError, match=r"set a smaller engine\.kv_bytes \(now 30 GiB\): then 20 GiB are needed"):
+        check_room(swapped)
+    grpo = recipe(algorithm={"name": "grpo", "kl": {"coef": 0.1}})
+    monkeypatch.setattr(room, "available", lambda device: 5 * GIB)
+    with pytest.raises(ConfigError, match=r"set model\.lora, which trains few weights.*: then 4 GiB are needed"):
+        check_room(grpo)
+
+
+def test_nothing_is_loaded_for_a_run_that_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "available", lambda device: 1000)
+    tree = recipe()
+    with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match="GiB free"):
+        RlTraining(tree, run, Silent())
+
+
+def test_this_machine_says_what_it_has() -> None:
+    free = available("cpu")
+    assert free is None or free > 1 << 20
+    check_room(recipe())
