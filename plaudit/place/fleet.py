@@ -43,12 +43,14 @@ class Fleet:
         """Every worker serves this version when it returns; those that were lost are there again."""
         self.version = version
         while True:
-            for engine in self.engines:
-                if engine.lost is not None:
-                    if engine.restarts >= 0:
-                        self.warn(f"{engine.name} {engine.lost}: it is started again")
-                    engine.start()
+            lost = [engine for engine in self.engines if engine.lost is not None]
+            for engine in lost:
+                if engine.restarts >= 0:
+                    self.warn(f"{engine.name} {engine.lost}: it is started again")
+                engine.begin()
             try:
+                for engine in lost:
+                    engine.loaded()
                 publication = self.channel.publish(self.weights(), version, self.engines)
                 break
             except ReceiverLost as error:

@@ -132,7 +132,12 @@ class RemoteEngine:
     # Life
 
     def start(self) -> None:
-        """A new process, which is stale. Raises EngineLost if it cannot be had."""
+        """A new process, which is stale."""
+        self.begin()
+        self.loaded()
+
+    def begin(self) -> None:
+        """Start it, and do not wait: several may load at the same time."""
         self._end()
         self.restarts += 1
         if self._deaths >= MOST_DEATHS:
@@ -146,10 +151,13 @@ class RemoteEngine:
         self._reader = threading.Thread(target=self._read, args=(self._hosted,), name=self.label, daemon=True)
         self._reader.start()
         self._send(self._start)
+
+    def loaded(self) -> None:
+        """Wait until it has its model. Raises EngineLost if it says that it cannot, ReceiverLost if it dies."""
         with self.news:
             self.news.wait_for(lambda: self._hello or self.lost is not None, LOAD_SECONDS)
         if self.lost is not None:
-            raise EngineLost(f"{self.label} {self.lost}")
+            raise ReceiverLost(self.name, self.lost) if self._said is None else EngineLost(f"{self.label} {self.lost}")
         if not self._hello:
             self._end()
             raise EngineLost(f"{self.label} did not load its model within {LOAD_SECONDS:g} s")

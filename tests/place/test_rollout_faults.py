@@ -22,7 +22,7 @@ from plaudit.place.remote_engine import EngineLost, RemoteEngine
 from plaudit.place.shared import SharedChannel
 from plaudit.place.weights import Weights
 from plaudit.train.rl import RlTraining
-from tests.place.nursery import Nursery
+from tests.place.nursery import Forked, Nursery
 from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
 from tests.place.test_async import ages, asked, prompts_of
 from tests.train.rl_world import recipe, weights
@@ -147,6 +147,23 @@ def test_a_worker_that_keeps_dying_is_given_up(nursery: Nursery) -> None:
                 assert engine.news.wait_for(lambda: engine.lost is not None, 30)
         with pytest.raises(EngineLost, match="3 times in a row without a sample"):
             fleet.publish(0)
+    finally:
+        fleet.close()
+
+
+def test_a_worker_that_dies_while_it_loads_is_started_again(nursery: Nursery) -> None:
+    def host() -> Forked:
+        worker = nursery.start()
+        if engine.restarts == 0:
+            os.kill(worker.pid, signal.SIGKILL)
+        return worker
+
+    engine, fleet, _ = remote(nursery)
+    engine._host = host
+    try:
+        fleet.publish(0)
+        assert engine.restarts == 1
+        assert len(engine.generate(PROMPTS, PARAMS)) == 9
     finally:
         fleet.close()
 
