@@ -60,6 +60,10 @@ def train(
         _check_debugging(tree.task, directory, rollout_only, train_only)
     from plaudit.train.launch import is_rank, launch
 
+    if isinstance(tree, RlRecipe) and tree.resources.ray is not None and not is_rank():
+        from plaudit.place.ray_launch import launch_on_ray
+
+        raise typer.Exit(launch_on_ray(tree, sys.argv[1:], directory))
     if isinstance(tree, RlRecipe) and tree.resources.ranks > 1:
         if rollout_only:
             raise ConfigError(f"--rollout-only is for one process, and resources name {tree.resources.ranks} ranks")
@@ -68,6 +72,7 @@ def train(
     from plaudit.train.progress import Progress
 
     if isinstance(tree, RlRecipe):
+        from plaudit.place.build import new_host
         from plaudit.report.live import LiveView
         from plaudit.train.dump import Dump
         from plaudit.train.follower import NoViewer, joined_run
@@ -76,7 +81,8 @@ def train(
 
         dumped = None if train_only is None else Dump.find(train_only)
         with joined_run(directory, tree, resume=resume, fresh=fresh) as (run, ranks):
-            training = RlTraining(tree, run, LiveView(directory.name) if ranks.main else NoViewer(), dumped, ranks)
+            viewer = LiveView(directory.name) if ranks.main else NoViewer()
+            training = RlTraining(tree, run, viewer, dumped, ranks, new_host(tree))
             if rollout_only:
                 made = roll_out(training)
                 typer.echo(f"{made['samples']} samples of {made['steps']} steps in {made['rollouts']}")

@@ -302,8 +302,21 @@ class RolloutTable(Table):
     """One per process, such as "cuda:1". Default: the CPU, or the GPUs that the learner leaves free."""
 
 
+class RewardPoolTable(Table):
+    """Processes that score, on Ray."""
+
+    processes: Annotated[int, Field(ge=0)] = 0
+    """0: rewards are computed where the policy trains."""
+    gpus: NonNegative = 0.0
+    """Of each; a part of one is shared."""
+
+
 class ResourcesTable(Table):
-    """Processes that train together, data_parallel × tensor_parallel of them; and those that generate."""
+    """Processes that train together, data_parallel × tensor_parallel of them; and those that generate and score."""
+
+    ray: str | None = None
+    """Run them as Ray actors (extra `ray`): "local" starts Ray on this machine, "auto" finds the one that runs, and an
+    address names one. A process takes as many CPUs of the cluster as it has threads."""
 
     data_parallel: PositiveInt = 1
     """Ranks that share weights, gradients and optimizer (FSDP2), each with a part of the batch."""
@@ -312,6 +325,7 @@ class ResourcesTable(Table):
     cores: tuple[int, ...] | None = None
     """CPUs that the learner is pinned to."""
     rollout: RolloutTable = RolloutTable()
+    reward: RewardPoolTable = RewardPoolTable()
     timeout: Positive = 1800.0
     """Seconds a rank waits for the others: more than the slowest rank's rollouts and rewards of a step take."""
 
@@ -440,6 +454,7 @@ class RlRecipe(BaseRecipe):
             raise ValueError(
                 f"resources.rollout.devices names {len(rollout.devices)} device(s) for {count} process(es): one each"
             )
+        self._can_be_on_ray()
         if name == "hybrid" and placement.channel not in (None, "shared"):
             raise ValueError(
                 f'placement.channel = "{placement.channel}" copies weights, and in placement.name = "hybrid" they are '
@@ -454,6 +469,35 @@ class RlRecipe(BaseRecipe):
                 'algorithm.dynamic draws prompts until enough groups tell something, and placement.name = "async" has '
                 "drawn them ahead: leave one of them out"
             )
+
+    def _can_be_on_ray(self) -> None:
+        resources = self.resources
+        pool = resources.reward.processes
+        if resources.ray is None:
+            if pool:
+                raise ValueError(
+                    f'resources.reward.processes = {pool} are Ray actors: set resources.ray = "local", or leave it out'
+                )
+            return
+        if pool and self.reward.url is not None:
+            raise ValueError(
+                f"resources.reward.processes = {pool}, and reward.url names a server, which scores: leave one out"
+            )
+        if self.placement.name == "hybrid" and self.rollout_processes:
+            raise ValueError(
+                f"resources.rollout.processes = {self.rollout_processes} would map the learner's memory "
+                f'(placement.name = "hybrid"), and on Ray each process has its own: leave it out, or set name = '
+                '"disaggregated"'
+            )
+        for key, given in (
+            ("cores", resources.cores), ("rollout.cores", resources.rollout.cores),
+            ("rollout.devices", resources.rollout.devices),
+        ):  # fmt: skip
+            if given is not None:
+                raise ValueError(
+                    f'resources.{key} = {list(given)} is of this machine, and resources.ray = "{resources.ray}" gives '
+                    "each process its own: leave one of them out"
+                )
 
     def _fits_the_data(self, reward: RewardTable | Mapping[str, Any]) -> None:
         rule = reward.rule if isinstance(reward, RuleTable) else None

@@ -1,12 +1,15 @@
-"""The placement that a recipe names."""
+"""The placement that a recipe names, and who hosts its rollout processes."""
 
 from __future__ import annotations
 
+from plaudit.config import RlRecipe
 from plaudit.place.asynchronous import Asynchronous
 from plaudit.place.colocated import Colocated
 from plaudit.place.disaggregated import Disaggregated
 from plaudit.place.hybrid import Hybrid, HybridProcesses
 from plaudit.place.placement import Placement, Stage
+from plaudit.place.ray_rollouts import RayRollouts
+from plaudit.place.remote_engine import Host, OwnProcess
 from plaudit.place.swapped import Swapped
 
 
@@ -22,3 +25,9 @@ def new_placement(stage: Stage) -> Placement:
             return Disaggregated(stage)
         case "async":
             return Asynchronous(stage)
+
+
+def new_host(recipe: RlRecipe) -> Host:
+    # Servers of other projects are started, if at all, beside the trainer.
+    on_ray = recipe.resources.ray is not None and recipe.rollout_processes and recipe.engine.name == "core"
+    return RayRollouts(recipe) if on_ray else OwnProcess

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Literal
 
+from plaudit.errors import ConfigError
 from plaudit.place import frames
 from plaudit.place.channel import Channel
 from plaudit.place.collective import CollectiveChannel
@@ -16,6 +17,7 @@ from plaudit.place.disk import DiskChannel
 from plaudit.place.engines import new_served
 from plaudit.place.fleet import Fleet
 from plaudit.place.placement import Stage
+from plaudit.place.ray_rollouts import RayRollouts
 from plaudit.place.remote_engine import RemoteEngine
 from plaudit.place.resources import rollout_seats
 from plaudit.place.served import Served
@@ -95,11 +97,25 @@ def new_fleet(stage: Stage, channel: Channel, keep: Literal["recompute", "contin
 def new_channel(stage: Stage, *, paused: bool) -> Channel:
     """`paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory."""
     table = stage.recipe.placement
-    match table.channel or ("disk" if stage.recipe.engine.name == "sglang" else "shared"):
+    host = "127.0.0.1"
+    near = True
+    if isinstance(stage.host, RayRollouts):
+        host = stage.host.address
+        # Ray shows a process its own GPU alone: what is in another's cannot be mapped.
+        near = stage.host.near and stage.trainee.decoder.device.type == "cpu"
+    default: Literal["disk", "collective", "shared"] = (
+        "disk" if stage.recipe.engine.name == "sglang" else "shared" if near else "collective"
+    )
+    match table.channel or default:
         case "disk":
             return DiskChannel(stage.directory / "weights", seconds=table.deadline)
         case "collective":
             backend: Literal["gloo", "nccl"] = "nccl" if stage.trainee.decoder.device.type == "cuda" else "gloo"
-            return CollectiveChannel(backend, seconds=table.deadline)
+            return CollectiveChannel(backend, host=host, seconds=table.deadline)
         case "shared":
+            if not near:
+                raise ConfigError(
+                    'placement.channel = "shared" needs trainer and rollouts in one memory, and Ray gives each a '
+                    'GPU or a node of its own: set placement.channel = "collective", or "disk"'
+                )
             return SharedChannel(stage.trainee.loaded.module if paused else None, seconds=table.deadline)

@@ -46,7 +46,8 @@ def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: C
         )
     if device.type == "cpu":
         _check_memory(recipe, count, weights)
-    return [Seat(place, threads, tuple(sorted(table.cores or cores))) for place in places]
+    own = () if recipe.resources.ray is not None else table.cores or cores  # another node has others
+    return [Seat(place, threads, tuple(sorted(own))) for place in places]
 
 
 def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
@@ -55,6 +56,8 @@ def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
         return list(table.devices)
     if device.type == "cpu":
         return ["cpu"] * count
+    if recipe.resources.ray is not None and not hybrid:
+        return ["cuda:0"] * count  # the only one that Ray shows it
     if hybrid:
         return [str(device)] * count  # it maps the learner's own memory
     ranks, there = recipe.resources.ranks, torch.cuda.device_count()

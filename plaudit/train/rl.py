@@ -22,6 +22,7 @@ from plaudit.events import RESUME
 from plaudit.place.build import new_placement
 from plaudit.place.ledger import new_ledger
 from plaudit.place.placement import Stage
+from plaudit.place.ray_reward import RayReward
 from plaudit.place.remote_engine import Host, OwnProcess
 from plaudit.place.resources import pin_learner
 from plaudit.place.room import check_room
@@ -85,9 +86,10 @@ class RlTraining:
             )
         check_room(recipe)
         # Rewards first: what cannot be had is known before a model is loaded.
-        self.scorer: SampleScorer = Scorer(recipe.reward)
+        pooled = recipe.resources.reward.processes > 0
+        self.scorer: SampleScorer = Scorer(recipe.reward, RayReward(recipe, ranks.main) if pooled else None)
         if ranks.everyone.size > 1:
-            self.scorer = SharedScorer(self.scorer, ranks.everyone)
+            self.scorer = SharedScorer(self.scorer, ranks.everyone, main_asks=pooled)
         try:
             self._build(checkpoint)
         except BaseException:

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from plaudit.config.reward import BlendTable, RewardTable
 from plaudit.config.rl import RlRewardTable
@@ -22,12 +23,19 @@ class RewardFailed(RunError):
     """Rewards cannot be had: the state is saved, `--resume` goes on."""
 
 
+class Source(Protocol):
+    def score(self, items: Sequence[Item]) -> Sequence[Result]: ...
+
+    def close(self) -> None: ...
+
+
 class Scorer:
     """Gives each sample its reward or its error, in order."""
 
-    def __init__(self, table: RlRewardTable) -> None:
+    def __init__(self, table: RlRewardTable, source: Source | None = None) -> None:
+        """`source`: what scores, in place of what the table names."""
         self.table = table
-        self.source = ServerReward(table) if table.url is not None else local_reward(table)
+        self.source = source or (ServerReward(table) if table.url is not None else local_reward(table))
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         scored = self.ask(prompts, samples)

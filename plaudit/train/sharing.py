@@ -47,9 +47,11 @@ class MainPlayer:
 
 
 class SharedScorer:
-    def __init__(self, scorer: SampleScorer, group: Group) -> None:
+    def __init__(self, scorer: SampleScorer, group: Group, main_asks: bool = False) -> None:
+        """`main_asks`: for all of them, because what scores is not in the ranks."""
         self.scorer = scorer
         self.group = group
+        self.main_asks = main_asks
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         scored = self.ask(prompts, samples)
@@ -57,7 +59,8 @@ class SharedScorer:
         return scored
 
     def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
-        mine = self.group.share(len(samples))
+        count = len(samples)
+        mine = range(count if self.group.index == 0 else 0) if self.main_asks else self.group.share(count)
         return _together(
             self.group, _told(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
         )

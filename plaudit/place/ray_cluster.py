@@ -1,0 +1,165 @@
+"""A Ray cluster and a run's place in it: one bundle of CPUs and GPUs for every process that the recipe asks for.
+
+    rank 0, rank 1, …, rollout 0, …, reward 0, …      in this order in one placement group
+
+A cluster that is smaller than that is refused with the arithmetic. Ray is imported where it is used: it is an extra.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plaudit
+from plaudit.config import RlRecipe
+from plaudit.errors import ConfigError, one_line
+
+PLACE_SECONDS = 60.0  # for bundles that the cluster has, but not free
+STORE_BYTES = 80 << 20  # of a local Ray's object store: samples and weights do not travel through it
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a process without a GPU bundle sees none
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # Ray without its head ends, and the run is taken up again
+    "RAY_worker_niceness": "0",  # Ray would have its processes wait for everybody else's
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Processes of one kind."""
+
+    name: str
+    key: str
+    """The recipe's, for errors."""
+    count: int
+    cpus: int
+    gpus: float
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": float(self.cpus), **({"GPU": self.gpus} if self.gpus else {})}
+
+
+def import_ray() -> Any:
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        import ray.util
+    except ImportError as error:
+        raise ConfigError(
+            f"resources.ray needs the package ray ({one_line(error)}): pip install 'plaudit[ray]'"
+        ) from error
+    return ray
+
+
+@contextmanager
+def connected(where: str) -> Iterator[Any]:
+    """Ray, as its driver: a cluster that runs (`auto`, or its address), or one started on this machine alone."""
+    ray = import_ray()
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if where == "local":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        options |= {"num_cpus": cores, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    try:
+        ray.init(where, runtime_env={"env_vars": _environment()}, **options)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise ConfigError(
+            f'resources.ray = "{where}": no Ray there ({one_line(error, 160)}); set resources.ray = "local", or start '
+            "one with `ray start --head`"
+        ) from error
+    yield ray
+    ray.shutdown()  # only after success: without its head Ray waits for it here
+
+
+def pools(recipe: RlRecipe, gpus: bool) -> list[Pool]:
+    """`gpus`: whether policy and engines run on GPUs. A process takes as many CPUs as it has threads."""
+    resources, each = recipe.resources, float(gpus)
+    threads = recipe.train.threads or 1
+    return [
+        Pool("rank", "data_parallel × tensor_parallel", resources.ranks, threads, each),
+        Pool(
+            "rollout", "rollout.processes", recipe.rollout_processes if recipe.engine.name == "core" else 0,
+            resources.rollout.threads or threads, each,
+        ),
+        Pool("reward", "reward.processes", resources.reward.processes, 1, resources.reward.gpus),
+    ]  # fmt: skip
+
+
+def bundles_of(recipe: RlRecipe, name: str) -> range:
+    """Which bundles of the placement group are those of this pool."""
+    first = 0
+    for pool in pools(recipe, gpus=False):
+        if pool.name == name:
+            return range(first, first + pool.count)
+        first += pool.count
+    raise KeyError(name)
+
+
+def place(ray: Any, recipe: RlRecipe) -> Any:
+    """The run's placement group, with all its bundles."""
+    have = ray.cluster_resources()
+    device = recipe.model.device
+    wanted = pools(recipe, device.startswith("cuda") or (device == "auto" and have.get("GPU", 0) > 0))
+    check(wanted, have)
+    together = recipe.placement.channel == "shared"
+    strategy = "STRICT_PACK" if together else "PACK"
+    group = ray.util.placement_group([p.bundle for p in wanted for _ in range(p.count)], strategy)
+    if not group.wait(PLACE_SECONDS):
+        free = ", ".join(f"{ray.available_resources().get(kind, 0):g} {kind}s free" for kind in ("CPU", "GPU"))
+        node = " on one node, which placement.channel = shared needs" if together else ""
+        raise ConfigError(
+            f"Ray could not place {_sum(wanted, 'CPU')}{node} within {PLACE_SECONDS:g} s ({free}): somebody else has "
+            "them, or a process is larger than a node"
+        )
+    return group
+
+
+def check(wanted: Sequence[Pool], have: dict[str, float]) -> None:
+    for kind in ("CPU", "GPU"):
+        needed = sum(pool.count * pool.bundle.get(kind, 0.0) for pool in wanted)
+        if needed > have.get(kind, 0.0):
+            keys = ", ".join(f"resources.{p.key}" for p in wanted if p.count and p.bundle.get(kind))
+            raise ConfigError(
+                f"{_sum(wanted, kind)}, and the Ray cluster has {have.get(kind, 0.0):g}: set fewer ({keys}), or add "
+                "nodes"
+            )
+
+
+def in_bundle(group: Any, index: int) -> dict[str, Any]:
+    """Options of an actor that takes this bundle whole."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = group.bundle_specs[index]
+    return {
+        "num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "max_restarts": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
+        ),
+    }  # fmt: skip
+
+
+def own_group(ray: Any) -> Any:
+    """The placement group of the rank that this process is."""
+    group = ray.util.get_current_placement_group() if ray.is_initialized() else None
+    if group is None:
+        raise ConfigError("resources.ray: this process is no rank on Ray; `plaudit train` starts those")
+    return group
+
+
+def _sum(wanted: Sequence[Pool], kind: str) -> str:
+    there = [pool for pool in wanted if pool.count and pool.bundle.get(kind)]
+    terms = " + ".join(f"{p.count} {p.name}{'s' * (p.count > 1)} × {p.bundle[kind]:g}" for p in there)
+    return f"{terms} = {sum(p.count * p.bundle[kind] for p in there):g} {kind}s"
+
+
+def _environment() -> dict[str, str]:
+    """What Ray's processes must have from this one: above all this very package."""
+    package = str(Path(plaudit.__file__).parent.parent)
+    path = os.pathsep.join(dict.fromkeys([package, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+    kept = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_INTERPRET")
+    return {"PYTHONPATH": path.rstrip(os.pathsep)} | {k: os.environ[k] for k in kept if k in os.environ}

@@ -1,0 +1,48 @@
+import socket
+import threading
+
+import pytest
+
+from plaudit.errors import ReceiverLost
+from plaudit.place.door import Door, knock
+
+
+def test_only_the_one_with_the_token_comes_in() -> None:
+    door = Door("127.0.0.1")
+    wrong = knock(door.address, b"x" * 32)
+    short = socket.create_connection(door.address)
+    short.sendall(door.token[:31])
+    short.close()
+    right = knock(door.address, door.token)
+    with door.admit("a worker", 30) as inside:
+        right.sendall(b"hello")
+        assert inside.recv(5) == b"hello"
+    assert wrong.recv(1) == b"", "it was sent away"
+    with pytest.raises(OSError, match="refused"):
+        knock(door.address, door.token)
+    wrong.close()
+    right.close()
+
+
+def test_nobody_is_waited_for_longer_than_the_deadline() -> None:
+    door = Door("127.0.0.1")
+    with pytest.raises(ReceiverLost, match=r"a worker did not connect to 127\.0\.0\.1:\d+ within 0.2 s"):
+        door.admit("a worker", 0.2)
+
+
+def test_each_door_has_a_token_of_its_own() -> None:
+    doors = [Door("127.0.0.1") for _ in range(2)]
+    found: list[Exception] = []
+
+    def admit() -> None:
+        try:
+            doors[1].admit("a worker", 0.5)
+        except ReceiverLost as error:
+            found.append(error)
+
+    thread = threading.Thread(target=admit)
+    thread.start()
+    with knock(doors[1].address, doors[0].token):
+        thread.join(30)
+    doors[0].close()
+    assert found

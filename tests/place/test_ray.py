@@ -1,0 +1,229 @@
+"""Runs on Ray: two raylets on this machine, one CPU each, so that every second process is on another node.
+
+Real actors, real signals. Ray is an extra: `make slow` installs it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from plaudit.config import RlRecipe, to_toml
+from plaudit.errors import ConfigError
+from plaudit.events import read_events
+from plaudit.place import ray_launch
+from plaudit.place.ray_cluster import QUIET, check, pools
+from plaudit.place.ray_launch import launch_on_ray
+from plaudit.train.rl import RlTraining
+from plaudit.train.run import Run
+from tests.place.runs import GRPO, OWN_AFFAIRS, samples, small
+from tests.place.test_async import asked, prompts_of
+from tests.train.rl_world import Silent, weights
+
+SECONDS = 240.0
+EVERY = {"train": {"checkpoint": {"every": 1, "keep": 9}}}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    os.environ.update(QUIET)
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'plaudit[ray]'")
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run without Ray, in this process."""
+    directory = tmp_path_factory.mktemp("straight") / "run"
+    tree = small(5, GRPO)
+    with Run(directory, tree) as run:
+        RlTraining(tree, run, Silent()).fit()
+    return directory
+
+
+def on_ray(directory: Path, tree: RlRecipe, while_it_runs: Callable[[], None] | None = None) -> int:
+    file = directory.parent / "recipe.toml"
+    file.write_text(to_toml(tree))
+    thread = threading.Thread(target=while_it_runs)
+    if while_it_runs is not None:
+        thread.start()
+    code = launch_on_ray(tree, ["train", str(file), "--out", str(directory)], directory)
+    if while_it_runs is not None:
+        thread.join()
+    return code
+
+
+def numbers(directory: Path) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for event in read_events(directory):
+        if event["kind"] == "metric":
+            kept = {k: v for k, v in event["values"].items() if not k.startswith(OWN_AFFAIRS)}
+            found.setdefault(event["step"], {}).update(kept)
+    return found
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    assert samples(found) == samples(expected)
+    assert numbers(found) == numbers(expected)
+    here, there = weights(found), weights(expected)
+    assert all(torch.equal(here[name], there[name]) for name in there)
+
+
+def wait_for(done: Callable[[], Any]) -> Any:
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        if found := done():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it did not come")
+
+
+def kill(name: str, under: list[int]) -> None:
+    """The newest process of that title among the children of these."""
+    found = [child for pid in under for child in psutil.Process(pid).children(recursive=True) if _titled(child, name)]
+    os.kill(max(found, key=lambda process: process.create_time()).pid, signal.SIGKILL)
+
+
+def _titled(process: psutil.Process, name: str) -> bool:
+    try:
+        return name in " ".join(process.cmdline()[:1]) or name == process.name()
+    except psutil.Error:
+        return False
+
+
+def raylets(cluster: Any) -> list[int]:
+    return [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
+
+
+def saved(directory: Path, step: int) -> bool:
+    return (directory / "checkpoints" / f"step-{step:06d}").exists()
+
+
+@pytest.mark.slow
+def test_over_two_nodes_the_trajectory_is_the_same_also_when_a_rollout_actor_is_killed(
+    tmp_path: Path, cluster: Any, straight: Path
+) -> None:
+    run = tmp_path / "run"
+    tree = small(
+        5, {**GRPO, **EVERY}, placement={"name": "disaggregated"}, resources={"ray": cluster.address}
+    )  # fmt: skip
+
+    def strike() -> None:
+        wait_for(lambda: saved(run, 2))
+        kill("ray::RolloutActor", raylets(cluster))
+
+    assert on_ray(run, tree, strike) == 0
+    assert_same(run, straight)
+    last = [e["values"] for e in read_events(run) if e["kind"] == "metric" and "rollout/restarts" in e["values"]][-1]
+    assert last["rollout/restarts"] == 1
+    assert last["publish/bytes"] > 0
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_replaced_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    tree = small(5, {**GRPO, **EVERY}, resources={"ray": cluster.address, "data_parallel": 2})
+
+    def strike() -> None:
+        wait_for(lambda: saved(run, 2))
+        kill("ray::RankActor", raylets(cluster))
+
+    assert on_ray(run, tree, strike) == 0
+    assert prompts_of(run) == asked(tree, 40), "no prompt lost, none twice"
+    said = capfd.readouterr()
+    assert "has died" in said.err
+    assert "it goes on from step-" in said.err
+    assert "5 steps in" in said.out
+
+
+@pytest.mark.slow
+def test_rewards_in_an_actor_are_the_same_also_when_it_is_killed(tmp_path: Path, cluster: Any, straight: Path) -> None:
+    run = tmp_path / "run"
+    resources = {"ray": cluster.address, "reward": {"processes": 1}}
+
+    def strike() -> None:
+        wait_for(lambda: saved(run, 2))
+        kill("ray::RewardActor", raylets(cluster))
+
+    assert on_ray(run, small(5, {**GRPO, **EVERY}, resources=resources), strike) == 0
+    assert_same(run, straight)
+
+
+@pytest.mark.slow
+def test_a_local_ray_that_is_killed_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'plaudit[ray]'")
+    run = tmp_path / "run"
+    # Long enough that it cannot end before Ray's end has reached its rank.
+    often = {"steps": 60, "eval_every": 60, "checkpoint": {"every": 20}}
+    tree = small(60, {**GRPO, "train": often}, resources={"ray": "local"})
+
+    def strike() -> None:
+        wait_for(lambda: saved(run, 20))
+        for name in ("gcs_server", "raylet"):
+            kill(name, [os.getpid()])
+
+    assert on_ray(run, tree, strike) == 0
+    assert prompts_of(run) == asked(tree, 480), "no prompt lost, none twice"
+    assert "the run on Ray was lost" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_more_than_the_cluster_has_is_refused(tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    tree = small(1, GRPO, placement={"name": "disaggregated"}, resources={"ray": cluster.address, "data_parallel": 2})
+    assert on_ray(tmp_path / "run", tree) == 2
+    assert "2 ranks × 1 + 1 rollout × 1 = 3 CPUs, and the Ray cluster has 2" in capfd.readouterr().err
+
+
+def test_the_arithmetic_names_every_pool() -> None:
+    tree = small(
+        1, {**GRPO, "train": {"threads": 2}}, placement={"name": "async"},
+        resources={"ray": "auto", "rollout": {"processes": 3}, "reward": {"processes": 2, "gpus": 0.5}},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"1 rank × 2 \+ 3 rollouts × 2 \+ 2 rewards × 1 = 10 CPUs, .* has 8"):
+        check(pools(tree, gpus=False), {"CPU": 8.0})
+    with pytest.raises(ConfigError, match=r"1 rank × 1 \+ 3 rollouts × 1 \+ 2 rewards × 0.5 = 5 GPUs, .* has 4"):
+        check(pools(tree, gpus=True), {"CPU": 16.0, "GPU": 4.0})
+    check(pools(tree, gpus=False), {"CPU": 10.0, "GPU": 1.0})
+
+
+def test_a_run_that_is_lost_again_and_again_has_a_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_launch, "COMMAND", ("-c", "import sys; print(sys.argv[2:]); sys.exit(75)"))
+    assert launch_on_ray(small(1, GRPO, resources={"ray": "local"}), ["train", "--fresh"], tmp_path) == 1
+    said = capfd.readouterr()
+    assert said.out.splitlines() == ["['train', '--fresh']"] + ["['train', '--resume']"] * 3
+    assert "lost 4 times in a row without a new checkpoint" in said.err
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"resources": {"reward": {"processes": 2}}}, r"are Ray actors: set resources\.ray"),
+        ({"resources": {"ray": "auto", "cores": [0]}}, r"resources\.cores = \[0\] is of this machine"),
+        (
+            {"placement": {"name": "hybrid"}, "resources": {"ray": "auto", "rollout": {"processes": 1}}},
+            "would map the learner's memory",
+        ),
+    ],
+)
+def test_what_cannot_be_on_ray_is_refused(tables: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(1, GRPO, **tables)
