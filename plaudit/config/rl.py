@@ -300,6 +300,8 @@ class RolloutTable(Table):
     """CPUs that they are pinned to."""
     devices: tuple[str, ...] | None = None
     """One per process, such as "cuda:1". Default: the CPU, or the GPUs that the learner leaves free."""
+    prefill: Annotated[int, Field(ge=0)] = 0
+    """How many of them only read prompts and hand over their KV to the others, which only go on from there."""
 
 
 class RewardPoolTable(Table):
@@ -449,6 +451,13 @@ class RlRecipe(BaseRecipe):
             raise ValueError(
                 f'placement.name = "{name}" generates in the learner\'s process, and resources.rollout.processes = '
                 f'{count}: leave it out, or set name = "disaggregated"'
+            )
+        if rollout.prefill and (
+            rollout.prefill >= count or name not in ("disaggregated", "async") or self.engine.name != "core"
+        ):
+            raise ValueError(
+                f"resources.rollout.prefill = {rollout.prefill} of {count} process(es) read prompts, and others must "
+                'go on: set fewer, in placement.name = "disaggregated" or "async" with the core\'s own engines'
             )
         if rollout.devices is not None and len(rollout.devices) != count:
             raise ValueError(

@@ -6,6 +6,7 @@ The step is synchronous: the learner waits for the samples, the workers for the 
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from plaudit.place.remote_engine import RemoteEngine
 from plaudit.place.resources import rollout_seats
 from plaudit.place.served import Served
 from plaudit.place.shared import SharedChannel
+from plaudit.place.split_fleet import SplitFleet
 from plaudit.place.weights import Weights
 from plaudit.train.episodes import new_player
 from plaudit.train.rollouts import Player, Rollouts, RolloutSource
@@ -91,7 +93,9 @@ def new_fleet(stage: Stage, channel: Channel, keep: Literal["recompute", "contin
         for index, seat in enumerate(rollout_seats(recipe, trainee.decoder.device, size, stage.cores)):
             start = frames.Start(tree, seat.device, seat.threads, list(seat.cores), keep)
             engines.append(RemoteEngine(f"rollout {index}", start, stage.host, news))
-    return Fleet(engines, channel, lambda: Weights.of(trainee.loaded.module), news, stage.warn)
+    readers = recipe.resources.rollout.prefill
+    fleet = Fleet if not readers else partial(SplitFleet, readers)
+    return fleet(engines, channel, lambda: Weights.of(trainee.loaded.module), news, stage.warn)
 
 
 def new_channel(stage: Stage, *, paused: bool) -> Channel:

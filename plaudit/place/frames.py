@@ -1,6 +1,6 @@
 """What a trainer and a rollout worker say to each other, over a socket: length-prefixed MessagePack, no pickle.
 
-    trainer -> worker   Start, then Call, Cancel, Tell, Ask
+    trainer -> worker   Start, then Call, Cancel, Release, Tell, Ask
     worker -> trainer   Hello (loaded), Alive (every second), Samples, Refused, Told, Answer; or Failed, and the end
 
 Tell and Told carry a weight channel's messages. A worker is stale until one of them has brought it weights, and takes
@@ -53,15 +53,27 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """One `generate`: `lengths` cuts `tokens` into prompts. Samples come as they finish."""
+    """One `generate`: `lengths` cuts `tokens` into prompts. Samples come as they finish.
+
+    hand_over   samples come with a parcel of their prompt's KV, which is kept until Release
+    begun       of each prompt the samples that go on, with such parcels
+    """
 
     id: int
     lengths: list[int]
     tokens: bytes  # int32
     params: list[SamplingParams]
+    hand_over: bool = False
+    begun: list[list[Sample]] | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):
+    id: int
+
+
+class Release(msgspec.Struct, tag=True, array_like=True):
+    """The parcels of a Call are no longer needed."""
+
     id: int
 
 
@@ -101,7 +113,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 
 
 Frame = (
-    Start | Hello | Alive | Failed | Call | Cancel | Samples | Refused | Tell | Told | Ask | Answer
+    Start | Hello | Alive | Failed | Call | Cancel | Release | Samples | Refused | Tell | Told | Ask | Answer
 )  # fmt: skip
 _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 

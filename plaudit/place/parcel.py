@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plaudit.core import Engine
 from plaudit.core.handover import Handover
+from plaudit.errors import ChannelError
 from plaudit.place.segment import Segment, make_segment, open_segment
 
 ALIGNMENT = 64  # bytes
+KV = "kv"  # where a begun sample has its prompt's parcel, in `extra`
 
 
 class Parcel:
@@ -56,6 +59,19 @@ class OpenedParcel:
     def close(self) -> None:
         if self._segment is not None:
             self._segment.close()
+
+
+def take(engine: Engine, message: dict[str, Any]) -> None:
+    """Take in a prompt's KV. If it is gone with its maker, or of other weights, the engine will read the prompt."""
+    try:
+        parcel = OpenedParcel(message)
+    except ChannelError:
+        return
+    try:
+        if parcel.handover.tokens and parcel.handover.version == engine.version:
+            engine.take_kv(parcel.handover)
+    finally:
+        parcel.close()
 
 
 def _views(memory: Tensor, message: dict[str, Any]) -> Iterator[Tensor]:

@@ -15,12 +15,11 @@ from typing import Any
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.sampler import mix64
-from plaudit.errors import ChannelError, RequestError
-from plaudit.place.parcel import OpenedParcel, Parcel
+from plaudit.errors import RequestError
+from plaudit.place.parcel import KV, Parcel, take
 from plaudit.place.pool import EnginePool
 from plaudit.records import Sample
 
-KV = "kv"  # where a begun sample has its prompt's parcel, in `extra`
 PIECE = 8  # prompts that go together: while one piece is decoded, the next is read
 
 
@@ -83,19 +82,8 @@ class DecodeEngine(CoreRole):
     ) -> list[Sample]:
         with self._lock:
             for samples in begun or ():
-                self._take(samples[0].extra[KV])
+                take(self.engine, samples[0].extra[KV])
             return self.engine.generate(prompts, params, begun)
-
-    def _take(self, message: dict[str, Any]) -> None:
-        try:
-            parcel = OpenedParcel(message)
-        except ChannelError:
-            return  # its maker is gone: the prompt is read here
-        try:
-            if parcel.handover.tokens and parcel.handover.version == self.engine.version:
-                self.engine.take_kv(parcel.handover)
-        finally:
-            parcel.close()
 
 
 class PrefillDecode:
@@ -135,21 +123,17 @@ class PrefillDecode:
         return params if params.seed is not None else replace(params, seed=mix64(self._seed ^ self._number) >> 1)
 
     def _piece(self, first: int, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
-        opening = [replace(o, max_tokens=1, min_tokens=min(1, o.min_tokens)) for o in params]
-        begun = self.prefill.generate(prompts, opening)
+        begun = self.prefill.generate(prompts, [opening(option) for option in params])
         try:
             done = {(s.group, s.index): s for s in begun} | self._go_on(prompts, params, begun)
         finally:
             self._release({s.extra[KV]["id"] for s in begun if KV in s.extra})
-        return [replace(done[key], group=first + key[0], extra=_own(done[key])) for key in sorted(done)]
+        return [replace(without_kv(done[key]), group=first + key[0]) for key in sorted(done)]
 
     def _go_on(
         self, prompts: list[list[int]], params: list[SamplingParams], begun: Sequence[Sample]
     ) -> dict[tuple[int, int], Sample]:
-        groups: dict[int, list[Sample]] = {}
-        for sample in begun:
-            if sample.finish_reason == "length" and KV in sample.extra and params[sample.group].max_tokens != 1:
-                groups.setdefault(sample.group, []).append(sample)
+        groups = unfinished(params, begun)
         live = sorted(groups)
         if not live:
             return {}
@@ -163,5 +147,19 @@ class PrefillDecode:
                     member.engine.release(number)
 
 
-def _own(sample: Sample) -> dict[str, Any]:
-    return {name: value for name, value in sample.extra.items() if name != KV}
+def opening(params: SamplingParams) -> SamplingParams:
+    """What the first engine is asked for: the first token."""
+    return replace(params, max_tokens=1, min_tokens=min(1, params.min_tokens))
+
+
+def unfinished(params: Sequence[SamplingParams], begun: Sequence[Sample]) -> dict[int, list[Sample]]:
+    """Samples that go on, by prompt."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in begun:
+        if sample.finish_reason == "length" and KV in sample.extra and params[sample.group].max_tokens != 1:
+            groups.setdefault(sample.group, []).append(sample)
+    return groups
+
+
+def without_kv(sample: Sample) -> Sample:
+    return replace(sample, extra={name: value for name, value in sample.extra.items() if name != KV})

@@ -196,11 +196,17 @@ class RemoteEngine:
 
     # Generation
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Call:
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, hand_over: bool = False,
+        begun: list[list[Sample]] | None = None,
+    ) -> Call:  # fmt: skip
+        """hand_over: samples come with their prompt's KV; release the call when it was taken. begun: as in
+        core.Engine.generate, with such KV."""
         with self.news:
             id = next(self._ids)
-            frame = frames.Call(id, [len(p) for p in prompts], frames.as_bytes(prompts), list(params))
-            call = Call(id, frame, sum(each.n for each in params))
+            lengths = [len(prompt) for prompt in prompts]
+            frame = frames.Call(id, lengths, frames.as_bytes(prompts), list(params), hand_over, begun)
+            call = Call(id, frame, sum(each.n for each in params) if begun is None else sum(map(len, begun)))
             if not call.wanted:
                 call.end()
                 return call
@@ -215,6 +221,10 @@ class RemoteEngine:
             if self._calls.pop(call.id, None) is None:
                 return
         self._send(frames.Cancel(call.id))
+
+    def release(self, call: Call) -> None:
+        """Of a call that handed over: its KV is no longer needed."""
+        self._send(frames.Release(call.id))
 
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
         """As core.Engine.generate. Waits as long as the worker lives, or until somebody has brought it back."""

@@ -23,7 +23,7 @@ from plaudit.place.weights import Weights
 from plaudit.records import Sample
 
 WAIT_SECONDS = 1.0  # between two looks of a thread that waits for an engine
-MOST_RESTARTS = 3  # of one engine in a row, without a publication that it took
+MOST_MENDS = 3  # in a row, without a single sample
 
 
 @dataclass(eq=False)
@@ -40,7 +40,6 @@ class Place:
     engine: HttpEngine | None = None
     probe: Probe | None = None
     starts: int = 0
-    failures: int = 0
 
 
 class Served:
@@ -65,11 +64,14 @@ class Served:
         self.pool = EnginePool(mend=self._wait_for_engine)
         self.version: int | None = None
         self.probed: dict[str, float] = {}
+        self._mends = 0  # since the last sample
         self._owner = threading.get_ident()
         self._mended = threading.Condition()
 
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
-        return self.pool.generate(prompts, params)
+        samples = self.pool.generate(prompts, params)
+        self._mends = 0
+        return samples
 
     def publish(self, version: int) -> Publication:
         """Every engine that lives has this version when it returns, and was seen to use it."""
@@ -97,6 +99,9 @@ class Served:
         """Bring back what was lost, with the weights of the last publication; only the thread that trains does it."""
         lost = any(member.lost is not None for member in self.pool.members)
         if lost and threading.get_ident() == self._owner and self.version is not None:
+            self._mends += 1
+            if self._mends > MOST_MENDS:
+                raise EngineLost(f"engines were mended {MOST_MENDS} times without a single sample: {self._reasons()}")
             self.publish(self.version)
 
     @property
@@ -135,9 +140,6 @@ class Served:
                 engine.version = None
                 self.pool.regain(engine.name)
             return
-        place.failures += 1
-        if place.failures > MOST_RESTARTS:
-            raise EngineLost(f"{engine.name} was lost {place.failures} times in a row: {why}")
         self.warn(f"{engine.name} is started again; it was lost: {why}")
         engine.close()
         self.pool.remove(engine.name)
@@ -153,9 +155,8 @@ class Served:
                 publication = Publication(version, 0.0, 0, 0)
             for engine in engines:
                 engine.new_version(version)
-        for place in self.places:
-            if place.engine in engines:
-                place.failures = 0
+                if self.update:
+                    engine.check_state()
         return publication
 
     def _probe(self, version: int) -> None:

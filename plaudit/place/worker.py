@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RequestError, one_line
 from plaudit.place import frames
 from plaudit.place.channel import Receiver, answered
+from plaudit.place.parcel import KV, Parcel, take
 from plaudit.place.receiver import WeightReceiver
 from plaudit.records import Sample
 from plaudit.train.rl_models import load_trained
@@ -48,6 +49,7 @@ class Worker:
         self._calls: dict[int, int] = {}  # the engine's number of a prompt -> the id of the call it is in
         self._open: dict[int, int] = {}  # the same -> samples that it still has to give
         self._published: tuple[Any, int] | None = None  # who published the weights that it has, and as what version
+        self._parcels: dict[int, dict[int, Parcel]] = {}  # of calls that hand over, by prompt
         self._sending = threading.Lock()
 
     def send(self, frame: frames.Frame) -> None:
@@ -88,6 +90,9 @@ class Worker:
             case frames.Cancel():
                 for number in [number for number, id in self._calls.items() if id == frame.id]:
                     self.engine.abort(number)
+            case frames.Release():
+                for parcel in self._parcels.pop(frame.id, {}).values():
+                    parcel.close()
             case frames.Tell():
                 self._tell(frame.message)
             case frames.Ask():
@@ -99,23 +104,38 @@ class Worker:
         try:
             if self.receiver.version is None:
                 raise RequestError("it has not received weights yet: publish to it before it generates")
-            numbers = self.engine.submit_all(list(frames.cut(call.tokens, call.lengths)), call.params)
+            for begun in call.begun or ():
+                take(self.engine, begun[0].extra[KV])
+            numbers = self.engine.submit_all(list(frames.cut(call.tokens, call.lengths)), call.params, call.begun)
         except RequestError as error:
             self.send(frames.Refused(call.id, str(error)))
             return
-        for number, params in zip(numbers, call.params, strict=True):
-            self._calls[number], self._open[number] = call.id, params.n
+        if call.hand_over:
+            self._parcels[call.id] = {}
+        wanted = [params.n for params in call.params] if call.begun is None else [len(begun) for begun in call.begun]
+        for number, count in zip(numbers, wanted, strict=True):
+            self._calls[number], self._open[number] = call.id, count
 
     def _report(self, updates: list[Update]) -> None:
         finished: dict[int, list[Sample]] = {}
         for update in updates:
             if update.sample is not None:
-                finished.setdefault(self._calls[update.request], []).append(update.sample)
+                id = self._calls[update.request]
+                finished.setdefault(id, []).append(self._with_kv(id, update.sample))
                 self._open[update.request] -= 1
                 if not self._open[update.request]:
                     del self._calls[update.request], self._open[update.request]
         for id, samples in finished.items():
             self.send(frames.Samples(id, samples))
+
+    def _with_kv(self, id: int, sample: Sample) -> Sample:
+        """With a parcel of its prompt's KV, if the call asked for it and the sample has room to go on."""
+        parcels = self._parcels.get(id)
+        if parcels is None or len(sample.prompt_ids) + 1 >= self.engine.decoder.max_positions:
+            return sample
+        if sample.group not in parcels:
+            parcels[sample.group] = Parcel(self.engine.give_kv(sample.prompt_ids))
+        return replace(sample, extra={**sample.extra, KV: parcels[sample.group].message})
 
     def _tell(self, message: dict[str, Any]) -> None:
         reply = answered(self.receiver, message)

@@ -236,10 +236,8 @@ def test_a_run_on_it_reports_the_difference_and_one_without_updates_ends(
     engine: VllmEngine, directory: Path, tmp_path: Path
 ) -> None:
     viewer = Silent()
-    common: dict[str, Any] = {
-        "model": {"path": str(directory / "tied")},
-        "reward": {"rule": "exact", "answer": r"(\d)"},
-    }
+    # A reward that differs from answer to answer: without it nothing is learned, and nothing could be seen to move.
+    common: dict[str, Any] = {"model": {"path": str(directory / "tied")}, "reward": {"path": "sums"}}
     train(tmp_path / "run", viewer, engine={"name": "vllm", "url": engine.url, "probe": TOLERANCE}, **common)
     assert len(viewer.seen) == 3
     for seen in viewer.seen:
@@ -259,7 +257,7 @@ def test_a_run_starts_its_own_server_and_ends_it(directory: Path, tmp_path: Path
     before = {p.pid for p in psutil.process_iter() if _is_vllm(p)}
     train(
         tmp_path / "run", viewer, engine=own, model={"path": str(directory / "untied")},
-        reward={"rule": "exact", "answer": r"(\d)"},
+        reward={"path": "sums"},
     )  # fmt: skip
     assert all(seen["mismatch/abs_max"] < TOLERANCE for seen in viewer.seen)
     assert any(seen.get("probe/follows", 0) > 0.9 for seen in viewer.seen)

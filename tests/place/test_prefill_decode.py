@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.errors import EngineLost
+from plaudit.errors import ConfigError, EngineLost
 from plaudit.place.parcel import OpenedParcel, Parcel
 from plaudit.place.pool import EnginePool
 from plaudit.place.prefill_decode import DecodeEngine, PrefillDecode, PrefillEngine
 from plaudit.records import Sample
+from plaudit.train.rl import RlTraining
 from tests.core import tiny
+from tests.place.nursery import Nursery
+from tests.place.runs import GRPO, samples, small, train
+from tests.train.rl_world import recipe
 
 
 def asked(count: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -154,3 +161,38 @@ def test_a_parcel_is_the_kv_that_was_packed() -> None:
         assert torch.equal(mine, theirs)
     opened.close()
     parcel.close()
+
+
+def split(processes: int, readers: int) -> dict[str, Any]:
+    return {
+        "placement": {"name": "disaggregated"},
+        "resources": {"rollout": {"processes": processes, "prefill": readers}},
+    }
+
+
+@pytest.mark.slow
+def test_a_run_with_a_process_that_reads_and_one_that_goes_on_has_the_same_samples(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    first = len(nursery.workers)
+    tree = small(1, GRPO)
+    train(tmp_path / "one", tree, nursery)
+
+    def killing(training: RlTraining, step: int) -> None:
+        if step == 1:
+            os.kill(nursery.workers[first].pid, signal.SIGKILL)  # the reader
+
+    viewer = train(tmp_path / "two", small(2, GRPO, **split(2, 1)), nursery, killing)
+    (expected,), found = samples(tmp_path / "one"), samples(tmp_path / "two")
+    assert [s.token_ids for s in found[0]] == [s.token_ids for s in expected]
+    for ours, theirs in zip(found[0], expected, strict=True):
+        assert np.allclose(ours.logprobs, theirs.logprobs, atol=5e-6)
+        assert not {"kv"} & set(ours.extra)
+    assert len(found[1]) == len(expected)
+    assert any("started again" in warning for warning in viewer.warnings)
+
+
+def test_roles_that_cannot_be_are_refused() -> None:
+    for tables in (split(2, 2), {**split(2, 1), "placement": {"name": "hybrid"}}):
+        with pytest.raises(ConfigError, match="others must go on"):
+            recipe(**tables)

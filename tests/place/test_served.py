@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from plaudit.errors import ConfigError, ProbeFailed
+from plaudit.errors import ConfigError, ProbeFailed, RunError
 from plaudit.place import http_engine
 from plaudit.place.engine_server import EngineServer, free_port
 from plaudit.train.rl import RlTraining
@@ -61,6 +61,14 @@ def test_a_run_reports_how_far_its_engine_is_from_the_learner(url: str, tmp_path
 def test_a_run_whose_engines_are_not_updated_ends(url: str, tmp_path: Path) -> None:
     with pytest.raises(ProbeFailed, match="sent version 1 and its log-probs have moved by"):
         train(tmp_path / "run", Silent(), engine=engine(url, update=False))
+
+
+def test_a_run_on_an_engine_that_stays_stale_ends_too(url: str, tmp_path: Path) -> None:
+    """Nothing is learned from equal rewards, so that the probe cannot tell; but the server knows its version."""
+    with pytest.raises(RunError, match="mended 3 times without a single sample"):
+        train(
+            tmp_path / "run", Silent(), engine=engine(url, update=False), reward={"rule": "exact", "answer": "(never)"}
+        )
 
 
 @pytest.mark.slow
