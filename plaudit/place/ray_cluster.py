@@ -8,6 +8,7 @@ A cluster that is smaller than that is refused with the arithmetic. Ray is impor
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import plaudit
 from plaudit.config import RlRecipe
 from plaudit.errors import ConfigError, one_line
 
+REACH_SECONDS = 10.0
 PLACE_SECONDS = 60.0  # for bundles that the cluster has, but not free
 STORE_BYTES = 80 << 20  # of a local Ray's object store: samples and weights do not travel through it
 QUIET = {
@@ -66,8 +68,9 @@ def connected(where: str) -> Iterator[Any]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         options |= {"num_cpus": cores, "include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
+        _reach(where)
         ray.init(where, runtime_env={"env_vars": _environment()}, **options)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f'resources.ray = "{where}": no Ray there ({one_line(error, 160)}); set resources.ray = "local", or start '
             "one with `ray start --head`"
@@ -149,6 +152,13 @@ def own_group(ray: Any) -> Any:
     if group is None:
         raise ConfigError("resources.ray: this process is no rank on Ray; `plaudit train` starts those")
     return group
+
+
+def _reach(where: str) -> None:
+    """Where nobody listens Ray would try for half a minute and end the process."""
+    host, colon, port = where.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), REACH_SECONDS).close()
 
 
 def _sum(wanted: Sequence[Pool], kind: str) -> str:

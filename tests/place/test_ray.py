@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,6 +183,15 @@ def test_a_local_ray_that_is_killed_is_started_again(tmp_path: Path, capfd: pyte
     assert on_ray(run, tree, strike) == 0
     assert prompts_of(run) == asked(tree, 480), "no prompt lost, none twice"
     assert "the run on Ray was lost" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there_is_said_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'plaudit[ray]'")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+    assert on_ray(tmp_path / "run", small(1, GRPO, resources={"ray": where})) == 2
+    assert f'resources.ray = "{where}": no Ray there' in capfd.readouterr().err
 
 
 @pytest.mark.slow
