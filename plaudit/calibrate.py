@@ -145,8 +145,13 @@ def _decode(where: torch.device, hidden: int, dtype: torch.dtype) -> tuple[float
 
 def _launches(where: torch.device, hidden: int, dtype: torch.dtype) -> float:
     """Forward and backward of one layer, as our trainer runs it, on so few tokens that only the launches take time."""
-    ids = tuple(range(4, 8))
-    sample = Sample(ids, ids, "", (0.0,) * 4, (0.0,) * 4, (0,) * 4, (1,) * 4, "length")
+    # Two prompts with two responses each: what a GPU launches for shared prompts is there. A CPU launches nothing.
+    asked = (range(4, 8), range(5, 9)) if where.type == "cuda" else (range(4, 8),)
+    samples = [
+        Sample(tuple(ids), tuple(ids), "", (0.0,) * 4, (0.0,) * 4, (0,) * 4, (1,) * 4, "length", group=group)
+        for group, ids in enumerate(asked)
+        for _ in range(len(asked))
+    ]
 
     def seconds(layers: int) -> float:
         model = _llama(where, hidden, layers).to(dtype).train()
@@ -154,7 +159,7 @@ def _launches(where: torch.device, hidden: int, dtype: torch.dtype) -> float:
         masters = [local_master(parameter, parameter) for parameter in model.parameters()]
 
         def once() -> None:
-            hidden_of(model, pack_responses([sample], where)).float().sum().backward()  # type: ignore[no-untyped-call]
+            hidden_of(model, pack_responses(samples, where)).float().sum().backward()  # type: ignore[no-untyped-call]
             for master in masters:
                 master.grad = None
 
