@@ -4,7 +4,8 @@
 
 Steps are drawn by (seed, question, path), so that every method is searched on the same trees. A step that one method
 has drawn and scored is therefore the same for the next: they are remembered for a question, which changes no figure but
-the time. Question by question, all methods and widths; when the minutes are over the figures are of the questions done.
+the time. Question by question, all methods and widths; when the minutes are over the figures are of the questions done,
+and with --rows FILE the next run goes on from there.
 
 main      all methods at all widths, with 95 % intervals; differences to REBASE in pairs with their standard errors
 variants  what goes past ETS, tuned on other questions (--seed 2), reported on these
@@ -104,7 +105,8 @@ def work(job: int, args: argparse.Namespace, table: dict[str, dict[str, Any]], u
 
     base = load_search(None, {"data.limit": args.questions, "search.width": 4}, [f"seed={args.seed}", "lanes=1"])
     first = Search(base)
-    questions = first.questions()[job :: args.jobs]
+    known = {row["question"] for row in kept_rows(args.rows)}
+    questions = [q for q in first.questions() if q.index not in known][job :: args.jobs]
     remembering = Remembering(first.policy, first.scorer)
     found = []
     for begin in range(0, len(questions), args.batch):
@@ -129,7 +131,17 @@ def work(job: int, args: argparse.Namespace, table: dict[str, dict[str, Any]], u
                          "calls": costs.calls, "unsolved": costs.unsolved}
                     )  # fmt: skip
         remembering.forget()
+        if args.rows is not None:
+            done = {question.index for question in batch}
+            with Path(f"{args.rows}.{job}").open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in found if row["question"] in done)
     return found
+
+
+def kept_rows(rows: Path | None) -> list[dict[str, Any]]:
+    """What earlier runs with the same --rows have done."""
+    files = sorted(rows.parent.glob(f"{rows.name}.*")) if rows is not None else []
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
@@ -235,6 +247,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=25)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rows", type=Path, help="Keep what was measured in files of this name, and go on from there.")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.time()
@@ -242,10 +255,11 @@ def main() -> None:
         lines = timing()
     else:
         table = METHODS if args.part == "main" else VARIANTS
+        before = kept_rows(args.rows)
         with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
             asked = [(job, args, table, began + 60 * args.minutes) for job in range(args.jobs)]
             rows = [row for part in pool.starmap(work, asked) for row in part]
-        lines = table_of(rows, list(table), args.widths)
+        lines = table_of([*before, *rows], list(table), args.widths)
         show(lines)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     told = {
