@@ -61,6 +61,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """load   processes that wanted a core when it began, these aside: above zero the figures are worse than the machine"""
+
     date: str
     plaudit: str
     commit: str | None
@@ -72,6 +74,7 @@ class Result:
     bytes: int
     dtype: str
     repeats: int
+    load: float
     rows: list[Row]
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,6 +88,7 @@ def bench_weights(
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda', and torch sees no GPU: use device = 'cpu'")
+    load = os.getloadavg()[0]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the receiver: one core is the trainer's and one the engine's
     try:
@@ -100,7 +104,7 @@ def bench_weights(
     return Result(
         datetime.now(UTC).isoformat(timespec="seconds"), __version__, _commit(), _machine(), _named(place),
         platform.python_version(), torch.__version__, sum(t.numel() for t in weights.tensors.values()), weights.nbytes,
-        dtype, repeats, rows,
+        dtype, repeats, round(load, 2), rows,
     )  # fmt: skip
 
 

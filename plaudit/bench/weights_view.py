@@ -32,6 +32,8 @@ def print_weights(result: Result, console: Console | None = None) -> None:
             seconds(row.limit_seconds), "–" if row.share is None else f"{row.share:.0%}", size(row.extra_bytes),
         )  # fmt: skip
     console.print(table)
+    if result.load > 1:
+        console.print(f"The machine was busy (load {result.load:g} before this began): measure again when it is not.")
 
 
 def draw_weights(result: Result) -> str:

@@ -21,7 +21,7 @@ from plaudit.place.weights import Weights
 
 RESULT = Result(
     "2026-11-15T00:00:00+00:00", "0", None, "a <machine>", "cpu", "3.11", "2.13", 100_000_000, 400_000_000, "float32",
-    5,
+    5, 7.5,
     [
         Row("disk", 0.5, 0.8, "write and read", 0.4, 0.8, 0),
         Row("shared, paused", 0.002, None, "message", 0.0002, None, 0),
@@ -63,6 +63,7 @@ def test_the_table_says_what_moves_nothing() -> None:
     assert "disk" in shown
     assert "80%" in shown
     assert "–" in shown
+    assert "The machine was busy (load 7.5 before this began)" in shown
 
 
 @pytest.mark.slow
