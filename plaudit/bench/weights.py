@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """load   processes that wanted a core when it began, these aside: above zero the figures are worse than the machine"""
+    """load   processes that wanted a core before it began: with any, the figures are worse than the machine"""
 
     date: str
     plaudit: str

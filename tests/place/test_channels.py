@@ -224,14 +224,18 @@ def test_the_disk_holds_one_version_that_safetensors_reads(tmp_path: Path) -> No
     from safetensors.torch import load_file
 
     module = Small(1)
-    (tmp_path / ".version-000000-killed.tmp").mkdir()  # of a trainer that was killed
+    for left in (".spare-of-one-that-was-killed", "version-000009"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "model.safetensors").write_bytes(b"x" * 3_000_000)  # longer than what comes
     channel = DiskChannel(tmp_path)
     with receiving() as (other,):
-        for version in (1, 2):
+        for version in (1, 2, 3):
             train(module)
             channel.publish(Weights.of(module), version, [other.wire])
-    assert [path.name for path in tmp_path.iterdir()] == ["version-000002"]
-    stored = load_file(tmp_path / "version-000002" / "model.safetensors")
+            assert other.look()["digest"] == digest(module)
+    channel.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["version-000003"]
+    stored = load_file(tmp_path / "version-000003" / "model.safetensors")
     assert stored.keys() == Weights.of(module).tensors.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in Weights.of(module))
 
