@@ -1,4 +1,4 @@
-"""GPU memory that two processes have mapped: the driver's own calls, since torch's sharing leaves files in /dev/shm."""
+"""GPU memory that two processes have mapped: the driver's own calls, since torch's sharing has files in /dev/shm."""
 
 from __future__ import annotations
 
