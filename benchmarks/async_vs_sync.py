@@ -40,7 +40,7 @@ def tree(placement: dict[str, Any], seed: int, steps: int, cores: tuple[int, int
         "task": "rl", "seed": seed, "model": {"path": "sums-policy"}, "data": {"world": "sums", "eval_items": 500},
         "reward": {"rule": "exact", "answer": r"#(\d+)$"}, "algorithm": {"name": "grpo", "kl": {"coef": 0.001}},
         "train": {
-            "steps": steps, "prompts_per_step": 64, "samples_per_prompt": 8, "lr": 3e-4, "threads": 1, "epochs": 1,
+            "steps": steps, "prompts_per_step": 64, "samples_per_prompt": 8, "lr": 1e-4, "threads": 1, "epochs": 1,
             "eval_every": 10 * steps, "checkpoint": {"every": 10 * steps}, "show": 0,
         },
         "sampling": {"max_tokens": 96}, "placement": placement,

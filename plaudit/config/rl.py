@@ -219,6 +219,9 @@ class SamplingTable(Table):
     stop: tuple[str, ...] = ()
 
 
+STALENESS = 1
+
+
 class PlacementTable(Table):
     """Where things run; see docs/placements.md.
 
@@ -233,11 +236,14 @@ class PlacementTable(Table):
     name: Literal["colocated", "swapped", "hybrid", "disaggregated", "async"] = "colocated"
     channel: Literal["disk", "collective", "shared"] | None = None
     """How weights reach rollout processes. Default: shared."""
-    staleness: Annotated[int, Field(ge=0)] = 1
-    """async: how many versions older than the learner's the oldest token of a sample may be. 0 is synchronous."""
+    staleness: Annotated[int, Field(ge=0)] = STALENESS
+    """async: how many versions older than the learner's the oldest token of a sample may be. 0 is synchronous; else
+    algorithm.correction.mode is "truncate" unless it is given."""
     stale: Literal["wait", "drop"] = "wait"
     """async: learn from prompts in their order and wait for slow ones; or from what is finished first, and ask anew
     what became too old."""
+    in_flight: Literal["continue", "recompute"] = "continue"
+    """async: when new weights come, a sequence goes on with the KV it has, or its tokens are read again with them."""
     concurrency: PositiveInt | None = None
     """async: prompts at work at a time. Default: as many as staleness allows."""
     deadline: Positive = 120.0
@@ -349,6 +355,19 @@ class RlRecipe(BaseRecipe):
     placement: PlacementTable = PlacementTable()
     engine: EngineTable = EngineTable()
     resources: ResourcesTable = ResourcesTable()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_staleness(cls, given: Any) -> Any:
+        """Stale samples are corrected for, unless the recipe says otherwise: without it learning breaks down sooner or
+        later (LOG.md, async rollouts)."""
+        placement, algorithm = given.get("placement"), given.get("algorithm")
+        if not isinstance(placement, Mapping) or not isinstance(algorithm, Mapping):
+            return given
+        stale = placement.get("name") == "async" and placement.get("staleness", STALENESS) != 0
+        if not stale or "correction" in algorithm:
+            return given
+        return {**given, "algorithm": {**algorithm, "correction": {"mode": "truncate"}}}
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:

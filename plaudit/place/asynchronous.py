@@ -13,8 +13,11 @@ from plaudit.place.disaggregated import Disaggregated
 
 
 class Asynchronous(Disaggregated):
-    keep: Literal["recompute", "continue"] = "continue"
     rollouts: AsyncRollouts
+
+    @property
+    def keep(self) -> Literal["recompute", "continue"]:
+        return self.stage.recipe.placement.in_flight
 
     def _rollouts(self) -> AsyncRollouts:
         stage = self.stage

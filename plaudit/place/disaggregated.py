@@ -31,7 +31,6 @@ from plaudit.train.sharing import MainPlayer
 
 
 class Disaggregated:
-    keep: Literal["recompute", "continue"] = "recompute"
     paused = False
 
     def __init__(self, stage: Stage) -> None:
@@ -48,6 +47,11 @@ class Disaggregated:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def keep(self) -> Literal["recompute", "continue"]:
+        """What becomes of sequences in flight when weights come. There are none."""
+        return "recompute"
 
     def _rollouts(self) -> RolloutSource:
         stage = self.stage

@@ -86,6 +86,14 @@ def test_a_placement_that_cannot_be_is_refused(tables: dict[str, Any], said: str
         recipe(**tables)
 
 
+def test_stale_samples_are_corrected_for_unless_the_recipe_says_otherwise() -> None:
+    stale = {"placement": {"name": "async"}}
+    assert recipe(**stale).algorithm.correction.mode == "truncate"
+    assert recipe(**stale, algorithm={"correction": {"mode": "none"}}).algorithm.correction.mode == "none"
+    assert recipe(placement={"name": "async", "staleness": 0}).algorithm.correction.mode == "none"
+    assert recipe().algorithm.correction.mode == "none"
+
+
 def test_resources_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path, nursery: Nursery) -> None:
     placed = {"placement": {"name": "disaggregated"}}
     with pytest.raises(ConfigError, match=r"resources\.rollout\.cores = \[4711\], and this process has the CPUs"):
