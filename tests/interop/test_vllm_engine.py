@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -102,6 +103,12 @@ def raw(core: Engine, sample: Sample) -> np.ndarray:
     return core.logprobs([[*sample.prompt_ids, *sample.token_ids]])[0][len(sample.prompt_ids) - 1 :]
 
 
+def generated(engine: VllmEngine) -> float:
+    """Tokens so far, as the server counts them."""
+    lines = httpx.get(f"{engine.url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def trainer(module: Any) -> Callable[[Sequence[int]], np.ndarray]:
     core = Engine(module, TOKENIZER)
     return lambda context: core.score([list(context)], columns=range(len(TOKENIZER)), logprobs=True)[0]
@@ -176,8 +183,11 @@ def test_a_paused_request_keeps_its_tokens_and_goes_on_with_new_weights(engine: 
     long = [SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)]
     call = threading.Thread(target=lambda: found.extend(engine.generate([prompts()[3]], long)))
     before = Engine(model(1, tied=True), TOKENIZER).generate([prompts()[3]], long)[0]
+    begun = generated(engine)
     call.start()
-    time.sleep(0.3)
+    until = time.monotonic() + 60
+    while generated(engine) < begun + 5:
+        assert time.monotonic() < until
     publish(engine, SharedChannel(), new := model(3, tied=True), old + 1)
     call.join(60)
     (sample,) = found
