@@ -103,10 +103,10 @@ def raw(core: Engine, sample: Sample) -> np.ndarray:
     return core.logprobs([[*sample.prompt_ids, *sample.token_ids]])[0][len(sample.prompt_ids) - 1 :]
 
 
-def generated(engine: VllmEngine) -> float:
-    """Tokens so far, as the server counts them."""
+def running(engine: VllmEngine) -> float:
+    """Requests that are being computed, as the server counts them."""
     lines = httpx.get(f"{engine.url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running"))
 
 
 def trainer(module: Any) -> Callable[[Sequence[int]], np.ndarray]:
@@ -177,27 +177,30 @@ def test_both_log_probs_and_seeds_and_stops(engine: VllmEngine) -> None:
         engine.generate([[999]], [SamplingParams(max_tokens=1)])
 
 
-def test_a_paused_request_keeps_its_tokens_and_goes_on_with_new_weights(engine: VllmEngine) -> None:
+def test_paused_requests_keep_their_tokens_and_go_on_with_new_weights(engine: VllmEngine) -> None:
     publish(engine, SharedChannel(), model(1, tied=True), old := next_version(engine))
+    asked = [[5, 6 + i, 7] for i in range(8)]
+    long = [SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)] * len(asked)
+    before = Engine(model(1, tied=True), TOKENIZER).generate(asked, long)
+    new, channel = model(3, tied=True), SharedChannel()
     found: list[Sample] = []
-    long = [SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)]
-    call = threading.Thread(target=lambda: found.extend(engine.generate([prompts()[3]], long)))
-    before = Engine(model(1, tied=True), TOKENIZER).generate([prompts()[3]], long)[0]
-    begun = generated(engine)
-    call.start()
+    call = threading.Thread(target=lambda: found.extend(engine.generate(asked, long)))
     until = time.monotonic() + 60
-    while generated(engine) < begun + 5:
+    call.start()
+    while running(engine) < len(asked):
         assert time.monotonic() < until
-    publish(engine, SharedChannel(), new := model(3, tied=True), old + 1)
+    publish(engine, channel, new, old + 1)
     call.join(60)
-    (sample,) = found
-    assert len(sample.token_ids) == 180
-    kept = next((i for i, (a, b) in enumerate(zip(sample.token_ids, before.token_ids, strict=True)) if a != b), 180)
-    assert 0 < kept < 180, "some tokens of the old weights, and then others"
-    assert set(sample.versions) == {old}, "as old as its oldest token"
-    # From there on it is the new weights' own continuation: its KV was computed again.
-    rest = Engine(new, TOKENIZER)
-    assert np.allclose(sample.raw_logprobs[kept + 1 :], raw(rest, sample)[kept + 1 :], atol=TOLERANCE)
+    core = Engine(new, TOKENIZER)
+    for sample, alone in zip(found, before, strict=True):
+        assert len(sample.token_ids) == 480
+        assert set(sample.versions) == {old}, "as old as its oldest token"
+        changed = [i for i, (a, b) in enumerate(zip(sample.token_ids, alone.token_ids, strict=True)) if a != b]
+        assert changed, "it was not finished when new weights came"
+        assert changed[0] > 0, "it keeps what the old weights wrote"
+        # From there on it is the new weights' own continuation: its KV was computed again.
+        rest = slice(changed[0] + 1, None)
+        assert np.allclose(sample.raw_logprobs[rest], raw(core, sample)[rest], atol=TOLERANCE)
     check_equal(engine, new)
 
 
