@@ -91,7 +91,6 @@ def ours(count: int, width: int, seed: int, url: str | None = None) -> dict[str,
         "paths": sum(n.state == "finished" for o in outcomes for n in o.tree.nodes), "scored": len(scored),
         "prefill_all": sum(path.values()), "deep": sum(n.depth >= 6 for _, n in scored),
         "prefill_deep": sum(path[o.question.index, n.id] for o, n in scored if n.depth >= 6),
-        "step_deep": sum(len(n.tokens) for _, n in scored if n.depth >= 6),
         "phases": {name: round(seconds, 3) for name, seconds in search.phases.items()},
     }  # fmt: skip
 
@@ -108,7 +107,7 @@ def served(count: int, width: int, seed: int) -> dict[str, Any]:
         **figures, "computed": computed, "computed_per_node": computed / figures["scored"],
         "prefill_per_node": figures["prefill_all"] / figures["scored"],
         "fewer": figures["prefill_all"] / computed,
-        # Depth 6 and more alone: all that was computed is charged to them in proportion to their steps' tokens.
+        # Depth 6 and more alone: what was computed is shared out evenly over all scored nodes.
         "fewer_deep": figures["prefill_deep"] / (computed * figures["deep"] / figures["scored"]),
     }  # fmt: skip
 
