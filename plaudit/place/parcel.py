@@ -18,6 +18,9 @@ ALIGNMENT = 64  # bytes
 KV = "kv"  # where a begun sample has its prompt's parcel, in `extra`
 
 
+_HERE: dict[str, Parcel] = {}  # of this process: CUDA cannot open its own handles, and nothing needs to be mapped
+
+
 class Parcel:
     """A prompt's KV, as whoever has computed it sends it. `message` is plain data, from which `opened` makes the
     Handover again; the memory must stay until the other side has taken it in."""
@@ -39,8 +42,10 @@ class Parcel:
                 view.copy_(tensor)
             if self.segment.memory.is_cuda:
                 torch.cuda.synchronize(self.segment.memory.device)
+        _HERE[self.message["id"]] = self
 
     def close(self) -> None:
+        _HERE.pop(self.message["id"], None)
         if self.segment is not None:
             self.segment.close()
 
@@ -49,8 +54,12 @@ class OpenedParcel:
     """`handover` has views of the sender's memory: take it in before it is closed."""
 
     def __init__(self, message: dict[str, Any]) -> None:
-        self._segment = None if message["segment"] is None else open_segment(message["segment"])
-        tensors = [] if self._segment is None else list(_views(self._segment.memory, message))
+        own = _HERE.get(message["id"])
+        self._segment: Segment | None = None
+        if own is None and message["segment"] is not None:
+            self._segment = open_segment(message["segment"])
+        segment = self._segment if own is None else own.segment
+        tensors = [] if segment is None else list(_views(segment.memory, message))
         layers = len(tensors) // 2
         self.handover = Handover(
             tuple(message["tokens"]), message["version"], tensors[:layers], tensors[layers:], message["salt"]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -115,18 +116,22 @@ def test_kv_of_other_weights_is_not_taken() -> None:
 
 
 @pytest.mark.slow
-def test_a_parcel_reaches_another_process() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_parcel_reaches_another_process(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     prompts, _ = asked(1)
-    engine = Engine(tiny.model("llama"))
+    engine = Engine(tiny.model("llama").to(device))
     engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
     parcel = Parcel(engine.give_kv(prompts[0]))
     code = """
 import json, sys
+import msgspec
 from plaudit.core import Engine, SamplingParams
 from plaudit.place.parcel import OpenedParcel
 from tests.core import tiny
-given = OpenedParcel(json.load(sys.stdin))
-engine = Engine(tiny.model("llama"))
+given = OpenedParcel(msgspec.msgpack.decode(sys.stdin.buffer.read()))
+engine = Engine(tiny.model("llama").to(sys.argv[1]))
 print(engine.take_kv(given.handover))
 given.close()
 tokens = list(given.handover.tokens)
@@ -134,11 +139,14 @@ tokens = list(given.handover.tokens)
 print(json.dumps([engine.stats().tokens_shared, sample.token_ids, sample.logprobs]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(parcel.message), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, device],
+        input=msgspec.msgpack.encode(parcel.message),
+        capture_output=True,
+        timeout=120,
     )
     parcel.close()
-    assert done.returncode == 0, done.stderr[-2000:]
-    taken, told = done.stdout.splitlines()[-2:]
+    assert done.returncode == 0, done.stderr[-2000:].decode()
+    taken, told = done.stdout.decode().splitlines()[-2:]
     assert int(taken) == len(prompts[0])
     shared, tokens, logprobs = json.loads(told)
     (alone,) = engine.generate(prompts, [SamplingParams(max_tokens=8, seed=0)])
@@ -153,7 +161,10 @@ def test_a_parcel_is_the_kv_that_was_packed() -> None:
     engine.generate(prompts, [SamplingParams(max_tokens=1, seed=0)])
     given = engine.give_kv(prompts[0], "")
     parcel = Parcel(given)
-    opened = OpenedParcel(json.loads(json.dumps(parcel.message)))
+    # As another process opens it, and as this one does.
+    abroad = {**parcel.message, "id": "another's"}
+    opened = OpenedParcel(msgspec.msgpack.decode(msgspec.msgpack.encode(abroad)))
+    assert OpenedParcel(parcel.message).handover.keys[0].data_ptr() != opened.handover.keys[0].data_ptr()
     assert opened.handover.tokens == given.tokens
     for mine, theirs in zip(
         (*given.keys, *given.values), (*opened.handover.keys, *opened.handover.values), strict=True
