@@ -42,6 +42,7 @@ from plaudit.reward.work import Facts
 from plaudit.serve.launched import launched
 
 LOAD_SECONDS = 1800.0  # between the first rank and the last
+HEAR_SECONDS = 10.0  # for the others to hear why it failed
 LOOK_SECONDS = 0.05
 PR_SET_PDEATHSIG = 1
 GROUPS = "plaudit/groups"
@@ -93,15 +94,12 @@ class RankGroup:
         if missing:
             raise ModelError(f"rank {missing[0]} of {self.size} did not load the model within {LOAD_SECONDS:g} s")
         said = [self.store.get(f"loaded/{rank}").decode() for rank in range(self.size)]
-        for rank, words in enumerate(said):
-            if words.startswith("-"):
-                raise ModelError(f"rank {rank} of {self.size}: {words[1:]}")
-        if len(set(said)) > 1:
-            found = ", ".join(f"rank {rank} has {words[1:]}" for rank, words in enumerate(said))
-            raise ModelError(
-                f"the ranks found different weights in {self.table.path} ({found}, by SHA-256): copy the same model "
-                "to every node"
-            )
+        self.store.set(f"heard/{self.rank}", "yes")
+        if (wrong := self._wrong(said)) is not None:
+            if self.rank == 0:  # the store ends with this process: not before the others know too
+                with suppress(ModelError):
+                    self._wait("heard", HEAR_SECONDS)
+            raise ModelError(wrong)
         cuda = self.device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(self.local)
@@ -117,6 +115,19 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
         return Channel(self.rank, self.size, messages, tensors, self.on_loss)
+
+    def _wrong(self, said: list[str]) -> str | None:
+        """What keeps the ranks from being one model."""
+        for rank, words in enumerate(said):
+            if words.startswith("-"):
+                return f"rank {rank} of {self.size}: {words[1:]}"
+        if len(set(said)) == 1:
+            return None
+        found = ", ".join(f"rank {rank} has {words[1:]}" for rank, words in enumerate(said))
+        return (
+            f"the ranks found different weights in {self.table.path} ({found}, by SHA-256): copy the same model "
+            "to every node"
+        )
 
     def loaded(self) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:
         """Rank 0's engine and what belongs to it; if that fails, the others hear why."""

@@ -202,16 +202,11 @@ def test_ranks_with_other_weights_end_with_one_line_each(tmp_path: Path) -> None
     port = free_port()
     options = ("--model", "sums=model", "--tensor-parallel", "2", "--port", "0")
     children = [start(tmp_path / str(rank), port, rank, *options) for rank in (0, 1)]
-    try:
-        code, line = ended(children[0])
-        assert code == 2
+    for rank, child in enumerate(children):
+        code, line = ended(child)
+        assert code == 2 if rank == 0 else code != 0
         assert "the ranks found different weights in" in line
         assert "copy the same model to every node" in line
-    finally:
-        children[1].terminate()  # as torchrun does when one fails
-        code, line = ended(children[1])
-    assert code != 0
-    assert "the ranks found different weights in" in line
 
 
 @pytest.mark.slow
