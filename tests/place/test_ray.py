@@ -172,8 +172,8 @@ def test_a_local_ray_that_is_killed_is_started_again(tmp_path: Path, capfd: pyte
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'plaudit[ray]'")
     run = tmp_path / "run"
     # Long enough that it cannot end before Ray's end has reached its rank.
-    often = {"steps": 60, "eval_every": 60, "checkpoint": {"every": 20}}
-    tree = small(60, {**GRPO, "train": often}, resources={"ray": "local"})
+    often = {"steps": 300, "eval_every": 300, "checkpoint": {"every": 20}}
+    tree = small(300, {**GRPO, "train": often}, resources={"ray": "local"})
 
     def strike() -> None:
         wait_for(lambda: saved(run, 20))
@@ -181,7 +181,7 @@ def test_a_local_ray_that_is_killed_is_started_again(tmp_path: Path, capfd: pyte
             kill(name, [os.getpid()])
 
     assert on_ray(run, tree, strike) == 0
-    assert prompts_of(run) == asked(tree, 480), "no prompt lost, none twice"
+    assert prompts_of(run) == asked(tree, 2400), "no prompt lost, none twice"
     assert "the run on Ray was lost" in capfd.readouterr().err
 
 
