@@ -296,7 +296,6 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
     flag.touch()
     _, said = child.communicate(timeout=60)
     assert child.returncode == 2
-    assert "rank 1: " in said
     assert "out of order" in said
     assert "the state is saved: --resume goes on" in said
     assert (run / "checkpoints" / "latest").exists()
