@@ -8,7 +8,6 @@ failed or were interrupted are searched again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -21,12 +20,13 @@ from typing import Any, Self
 
 from plaudit.config import differences, to_toml
 from plaudit.config.search import SearchRecipe, parse_search
-from plaudit.errors import RunBusy, RunError, StorageError
+from plaudit.errors import RunError, StorageError
 from plaudit.events import EventLog
 from plaudit.output import written
 from plaudit.search.costs import totals
 from plaudit.search.runner import Outcome
 from plaudit.search.tree import Node
+from plaudit.train.run_lock import locked
 
 # What does not decide the results; a run that goes on may change it.
 MAY_CHANGE = ("concurrent", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout", "model.device")
@@ -47,13 +47,8 @@ class Record:
         self._shown = 0
 
     def __enter__(self) -> Self:
+        self._lock = locked(self.directory)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise StorageError(f"cannot use the run directory {self.directory}: {error.strerror}") from error
-        try:
-            self._take_lock()
             self._prepare()
             self._file = os.open(self.results, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except BaseException:
@@ -96,17 +91,6 @@ class Record:
         self.events.metric(plain, step=len(self.done))
         self.events.note("search", **figures)
         return figures
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode() or "unknown"
-            raise RunBusy(
-                f"{self.directory} is in use by process {holder}; wait for it, or name another directory with --out"
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def _prepare(self) -> None:
         stored = self.directory / "recipe.toml"

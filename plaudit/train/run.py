@@ -6,7 +6,6 @@ runs/<name>/  recipe.toml  events.jsonl  checkpoints/  rollouts/ (with train.dum
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,9 +15,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from plaudit.config import BaseRecipe, differences, parse_recipe, to_toml
-from plaudit.errors import RunBusy, RunError, StorageError
+from plaudit.errors import RunError
 from plaudit.events import EventLog, read_lines
 from plaudit.train.checkpoint import Checkpoints, write_atomically
+from plaudit.train.run_lock import locked
 
 # A resumed run may go on for longer, look more often and keep more; all else decides the numbers.
 MAY_CHANGE_ON_RESUME = (
@@ -47,13 +47,8 @@ class Run:
         self.events: EventLog
 
     def __enter__(self) -> Self:
+        self._lock = locked(self.directory)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise StorageError(f"cannot use the run directory {self.directory}: {error.strerror}") from error
-        try:
-            self._take_lock()
             self._prepare()
         except BaseException:
             os.close(self._lock)
@@ -65,21 +60,10 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.events.close()
-        os.close(self._lock)  # the lock goes with the file, also when the process is killed
+        os.close(self._lock)
 
     def summarise(self, figures: dict[str, Any]) -> None:
         write_atomically(self.directory / "summary.json", json.dumps(figures, indent=2) + "\n")
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode() or "unknown"
-            raise RunBusy(
-                f"{self.directory} is in use by process {holder}; wait for it, or name another directory with --out"
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def _prepare(self) -> None:
         stored = self.directory / "recipe.toml"
