@@ -1,11 +1,13 @@
 """Accuracy against budget of every search method, paired, on the hard split of the embedded world.
 
     python benchmarks/search.py [--part main|variants|time] [--questions 2000] [--widths 4 16 64] [--minutes 12]
+                                [--processes 16] [--rows DIR] [--shard 0/4] [--merge]
 
 Steps are drawn by (seed, question, path), so that every method is searched on the same trees. A step that one method
 has drawn and scored is therefore the same for the next: they are remembered for a question, which changes no figure but
-the time. Question by question, all methods and widths; when the minutes are over the figures are of the questions done,
-and with --rows FILE the next run goes on from there.
+the time. A few questions at a time, all methods and widths; when the minutes are over the figures are of the questions
+done, and with --rows DIR the next run goes on from there. Rows of several shards are put together by being in one
+directory; --merge makes the figures of them all.
 
 main      all methods at all widths, with 95 % intervals; differences to REBASE in pairs with their standard errors; the
           last three rows are the variants that were best on other questions
@@ -19,7 +21,9 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -102,52 +106,107 @@ def with_rule(driver: Any, rule: Any) -> Any:
     return driver
 
 
-def work(job: int, args: argparse.Namespace, table: dict[str, dict[str, Any]], until: float) -> list[dict[str, Any]]:
-    """This job's questions, a few at a time, by every method and width."""
-    from plaudit.config.search import load_search
-    from plaudit.search.search import Search
+class Worker:
+    """The models, opened once in a process; every method is searched on what the others have drawn."""
 
-    base = load_search(None, {"data.limit": args.questions, "search.width": 4}, [f"seed={args.seed}", "lanes=1"])
-    first = Search(base)
-    known = {row["question"] for row in kept_rows(args.rows)}
-    questions = [q for q in first.questions() if q.index not in known][job :: args.jobs]
-    remembering = Remembering(first.policy, first.scorer)
-    found = []
-    for begin in range(0, len(questions), args.batch):
-        if time.time() > until:
-            break
-        batch = questions[begin : begin + args.batch]
-        for width in sorted(args.widths, reverse=True):
-            for name, keys in table.items():
-                rule = keys.get("rule")
-                own = {key: value for key, value in keys.items() if key != "rule"}
-                if own.get("kv_budget") == "20 * sqrt(width)":  # 80 at width 16, where it was tuned
-                    own["kv_budget"] = round(20 * math.sqrt(width))
-                tree = {**base.search.model_dump(exclude_none=True), **own, "width": width}
-                recipe = base.model_copy(update={"search": type(base.search).model_validate(tree)})
-                search = Search(recipe, policy=remembering, scorer=remembering, tokenizer=first.tokenizer)
-                if rule is not None:
-                    make = search.lanes[0].new_driver
-                    search.lanes[0].new_driver = lambda q, t, make=make, rule=rule: with_rule(make(q, t), rule)
-                for outcome in search.run(batch):
+    def __init__(self, table: dict[str, dict[str, Any]], widths: Sequence[int], seed: int, until: float) -> None:
+        from plaudit.config.search import load_search
+        from plaudit.search.search import Search
+
+        overrides = {"data.limit": 1, "search.width": 4}
+        self.base = load_search(None, overrides, [f"seed={seed}", "lanes=1", "threads=1"])
+        self.first = Search(self.base)
+        self.remembering = Remembering(self.first.policy, self.first.scorer)
+        self.table, self.widths, self.until = table, sorted(widths, reverse=True), until
+
+    def work(self, batch: Sequence[Any], known: set[Any]) -> list[dict[str, Any]]:
+        """What is not known of these questions, by every width and method; nothing when the time is over."""
+        if time.time() > self.until:
+            return []
+        found = []
+        for width in self.widths:
+            for name, keys in self.table.items():
+                asked = [question for question in batch if (name, width, question.index) not in known]
+                for outcome in self.search(keys, width).run(asked):
                     costs = outcome.driver.costs
                     found.append(
                         {"method": name, "width": width, "question": outcome.question.index, "right": outcome.right,
                          "kv_tokens": costs.kv_tokens, "kv_peak": costs.kv_peak, "generated": costs.generated,
                          "calls": costs.calls, "unsolved": costs.unsolved}
                     )  # fmt: skip
-        remembering.forget()
-        if args.rows is not None:
-            done = {question.index for question in batch}
-            with Path(f"{args.rows}.{job}").open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in found if row["question"] in done)
-    return found
+        self.remembering.forget()
+        return found
+
+    def search(self, keys: dict[str, Any], width: int) -> Any:
+        from plaudit.search.search import Search
+
+        rule = keys.get("rule")
+        own = {key: value for key, value in keys.items() if key != "rule"}
+        if own.get("kv_budget") == "20 * sqrt(width)":  # 80 at width 16, where it was tuned
+            own["kv_budget"] = round(20 * math.sqrt(width))
+        tree = {**self.base.search.model_dump(exclude_none=True), **own, "width": width}
+        recipe = self.base.model_copy(update={"search": type(self.base.search).model_validate(tree)})
+        search = Search(recipe, policy=self.remembering, scorer=self.remembering, tokenizer=self.first.tokenizer)
+        if rule is not None:
+            make = search.lanes[0].new_driver
+            search.lanes[0].new_driver = lambda question, tree: with_rule(make(question, tree), rule)
+        return search
+
+
+worker: Worker
+
+
+def begin(*args: Any) -> None:
+    global worker
+    worker = Worker(*args)
+
+
+def work(asked: tuple[Sequence[Any], set[Any]]) -> list[dict[str, Any]]:
+    return worker.work(*asked)
+
+
+def measure(args: argparse.Namespace, table: dict[str, dict[str, Any]], until: float) -> list[dict[str, Any]]:
+    """All rows: those that were kept, and those of this shard's questions that the minutes allowed."""
+    from plaudit.config.search import load_search
+    from plaudit.models import load_tokenizer, resolve
+    from plaudit.search.questions import open_questions
+
+    rows = kept_rows(args.rows)
+    if args.merge:
+        return rows
+    recipe = load_search(None, {"data.limit": args.questions}, [f"seed={args.seed}"])
+    shard, shards = args.shard
+    questions = open_questions(recipe.data, load_tokenizer(resolve(recipe.model.path)), args.seed)[shard::shards]
+    known = {(row["method"], row["width"], row["question"]) for row in rows}
+    wanted = {(name, width) for name in table for width in args.widths}
+    questions = [q for q in questions if any((*each, q.index) not in known for each in wanted)]
+    batches = [questions[at : at + args.batch] for at in range(0, len(questions), args.batch)]
+    asked = [(batch, {key for key in known if key[2] in {q.index for q in batch}}) for batch in batches]
+    if args.rows is not None:
+        args.rows.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(args.processes, begin, (table, args.widths, args.seed, until)) as pool:
+        for found in pool.imap_unordered(work, asked):
+            rows.extend(found)
+            if args.rows is not None and found:
+                with (args.rows / f"shard-{shard}-of-{shards}.jsonl").open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in found)
+    return rows
 
 
 def kept_rows(rows: Path | None) -> list[dict[str, Any]]:
-    """What earlier runs with the same --rows have done."""
-    files = sorted(rows.parent.glob(f"{rows.name}.*")) if rows is not None else []
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """What earlier runs and other shards have done. A last line that was cut short is measured again."""
+    files = sorted(rows.glob("*.jsonl")) if rows is not None else []
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """0/4 is the first of four."""
+    shard, shards = (int(part) for part in text.split("/"))
+    if not 0 <= shard < shards:
+        raise ValueError(text)
+    return shard, shards
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:
@@ -250,24 +309,25 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=2000)
     parser.add_argument("--widths", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--minutes", type=float, default=12.0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=25)
+    parser.add_argument("--processes", type=int, default=2, help="Each with one thread.")
+    parser.add_argument("--shard", type=shard_of, default=(0, 1), help="I/N: only every N-th question, from the I-th.")
+    parser.add_argument("--merge", action="store_true", help="Measure nothing: the figures of the rows that are there.")
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=Path, help="Keep what was measured in files of this name, and go on from there.")
+    parser.add_argument("--rows", type=Path, help="A directory: keep what was measured, go on from there.")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
     began = time.time()
     if args.part == "time":
         lines = timing()
     else:
         table = METHODS if args.part == "main" else VARIANTS
-        before = kept_rows(args.rows)
-        with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-            asked = [(job, args, table, began + 60 * args.minutes) for job in range(args.jobs)]
-            rows = [row for part in pool.starmap(work, asked) for row in part]
-        lines = table_of([*before, *rows], list(table), args.widths)
+        lines = table_of(measure(args, table, began + 60 * args.minutes), list(table), args.widths)
         show(lines)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     told = {
         "script": "benchmarks/search.py", "part": args.part, "seed": args.seed, "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {multiprocessing.cpu_count()} cores", "commit": commit,
