@@ -96,8 +96,10 @@ class StepsTable(Table):
 
     stop: str = "\n\n"
     """The text that ends a step; it stays part of the step."""
-    answer: str = r"\\boxed\{([^{}]*)\}"
-    """A regex whose first group, in its last match, is the answer."""
+    answer: str = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+    """A regex whose first group, in its last match, is the answer. This one takes braces two deep."""
+    equivalence: Literal["number", "math"] = "number"
+    """Answers are the same: as text or number (1/2 is 0.5), or as mathematics, LaTeX included (extra `verify`)."""
     final: str | None = None
     """A regex: a response in which it is found is finished, as one is that the end token ends."""
     temperature: NonNegative = 1.0
@@ -158,7 +160,7 @@ class RuleTable(Table):
     cluster_distance: Positive = 0.05
     """ets: cosine distance up to which steps are alike."""
     encoder: str | None = None
-    """encoder: a directory of sentence-transformers, or a package that holds one. served: the server's URL."""
+    """encoder: a sentence encoder's directory, or a package that holds one. served: the server's URL."""
     aggregate: Literal["last", "min", "mean", "prod"] = "last"
     """How the scores of a path's steps become one."""
     vote: Literal["weighted", "majority", "best"] = "weighted"

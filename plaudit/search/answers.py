@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 Aggregate = Literal["last", "min", "mean", "prod"]
 Vote = Literal["weighted", "majority", "best"]
+Alike = Callable[[str, str], bool]  # (an answer, a known one)
 AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
     "last": lambda scores: scores[-1],
     "min": min,
     "mean": lambda scores: math.fsum(scores) / len(scores),
     "prod": math.prod,
 }
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(/\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +27,11 @@ class Answer:
     node: int
 
 
-def same(text: str) -> str:
-    """What equal answers have in common: white space aside the text, and of a number its value ("7.0" is "7")."""
-    plain = " ".join(text.split()).replace(",", "") if _NUMBER.fullmatch(text.strip().replace(",", "")) else ""
-    if plain:
-        top, _, bottom = plain.partition("/")
-        if not bottom or int(bottom):
-            return str(Fraction(top) / Fraction(bottom or 1))
-    return " ".join(text.split())
-
-
-def tally(answers: Sequence[Answer], vote: Vote, key: Callable[[str], str] = same) -> dict[str, float]:
-    """Votes by what equal answers have in common, the winner first; ties go to the one that came first."""
+def tally(answers: Sequence[Answer], vote: Vote, alike: Alike) -> dict[str, float]:
+    """Votes by the first answer of each kind, the winner first; ties go to the one that came first."""
     votes: dict[str, float] = {}
     for answer in answers:
-        kind = key(answer.text)
+        kind = _kind(answer.text, votes, alike)
         if vote == "best":
             votes[kind] = max(votes.get(kind, -math.inf), answer.weight)
         else:
@@ -51,17 +39,23 @@ def tally(answers: Sequence[Answer], vote: Vote, key: Callable[[str], str] = sam
     return dict(sorted(votes.items(), key=lambda item: -item[1]))
 
 
-def winner(answers: Sequence[Answer], vote: Vote, key: Callable[[str], str] = same) -> Answer | None:
+def winner(answers: Sequence[Answer], vote: Vote, alike: Alike) -> Answer | None:
     """The best answer of the kind that has most votes."""
     if not answers:
         return None
-    first = next(iter(tally(answers, vote, key)))
-    return max((a for a in answers if key(a.text) == first), key=lambda a: a.weight)
+    votes = tally(answers, vote, alike)
+    kinds = sorted(votes, key=[answer.text for answer in answers].index)  # as the tally met them
+    first = next(iter(votes))
+    return max((a for a in answers if _kind(a.text, kinds, alike) == first), key=lambda a: a.weight)
 
 
-def decided(answers: Sequence[Answer], vote: Vote, left: int, key: Callable[[str], str] = same) -> bool:
+def decided(answers: Sequence[Answer], vote: Vote, left: int, alike: Alike) -> bool:
     """Whether `left` further paths, of a weight of at most 1 each, cannot change who wins."""
-    votes = list(tally(answers, vote, key).values())
+    votes = list(tally(answers, vote, alike).values())
     if not votes or vote == "best":
         return left == 0
     return votes[0] - (votes[1] if len(votes) > 1 else 0.0) > left
+
+
+def _kind(text: str, kinds: Iterable[str], alike: Alike) -> str:
+    return next((kind for kind in kinds if alike(text, kind)), text)

@@ -25,7 +25,7 @@ from plaudit.search.search import Search
 if TYPE_CHECKING:
     from plaudit.core import Engine
 
-_STEPS = ("stop", "answer", "final", "temperature", "top_p", "max_step_tokens", "max_tokens")
+_STEPS = ("stop", "answer", "equivalence", "final", "temperature", "top_p", "max_step_tokens", "max_tokens")
 _BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
 
 

@@ -83,7 +83,7 @@ class Driver(ABC):
             limit = getattr(budget, name)
             if limit is not None and getattr(costs, name) >= limit:
                 return f"budget: {name}"
-        if budget.lead and decided(self.answers(), self.table.vote, self.left()):
+        if budget.lead and decided(self.answers(), self.table.vote, self.left(), self.reading.alike):
             return "lead"
         return None
 

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 
 from plaudit.config.search import RuleTable
-from plaudit.errors import BadReply, ConfigError, ServerError
+from plaudit.errors import BadReply, ServerError
 
 BATCH = 64
 
@@ -22,24 +22,23 @@ class Embedder(Protocol):
 
 
 class SentenceEncoder:
-    """A model of sentence-transformers: a directory, or the name of a package that carries one."""
+    """A model in this process: a directory, or the name of a package that carries one."""
 
     def __init__(self, source: str, device: str = "cpu") -> None:
-        directory = _directory(source)
-        try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError:
-            raise ConfigError(
-                'search.clusters = "encoder" needs sentence-transformers: pip install "plaudit[search]"'
-            ) from None
-        from plaudit.models.quiet import quiet
+        from plaudit.models.encoder import load_encoder
 
-        with quiet():
-            self._model: Any = SentenceTransformer(str(directory), device=device, local_files_only=True)
+        self._encoder = load_encoder(source, device=device)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        found: np.ndarray = self._model.encode(list(texts), batch_size=BATCH, show_progress_bar=False)
-        return found
+        encoder = self._encoder
+        rows = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.limit)["input_ids"]
+        # Rows of about the same length go together: padding is computed, too.
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        found: dict[int, np.ndarray] = {}
+        for begin in range(0, len(order), BATCH):
+            batch = order[begin : begin + BATCH]
+            found.update(zip(batch, encoder.embed([rows[i] for i in batch]), strict=True))
+        return np.stack([found[i] for i in range(len(rows))])
 
     def close(self) -> None:
         """The model's memory goes with the object."""
@@ -81,17 +80,3 @@ def open_embedder(table: RuleTable) -> Embedder | None:
     if not table.clustered or table.encoder is None:
         return None
     return ServedEncoder(table.encoder) if table.clusters == "served" else SentenceEncoder(table.encoder)
-
-
-def _directory(source: str) -> Any:
-    from importlib.util import find_spec
-    from pathlib import Path
-
-    if Path(source).is_dir():
-        return Path(source)
-    spec = find_spec(source.replace("-", "_")) if source.replace("-", "_").isidentifier() else None
-    for place in (spec.submodule_search_locations or []) if spec is not None else []:
-        found = sorted(Path(place).rglob("modules.json"))
-        if found:
-            return found[0].parent
-    raise ConfigError(f"search.encoder = {source!r} is no directory of a sentence encoder, nor a package with one")

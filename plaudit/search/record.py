@@ -80,11 +80,14 @@ class Record:
             self._shown += 1
             self.events.write("sample", step=outcome.question.index, **line)
 
-    def summarise(self, seconds: float, phases: Mapping[str, float]) -> dict[str, Any]:
-        """What the whole run came to, also written to summary.json and the event log. `phases` are of this part."""
+    def summarise(self, seconds: float, phases: Mapping[str, float], undecided: int = 0) -> dict[str, Any]:
+        """What the whole run came to, also written to summary.json and the event log. `phases` and `undecided`, the
+        answers that could not be compared, are of this part."""
         search = self.recipe.search
         figures = {"method": search.method, "width": search.width, **summary(self.done.values())}
         figures |= {"seconds": round(seconds, 3), "phases": {name: round(spent, 3) for name, spent in phases.items()}}
+        if undecided:
+            figures["undecided"] = undecided
         with written(self.directory / "summary.json") as file:
             file.write(json.dumps(figures, indent=2) + "\n")
         plain = {name: value for name, value in figures.items() if isinstance(value, int | float)}

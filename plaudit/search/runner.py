@@ -16,7 +16,7 @@ import numpy as np
 from plaudit.config.search import SearchRecipe
 from plaudit.errors import PlauditError
 from plaudit.search import cluster
-from plaudit.search.answers import Answer, same, winner
+from plaudit.search.answers import Answer, winner
 from plaudit.search.driver import Driver, Expand
 from plaudit.search.embedding import Embedder
 from plaudit.search.lookahead import look_ahead
@@ -29,20 +29,16 @@ from plaudit.search.tree import Node, Tree
 
 @dataclass
 class Outcome:
-    """stopped   why the question's search is over: done, lead, budget: ..., failed: ..., interrupted"""
+    """right     whether the answer is the truth, where that is known
+    stopped   why the question's search is over: done, lead, budget: ..., failed: ..., interrupted"""
 
     question: Question
     tree: Tree
     driver: Driver
     answers: list[Answer]
     answer: Answer | None
+    right: bool | None
     stopped: str
-
-    @property
-    def right(self) -> bool | None:
-        if self.question.truth is None:
-            return None
-        return self.answer is not None and same(self.answer.text) == same(self.question.truth)
 
 
 @dataclass(eq=False)
@@ -67,8 +63,9 @@ class _Open:
 
 class Runner:
     def __init__(
-        self, recipe: SearchRecipe, policy: Policy, scorer: Scorer, new_driver: Callable[[Question, Tree], Driver],
-        embedder: Embedder | None = None, stopped: threading.Event | None = None,
+        self, recipe: SearchRecipe, policy: Policy, scorer: Scorer, reading: AnswerReading,
+        new_driver: Callable[[Question, Tree], Driver], embedder: Embedder | None = None,
+        stopped: threading.Event | None = None,
     ) -> None:  # fmt: skip
         """`stopped`: once it is set, what is under way is left as it is."""
         self.recipe = recipe
@@ -76,7 +73,7 @@ class Runner:
         self.scorer = scorer
         self.embedder = embedder
         self.new_driver = new_driver
-        self.reading = AnswerReading(recipe.steps)
+        self.reading = reading
         self.phases = {"generate": 0.0, "score": 0.0, "cluster": 0.0, "choose": 0.0}
         self.most = max(1, recipe.concurrent // recipe.lanes)
         self._stopped = stopped or threading.Event()
@@ -261,11 +258,11 @@ class Runner:
             del held[id]
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:
-        driver = searched.driver
+        driver, truth = searched.driver, searched.question.truth
         answers = driver.answers()
-        return Outcome(
-            searched.question, driver.tree, driver, answers, winner(answers, self.recipe.search.vote), stopped
-        )
+        answer = winner(answers, self.recipe.search.vote, self.reading.alike)
+        right = None if truth is None else answer is not None and self.reading.alike(answer.text, truth)
+        return Outcome(searched.question, driver.tree, driver, answers, answer, right, stopped)
 
 
 def common(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:

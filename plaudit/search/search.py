@@ -39,6 +39,7 @@ class Search:
         self.policy, self.tokenizer = policy, tokenizer
         self.scorer = scorer or open_scorer(recipe.prm, recipe.threads)
         self.embedder = open_embedder(recipe.search)
+        self.reading = AnswerReading(recipe.steps)
         self._stopped = threading.Event()
         self.lanes = [self._runner() for _ in range(recipe.lanes)]
 
@@ -55,16 +56,17 @@ class Search:
         return run_lanes(self.lanes, questions, self._stopped)
 
     def _runner(self) -> Runner:
-        recipe, reading = self.recipe, AnswerReading(self.recipe.steps)
+        recipe, reading = self.recipe, self.reading
 
         def driver(question: Question, tree: Tree) -> Driver:
             return new_driver(tree, recipe.search, recipe.budget, reading, f"{recipe.seed} {question.index}")
 
-        return Runner(recipe, self.policy, self.scorer, driver, self.embedder, self._stopped)
+        return Runner(recipe, self.policy, self.scorer, reading, driver, self.embedder, self._stopped)
 
     def close(self) -> None:
         self.policy.close()
         self.scorer.close()
+        self.reading.close()
         if self.embedder is not None:
             self.embedder.close()
 
@@ -105,7 +107,9 @@ def run_search(
                     if progress is not None:
                         progress(len(record.done), len(questions))
             finally:
-                figures = record.summarise(spent + time.monotonic() - began, search.phases)
+                figures = record.summarise(
+                    spent + time.monotonic() - began, search.phases, search.reading.alike.undecided
+                )
             return figures
         finally:
             search.close()

@@ -20,4 +20,6 @@ def told(figures: Mapping[str, Any]) -> str:
         lines.append(f"  ended otherwise   {', '.join(f'{name}: {count}' for name, count in over.items())}")
     if figures.get("unsolved"):
         lines.append(f"  programmes that were not proven best: {figures['unsolved']}")
+    if figures.get("undecided"):
+        lines.append(f"  answers that could not be compared: {figures['undecided']}")
     return "\n".join(lines)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from plaudit.errors import RequestError
-from plaudit.search.answers import Answer, decided, same, tally, winner
+from plaudit.search.answers import Answer, decided, tally, winner
 from plaudit.search.apportion import apportion, even, rebase
 from plaudit.search.cluster import by_vector
+from plaudit.search.equivalence import SameNumber, same
 from plaudit.search.frontier import Frontier, Leaf
 from plaudit.search.programme import Programme, solve
 from plaudit.search.rules.beam import beam
@@ -232,20 +233,21 @@ def test_clusters() -> None:
 
 def test_votes() -> None:
     answers = [Answer("7", 0.9, 1), Answer("8", 0.5, 2), Answer(" 8.0", 0.6, 3), Answer("9", 0.1, 4)]
-    assert tally(answers, "weighted") == {"8": pytest.approx(1.1), "7": 0.9, "9": 0.1}
-    found = winner(answers, "weighted")
+    alike = SameNumber()
+    assert tally(answers, "weighted", alike) == {"8": pytest.approx(1.1), "7": 0.9, "9": 0.1}
+    found = winner(answers, "weighted", alike)
     assert found is not None
     assert found.node == 3
-    assert winner(answers, "best") == answers[0]
-    assert next(iter(tally(answers, "majority"))) == "8"
-    assert winner([], "weighted") is None
+    assert winner(answers, "best", alike) == answers[0]
+    assert next(iter(tally(answers, "majority", alike))) == "8"
+    assert winner([], "weighted", alike) is None
     assert same("1/2") == same("0.5")
     assert same("x  + 1") == "x + 1"
     assert same("1/0") == "1/0"
-    assert not decided(answers, "weighted", 1)
-    assert decided(answers, "weighted", 0)
-    assert decided([Answer("7", 0.9, 1)] * 3, "weighted", 2)
-    assert not decided([Answer("7", 0.9, 1)] * 3, "weighted", 3)
+    assert not decided(answers, "weighted", 1, alike)
+    assert decided(answers, "weighted", 0, alike)
+    assert decided([Answer("7", 0.9, 1)] * 3, "weighted", 2, alike)
+    assert not decided([Answer("7", 0.9, 1)] * 3, "weighted", 3, alike)
 
 
 def test_a_tree_counts_distinct_tokens() -> None:
