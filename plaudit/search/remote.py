@@ -22,6 +22,7 @@ from plaudit.errors import BadReply, ConfigError, RequestRefused, ServerError
 from plaudit.search.policy import Ask, Ended, Step
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+UNFIT = (400, 413, 422)  # what is said of one request: a path that is too long for the model, say
 
 
 class RemotePolicy:
@@ -39,11 +40,21 @@ class RemotePolicy:
         self._http = httpx.Client(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
         self._threads = ThreadPoolExecutor(table.concurrency, thread_name_prefix="search")
         self._lost = threading.Event()
+        self._served = False
 
     def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
-        """A server that is lost is so for all: the first request to give up ends the others' waiting."""
+        """A server that is lost is so for all: the first request to give up ends the others' waiting. A path that is
+        refused has that as its error, unless the server has refused everything so far."""
         self._lost.clear()
-        return list(self._threads.map(self._one, asks))
+        found = list(self._threads.map(self._try, asks))
+        refused = [steps for steps in found if isinstance(steps, RequestRefused)]
+        self._served = self._served or len(refused) < len(found)
+        if refused and not self._served:
+            raise refused[0]
+        return [
+            [Step(error=str(steps))] * ask.count if isinstance(steps, RequestRefused) else steps
+            for ask, steps in zip(asks, found, strict=True)
+        ]
 
     def release(
         self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
@@ -54,6 +65,14 @@ class RemotePolicy:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
 
+    def _try(self, ask: Ask) -> list[Step] | RequestRefused:
+        try:
+            return self._one(ask)
+        except RequestRefused as error:
+            if error.status not in UNFIT:
+                raise
+            return error
+
     def _one(self, ask: Ask) -> list[Step]:
         body = self._sglang(ask) if self.table.name == "sglang" else self._openai(ask)
         reply = self._post(body)
@@ -62,14 +81,14 @@ class RemotePolicy:
             found = [read(choice, self.steps.stop) for choice in _choices(reply, self.table.name)]
         except (LookupError, TypeError, ValueError) as error:
             raise BadReply(f"{self._url} sent no completions ({type(error).__name__}: {error})") from None
-        if len(found) != ask.count:
-            raise BadReply(f"{self._url} sent {len(found)} completions where {ask.count} were asked for")
-        return found
+        if len(found) != self._draws(ask):
+            raise BadReply(f"{self._url} sent {len(found)} completions where {self._draws(ask)} were asked for")
+        return found * (ask.count // self._draws(ask))
 
     def _openai(self, ask: Ask) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "prompt": [*ask.prompt, *ask.said] if _named(ask.said) else ask.prompt_text + ask.text, "n": ask.count,
-            "max_tokens": self._room(ask), "temperature": 0.0 if ask.greedy else self.steps.temperature,
+            "prompt": [*ask.prompt, *ask.said] if _named(ask.said) else ask.prompt_text + ask.text,
+            "n": self._draws(ask), "max_tokens": self._room(ask), "temperature": self._temperature(ask),
             "top_p": 1.0 if ask.greedy else self.steps.top_p, "stop": [self.steps.stop], "seed": ask.seed % 2**31,
             "logprobs": 0, "include_stop_str_in_output": True, "return_token_ids": True,
         }  # fmt: skip
@@ -81,11 +100,18 @@ class RemotePolicy:
         return {
             "input_ids": [*ask.prompt, *ask.said],
             "sampling_params": {
-                "n": ask.count, "max_new_tokens": self._room(ask), "stop": [self.steps.stop], "no_stop_trim": True,
-                "temperature": 0.0 if ask.greedy else self.steps.temperature,
+                "n": self._draws(ask), "max_new_tokens": self._room(ask), "temperature": self._temperature(ask),
+                "stop": [self.steps.stop], "no_stop_trim": True,
                 "top_p": 1.0 if ask.greedy else self.steps.top_p, "sampling_seed": ask.seed % 2**31,
             },
         }  # fmt: skip
+
+    def _temperature(self, ask: Ask) -> float:
+        return 0.0 if ask.greedy else self.steps.temperature
+
+    def _draws(self, ask: Ask) -> int:
+        """Where nothing is drawn all steps are the same, and vLLM refuses to write more than one."""
+        return ask.count if self._temperature(ask) else 1
 
     def _room(self, ask: Ask) -> int:
         return min(self.steps.max_step_tokens, max(1, self.steps.max_tokens - len(ask.said)))

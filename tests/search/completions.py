@@ -14,10 +14,13 @@ from plaudit.core import Engine, SamplingParams
 class CompletionServer:
     """token_ids   whether it says which tokens it drew
     fail_after  requests after which it answers 503 to all
+    longest     prompt that it takes, in tokens
     """
 
-    def __init__(self, engine: Engine, *, token_ids: bool = True, fail_after: int | None = None) -> None:
-        self.engine, self.token_ids, self.fail_after = engine, token_ids, fail_after
+    def __init__(
+        self, engine: Engine, *, token_ids: bool = True, fail_after: int | None = None, longest: int = 1000
+    ) -> None:
+        self.engine, self.token_ids, self.fail_after, self.longest = engine, token_ids, fail_after, longest
         self.requests: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         server = self
@@ -58,6 +61,10 @@ class CompletionServer:
             self.requests.append(body)
             if self.fail_after is not None and len(self.requests) > self.fail_after:
                 return 503, {"error": {"message": "shutting down"}}
+            if "prompt" in body and len(body["prompt"]) > self.longest:
+                return 400, {"error": {"message": "too long for this model"}}
+            if body.get("temperature") == 0 and body["n"] > 1:  # as vLLM
+                return 400, {"error": {"message": "n must be 1 when using greedy sampling"}}
             return 200, self._sglang(body) if path == "/generate" else self._openai(body)
 
     def _generate(self, prompt: Any, n: int, most: int, temperature: float, stop: list[str], seed: int) -> list[Any]:

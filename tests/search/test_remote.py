@@ -66,6 +66,26 @@ def test_every_kind_of_server_gives_the_same_search(engine: Engine) -> None:
     assert counted == [sum(len(n.tokens) for n in o.tree.nodes[1:]) for o in by_text]
 
 
+def test_greedy_steps_are_asked_for_once(engine: Engine) -> None:
+    with CompletionServer(engine) as server:
+        found = searched(remote(server.url, **{"steps.temperature": 0.0}))
+    assert texts(found) == texts(searched(recipe(**{"steps.temperature": 0.0})))
+
+
+def test_a_path_that_is_refused_fails_alone(engine: Engine) -> None:
+    with CompletionServer(engine, longest=40) as server:
+        (outcome,) = searched(remote(server.url, questions=1))
+    refused = [
+        node for node in outcome.tree.nodes if node.error is not None and "too long for this model" in node.error
+    ]
+    assert refused
+    assert all(node.state == "failed" and "it answered 400" in str(node.error) for node in refused)
+    assert outcome.stopped == "done"
+    # It has taken nothing yet: it may be the recipe that is wrong.
+    with CompletionServer(engine, longest=4) as server, pytest.raises(RequestRefused, match="too long for this model"):
+        searched(remote(server.url, questions=1))
+
+
 def test_a_generating_server_that_is_lost_ends_the_run_and_resuming_finishes_it(engine: Engine, tmp_path: Path) -> None:
     with CompletionServer(engine, fail_after=40) as failing:
         asked = remote(failing.url, questions=4, **{"engine.timeout": 1.5}).model_copy(update={"concurrent": 2})

@@ -1,0 +1,176 @@
+"""Search with real vLLM writing the steps: the core's own tree where nothing is drawn, and its log-probs where it is.
+
+The server has the embedded policy with heads of 32, as vLLM's CPU attention needs them: heads of 20, and zeros.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.config.search import SearchRecipe, load_search
+from plaudit.core import Engine
+from plaudit.errors import RequestRefused
+from plaudit.models import load_any, save
+from plaudit.place.vllm_server import MODEL, VllmServer
+from plaudit.search.policy import Ask
+from plaudit.search.remote import RemotePolicy
+from plaudit.search.runner import Outcome
+from plaudit.search.search import Search
+from tests.interop.environments import ROOT
+
+pytestmark = pytest.mark.interop
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+OPTIONS = ("--enforce-eager", "--max-num-seqs", "32", "--kv-cache-memory-bytes", str(64 << 20))
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+START_SECONDS = 400.0
+HEAD = 32
+POLICY = load_any("sums-policy")
+
+
+def widen(directory: Path) -> None:
+    """The same model with wider heads: the new dimensions are zero and not rotated, and q makes up for the scale."""
+    config = POLICY.module.config
+    old = config.head_dim
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in POLICY.module.state_dict().items():
+        part = name.split(".")[-2]
+        if part in ("q_proj", "k_proj", "v_proj"):
+            heads = tensor.view(-1, old, tensor.shape[1]) * ((HEAD / old) ** 0.5 if part == "q_proj" else 1.0)
+            tensor = torch.nn.functional.pad(heads, (0, 0, 0, HEAD - old)).flatten(0, 1)
+        elif part == "o_proj":
+            heads = tensor.view(tensor.shape[0], -1, old)
+            tensor = torch.nn.functional.pad(heads, (0, HEAD - old)).flatten(1)
+        tensors[name] = tensor
+    settings: dict[str, Any] = {**config.to_dict(), "head_dim": HEAD}
+    wide = type(POLICY.module)(type(config).from_dict(settings))
+    wide.load_state_dict(tensors)
+    save(wide, POLICY.tokenizer, directory)
+    written = json.loads((directory / "config.json").read_text())
+    written["rope_parameters"]["rope_dim"] = old
+    (directory / "config.json").write_text(json.dumps(written))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if not (ROOT / ".venv-vllm" / ".installed").exists():
+        pytest.skip(".venv-vllm is not there: `make interop` makes it, and runs this")
+    directory = tmp_path_factory.mktemp("vllm")
+    widen(directory / "wide")
+    server = VllmServer(
+        str(PYTHON), directory / "wide", directory / "log", dtype="float32", options=OPTIONS, environment=ENVIRONMENT
+    )
+    with server:
+        server.wait_ready(START_SECONDS)
+        yield server.url
+
+
+def recipe(method: str, **flags: Any) -> SearchRecipe:
+    return load_search(None, {"search.method": method, "search.width": 6, "data.limit": 3, **flags})
+
+
+def remote(url: str, method: str, **flags: Any) -> SearchRecipe:
+    return recipe(method, **{"engine.name": "openai", "engine.url": url, "engine.model": MODEL, **flags})
+
+
+def searched(asked: SearchRecipe, policy: RemotePolicy | None = None) -> list[Outcome]:
+    search = Search(asked, policy=policy, tokenizer=POLICY.tokenizer)
+    try:
+        return sorted(search.run(search.questions()), key=lambda outcome: outcome.question.index)
+    finally:
+        search.close()
+
+
+def nodes(outcome: Outcome) -> list[tuple[Any, ...]]:
+    return [(n.parent, n.twin, n.tokens, n.text, n.state) for n in outcome.tree.nodes]
+
+
+class ByText(RemotePolicy):
+    """As to a server that does not tell which tokens it drew."""
+
+    def _openai(self, ask: Ask) -> dict[str, Any]:
+        return {**super()._openai(ask), "return_token_ids": False}
+
+
+@pytest.mark.parametrize("method", ["best-of-n", "ets", "mcts"])
+def test_where_nothing_is_drawn_it_is_the_cores_search(url: str, method: str) -> None:
+    greedy: Mapping[str, Any] = {"steps.temperature": 0.0}
+    for ours, theirs in zip(searched(recipe(method, **greedy)), searched(remote(url, method, **greedy)), strict=True):
+        assert nodes(theirs) == nodes(ours)
+        assert any(node.state == "finished" for node in ours.tree.nodes)
+        assert (theirs.answer, theirs.right, theirs.stopped) == (ours.answer, ours.right, ours.stopped)
+        for name in ("kv_tokens", "kv_peak", "generated", "calls", "scored", "rounds"):
+            assert getattr(theirs.driver.costs, name) == getattr(ours.driver.costs, name), name
+        told = [node.logprob for node in theirs.tree.nodes[1:]]
+        assert told == pytest.approx([node.logprob for node in ours.tree.nodes[1:]], abs=1e-3)
+
+
+def test_looking_ahead_is_the_cores(url: str) -> None:
+    flags: Mapping[str, Any] = {"steps.temperature": 0.0, "search.lookahead": 2}
+    ours, theirs = searched(recipe("dvts", **flags)), searched(remote(url, "dvts", **flags))
+    for one, other in zip(ours, theirs, strict=True):
+        assert nodes(other) == nodes(one)
+        assert [n.value for n in other.tree.nodes] == pytest.approx([n.value for n in one.tree.nodes], abs=1e-5)
+
+
+def test_drawn_steps_are_whole_and_as_likely_as_the_server_says(url: str) -> None:
+    core = Engine(POLICY.module, POLICY.tokenizer)
+    found = searched(remote(url, "rebase"))
+    (stop,) = POLICY.tokenizer.encode(";", add_special_tokens=False)
+    assert len({n.tokens for o in found for n in o.tree.nodes}) > 10, "siblings have draws of their own"
+    for outcome in found:
+        tree = outcome.tree
+        assert outcome.stopped == "done"
+        for node in tree.nodes[1:]:
+            assert POLICY.tokenizer.decode(node.tokens, skip_special_tokens=True) == node.text
+            assert node.text.endswith(";") == (node.tokens[-1] == stop), "the delimiter is part of the step"
+            if node.state in ("expanded", "pruned"):
+                assert node.text.endswith(";")
+            elif node.state == "finished":
+                assert node.tokens[-1] == POLICY.tokenizer.eos_token_id
+            if len(node.tokens):
+                path = tree.path_ids(node.id)
+                drawn = core.logprobs([list(path)])[0][-len(node.tokens) :]
+                assert node.logprob == pytest.approx(float(np.mean(drawn)), abs=1e-3)
+    again = searched(remote(url, "rebase").model_copy(update={"concurrent": 1}))
+    assert [nodes(o) for o in again] == [nodes(o) for o in found], "by seed, whatever is asked beside it"
+
+
+def test_a_server_that_tells_no_tokens_is_asked_by_text(url: str) -> None:
+    asked = remote(url, "best-of-n", **{"steps.temperature": 0.0})
+    by_text = searched(asked, ByText(asked.engine, asked.steps))
+    for ours, theirs in zip(searched(recipe("best-of-n", **{"steps.temperature": 0.0})), by_text, strict=True):
+        assert [(n.parent, n.text, n.state) for n in theirs.tree.nodes] == [
+            (n.parent, n.text, n.state) for n in ours.tree.nodes
+        ]
+        assert theirs.driver.costs.generated == ours.driver.costs.generated
+        assert theirs.driver.costs.calls == ours.driver.costs.calls
+
+
+def test_a_path_that_is_too_long_for_the_server_is_that_paths_error(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    prompts = ["7+8+4=", "+".join("7" * 130) + "="]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    flags: Mapping[str, Any] = {"data.path": str(file), "data.limit": 2}
+    short, long = searched(remote(url, "best-of-n", **flags))
+    assert all(node.error is None or "refuses" not in node.error for node in short.tree.nodes)
+    assert len(long.tree.nodes) == 7
+    for node in long.tree.nodes[1:]:
+        assert node.state == "failed"
+        assert node.error is not None
+        assert "refuses the request: it answered 400" in node.error
+    # Where nothing else came from it, it may be the recipe that is wrong.
+    file.write_text(json.dumps({"prompt": prompts[1]}) + "\n")
+    with pytest.raises(RequestRefused, match="maximum context length"):
+        searched(remote(url, "best-of-n", **{**flags, "data.limit": 1}))
+    with pytest.raises(RequestRefused, match="it answered 404"):
+        searched(remote(url, "best-of-n", **{"engine.model": "nobody"}))
