@@ -1,11 +1,12 @@
 """Our own runs on one GPU against their plans: GRPO steps of three model sizes, memory and seconds by phase.
 
-    python benchmarks/planner_gpu.py [--steps 4] [--sizes 135M,1B,3B] [--out FILE] [--tiny]
+    python benchmarks/planner_gpu.py [--steps 4] [--sizes 135M,1B,3B] [--out FILE] [--machine FILE] [--tiny]
 
 Calibrates the machine (`plaudit plan --calibrate`), makes Llamas of random bfloat16 weights and a tokenizer of words,
 trains each for a few steps by `plaudit train` in a process of its own, and compares with the plan for the lengths that
 came: the allocator's peak (which knows no contexts and kernels, so that the plan's reserve is left out) and the median
-step after the first. Nothing is fetched. `--tiny` is a trial of the script itself, on any device.
+step after the first. Nothing is fetched. A size that fails is told and the others go on; results are kept after each.
+`--machine` takes an earlier calibration. `--tiny` is a trial of the script itself, on any device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,17 +35,34 @@ SIZES = {
 }  # fmt: skip
 TINY = {"tiny": (64, 2, 4, 2, 128, True, 8 << 20), "small": (128, 3, 4, 2, 256, True, 8 << 20)}
 LIMITS = {"peak": 0.10, "step": 0.25}
+SECONDS = 120.0
+"""Most that a command may take."""
+MEMORY_FILES, ROOM = Path("/dev/shm"), 32 << 30
+"""Weights are written and read several times: in memory where that has room for them."""
+
+
+class Failed(Exception):
+    """A command came to nothing; its last words."""
 
 
 def plaudit(*words: str) -> float:
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "plaudit", *words], capture_output=True, text=True, cwd=ROOT, timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "plaudit", *words], capture_output=True, text=True, cwd=ROOT, timeout=SECONDS,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Failed(f"plaudit {' '.join(words)} took more than {SECONDS:g} s") from None
     if done.returncode:
-        sys.exit(f"plaudit {' '.join(words)} failed:\n{done.stderr[-3000:]}")
+        raise Failed(f"plaudit {' '.join(words)} failed:\n{done.stderr[-3000:]}")
     return time.monotonic() - began
+
+
+def room_for_models() -> str | None:
+    """Where temporary files go; None for the usual place."""
+    roomy = MEMORY_FILES.is_dir() and shutil.disk_usage(MEMORY_FILES).free > ROOM
+    return str(MEMORY_FILES) if roomy else None
 
 
 def make_model(directory: Path, shape: tuple[Any, ...], vocabulary: int, device: str) -> None:
@@ -145,44 +164,76 @@ def show(name: str, found: dict[str, Any], plan: dict[str, Any]) -> None:
           f"learn {updates:.2f} ({learned:.2f}){'' if good else '   MISSED'}", flush=True)  # fmt: skip
 
 
+def calibrated(here: Path, given: Path | None) -> str:
+    if given is not None:
+        (here / "machine.toml").write_text(given.read_text())
+    else:
+        print(f"calibrated in {plaudit('plan', '--calibrate', str(here / 'machine.toml')):.0f} s")
+    return (here / "machine.toml").read_text()
+
+
+def one_size(
+    here: Path, name: str, shape: tuple[Any, ...], vocabulary: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    import torch
+
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    make_model(here / name, shape, vocabulary, "cuda" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.empty_cache()
+    (here / f"{name}.toml").write_text(recipe(here, name, shape, options))
+    plaudit("train", str(here / f"{name}.toml"), "--out", str(here / f"{name}-run"))
+    found = measured(here / f"{name}-run")
+    plan = planned(here, name, found, on_gpu)
+    show(name, found, plan)
+    for done in (here / name, here / f"{name}-run"):
+        shutil.rmtree(done)
+    return {"measured": found, "planned": plan}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--machine", type=Path, help="a file of plaudit plan --calibrate on this machine")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "planner_gpu.json")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     import torch
 
-    on_gpu = options.device != "cpu" and torch.cuda.is_available()
     sizes = TINY if options.tiny else {name: SIZES[name] for name in options.sizes.split(",")}
     vocabulary, words = (200, 12) if options.tiny else (VOCABULARY, WORDS)
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
     kept: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else platform.machine(), "models": {},
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as made:
+    failed = []
+    with tempfile.TemporaryDirectory(dir=room_for_models()) as made:
         here = Path(made)
-        took = plaudit("plan", "--calibrate", str(here / "machine.toml"))
-        kept["machine"] = (here / "machine.toml").read_text()
-        print(f"calibrated in {took:.0f} s\n{kept['machine']}", flush=True)
+        try:
+            kept["machine"] = calibrated(here, options.machine)
+        except Failed as error:
+            sys.exit(str(error))
+        print(kept["machine"], flush=True)
         write_prompts(here / "prompts.jsonl", 600, words, vocabulary)
         print(
             f"{'model':6} {'step s':>8} {'planned':>8} {'':6}   {'peak GB':>8} {'planned':>8} {'':6}   {'reserved':>8}"
         )
         for name, shape in sizes.items():
-            make_model(here / name, shape, vocabulary, "cuda" if on_gpu else "cpu")
-            (here / f"{name}.toml").write_text(recipe(here, name, shape, options))
-            plaudit("train", str(here / f"{name}.toml"), "--out", str(here / f"{name}-run"))
-            found = measured(here / f"{name}-run")
-            plan = planned(here, name, found, on_gpu)
-            show(name, found, plan)
-            kept["models"][name] = {"measured": found, "planned": plan}
+            began = time.monotonic()
+            try:
+                kept["models"][name] = one_size(here, name, shape, vocabulary, options)
+            except Failed as error:
+                failed.append(name)
+                print(f"{name}: {error}", flush=True)
+                continue
             options.out.write_text(json.dumps(kept, indent=2) + "\n")
-            if on_gpu:
-                torch.cuda.empty_cache()
+            print(f"       in {time.monotonic() - began:.0f} s", flush=True)
+    if failed:
+        sys.exit(f"no figures of {', '.join(failed)}")
 
 
 if __name__ == "__main__":

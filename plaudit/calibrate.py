@@ -17,6 +17,7 @@ from torch import nn
 from plaudit.config.table import to_toml
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.packing import use_packed_attention
+from plaudit.heap import heap_factor
 from plaudit.models import choose_device, new_llama
 from plaudit.records import Sample
 from plaudit.train.forward import hidden_of, pack_responses
@@ -59,6 +60,7 @@ def measure(device: str = "auto") -> str:
         "bandwidth_share": 1.0, "gemm_share": 1.0, "attention_share": 0.5, "layer_seconds": layer, "step_seconds": step,
         "sequence_seconds": sequence, "launch_seconds": _launches(where, shape.hidden, wide), "packing_share": 1.0,
         "response_seconds": RESPONSE, "reserve_bytes": _reserve(where),
+        "heap_factor": heap_factor() if where.type == "cpu" else 1.0,
         "graph_bytes": 1e6 if where.type == "cpu" else 0.3e9,
     }  # fmt: skip
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

@@ -18,7 +18,7 @@ LAYERS = [
     {"reward"},
     {"serve"},
     {"train", "place", "search", "integrations"},
-    {"generate", "score", "bench", "calibrate"},
+    {"generate", "score", "bench", "calibrate", "heap"},
     {"report"},
     {"cli", "__main__"},
 ]

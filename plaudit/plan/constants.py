@@ -55,6 +55,9 @@ class Constants:
     """Host work on one response between generation and training: text, rule, advantage, packing, log."""
     reserve_bytes: float = 3.9e9
     """Of a process on a device: contexts, kernels and allocator slack 3.5 GB, collectives 0.4 (aiconfigurator's)."""
+    heap_factor: float = 1.0
+    """Bytes that an allocator holds for each of the activations in use. 1 for a GPU's, whose slack is in the reserve;
+    the malloc of a CPU splits what is freed and keeps the pieces, as calibration measures."""
     graph_bytes: float = 1.0e9
     """Captured decode graphs of an engine."""
     length_spread: float = 1.0

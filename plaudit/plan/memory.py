@@ -6,6 +6,8 @@ weights 2 B, gradients 4 or 2, Adam and master weights 12 per parameter, cut by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from plaudit.plan.constants import Constants
 from plaudit.plan.decode import Replica
 from plaudit.plan.hardware import DTYPE_BYTES
@@ -14,6 +16,8 @@ from plaudit.plan.training import Trainer
 
 OWN_LOGITS = 1 << 24
 """Logits that Plaudit's trainer holds at once."""
+GROUP_RATIO, GROUP_SLACK = 0.25, 4.0
+"""How much longer than its shortest a sequence of a group may be, where attention goes by groups."""
 HOST_SLACK = 1.5
 """Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
 
@@ -63,6 +67,8 @@ def activations(trainer: Trainer, length: float, fused: bool = True, sequence_pa
         how = "bytes of a number · hidden · layers / pp · micro-batches in flight + one whole layer, per token"
     else:
         kept, how = per_layer * layers * flight, "bytes of a layer · layers / pp · micro-batches in flight, per token"
+    if layout.plain:
+        kept, how = kept + _end_bytes_per_token(trainer), f"{how}, and the last norm with the head's rows"
     given = (("tokens", tokens), ("bytes of a layer", per_layer), ("in flight", flight))
     return Term("activations", tokens * kept, "B", how, given)
 
@@ -72,27 +78,62 @@ def activation_bytes_per_token(
 ) -> float:
     """Of one layer on one device. `fused` attention keeps no scores; sequence parallelism cuts norms' inputs too."""
     model, layout = trainer.model, trainer.layout
-    queries, keys = model.heads * (model.head_dim + model.rope_dim), model.kv_heads * model.head_dim
     scores = 0.0 if fused or layout.recompute != "none" else 5.0 * model.heads * length
-    inside = 2.0 * (queries + 2 * keys) + 2.0 * model.heads * (model.v_dim or model.head_dim) + scores
+    inside = 2.0 * attention_numbers(trainer, length) + scores
     kept = 8.0 if layout.plain else 6.0
     dense = (kept if model.gated else 4.0) * model.ffn
     share = model.moe_layers / model.layers
     routed = model.top_k * (2.0 * model.hidden + kept * model.expert_ffn) + kept * model.shared_ffn
     inside += routed * share + dense * (1 - share)
-    # Plain norms work in fp32: beside two-byte activations they keep a copy of their input of four bytes.
-    copies = 0.0 if trainer.dtype == "fp32" else 4.0
-    outside = (12.0 + copies if layout.plain else 10.0) * model.hidden
     wide = weight_size(trainer) / 2  # the sums above are of two-byte numbers
+    outside = _norm_bytes_per_token(trainer) if layout.plain else 10.0 * model.hidden
     return wide * (inside / layout.tp + outside / (layout.tp if sequence_parallel else 1))
 
 
+def attention_numbers(trainer: Trainer, length: float) -> float:
+    """Of a token in one layer: queries, keys, values and what comes out."""
+    model = trainer.model
+    queries, keys = model.heads * (model.head_dim + model.rope_dim), model.kv_heads * model.head_dim
+    out = float(model.heads * (model.v_dim or model.head_dim))
+    # A shared prompt is computed once, and its keys and values are laid out again for every response.
+    laid_out = 2 * keys * trainer.keys_per_token
+    if not (trainer.layout.plain and trainer.dtype == "fp32"):
+        return queries + laid_out + out
+    # fp32 goes in groups of like length, up to a quarter and four tokens apart: padded by half of that, and put back
+    # into one row afterwards.
+    padding = 1 + (GROUP_RATIO * length + GROUP_SLACK) / 2 / length
+    return padding * (queries + laid_out + out) + out
+
+
+def _norm_bytes_per_token(trainer: Trainer) -> float:
+    """Of a layer's two norms in plain modules. They work in fp32: beside two-byte activations they keep a copy of their
+    input of four bytes."""
+    return (12.0 if trainer.dtype == "fp32" else 16.0) * trainer.model.hidden
+
+
+def _end_bytes_per_token(trainer: Trainer) -> float:
+    """The norm after the last layer, and the rows that the head reads."""
+    return weight_size(trainer) / 2 * (_norm_bytes_per_token(trainer) / 2 + 2.0 * trainer.model.hidden)
+
+
 def workspace(trainer: Trainer, length: float) -> Term:
-    tokens = max(trainer.layout.micro_tokens, length) / trainer.layout.cp
-    size = tokens * activation_bytes_per_token(trainer, length)
-    return Term(
-        "workspace", size, "B", "gradients of one layer's activations, as backward passes it", (("tokens", tokens),)
-    )
+    model, layout = trainer.model, trainer.layout
+    tokens = max(layout.micro_tokens, length) / layout.cp
+    per = activation_bytes_per_token(trainer, length)
+    how = "gradients of one layer's activations, as backward passes it"
+    if layout.plain:
+        # What a layer kept is dropped as its gradients are made: at once there are those of the MLP's two branches.
+        widest = max(float(model.ffn), model.top_k * model.expert_ffn + model.shared_ffn)
+        per = weight_size(trainer) * (2 * widest / layout.tp + 2 * model.hidden)
+        how = "gradients of an MLP's two branches, its input and its output, as backward passes it"
+    return Term("workspace", tokens * per, "B", how, (("tokens", tokens),))
+
+
+def holes(moment: Sequence[Term], constants: Constants) -> Term:
+    """What the allocator keeps in pieces of what came and went."""
+    used = sum(term.value for term in moment)
+    return Term("holes", (constants.heap_factor - 1) * used, "B", "(heap_factor - 1) · what comes and goes",
+                (("heap_factor", constants.heap_factor), ("comes and goes", used)))  # fmt: skip
 
 
 def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:

@@ -55,14 +55,14 @@ class Parts:
 
     def _trainer(self, model: ModelShape) -> Trainer:
         layout = self.plan.training
-        if self.workload.trained_length < self.workload.length:
-            share = self.workload.trained_length / self.workload.length
+        share = self.workload.trained_length / self.workload.length
+        if share < 1:
             layout = replace(layout, micro_tokens=max(1, round(layout.micro_tokens * share)))
         if model.experts == 0 or model.experts % layout.ep:
             layout = replace(layout, ep=1)
         if layout.pp > model.layers or model.heads % layout.tp:
             layout = replace(layout, pp=1, tp=1, dp=layout.devices // layout.cp)
-        return Trainer(model, self.plan.cluster, layout, self.workload.dtype, self.constants)
+        return Trainer(model, self.plan.cluster, layout, self.workload.dtype, self.constants, 1 / share)
 
     # Memory
 
@@ -89,7 +89,8 @@ class Parts:
 
     def _moment(self, trainer: Trainer) -> list[Term]:
         length = self.workload.trained_length
-        return [memory.activations(trainer, length), memory.workspace(trainer, length), memory.logits(trainer, length)]
+        used = [memory.activations(trainer, length), memory.workspace(trainer, length), memory.logits(trainer, length)]
+        return used if self.constants.heap_factor == 1 else [*used, memory.holes(used, self.constants)]
 
     def engine_memory(self) -> tuple[float, Term]:
         """(bytes for the cache, what a device holds in generation besides it)"""

@@ -44,6 +44,8 @@ class Trainer:
     layout: TrainingLayout
     dtype: str
     constants: Constants
+    keys_per_token: float = 1.0
+    """Keys that attention lays out for each token computed: more than one where responses share their prompt."""
 
     def expert_parameters_here(self) -> float:
         return self.model.routed_parameters / self.layout.ep / self.layout.pp

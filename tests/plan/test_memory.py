@@ -81,3 +81,38 @@ def test_our_own_trainer_packs_prompts_once_and_takes_no_log_probabilities_for_a
     several = replace(work, updates=4)
     assert several.trained_length == 384
     assert several.takes_old
+
+
+def test_activations_are_what_a_pass_on_the_cpu_keeps() -> None:
+    import torch
+
+    from plaudit.core.packing import use_packed_attention
+    from plaudit.heap import HIDDEN, LAYERS, mixed_samples, one_pass
+    from plaudit.models import new_llama
+    from plaudit.train.forward import pack_responses
+
+    torch.set_num_threads(1)
+    sizes = {"vocab_size": 64, "hidden_size": HIDDEN, "layers": LAYERS, "heads": 4, "kv_heads": 2}
+    module = new_llama("policy", **sizes, intermediate_size=3 * HIDDEN, max_positions=128, seed=1).train()
+    use_packed_attention(module)
+    samples = mixed_samples(320)
+    tokens = pack_responses(samples, torch.device("cpu")).packed.input_ids.numel()
+    whole = sum(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
+    model = ModelShape(64, HIDDEN, LAYERS, 4, 2, HIDDEN // 4, 3 * HIDDEN, True)
+    length = tokens / len(samples)
+    layout = TrainingLayout(zero=0, plain=True, micro_tokens=tokens)
+    own = Trainer(model, cluster("1x1xH100"), layout, "fp32", Constants(), whole / tokens)
+    planned = memory.activations(own, length).value + memory.workspace(own, length).value
+    assert planned == pytest.approx(one_pass(module, samples), rel=0.04)
+
+
+def test_what_malloc_keeps_in_pieces_is_told_by_itself() -> None:
+    work = Workload(ModelShape.named("llama-3.2-1b"), plain=True, batch=64, micro_tokens=8192, dtype="fp32")
+    cut = TrainingLayout(zero=0, plain=True, micro_tokens=8192)
+    held = {}
+    for factor in (1.0, 1.4):
+        found = predict(work, "1x1xH200", "colocated", training=cut, constants=Constants(heap_factor=factor))
+        held[factor] = {part.name: part.value for part in found.phase("training").memory.parts}
+    assert "holes" not in held[1.0]
+    comes_and_goes = sum(held[1.4][name] for name in ("activations", "workspace", "logits"))
+    assert held[1.4]["holes"] == pytest.approx(0.4 * comes_and_goes)

@@ -1,0 +1,98 @@
+"""How much memory a CPU's malloc holds for each byte that training has in use, measured in a process of its own.
+
+    python -m plaudit.heap
+
+Activations of many sizes come and go with every micro-batch. malloc splits what is freed to serve what is asked for
+next, and keeps the pieces: resident memory ends well above what was ever in use. A process that has trained before
+would find the pieces ready, so that a fresh one measures.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.packing import use_packed_attention
+from plaudit.errors import RunError
+from plaudit.models import new_llama
+from plaudit.records import Sample
+from plaudit.train.forward import hidden_of, pack_responses
+
+HIDDEN, LAYERS, ROUNDS = 96, 4, 3
+MICRO_BATCHES = (320, 190)
+"""Samples of two micro-batches that take turns: the second, of what is left of a step, is smaller."""
+SECONDS = 120.0
+
+
+def heap_factor() -> float:
+    """Bytes held for each in use, from a new process."""
+    words = [sys.executable, "-m", "plaudit.heap"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"the trial of malloc took more than {SECONDS:g} s; calibrate when the machine is less busy"
+        ) from None
+    if done.returncode:
+        raise RunError(f"the trial of malloc failed: {done.stderr.strip().splitlines()[-1:]}")
+    return float(done.stdout)
+
+
+def measured() -> float:
+    model = new_llama(
+        "policy", vocab_size=64, hidden_size=HIDDEN, layers=LAYERS, heads=4, kv_heads=2, intermediate_size=3 * HIDDEN,
+        max_positions=128, seed=1,
+    ).train()  # fmt: skip
+    use_packed_attention(model)
+    micros = [mixed_samples(count) for count in MICRO_BATCHES]
+    before = _resident()
+    used = max(one_pass(model, micro) for _ in range(ROUNDS) for micro in micros)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(1.0, (most - before - gradients) / used)
+
+
+def mixed_samples(count: int) -> list[Sample]:
+    """Eight responses to a prompt, of 4 to 60 tokens."""
+    made = []
+    for i in range(count):
+        size = 4 + (i * 37) % 29 + (28 if i % 8 == 0 else 0)
+        asked = (*range(4, 12 + i // 8 % 4), 16 + i // 8 % 40)
+        zeros = (0.0,) * size
+        made.append(Sample(asked, tuple(4 + (i + j * j) % 60 for j in range(size)), "", zeros, zeros, (0,) * size,
+                           (1,) * size, "length", group=i // 8))  # fmt: skip
+    return made
+
+
+def one_pass(model: nn.Module, samples: list[Sample]) -> int:
+    """Forward and backward; returns the bytes that were kept for backward, and the gradients of an MLP's branches."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = hidden_of(model, pack_responses(samples, torch.device("cpu")))
+        loss = hidden.square().sum()
+    used = sum(size for at, size in kept.items() if at not in own)
+    used += hidden.shape[0] * 4 * (2 * 3 * HIDDEN + 2 * HIDDEN)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return used
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(measured())
