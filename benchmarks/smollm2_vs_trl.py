@@ -1,4 +1,4 @@
-"""SmolLM2-135M learning least common multiples on one GPU, beside TRL's GRPOTrainer: the same model, prompts, rule,
+"""SmolLM2-135M learning who did what on one GPU, beside TRL's GRPOTrainer: the same model, prompts, rule,
 batch, loss and rate.
 
     python benchmarks/smollm2_vs_trl.py [--steps 20] [--target 0.6] [--limit 360] [--out FILE] [--set KEY=VALUE ...]
@@ -70,6 +70,7 @@ def question(recipe: Any, steps: int) -> dict[str, Any]:
         "policy": str(resolve(recipe.model.path)), "seed": recipe.seed, "lr": recipe.train.lr,
         "warmup": recipe.train.warmup, "prompts": recipe.train.prompts_per_step,
         "samples": recipe.train.samples_per_prompt, "max_tokens": recipe.sampling.max_tokens,
+        "temperature": recipe.sampling.temperature,
         "answer": recipe.reward.own["answer"], "messages": [list(prompt.extra["messages"]) for prompt in drawn],
         "answers": [prompt.truth["item"]["answer"] for prompt in drawn], "window": WINDOW,
     }  # fmt: skip
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=360.0, help="seconds for TRL to reach the target")
     parser.add_argument("--learn", type=int, default=0, help="steps that ours takes to the target; 0: throughput alone")
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe")
+    parser.add_argument("--trl-parts", type=int, default=1, help="backward passes of TRL's update, should it need them")
     parser.add_argument("--trl-python", default=str(ROOT / ".venv-interop" / "bin" / "python"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -114,6 +116,7 @@ def main() -> None:
             "steps": steps,
             "target": options.target if options.learn else 2.0,
             "limit": options.limit,
+            "parts": options.trl_parts,
         }
         other = theirs(options.trl_python, asked)
     for name, found in (("plaudit", mine), ("trl", other)):

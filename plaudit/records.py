@@ -83,13 +83,14 @@ class Sample:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = {
-            name: len(getattr(self, name)) for name in ("token_ids", "logprobs", "raw_logprobs", "versions", "mask")
-        }
-        if self.token_rewards is not None:
-            counts["token_rewards"] = len(self.token_rewards)
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"a Sample needs one entry per token in every list, got {counts}")
+        tokens, rewards = len(self.token_ids), self.token_rewards
+        if len(self.logprobs) == len(self.raw_logprobs) == len(self.versions) == len(self.mask) == tokens and (
+            rewards is None or len(rewards) == tokens
+        ):
+            return
+        names = ("token_ids", "logprobs", "raw_logprobs", "versions", "mask", "token_rewards")
+        counts = {name: len(values) for name in names if (values := getattr(self, name)) is not None}
+        raise ValueError(f"a Sample needs one entry per token in every list, got {counts}")
 
 
 @dataclass(frozen=True, slots=True)

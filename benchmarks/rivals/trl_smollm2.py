@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the task of recipes/smollm2-grpo.toml, for benchmarks/smollm2_vs_trl.py. Reads its work as JSON.
 
-transformers' generation of all samples at once, one forward pass over them, bf16 arithmetic on float32 weights (TRL's
-default), no checkpointing of activations, no logging but what is measured."""
+transformers' generation of all samples at once, the update in as many parts as asked, bf16 arithmetic on float32
+weights (TRL's default), no checkpointing of activations, no logging but what is measured."""
 
 import json
 import logging
@@ -53,9 +53,10 @@ with tempfile.TemporaryDirectory() as directory:
     config = GRPOConfig(
         output_dir=directory, bf16=True, report_to=[], disable_tqdm=True, save_strategy="no",
         gradient_checkpointing=False, dataloader_num_workers=0, logging_steps=10**6, seed=given["seed"],
-        max_steps=given["steps"], per_device_train_batch_size=given["prompts"] * given["samples"],
-        num_generations=given["samples"], gradient_accumulation_steps=1, num_iterations=1, shuffle_dataset=False,
-        max_completion_length=given["max_tokens"], temperature=1.0, top_k=0, loss_type="grpo", beta=0.0,
+        max_steps=given["steps"], per_device_train_batch_size=given["prompts"] * given["samples"] // given["parts"],
+        num_generations=given["samples"], gradient_accumulation_steps=given["parts"], num_iterations=1,
+        max_completion_length=given["max_tokens"], temperature=given["temperature"], top_k=0, loss_type="grpo",
+        beta=0.0, shuffle_dataset=False,
         scale_rewards="group", learning_rate=given["lr"], lr_scheduler_type="constant", warmup_steps=given["warmup"],
         weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0,
     )  # fmt: skip

@@ -131,7 +131,7 @@ class Runner:
 
     def _forward(self, plan: Plan) -> None:
         spans = [_span(chunk) for chunk in plan.chunks]
-        rows = self.backend.forward(spans, plan.copies)
+        rows = self.backend.forward(spans, [copy for copies in plan.copies.values() for copy in copies])
         drawing: list[tuple[Seq, int]] = []
         readings: list[tuple[Seq, Reading]] = []
         read_rows: list[int] = []

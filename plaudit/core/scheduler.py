@@ -31,10 +31,10 @@ class Chunk:
 @dataclass
 class Plan:
     """decode_steps > 0: every chunk is the one next token of a generating sequence, and there are blocks for that many
-    steps. `pinned` are the nodes that blocks are copied from, held until the step is done."""
+    steps. `copies` are by the block they fill; `pinned` are the nodes they come from, held until the step is done."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    copies: dict[int, list[Copy]] = field(default_factory=dict)
     pinned: list[Node] = field(default_factory=list)
     decode_steps: int = 0
 
@@ -153,7 +153,8 @@ class Scheduler:
         self.pool.retain(match.partial.block)  # so that making room for the copy does not evict its source
         if self._cover(sequence, sequence.computed + match.partial_tokens, reserve):
             plan.pinned.append(match.partial)
-            plan.copies += _copies(plan, match.partial.block, sequence.chain.blocks[-1], match.partial_tokens)
+            target = sequence.chain.blocks[-1]
+            plan.copies[target] = _copies(plan, match.partial.block, target, match.partial_tokens)
             sequence.computed += match.partial_tokens
             return True
         self._unpin(match.partial)
@@ -165,7 +166,7 @@ class Scheduler:
 
     def _unshare(self, sequence: Sequence, plan: Plan, copied: bool) -> None:
         if copied:
-            plan.copies = [c for c in plan.copies if c.target != sequence.chain.blocks[-1]]
+            del plan.copies[sequence.chain.blocks[-1]]
             self._unpin(plan.pinned.pop())
         since = sequence.since
         self.release(sequence)
@@ -244,8 +245,8 @@ def _copies(plan: Plan, source: int, target: int, tokens: int) -> list[Copy]:
     gets by a copy in this step is taken from where that comes from."""
     copies = []
     own = 0
-    for earlier in plan.copies:
-        if earlier.target == source and earlier.first < tokens:
+    for earlier in plan.copies.get(source, ()):
+        if earlier.first < tokens:
             end = min(earlier.first + earlier.tokens, tokens)
             copies.append(Copy(earlier.source, target, earlier.first, end - earlier.first))
             own = max(own, end)

@@ -83,32 +83,45 @@ class Renderer:
 
 def exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | None:
     """A line to a child's stdin and one from its stdout; None if it died or did not answer by `deadline`."""
+    replies, _ = exchange_lines(process, request, 1, deadline - time.monotonic())
+    return replies[0] if replies else None
+
+
+def exchange_lines(
+    process: subprocess.Popen[bytes], request: bytes, count: int, seconds: float
+) -> tuple[list[bytes], bool]:
+    """Lines to a child's stdin and `count` lines from its stdout, each within `seconds` of the one before. Fewer come
+    back if it died, or, with True beside them, if one took too long."""
     assert process.stdin is not None, "the worker is started with pipes"
     assert process.stdout is not None, "the worker is started with pipes"
     source, sink = process.stdout.fileno(), process.stdin.fileno()
     os.set_blocking(sink, False)
-    reply = bytearray()
+    unsent, reply, lines = memoryview(request), b"", list[bytes]()
+    deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
-        if request:
+        if unsent:
             selector.register(sink, selectors.EVENT_WRITE)
-        while not reply.endswith(b"\n"):
+        while len(lines) < count:
             ready = selector.select(deadline - time.monotonic())
             if not ready or time.monotonic() > deadline:
-                return None
+                return lines, True
             for key, _ in ready:
                 if key.fd == sink:
                     try:
-                        request = request[os.write(sink, request) :]
+                        unsent = unsent[os.write(sink, unsent) :]
                     except BrokenPipeError:
-                        return None
-                    if not request:
+                        return lines, False
+                    if not unsent:
                         selector.unregister(sink)
                 elif chunk := os.read(source, 1 << 16):
-                    reply += chunk
+                    *whole, reply = (reply + chunk).split(b"\n")
+                    if whole:
+                        lines += whole
+                        deadline = time.monotonic() + seconds
                 else:
-                    return None
-    return bytes(reply)
+                    return lines, False
+    return lines, False
 
 
 def _read_reply(line: bytes) -> str:

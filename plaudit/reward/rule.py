@@ -23,12 +23,13 @@ from typing import Any
 
 from plaudit.config.reward import RuleTable
 from plaudit.errors import ConfigError
-from plaudit.models.renderer import exchange
+from plaudit.models.renderer import exchange, exchange_lines
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.reward import Result
 
 WORKER = Path(__file__).with_name("rule_worker.py")
 START_SECONDS = 60.0
+TOGETHER = 64  # items that a process is handed at once: a slow one keeps few others waiting
 
 
 class RuleReward:
@@ -49,7 +50,9 @@ class RuleReward:
             raise
 
     def score(self, items: Sequence[Item]) -> list[Result]:
-        return list(self._threads.map(self._score, items))
+        size = min(TOGETHER, max(1, -(-len(items) // self.table.processes)))
+        parts = [items[start : start + size] for start in range(0, len(items), size)]
+        return [result for part in self._threads.map(self._score, parts) for result in part]
 
     def close(self) -> None:
         """Whoever still waits for a score gets an error."""
@@ -57,23 +60,33 @@ class RuleReward:
             worker.stop()
         self._threads.shutdown(wait=False)
 
-    def _score(self, item: Item) -> Result:
-        asked = what_was_said(item)
-        if isinstance(asked, ItemError):
-            return Score(error=asked, version=self.version)
-        prompt, response = asked
-        try:
-            line = json.dumps({"prompt": prompt, "response": response, "truth": item.truth}).encode() + b"\n"
-        except (TypeError, ValueError) as error:
-            return Score(error=ItemError("bad_truth", f"prompt and truth must be JSON: {error}"), version=self.version)
+    def _score(self, items: Sequence[Item]) -> list[Result]:
+        asked = [_line(item) for item in items]
+        lines = [line for line in asked if isinstance(line, bytes)]
         worker = self._idle.get()
         try:
-            reply = worker.ask(line)
+            replies = iter(worker.ask(lines))
         finally:
             self._idle.put(worker)
-        if isinstance(reply, ItemError):
-            return Score(error=reply, version=self.version)
-        return Score(reply, version=self.version)
+        found = (next(replies) if isinstance(line, bytes) else line for line in asked)
+        return [
+            Score(error=reply, version=self.version)
+            if isinstance(reply, ItemError)
+            else Score(reply, version=self.version)
+            for reply in found
+        ]
+
+
+def _line(item: Item) -> bytes | ItemError:
+    """What a worker is asked, or why it cannot be."""
+    asked = what_was_said(item)
+    if isinstance(asked, ItemError):
+        return asked
+    prompt, response = asked
+    try:
+        return json.dumps({"prompt": prompt, "response": response, "truth": item.truth}).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        return ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
 
 
 def what_was_said(item: Item) -> tuple[Any, str] | ItemError:
@@ -117,29 +130,33 @@ class _Worker:
             cure = "; pip install 'plaudit[verify]'" if wanting else ""
             raise ConfigError(f"the rule {self.table.function or self.table.rule!r} cannot start: {fault}{cure}")
 
-    def ask(self, line: bytes) -> float | ItemError:
+    def ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
+        """Answers in order. One that the process does not survive is an error; those behind it have a new process."""
         with self._lock:
-            return self._ask(line)
+            found: list[float | ItemError] = []
+            while len(found) < len(lines):
+                found += self._ask(lines[len(found) :])
+            return found
 
-    def _ask(self, line: bytes) -> float | ItemError:
+    def _ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
+        """To all of the lines, or up to the first that the process did not answer; at least to one."""
         if self._closed:
-            return ItemError("rule_failed", "the rule was closed")
+            return [ItemError("rule_failed", "the rule was closed")] * len(lines)
         if self._process is None:
             try:
                 self.start()
             except ConfigError as error:
-                return ItemError("rule_failed", str(error))
+                return [ItemError("rule_failed", str(error))] * len(lines)
         assert self._process is not None
-        deadline = time.monotonic() + self.table.timeout
-        reply = exchange(self._process, line, deadline)
-        if reply is None:
-            late = time.monotonic() >= deadline
+        replies, late = exchange_lines(self._process, b"".join(lines), len(lines), self.table.timeout)
+        found = [_read(reply) for reply in replies]
+        if len(found) < len(lines):
             self._end()
-            if late:
-                return ItemError("timeout", f"the rule did not finish in {self.table.timeout:g} s and was stopped")
-            return ItemError("rule_failed", "the process of the rule died")
-        answer = json.loads(reply)
-        return float(answer["score"]) if "score" in answer else ItemError(answer["type"], answer["message"])
+            too_late = f"the rule did not finish in {self.table.timeout:g} s and was stopped"
+            found.append(
+                ItemError("timeout", too_late) if late else ItemError("rule_failed", "the process of the rule died")
+            )
+        return found
 
     def stop(self) -> None:
         self._closed = True
@@ -157,6 +174,11 @@ class _Worker:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def _read(reply: bytes) -> float | ItemError:
+    answer = json.loads(reply)
+    return float(answer["score"]) if "score" in answer else ItemError(answer["type"], answer["message"])
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -53,10 +53,10 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
-        for name, parameter in self.parameters.items():
-            if self._is_copy(name):
-                with torch.no_grad():
-                    local(parameter).copy_(self.masters[name])
+        rounded = [name for name in self.parameters if self._is_copy(name)]
+        if rounded:
+            with torch.no_grad():
+                torch._foreach_copy_([local(self.parameters[n]) for n in rounded], [self.masters[n] for n in rounded])
         return {"grad_norm": norm.item(), "lr": rate}
 
     def state(self) -> dict[str, Tensor]:

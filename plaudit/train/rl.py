@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,6 +140,7 @@ class RlTraining:
             self.close()
 
     def close(self) -> None:
+        gc.unfreeze()
         self.placement.close()
         self.scorer.close()
         self.trainee.close()
@@ -148,6 +150,9 @@ class RlTraining:
         self.run.events.write("plan", steps=train.steps, memory=forecast(self.recipe, self.ledger.program))
         if not self.before:
             self.before = self.evaluate()
+        # What lives as long as the run is not searched for garbage at every step: models have a million objects.
+        gc.collect()
+        gc.freeze()
         begin = time.monotonic() - self.seconds
         self.clock.split()
         while self.step < train.steps:
