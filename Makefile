@@ -1,4 +1,5 @@
 # make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (under 8 minutes)
+# make smollm2-ppo-rm, make smollm2-search   a real model on a GPU, minutes each (docs/recipes.md)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   every benchmark that runs on this machine
 # make interop  real clients of other projects against the server
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test slow interop soak test-gpu check bench embedded clean install
+.PHONY: run smollm2-ppo-rm smollm2-search test slow interop soak test-gpu check bench embedded clean install
 
 run: $(INSTALLED)
 	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
@@ -24,6 +25,15 @@ run: $(INSTALLED)
 	trap "kill $$server" EXIT; \
 	$(BIN)/plaudit train recipes/sums-ppo.toml --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0
 	@$(BIN)/plaudit report runs/sums-ppo runs/sums-sft runs/sums-prm runs/sums-reward
+
+# With PLAUDIT='python3 -m plaudit' nothing is installed: the Python that is there has all that is needed.
+ifdef PLAUDIT
+smollm2-ppo-rm smollm2-search:
+	@PLAUDIT="$(PLAUDIT)" recipes/$@.sh
+else
+smollm2-ppo-rm smollm2-search: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym
+	@PLAUDIT="$(BIN)/plaudit" recipes/$@.sh
+endif
 
 # One test process per core and one thread in each: the models of the tests are too small for more. A file's tests stay
 # together, for they share what they trained.

@@ -97,7 +97,7 @@ def train(
         with Run(directory, tree, resume=resume, fresh=fresh) as run:
             summary = SupervisedTraining(tree, run, Progress(directory.name)).fit()
     told = [f"{summary['steps']} steps in {summary['seconds']} s"]
-    for name in ("accuracy", "reward"):
+    for name in ("accuracy", "truth", "reward"):
         if f"{name}_after" in summary:
             told.append(f"{name} {summary[f'{name}_before']:.3f} -> {summary[f'{name}_after']:.3f}")
     typer.echo(f"{directory.name}: {'; '.join(told)}; model in {run.final}")
@@ -152,6 +152,33 @@ def generate_samples(
         model, rows, params, seed=seed, device=device, dtype=dtype, out=out, stream=input is None
     ):  # fmt: skip
         typer.echo(piece, nl=False)
+
+
+@app.command("pairs")
+def make_pairs(
+    run: Annotated[Path, typer.Argument(help="A run with rollouts: of --rollout-only, or with train.dump = true.")],
+    out: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    most: Annotated[int, typer.Option(min=1, help="Pairs of one prompt, at most.")] = 4,
+) -> None:
+    """Preference pairs from a run's rollouts: the response with the higher reward over that with the lower."""
+    from plaudit.train.pairs import write_pairs
+
+    typer.echo(f"{out}: {write_pairs(run, out, most)}")
+
+
+@app.command("steps")
+def value_steps(
+    run: Annotated[Path, typer.Argument(help="A run with rollouts: of --rollout-only, or with train.dump = true.")],
+    out: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    split: Annotated[str, typer.Option(help=r"The text that ends a step; \n stands for a new line.")] = r"\n\n",
+    completions: Annotated[int, typer.Option(min=1, help="Completions from the end of each step.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many solutions.")] = None,
+) -> None:
+    """Step values from a run's rollouts: how often the run's policy comes out right from the end of each step."""
+    from plaudit.train.step_values import write_step_values
+
+    ends = split.replace(r"\n", "\n")
+    typer.echo(f"{out}: {write_step_values(run, out, split=ends, completions=completions, limit=limit)}")
 
 
 @app.command("score")

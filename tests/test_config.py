@@ -6,9 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plaudit.config import NewModel, Table, differences, load_recipe, parse_recipe, to_toml
+from plaudit.config.reward import OutcomeTable
+from plaudit.config.search import load_search, parse_search
+from plaudit.config.serve import read_serve
 from plaudit.errors import ConfigError
 
-RECIPES = sorted(path for path in Path("recipes").glob("*.toml") if not path.stem.startswith("search-"))
+TASKS = {path: tomllib.loads(path.read_text()).get("task") for path in sorted(Path("recipes").glob("*.toml"))}
+RECIPES = [path for path, task in TASKS.items() if task not in (None, "search")]
+SEARCHES = [path for path, task in TASKS.items() if task == "search"]
+SERVERS = [path for path, task in TASKS.items() if task is None]
 SFT = Path("recipes/sums-sft.toml")
 
 
@@ -16,6 +22,19 @@ SFT = Path("recipes/sums-sft.toml")
 def test_a_resolved_recipe_reads_back_as_itself(path: Path) -> None:
     recipe = load_recipe(path)
     assert parse_recipe(tomllib.loads(to_toml(recipe)), "again") == recipe
+
+
+@pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
+def test_so_does_the_recipe_of_a_search(path: Path) -> None:
+    recipe = load_search(path, {})
+    assert parse_search(tomllib.loads(to_toml(recipe)), "again") == recipe
+
+
+@pytest.mark.parametrize("path", SERVERS, ids=lambda path: path.stem)
+def test_what_is_served_beside_a_recipe_is_a_model_that_one_makes(path: Path) -> None:
+    for model in read_serve(path)["models"].values():
+        assert Path("recipes") / f"{Path(model['path']).name}.toml" in RECIPES
+        assert set(model) <= set(OutcomeTable.model_fields)
 
 
 def test_the_users_choice_is_kept_and_only_defaults_are_added() -> None:

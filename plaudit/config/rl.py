@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from plaudit.config.algorithm import RlAlgorithm
+from plaudit.config.asking import AskingTable
 from plaudit.config.reward import KINDS, OutcomeTable, ProcessTable, RewardTable, RuleTable, parse_reward
 from plaudit.config.supervised import BaseRecipe, ModelTable, SumsTable, TrainTable
 from plaudit.config.table import NonNegative, Positive, Share, Table
@@ -28,7 +29,7 @@ class RlModelTable(ModelTable):
     """Keep a layer's input alone in the forward pass and compute the rest again in the backward: less memory."""
 
 
-class RlDataTable(Table):
+class RlDataTable(AskingTable):
     """Prompts, from one of three sources.
 
     world  a built-in task, which knows the truth
@@ -38,32 +39,19 @@ class RlDataTable(Table):
 
     world: str | None = None
     path: str | None = None
-    gym: str | None = None
     eval_path: str | None = None
     """Held-out prompts; without it the last tenth of `path` (at most eval_items) is held out."""
     truth: str = "answer"
     """path: the key of what a rule compares the answer with."""
-    chat: bool = False
-    """A plain prompt becomes the user's message in the model's chat template."""
-    system: str | None = None
-    """With chat: the system message before it."""
-    shots: tuple[tuple[str, str], ...] = ()
-    """With chat: questions and answers before it, as turns of the conversation, for a model that needs to be shown."""
     limit: PositiveInt | None = None
     eval_items: PositiveInt = 200
     sums: SumsTable = SumsTable()
-    gym_options: Mapping[str, Any] = {}
-    """gym: the task's own settings, such as max_value."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         given = [name for name in ("world", "path", "gym") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give one of data.world, data.path and data.gym; found {given or 'none'}")
-        if self.system is not None and not self.chat:
-            raise ValueError("system is the first message of a chat: set data.chat = true, or leave it out")
-        if self.shots and not self.chat:
-            raise ValueError("shots are turns of a chat: set data.chat = true, or leave them out")
         return self
 
 
@@ -347,6 +335,9 @@ class RlRecipe(BaseRecipe):
     model: RlModelTable
     data: RlDataTable
     reward: RlRewardTable
+    truth: RlRewardTable | None = None
+    """Any reward that is truer than `reward`, such as a rule beside a learned model. Held-out responses are scored by
+    both, and nothing is learned from this one: the report shows where the reward is no longer worth following."""
     algorithm: RlAlgorithm
     critic: CriticTable | None = None
     train: RlTrainTable
@@ -391,7 +382,7 @@ class RlRecipe(BaseRecipe):
             raise ValueError(f"sampling.max_tokens = {sampling.max_tokens}: a response needs at least one token")
         if sampling.temperature == 0:
             raise ValueError("sampling.temperature = 0 gives the same response every time: there is nothing to compare")
-        for table in self.reward.tables().values():
+        for table in self.scored_here():
             self._fits_the_data(table)
         overlong = algorithm.shaping.overlong
         if overlong is not None and overlong.buffer > sampling.max_tokens:
@@ -431,6 +422,10 @@ class RlRecipe(BaseRecipe):
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.advantage.estimator == "gae":
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self
+
+    def scored_here(self) -> list[RewardTable | Mapping[str, Any]]:
+        """The rewards of this process: those that are learned from, and the truth."""
+        return [table for of in (self.reward, self.truth) if of is not None for table in of.tables().values()]
 
     @property
     def rollout_processes(self) -> int:

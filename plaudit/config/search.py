@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
 
+from plaudit.config.asking import AskingTable
 from plaudit.config.table import NonNegative, Positive, Table, apply, check, read_toml
 from plaudit.errors import ConfigError
 
@@ -23,25 +24,23 @@ class PolicyTable(Table):
     device: str = "auto"
 
 
-class QuestionsTable(Table):
-    """Questions of a built-in world, which knows the truth, or of a .jsonl or .parquet file of {"prompt"} or
-    {"messages"}."""
+class QuestionsTable(AskingTable):
+    """Questions of a built-in world or a gym, which know the truth, or of a .jsonl or .parquet file of {"prompt"} or
+    {"messages"}. Those of a world and a gym are none that RL with the same seed trains on."""
 
     world: str | None = None
     path: str | None = None
     truth: str = "answer"
     """path: the key of the right answer; questions may lack it."""
     limit: PositiveInt | None = None
-    chat: bool = False
-    """A plain prompt becomes the user's message in the model's chat template."""
-    system: str | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.world is None) == (self.path is None):
-            raise ValueError('give either data.world (such as "sums-hard") or data.path, and not both')
-        if self.world is not None and self.limit is None:
-            raise ValueError("a world has no end: say how many questions with data.limit or --questions")
+        given = [name for name in ("world", "gym", "path") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f'give one of data.world (such as "sums-hard"), data.gym and data.path; found {given}')
+        if self.path is None and self.limit is None:
+            raise ValueError(f"a {given[0]} has no end: say how many questions with data.limit or --questions")
         return self
 
 
@@ -246,10 +245,9 @@ def load_search(path: Path | None, flags: Mapping[str, Any], overrides: Sequence
         inner = tree.setdefault(table, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"{path}: {table} is a value, not a table")
-        if key == "data.world":
-            inner.pop("path", None)
-        if key == "data.path":
-            inner.pop("world", None)
+        if key in ("data.world", "data.path"):
+            for source in ("world", "path", "gym"):
+                inner.pop(source, None)
         inner[name] = value
     for override in overrides:
         apply(tree, override)

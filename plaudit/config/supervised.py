@@ -140,6 +140,9 @@ class StepsAlgorithm(Table):
     """Per-step targets, read at the token that ends each step."""
 
     name: Literal["steps"] = "steps"
+    split: Annotated[str, Field(min_length=1)] | None = None
+    """The text that ends a step, saved with the model: whole responses are then split as in its training. Without it
+    that of the world, or a blank line."""
 
 
 class BaseRecipe(Table):

@@ -28,7 +28,7 @@ from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.clock import Clock
 from plaudit.train.dump import as_plain, from_plain
 from plaudit.train.prompts import Prompts
-from plaudit.train.rollouts import Player, SampleScorer
+from plaudit.train.rollouts import Player, SampleScorer, with_prompt
 
 FILE = "rollouts.jsonl"
 LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice ever missed
@@ -116,7 +116,8 @@ class AsyncRollouts:
             lines: list[object] = [{"used": self._used, "order": list(self._order), "dropped": self.dropped}]
             for number, group in self._ready.items():
                 lines += [{"number": number, **as_plain(sample)} for sample in group]
-        (directory / FILE).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+        (directory / FILE).write_text(text)
 
     def load(self, directory: Path) -> None:
         head, *rows = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
@@ -193,9 +194,7 @@ class AsyncRollouts:
             found = self.scorer.ask([prompts[number] for number, _ in flat], [sample for _, sample in flat])
         groups: dict[int, Group] = {number: [] for number in played}
         for (number, _), sample in zip(flat, found, strict=True):
-            prompt = prompts[number]
-            extra = {**sample.extra, "prompt": prompt.text, "right": self.prompts.right(prompt, sample)}
-            groups[number].append(replace(sample, extra=extra))
+            groups[number].append(with_prompt(sample, prompts[number], self.prompts))
         return groups
 
     def _fail(self, error: Exception) -> None:

@@ -59,7 +59,7 @@ def owners(recipe: RlRecipe, device: str) -> Held:
     if critic is not None and not critic.shared and critic.url is None:
         count = parameters(critic.path or recipe.model.path)
         held |= {"critic weights": count * dtype.itemsize, **_learning("critic", count, dtype)}
-    rewards = sum(_reward(table, device) for table in recipe.reward.tables().values())
+    rewards = sum(_reward(table, device) for table in recipe.scored_here())
     if rewards:
         held["reward weights"] = rewards
     # On the host a pool takes memory only as far as it is written to.

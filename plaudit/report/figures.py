@@ -4,6 +4,8 @@ from __future__ import annotations
 
 FIGURES = {
     "accuracy": "answers right",
+    "truth": "true reward",
+    "truth_se": "standard error of the true reward",
     "reward": "reward",
     "pass_at_k": "prompts with an answer that is right",
     "accuracy/sums/sampled": "answers right, sampled at temperature 1",

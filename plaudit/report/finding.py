@@ -19,6 +19,8 @@ class Finding:
     severity: Severity
     says: str
     cure: str = ""
+    step: int | None = None
+    """Where it begins: marked in the plot of the reward."""
 
 
 def percent(share: float) -> str:

@@ -36,8 +36,8 @@ class History:
 
     @property
     def truth(self) -> Curve | None:
-        """The share of samples that are right, where the world knows it."""
-        return self.curve("accuracy", f"{HELD_OUT}accuracy")
+        """The share of samples that are right, where the world knows it; else what the recipe's [truth] gives."""
+        return self.curve("accuracy", f"{HELD_OUT}accuracy", f"{HELD_OUT}truth")
 
     @property
     def saturated(self) -> bool:

@@ -27,6 +27,8 @@ _CURVES = {
     "policy/entropy": "entropy",
     "length/mean": "length",
 }
+# And where it was held against the truth.
+_BESIDE_TRUTH = {"heldout/reward": "held-out", "heldout/truth": "its truth"}
 _PHASES, _OWNERS = 4, 4
 
 
@@ -63,7 +65,8 @@ def _curves(run: History) -> list[tuple[str, str]]:
         loss = run.curves.get("loss")
         return [(f"loss over {len(loss)} steps {sparkline(loss.finite)}", f"{run.seconds:.0f} s")] if loss else []
     rows = []
-    for name, called in _CURVES.items():
+    drawn = _CURVES | _BESIDE_TRUTH if "heldout/truth" in run.curves else _CURVES
+    for name, called in drawn.items():
         if curve := run.curve(name):
             rows.append((f"{called:13} {sparkline(curve.finite)}", f"{curve.early():.3g} → {curve.late():.3g}"))
     return [(f"over {count(run.steps, 'step')} of training:", f"{run.seconds:.0f} s"), *rows]

@@ -1,15 +1,18 @@
-"""What is asked: the questions of a world or a file, each with its right answer where that is known."""
+"""What is asked: the questions of a world, a gym or a file, each with its right answer where that is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plaudit.config.reward import RuleTable
 from plaudit.config.search import QuestionsTable
 from plaudit.errors import DataError
-from plaudit.models import bos_ids, encode, render_chat
+from plaudit.records import Item, Prompt
+from plaudit.search.answers import Alike
+from plaudit.train.prompts import PromptEncoder
 from plaudit.train.rows import Row, read_rows
 from plaudit.worlds import get_world
 
@@ -18,6 +21,7 @@ from plaudit.worlds import get_world
 class Question:
     """prompt  as the PRM gets it: text, or the messages of a conversation
     text    as a person reads it
+    check   whether an answer is right, or None where that cannot be told; without it the answer must be like the truth
     """
 
     index: int
@@ -25,37 +29,69 @@ class Question:
     text: str
     prompt_ids: tuple[int, ...]
     truth: str | None = None
+    check: Callable[[str], bool | None] | None = None
+
+    def right(self, answer: str | None, alike: Alike) -> bool | None:
+        if self.truth is None:
+            return None
+        if answer is None:
+            return False
+        return alike(answer, self.truth) if self.check is None else self.check(answer)
 
 
-def open_questions(table: QuestionsTable, tokenizer: Any, seed: int) -> list[Question]:
+def open_questions(
+    table: QuestionsTable, tokenizer: Any, seed: int, checker: GymChecker | None = None
+) -> list[Question]:
+    encoder = PromptEncoder(table, tokenizer)
+    if table.gym is not None:
+        from plaudit.train.gym import HELDOUT_SEED, GymItems  # reasoning-gym is an extra
+
+        assert table.limit is not None, "the table says how many"
+        items = GymItems(encoder, table, seed + HELDOUT_SEED, table.limit)
+        return [_gym_question(i, prompt, checker) for i, prompt in enumerate(items.prompts())]
     if table.world is not None:
         assert table.limit is not None, "the table says how many"
         problems = get_world(table.world, seed).heldout(table.limit)
         if len(problems) < table.limit:
             raise DataError(f"{table.world} has {len(problems)} held-out problems, and {table.limit} were asked for")
-        rows = [{"prompt": p.prompt, table.truth: str(p.answer)} for p in problems]
-        return [question(i, row, table, tokenizer, f"{table.world}[{i}]") for i, row in enumerate(rows)]
-    assert table.path is not None
-    return [
-        question(i, row.fields, table, tokenizer, row.origin)
-        for i, row in enumerate(read_rows(Path(table.path))[: table.limit])
-    ]
+        rows = [
+            Row({"prompt": p.prompt, table.truth: str(p.answer)}, f"{table.world}[{i}]") for i, p in enumerate(problems)
+        ]
+    else:
+        assert table.path is not None
+        rows = read_rows(Path(table.path))[: table.limit]
+    return [_question(i, encoder.row(row, table.truth)) for i, row in enumerate(rows)]
 
 
 def question(index: int, fields: Mapping[str, Any], table: QuestionsTable, tokenizer: Any, origin: str) -> Question:
-    truth = fields.get(table.truth)
-    told = None if truth is None else str(truth)
-    messages = fields.get("messages")
-    if messages is None:
-        text = Row(dict(fields), origin).text("prompt")
-        if not table.chat:
-            return Question(index, text, text, (*bos_ids(tokenizer), *encode(tokenizer, text)), told)
-        messages = [{"role": "user", "content": text}]
-    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages) or not messages:
-        raise DataError(f"{origin}: messages must be a list of {{role, content}}, found {str(messages)[:60]!r}")
-    asked = [dict(message) for message in messages]
-    if table.system is not None and asked[0].get("role") != "system":
-        asked.insert(0, {"role": "system", "content": table.system})
-    ids = render_chat(tokenizer, asked, add_generation_prompt=True)
-    shown = "\n".join(str(message.get("content")) for message in asked)
-    return Question(index, tuple(asked), shown, tuple(ids), told)
+    return _question(index, PromptEncoder(table, tokenizer).row(Row(dict(fields), origin), table.truth))
+
+
+class GymChecker:
+    """Asks a gym task's own scorer, in a process of its own: a task may have many right answers."""
+
+    def __init__(self) -> None:
+        from plaudit.reward.rule import RuleReward
+
+        self.rule = RuleReward(RuleTable(kind="rule", rule="gym", processes=1))
+
+    def __call__(self, truth: Any, answer: str) -> bool | None:
+        (score,) = self.rule.score([Item(prompt="", response=answer, truth=truth)])
+        return None if score.error is not None else getattr(score, "value", 0.0) >= 1
+
+    def close(self) -> None:
+        self.rule.close()
+
+
+def _question(index: int, prompt: Prompt) -> Question:
+    truth = None if prompt.truth is None else str(prompt.truth)
+    asked = prompt.extra.get("messages")
+    ids = prompt.token_ids or ()
+    return Question(index, prompt.text if asked is None else tuple(asked), prompt.text, ids, truth)
+
+
+def _gym_question(index: int, prompt: Prompt, checker: GymChecker | None) -> Question:
+    truth = prompt.truth
+    plain = _question(index, Prompt(prompt.text, prompt.token_ids, truth["item"]["answer"], prompt.extra))
+    check = None if checker is None else lambda answer: checker(truth, answer)
+    return Question(index, plain.prompt, plain.text, plain.prompt_ids, plain.truth, check)

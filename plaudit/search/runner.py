@@ -258,11 +258,11 @@ class Runner:
             del held[id]
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:
-        driver, truth = searched.driver, searched.question.truth
+        driver, question = searched.driver, searched.question
         answers = driver.answers()
         answer = winner(answers, self.recipe.search.vote, self.reading.alike)
-        right = None if truth is None else answer is not None and self.reading.alike(answer.text, truth)
-        return Outcome(searched.question, driver.tree, driver, answers, answer, right, stopped)
+        right = question.right(None if answer is None else answer.text, self.reading.alike)
+        return Outcome(question, driver.tree, driver, answers, answer, right, stopped)
 
 
 def common(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:

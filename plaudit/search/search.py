@@ -15,7 +15,7 @@ from plaudit.search.embedding import open_embedder
 from plaudit.search.lanes import run_lanes
 from plaudit.search.methods import new_driver
 from plaudit.search.policy import CorePolicy, Policy
-from plaudit.search.questions import Question, open_questions
+from plaudit.search.questions import GymChecker, Question, open_questions
 from plaudit.search.reading import AnswerReading
 from plaudit.search.record import Record
 from plaudit.search.runner import Outcome, Runner
@@ -40,11 +40,12 @@ class Search:
         self.scorer = scorer or open_scorer(recipe.prm, recipe.threads)
         self.embedder = open_embedder(recipe.search)
         self.reading = AnswerReading(recipe.steps)
+        self.checker = GymChecker() if recipe.data.gym is not None else None
         self._stopped = threading.Event()
         self.lanes = [self._runner() for _ in range(recipe.lanes)]
 
     def questions(self) -> list[Question]:
-        return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed)
+        return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed, self.checker)
 
     @property
     def phases(self) -> dict[str, float]:
@@ -69,6 +70,8 @@ class Search:
         self.reading.close()
         if self.embedder is not None:
             self.embedder.close()
+        if self.checker is not None:
+            self.checker.close()
 
 
 def open_policy(recipe: SearchRecipe) -> tuple[Policy, Any]:

@@ -49,7 +49,11 @@ class Dump:
 
     def write(self, step: int, batch: Batch, drawn: int) -> None:
         """`step` counts from 1."""
-        lines = [json.dumps({"drawn": drawn, **as_plain(sample)}, ensure_ascii=False) for sample in batch.samples]
+        # A truth that JSON cannot write, such as a date of a parquet file, is written as text.
+        lines = [
+            json.dumps({"drawn": drawn, **as_plain(sample)}, ensure_ascii=False, default=str)
+            for sample in batch.samples
+        ]
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path(step), "\n".join(lines) + "\n")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from plaudit.config.asking import AskingTable
 from plaudit.config.rl import RlDataTable
 from plaudit.errors import ConfigError, DataError, nearest, one_line
 from plaudit.records import Prompt, Sample
@@ -16,29 +17,40 @@ TRAINING_ITEMS = 100_000
 
 
 class GymPrompts:
-    """The i-th item of a task is made from its seed and i alone. Its truth is what `rule = "gym"` needs to ask the
-    task's own scorer."""
-
     def __init__(self, encoder: PromptEncoder, data: RlDataTable, seed: int) -> None:
-        assert data.gym is not None
-        self.encoder = encoder
-        self.task = data.gym
-        self.options = dict(data.gym_options)
-        self.items = open_task(data.gym, seed, data.limit or TRAINING_ITEMS, self.options)
-        self.held = open_task(data.gym, seed + HELDOUT_SEED, data.eval_items, self.options)
+        self.items = GymItems(encoder, data, seed, data.limit or TRAINING_ITEMS)
+        self.held = GymItems(encoder, data, seed + HELDOUT_SEED, data.eval_items)
 
     def train(self, index: int) -> Prompt:
-        return self._prompt(self.items, index % len(self.items))
+        return self.items.prompt(index % len(self.items))
 
     def heldout(self) -> list[Prompt]:
-        return [self._prompt(self.held, index) for index in range(len(self.held))]
+        return self.held.prompts()
 
     def right(self, prompt: Prompt, sample: Sample) -> bool | None:
         return None
 
-    def _prompt(self, items: Any, index: int) -> Prompt:
+
+class GymItems:
+    """The i-th item of a task is made from its seed and i alone. Its truth is what `rule = "gym"` needs to ask the
+    task's own scorer."""
+
+    def __init__(self, encoder: PromptEncoder, data: AskingTable, seed: int, size: int) -> None:
+        assert data.gym is not None
+        self.encoder = encoder
+        self.task = data.gym
+        self.options = dict(data.gym_options)
+        self.items = open_task(data.gym, seed, size, self.options)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def prompts(self) -> list[Prompt]:
+        return [self.prompt(index) for index in range(len(self))]
+
+    def prompt(self, index: int) -> Prompt:
         try:
-            item = items[index]
+            item = self.items[index]
         except Exception as error:  # a task's generator may fail on options that its check let through
             raise DataError(
                 f"the gym task {self.task!r} cannot make its item {index} with {self.options}: {one_line(error)}"

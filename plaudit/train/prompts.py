@@ -5,11 +5,12 @@ The i-th training prompt is a pure function of (seed, i): a resumed run needs no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from plaudit.config.asking import AskingTable
 from plaudit.config.rl import RlDataTable
 from plaudit.errors import DataError, PlauditError
 from plaudit.models import bos_ids, encode, render_chat
@@ -59,10 +60,17 @@ def open_prompts(data: RlDataTable, tokenizer: Any, seed: int, room: Room | None
 class PromptEncoder:
     """The tokens of a prompt as the policy was trained on them: its text never becomes control tokens."""
 
-    def __init__(self, data: RlDataTable, tokenizer: Any, room: Room | None = None) -> None:
+    def __init__(self, data: AskingTable, tokenizer: Any, room: Room | None = None) -> None:
         self.data = data
         self.tokenizer = tokenizer
         self.room = room
+
+    def row(self, row: Row, truth: str) -> Prompt:
+        """Of a data file; `truth` is the key of what is needed to check an answer, and other keys ride along."""
+        extra = {key: value for key, value in row.fields.items() if key not in ("prompt", "messages", truth)}
+        if row.fields.get("messages") is not None:
+            return self.messages(messages_of(row), row.fields.get(truth), row.origin, extra)
+        return self.text(row.text("prompt"), row.fields.get(truth), row.origin, extra)
 
     def text(self, text: str, truth: Any, origin: str, extra: dict[str, Any] | None = None) -> Prompt:
         """`origin` is where the prompt came from, for messages."""
@@ -161,18 +169,14 @@ class FilePrompts:
         return None
 
     def _prompt(self, row: Row) -> Prompt:
-        truth = row.fields.get(self.data.truth)
-        extra = {key: value for key, value in row.fields.items() if key not in ("prompt", "messages", self.data.truth)}
-        if row.fields.get("messages") is not None:
-            return self.encoder.messages(_messages(row), truth, row.origin, extra)
-        return self.encoder.text(row.text("prompt"), truth, row.origin, extra)
+        return self.encoder.row(row, self.data.truth)
 
     def _check(self, rows: Sequence[Row]) -> None:
         """What is wrong with a row is told before the first step, not at the one that draws it."""
         some_have_truth = any(row.fields.get(self.data.truth) is not None for row in rows)
         for row in rows:
             if row.fields.get("messages") is not None:
-                _messages(row)
+                messages_of(row)
             else:
                 row.text("prompt")
             if some_have_truth and row.fields.get(self.data.truth) is None:
@@ -184,8 +188,8 @@ class FilePrompts:
                 self._prompt(row)
 
 
-def _messages(row: Row) -> list[dict[str, Any]]:
+def messages_of(row: Row) -> list[dict[str, Any]]:
     found = row.fields["messages"]
-    if not isinstance(found, list) or not found or not all(isinstance(message, dict) for message in found):
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(message, Mapping) for message in found):
         raise DataError(f"{row.origin}: messages must be a list of {{role, content}}, found {str(found)[:60]!r}")
-    return found
+    return [dict(message) for message in found]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +31,7 @@ from plaudit.place.ray_reward import RayReward
 from plaudit.place.remote_engine import Host, OwnProcess
 from plaudit.place.resources import pin_learner
 from plaudit.place.room import check_room
-from plaudit.records import Batch
+from plaudit.records import Batch, Sample
 from plaudit.train import randomness
 from plaudit.train.advantages import Estimate
 from plaudit.train.checkpoint import Checkpoint
@@ -89,12 +93,16 @@ class RlTraining:
         # Rewards first: what cannot be had is known before a model is loaded.
         pooled = recipe.resources.reward.processes > 0
         self.scorer: SampleScorer = Scorer(recipe.reward, RayReward(recipe, ranks.main) if pooled else None)
-        if ranks.everyone.size > 1:
-            self.scorer = SharedScorer(self.scorer, ranks.everyone, main_asks=pooled)
+        self.truth: SampleScorer | None = None
         try:
+            if recipe.truth is not None:
+                self.truth = Scorer(recipe.truth)
+            if ranks.everyone.size > 1:
+                self.scorer = SharedScorer(self.scorer, ranks.everyone, main_asks=pooled)
+                self.truth = None if self.truth is None else SharedScorer(self.truth, ranks.everyone)
             self._build(checkpoint)
         except BaseException:
-            self.scorer.close()
+            self._close_scorers()
             raise
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
@@ -142,8 +150,13 @@ class RlTraining:
     def close(self) -> None:
         gc.unfreeze()
         self.placement.close()
-        self.scorer.close()
+        self._close_scorers()
         self.trainee.close()
+
+    def _close_scorers(self) -> None:
+        self.scorer.close()
+        if self.truth is not None:
+            self.truth.close()
 
     def _loop(self, interrupted: list[int]) -> None:
         train = self.recipe.train
@@ -217,19 +230,30 @@ class RlTraining:
         return train.show > 0 and (self.step % train.eval_every == 0 or self.step in (1, train.steps))
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out figures: the reward of the run and, where the world knows it, the truth."""
+        """Held-out figures: the reward of the run and, where it is known, the truth."""
         with self.clock("evaluate"):
             samples = self.rollouts.heldout(self.heldout, self.recipe.train.eval_samples, "heldout")
+            true = self._true_rewards(samples)
         scored = [sample.reward for sample in samples if sample.reward is not None]
         figures = {"reward": sum(scored) / len(scored)} if scored else {}
         truth = [self.prompts.right(self.heldout[sample.group], sample) for sample in samples]
         known = [right for right in truth if right is not None]
         if known:
             figures["accuracy"] = sum(known) / len(known)
+        if true:
+            figures |= {"truth": fmean(true), "truth_se": pstdev(true) / math.sqrt(len(true))}
         figures["length"] = sum(len(sample.token_ids) for sample in samples) / len(samples)
         self.run.events.metric({f"heldout/{name}": value for name, value in figures.items()}, step=self.step)
         self.viewer.figures(self.step, figures)
         return figures
+
+    def _true_rewards(self, samples: Sequence[Sample]) -> list[float]:
+        """What [truth] gives for held-out samples, whether or not the run's reward has scored them."""
+        if self.truth is None:
+            return []
+        asked = [replace(sample, reward=None, error=None) for sample in samples]
+        judged = self.truth.score([self.heldout[sample.group] for sample in samples], asked)
+        return [sample.reward for sample in judged if sample.reward is not None]
 
     def _finish(self) -> dict[str, Any]:
         after = self.evaluate()

@@ -13,6 +13,7 @@ from plaudit.algo.dapo import informative
 from plaudit.config import RlRecipe
 from plaudit.config.rl import SamplingTable
 from plaudit.core import SamplingParams
+from plaudit.errors import DataError
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.clock import Clock
 from plaudit.train.prompts import Prompts
@@ -108,9 +109,7 @@ class Rollouts:
             samples = self.scorer.score([prompts[sample.group] for sample in samples], samples)
         groups: list[list[Sample]] = [[] for _ in prompts]
         for sample in samples:
-            prompt = prompts[sample.group]
-            extra = {**sample.extra, "prompt": prompt.text, "right": self.prompts.right(prompt, sample)}
-            groups[sample.group].append(replace(sample, extra=extra))
+            groups[sample.group].append(with_prompt(sample, prompts[sample.group], self.prompts))
         return groups
 
 
@@ -128,6 +127,22 @@ class SingleTurn:
             sampling_params(self.sampling, n, f"{self.seed} {seed} {first + index}") for index in range(len(prompts))
         ]
         return self.engine.generate(asked, params)
+
+
+def with_prompt(sample: Sample, prompt: Prompt, prompts: Prompts) -> Sample:
+    """The sample with what it answers, so that it can be shown, and checked again, without the run it is from."""
+    asked = {"prompt": prompt.text, "truth": prompt.truth, "right": prompts.right(prompt, sample)}
+    if "messages" in prompt.extra:
+        asked["messages"] = prompt.extra["messages"]
+    return replace(sample, extra={**sample.extra, **asked})
+
+
+def prompt_of(sample: Sample) -> Prompt:
+    """What `with_prompt` put into a sample."""
+    if "truth" not in sample.extra:
+        raise DataError("its samples do not say what they answer: it is of an older Plaudit; make it anew")
+    extra = {key: sample.extra[key] for key in ("messages",) if key in sample.extra}
+    return Prompt(sample.extra["prompt"], sample.prompt_ids, sample.extra["truth"], extra)
 
 
 def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:

@@ -186,8 +186,9 @@ def reward_toml(recipe: SupervisedRecipe) -> str | None:
     lines = ["# How this model's scores are read; `plaudit train` writes it."]
     if recipe.task == "prm":
         lines += ['kind = "process"']
-        if recipe.data.world is not None:
-            lines += ["", "[format]", f'split = "{STEP_END}"']
+        split = recipe.algorithm.split or (STEP_END if recipe.data.world is not None else None)
+        if split is not None:
+            lines += ["", "[format]", f"split = {json.dumps(split)}"]
     else:
         lines += ['kind = "outcome"', 'answer = "apart"']
         if isinstance(recipe.algorithm, Regression) and len(recipe.algorithm.attributes) > 1:

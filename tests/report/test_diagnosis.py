@@ -143,3 +143,40 @@ def test_a_rule_bears_nonsense(rule: object) -> None:
             numbers = tuple(range(1, steps + 1))
             rule(History("odd", {name: Curve(numbers, (value,) * steps) for name in names}))
     rule(History("empty", {name: Curve((), ()) for name in EVERYTHING}))
+
+
+# Held against the truth on held-out items
+
+
+def against_truth(reward: list[float], truth: list[float]) -> History:
+    steps = tuple(range(0, 10 * len(truth), 10))
+    run = history()
+    curves = {name: curve for name, curve in run.curves.items() if name != "accuracy"}
+    held = {"reward": reward, "truth": truth, "truth_se": [0.02] * len(truth)}
+    return replace(run, curves=curves | {f"heldout/{name}": Curve(steps, tuple(v)) for name, v in held.items()})
+
+
+def test_over_optimisation_begins_at_the_best_truth() -> None:
+    rises = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+    found = {f.rule: f for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.5, 0.5, 0.5]))}
+    assert found["over-optimisation"].step == 30  # the first whose neighbours are at 0.6 as well
+    assert "Since step 30 the truth falls (60 % → 50 % right)" in found["over-optimisation"].says
+    assert verdict(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.5, 0.5, 0.5]), list(found.values()))[0] == "bad"
+
+
+def test_a_fall_within_two_standard_errors_is_none() -> None:
+    rises = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+    found = {f.rule for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.57, 0.57, 0.57]))}
+    assert "reward and truth agree" in found
+    assert "over-optimisation" not in found
+
+
+def test_a_truth_that_falls_with_the_reward_is_not_over_optimised() -> None:
+    run = against_truth([0, 1, 2, 2, 1, 1, 0, 0], [0.2, 0.4, 0.6, 0.6, 0.5, 0.4, 0.3, 0.3])
+    found = {finding.rule for finding in diagnose(run)}
+    assert "over-optimisation" not in found
+
+
+def test_a_reward_that_rises_alone_is_watched() -> None:
+    found = {f.rule: f for f in diagnose(against_truth([0, 1, 2, 3, 4, 5], [0.3, 0.31, 0.3, 0.3, 0.32, 0.31]))}
+    assert found["reward without truth"].severity == "watch"

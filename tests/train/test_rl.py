@@ -356,3 +356,28 @@ def test_dynamic_sampling_keeps_the_batch_size_and_loses_no_prompt(tmp_path: Pat
     drawn = [seen["progress/prompts"] for seen in viewer.seen]
     assert all(later - earlier in (4, 8, 12) for earlier, later in zip([0, *drawn], drawn, strict=False))
     assert all(seen["progress/samples"] == 16 * (i + 1) for i, seen in enumerate(viewer.seen))
+
+
+def test_held_out_responses_are_held_against_the_truth_too(tmp_path: Path) -> None:
+    """The reward is a model that knows nothing of the truth's scale; the truth is the rule."""
+    rule = {"rule": "exact", "answer": r"#(\d+)$"}
+    tree = recipe(
+        reward={"path": "sums"}, truth=rule, data={"eval_items": 20}, train={"steps": 2, "eval_every": 1},
+    )  # fmt: skip
+    with Run(tmp_path / "run", tree) as run:
+        summary = RlTraining(tree, run, Silent()).fit()
+    events = read_events(tmp_path / "run")
+    seen = [event["values"] for event in events if "heldout/truth" in event.get("values", {})]
+    assert len(seen) == 3
+    for figures in seen:
+        share = figures["heldout/truth"]
+        assert share == figures["heldout/accuracy"]  # which the world knows
+        assert figures["heldout/truth_se"] == pytest.approx((share * (1 - share) / 20) ** 0.5)
+        assert figures["heldout/reward"] != share
+    assert summary["truth_after"] == seen[-1]["heldout/truth"]
+    assert not any("truth" in name for name in tree.reward.own)
+
+
+def test_a_truth_must_fit_the_data() -> None:
+    with pytest.raises(ConfigError, match=r"give data\.gym, or take another rule"):
+        recipe(reward={"path": "sums"}, truth={"rule": "gym"})

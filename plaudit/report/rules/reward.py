@@ -7,6 +7,8 @@ from statistics import fmean
 from plaudit.report.finding import ENOUGH, Finding, number, percent
 from plaudit.report.history import History
 
+FEW = 5  # evaluations, each of many items, that show where a curve goes
+
 
 def equal_groups(run: History) -> Finding | None:
     curve = run.curve("reward/zero_std_groups")
@@ -63,7 +65,7 @@ def early_dip(run: History) -> Finding | None:
 
 
 def over_optimised(run: History) -> Finding | None:
-    reward, truth = run.curve("reward/mean"), run.truth
+    reward, truth = run.curve("reward/mean"), run.curve("accuracy", "heldout/accuracy")
     if reward is None or truth is None or len(truth.finite) < ENOUGH or len(reward.finite) < ENOUGH:
         return None
     smooth = truth.smoothed()
@@ -73,17 +75,47 @@ def over_optimised(run: History) -> Finding | None:
     lost = peak - after
     gained = reward.late() - reward.smoothed().near(step)
     if lost > max(0.03, truth.noise()) and gained > -reward.noise() / 2:
-        says = (
-            f"Since step {step} the truth falls ({percent(peak)} → {percent(after)} right) while the reward holds or "
-            f"rises ({gained:+.3g}): the policy learns to please the reward, not to be right."
-        )
-        cure = f"Take the checkpoint near step {step}; raise the KL coefficient, or mend the reward."
-        return Finding("over-optimisation", "bad", says, cure)
+        return _pleased(step, peak, after, gained)
     if reward.late() - reward.early() > reward.noise() and truth.late() - truth.early() <= truth.noise():
-        says = f"The reward rises and the truth does not ({percent(truth.early())} → {percent(truth.late())} right)."
-        return Finding(
-            "reward without truth", "watch", says, "Read samples with a high reward: it may pay for the wrong thing."
-        )
+        return _without_truth(truth.early(), truth.late())
+    return _agree(after)
+
+
+def over_optimised_held_out(run: History) -> Finding | None:
+    """By the recipe's [truth] on held-out items: it began at the evaluation with the best truth, if from there to the
+    end the truth falls by more than two standard errors over those items while the reward on them rises. Each value is
+    the mean of itself and its neighbours."""
+    reward, truth, error = (run.curve(f"heldout/{name}") for name in ("reward", "truth", "truth_se"))
+    if reward is None or truth is None or error is None or len(truth.finite) < FEW:
+        return None
+    proxy, smooth, chance = reward.smoothed(), truth.smoothed(), 2 * max(error.finite)
+    peak, after = max(smooth.values), smooth.values[-1]
+    step = smooth.steps[smooth.values.index(peak)]
+    gained = proxy.values[-1] - proxy.near(step)
+    if peak - after > chance and gained > 0:
+        return _pleased(step, peak, after, gained)
+    if reward.finite[-1] > reward.finite[0] and truth.finite[-1] - truth.finite[0] <= chance:
+        return _without_truth(truth.finite[0], truth.finite[-1])
+    return _agree(after)
+
+
+def _pleased(step: int, peak: float, after: float, gained: float) -> Finding:
+    says = (
+        f"Since step {step} the truth falls ({percent(peak)} → {percent(after)} right) while the reward holds or "
+        f"rises ({gained:+.3g}): the policy learns to please the reward, not to be right."
+    )
+    cure = f"Take the checkpoint near step {step}; raise the KL coefficient, or mend the reward."
+    return Finding("over-optimisation", "bad", says, cure, step)
+
+
+def _without_truth(before: float, after: float) -> Finding:
+    says = f"The reward rises and the truth does not ({percent(before)} → {percent(after)} right)."
+    return Finding(
+        "reward without truth", "watch", says, "Read samples with a high reward: it may pay for the wrong thing."
+    )
+
+
+def _agree(after: float) -> Finding:
     return Finding(
         "reward and truth agree",
         "fine",

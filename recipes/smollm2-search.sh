@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Solutions of SmolLM2 -> step values -> a process model -> three searches of equal width -> a report.
+# `make smollm2-search` runs it; by hand: PLAUDIT=plaudit recipes/smollm2-search.sh
+set -euo pipefail
+plaudit=${PLAUDIT:-plaudit}
+recipes=$(dirname "$0")
+
+$plaudit train "$recipes/smollm2-solutions.toml" --rollout-only --fresh
+$plaudit steps runs/smollm2-solutions runs/smollm2-steps.jsonl --split '\n'
+$plaudit train "$recipes/smollm2-prm.toml" --fresh
+for method in best-of-n rebase ets; do
+  $plaudit search "$recipes/smollm2-search.toml" --method $method --out "runs/smollm2-$method" --fresh
+done
+$plaudit report runs/smollm2-ets runs/smollm2-rebase runs/smollm2-best-of-n

@@ -1,0 +1,163 @@
+"""Step values by Monte Carlo: what is cut where, and values against completions made one by one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.cli import app
+from plaudit.config import PrmRecipe, parse_recipe
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import DataError, RunError
+from plaudit.models import load_policy
+from plaudit.records import Sample
+from plaudit.train.dump import Dump
+from plaudit.train.progress import Progress
+from plaudit.train.rl import RlTraining
+from plaudit.train.rollout_only import roll_out
+from plaudit.train.run import Run
+from plaudit.train.step_values import Cutter, write_step_values
+from plaudit.train.supervised import SupervisedTraining
+from tests.train.rl_world import Silent, recipe
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rollouts of the embedded policy, of prompts that it answers wrong now and then."""
+    run = tmp_path_factory.mktemp("runs") / "made"
+    roll(run, sampling={"max_tokens": 48})
+    return run
+
+
+def roll(directory: Path, **tables: Any) -> None:
+    train = {"steps": 1, "prompts_per_step": COUNT, "samples_per_prompt": 4}
+    tree = recipe(**{"train": train, **tables})
+    with Run(directory, tree) as run:
+        roll_out(RlTraining(tree, run, Silent()))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_solution_is_cut_where_its_steps_end() -> None:
+    tokenizer = load_policy("sums-policy").tokenizer
+    end = tokenizer.eos_token_id
+    cutter = Cutter(tokenizer, frozenset({end}), ";")
+
+    def cut(text: str, *, reward: float | None = 1.0, finish: Any = "stop") -> Any:
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False)) + ((end,) if finish == "stop" else ())
+        blank = (0.0,) * len(ids)
+        return cutter(Sample((1,), ids, text, blank, blank, (0,) * len(ids), (1,) * len(ids), finish, reward=reward))
+
+    whole = cut("7+8=15;15+4=19;#19")
+    assert whole.steps == ("7+8=15;", "15+4=19;", "#19")
+    assert [tokenizer.decode(said) for _, said in whole.beginnings] == ["7+8=15;", "7+8=15;15+4=19;"]
+    assert whole.finished
+    broken_off = cut("7+8=15;15+4=", finish="length")  # what was cut off in the middle of a step is no step
+    assert broken_off.steps == ("7+8=15;",)
+    assert not broken_off.finished
+    assert cut("#19").steps == ("#19",)
+    assert cut("7+8=15;").steps == ("7+8=15;",)
+    assert cut("7+8", finish="length") is None
+    assert cut("7+8=15;#15", reward=None) is None
+
+
+def test_a_token_that_reaches_over_the_end_of_a_step_makes_it_unusable() -> None:
+    class Joined:
+        """Of its tokens the second has the end of a step in its middle."""
+
+        def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+            return "".join({1: "a", 2: "b;c", 3: ";"}[token] for token in ids)
+
+    def sample(*ids: int) -> Sample:
+        zeros = (0.0,) * len(ids)
+        return Sample((1,), ids, "", zeros, zeros, (0,) * len(ids), (1,) * len(ids), "stop", reward=1.0)
+
+    cutter = Cutter(Joined(), frozenset(), ";")
+    assert cutter(sample(1, 2, 3)) is None
+    assert cutter(sample(1, 2)) is None
+    kept = cutter(sample(1, 3, 1))
+    assert kept is not None
+    assert kept.steps == ("a;", "a")
+
+
+def test_values_are_the_rewards_of_completions(tmp_path: Path) -> None:
+    """With the likeliest token alone every completion is the greedy one, which can be made by hand."""
+    greedy = {"max_tokens": 48, "top_k": 1}
+    roll(tmp_path / "made", sampling=greedy, train={"steps": 1, "prompts_per_step": COUNT, "samples_per_prompt": 2})
+    out = tmp_path / "steps.jsonl"
+    tally = write_step_values(tmp_path / "made", out, split=";", completions=3)
+    loaded = load_policy("sums-policy")
+    engine = Engine(loaded.module, loaded.tokenizer)
+    rows = rows_of(out)
+    assert len(rows) == tally.solutions == COUNT  # two equal ones to each prompt are one
+    assert tally.completions == 3 * sum(len(row["labels"]) - 1 for row in rows)
+    for row in rows:
+        answer = str(sum(map(int, row["prompt"].rstrip("=").split("+"))))
+        for count, label in enumerate(row["labels"][:-1], 1):
+            begun = "".join(row["steps"][:count])
+            (rest,) = engine.generate([row["prompt"] + begun], SamplingParams(temperature=0, max_tokens=48))
+            assert label == float((begun + rest.text).endswith(f"#{answer}"))
+        assert row["labels"][-1] == float("".join(row["steps"]).endswith(f"#{answer}"))
+
+
+def test_a_process_model_learns_from_the_rows(tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "steps.jsonl"
+    app(["steps", str(made), str(out), "--split", ";", "--completions", "4"], standalone_mode=False)
+    rows = rows_of(out)
+    labels = [label for row in rows for label in row["labels"]]
+    assert f"{len(labels)} steps of {len(rows)} solutions" in capsys.readouterr().out
+    assert {0.0, 1.0} < set(labels) <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    texts = {(s.extra["prompt"], s.text) for s in Dump.find(made).read(1)[0] if s.finish_reason == "stop"}
+    assert {(row["prompt"], "".join(row["steps"])) for row in rows if row.get("finished", True)} == texts
+    values: dict[str, float] = {}
+    for row in rows:  # one beginning has one value, whichever solution goes on from it
+        for count, label in enumerate(row["labels"][:-1], 1):
+            begun = row["prompt"] + "".join(row["steps"][:count])
+            assert values.setdefault(begun, label) == label
+    judge = parse_recipe(
+        {"task": "prm", "model": {"path": "sums-steps"}, "data": {"path": str(out)}, "algorithm": {"split": ";"},
+         "train": {"steps": 1, "batch": 4, "lr": 1e-4}}, "test",
+    )  # fmt: skip
+    assert isinstance(judge, PrmRecipe)
+    with Run(tmp_path / "judge", judge) as run:
+        SupervisedTraining(judge, run, Progress("judge")).fit()
+    assert 'split = ";"' in (tmp_path / "judge" / "final" / "reward.toml").read_text()
+
+
+def test_the_same_rollouts_give_the_same_values(tmp_path: Path, made: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        write_step_values(made, tmp_path / name, split=";", completions=2, limit=10)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_what_cannot_be_valued_is_refused(tmp_path: Path, made: Path) -> None:
+    out = tmp_path / "steps.jsonl"
+    with pytest.raises(DataError, match="the text that ends a step is empty"):
+        write_step_values(made, out, split="", completions=2)
+    run = tmp_path / "learned"
+    roll(run, reward={"path": "sums"})
+    with pytest.raises(DataError, match="a process model learns chances: the run's reward must be between 0 and 1"):
+        write_step_values(run, out, split=";", completions=2)
+    dump = Dump.find(run)
+    dump.write(1, replace_text(dump), 1)
+    with pytest.raises(DataError, match=r"no solution of 1 has a step that ends with '\\n\\n'"):
+        write_step_values(run, out, split="\n\n", completions=2)
+    tools = recipe(environment={"name": "calculator"}, sampling={"stop": ("=",)})
+    with Run(tmp_path / "tools", tools):
+        pass
+    with pytest.raises(RunError, match="steps are valued for single answers only"):
+        write_step_values(tmp_path / "tools", out, split=";", completions=2)
+    assert not out.exists()
+
+
+def replace_text(dump: Dump) -> Any:
+    """One sample that broke off."""
+    from plaudit.records import Batch
+
+    return Batch((replace(dump.read(1)[0][0], finish_reason="length"),))
