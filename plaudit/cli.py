@@ -555,3 +555,10 @@ def main() -> None:
     except PlauditError as error:
         print(f"plaudit: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        from plaudit.models.gpu import memory_ran_out
+
+        if (told := memory_ran_out(error)) is None:
+            raise
+        print(f"plaudit: {told}", file=sys.stderr)
+        sys.exit(PlauditError.exit_code)

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models import catalog, weights
 from plaudit.models.fresh import LABELS, init_head, seeded, set_pad
+from plaudit.models.gpu import check_device
 from plaudit.models.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
 from plaudit.models.quiet import quiet
 from plaudit.models.safety import read_json, refuse_adapter, refuse_code
@@ -121,6 +122,7 @@ def _load(
 ) -> Loaded:  # fmt: skip
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
+    check_device(device)
     refuse_code(directory)
     refuse_adapter(directory)
     stored = weights.read_directory(directory)

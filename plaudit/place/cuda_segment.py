@@ -93,6 +93,14 @@ def _device_of(uuid: str) -> torch.device:
     )
 
 
+def refused(name: str, told: str) -> WeightsRefused:
+    """What a driver without IPC, such as that of some virtual machines and containers, is told as."""
+    return WeightsRefused(
+        f"the CUDA driver refused to share memory between processes ({name}: {told}): set placement.channel = "
+        '"disk" or "collective"; recipes of one process share nothing, and the smallest is recipes/sums-grpo.toml'
+    )
+
+
 def _call(name: str, *arguments: Any) -> None:
     driver = ctypes.CDLL("libcuda.so.1")
     code = getattr(driver, name)(*arguments)
@@ -100,4 +108,4 @@ def _call(name: str, *arguments: Any) -> None:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(text))
         told = text.value.decode() if text.value else f"error {code}"
-        raise WeightsRefused(f"the CUDA driver refused to share memory ({name}: {told})")
+        raise refused(name, told)

@@ -17,6 +17,7 @@ from plaudit.config import RlRecipe
 from plaudit.config.reward import JudgeTable, ReadByEngine, RewardTable
 from plaudit.errors import ConfigError, PlauditError
 from plaudit.models import choose_device, resolve
+from plaudit.models.gpu import SMALLEST, check_device
 from plaudit.models.load import DTYPES
 from plaudit.models.weights import read_directory
 
@@ -100,6 +101,7 @@ def parameters(path: str) -> int:
 def available(device: str) -> int | None:
     """Bytes that can be had; None where nobody says."""
     if device.startswith("cuda"):
+        check_device(device)
         return torch.cuda.mem_get_info(torch.device(device))[0]
     if not _MEMINFO.exists():
         return None
@@ -139,7 +141,10 @@ def _cure(recipe: RlRecipe, held: Held, free: int) -> str:
     ):  # fmt: skip
         if sum(wanted.values()) <= free:
             return f"set {setting}: then {_gib(sum(wanted.values()))} GiB are needed"
-    return "no setting makes it fit one device; share it out with resources.data_parallel, or take a smaller model"
+    return (
+        "no setting makes it fit one device; share it out with resources.data_parallel, or take a smaller model: the "
+        f"smallest recipe is {SMALLEST}"
+    )
 
 
 def _gib(size: int) -> str:

@@ -1,0 +1,92 @@
+"""Whether the GPU that is asked for is there, and can do what is asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from plaudit.errors import ConfigError
+
+LEAST = (8, 0)  # bfloat16, and torch's flash attention
+SMALLEST = "recipes/sums-grpo.toml"  # of all recipes that learn: a CPU is enough
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What there is, as torch sees it.
+
+    built_for  the architectures that this torch has code for, such as sm_90; none where it sees no GPU
+    cuda       the version of CUDA that it is built with, if any
+    """
+
+    there: tuple[Gpu, ...]
+    built_for: tuple[str, ...]
+    cuda: str | None
+
+
+@lru_cache(maxsize=1)
+def gpus_here() -> Gpus:
+    cuda = torch.cuda
+    found = tuple(
+        Gpu(cuda.get_device_name(index), cuda.get_device_capability(index))
+        for index in range(cuda.device_count() if cuda.is_available() else 0)
+    )
+    return Gpus(found, tuple(cuda.get_arch_list()), torch.version.cuda)
+
+
+def check_device(device: str, gpus: Gpus | None = None) -> None:
+    """Raise if `device` is a GPU that cannot be used."""
+    if not device.startswith("cuda"):
+        return
+    gpus = gpus or gpus_here()
+    if not gpus.there:
+        why = "torch sees no GPU" if gpus.cuda else "this torch is built without CUDA"
+        raise ConfigError(f"device = {device!r} is a GPU, and {why}: {_cure()}")
+    index = int(device.partition(":")[2] or 0)
+    if index >= len(gpus.there):
+        raise ConfigError(
+            f"device = {device!r}, and there are {len(gpus.there)} GPU(s): cuda:0 is the first; {_cure()}"
+        )
+    gpu = gpus.there[index]
+    had = ".".join(map(str, gpu.capability))
+    if gpu.capability < LEAST:
+        raise ConfigError(
+            f"{gpu.name} ({device}) has compute capability {had}, and the kernels need {LEAST[0]}.{LEAST[1]} or more: "
+            f"{_cure()}"
+        )
+    if not any(_runs(arch, gpu.capability) for arch in gpus.built_for):
+        raise ConfigError(
+            f"{gpu.name} ({device}) has compute capability {had}, and this torch is built for "
+            f"{', '.join(gpus.built_for)}: install one that is built for it; {_cure()}"
+        )
+
+
+def memory_ran_out(error: BaseException) -> str | None:
+    """What to tell the user, if this is torch's error of a GPU that is full."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    said = str(error).removeprefix("CUDA out of memory. ").split(" GPU ")[0]
+    return (
+        f"the GPU's memory ran out ({said}): lower train.micro_batch_tokens, engine.kv_bytes or prm.kv_bytes, or in RL "
+        f'set placement.name = "swapped"; the smallest recipe, which needs no GPU, is {SMALLEST}'
+    )
+
+
+def _runs(arch: str, capability: tuple[int, int]) -> bool:
+    """Code of one architecture runs on later ones of its generation; what the driver compiles, on all later ones."""
+    kind, _, number = arch.partition("_")
+    digits = number.rstrip("af")
+    built = (int(digits[:-1]), int(digits[-1]))
+    return built <= capability and (kind == "compute" or built[0] == capability[0])
+
+
+def _cure() -> str:
+    return f'set device = "cpu"; the smallest recipe that runs there is {SMALLEST}'
