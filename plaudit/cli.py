@@ -58,8 +58,10 @@ def train(
     directory = out or Path("runs") / recipe.stem
     if rollout_only or train_only is not None:
         _check_debugging(tree.task, directory, rollout_only, train_only)
-    from plaudit.train.launch import is_rank, launch
+    from plaudit.train.launch import guard_rank, is_rank, launch
 
+    if is_rank():
+        guard_rank()
     if isinstance(tree, RlRecipe) and tree.resources.ray is not None and not is_rank():
         from plaudit.place.ray_launch import launch_on_ray
 

@@ -31,7 +31,7 @@ from plaudit.errors import StorageError
 Kind = Literal["metric", "span", "memory", "sample", "note", "plan"]
 Event = dict[str, Any]
 
-START, RESUME = "start", "resume"
+START, RESUME, WARNING = "start", "resume", "warning"
 
 
 class EventLog:

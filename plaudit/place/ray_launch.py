@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plaudit.config import RlRecipe
+from plaudit.train.guard import LOOK_SECONDS, STOPPED, Guard
 
 ENDS = (0, 2)  # exit codes of a driver after which there is nothing to try again
 COMMAND = ("-m", "plaudit.place.ray_ranks")
@@ -52,8 +53,14 @@ def _attempt(recipe: RlRecipe, arguments: Sequence[str], stopped: list[int]) -> 
         driver.terminate()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    guard = Guard()
     try:
-        return driver.wait()
+        while True:
+            try:
+                return driver.wait(LOOK_SECONDS)
+            except subprocess.TimeoutExpired:
+                if guard.end_stopped([driver.pid]):
+                    print(f"plaudit: the driver (pid {driver.pid}) {STOPPED}", file=sys.stderr)
     finally:
         driver.kill()
         assert driver.stdin is not None

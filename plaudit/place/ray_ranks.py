@@ -26,6 +26,7 @@ from plaudit.config import RlRecipe, parse_recipe
 from plaudit.errors import ConfigError, PlauditError, RankLost, one_line
 from plaudit.place.door import Door, knock
 from plaudit.place.ray_cluster import connected, in_bundle, place
+from plaudit.train.guard import STOPPED, Guard, children
 
 START_SECONDS = 120.0
 CONNECT_SECONDS = 60.0
@@ -161,8 +162,11 @@ def _wait(ray: Any, ranks: Sequence[Rank]) -> None:
     with selectors.DefaultSelector() as ready:
         for rank in ranks:
             ready.register(rank.sock, selectors.EVENT_READ, rank)
+        guard = Guard()
         until: float | None = None
         while any(not rank.ended for rank in ranks) and (until is None or time.monotonic() < until):
+            for pid in guard.end_stopped(children()):
+                print(f"plaudit: a process of the local Ray (pid {pid}) {STOPPED}", file=sys.stderr)
             for key, _ in ready.select(0.5):
                 rank = key.data
                 if _read(rank):
@@ -204,7 +208,8 @@ def _verdict(ranks: Sequence[Rank]) -> int:
     causes = sorted(failed, key=lambda rank: (not rank.died, rank.code == LOST))
     cause = causes[0]
     if cause.died or cause.code == LOST:
-        named = "has died" if cause.died else "lost another one"
+        ended = STOPPED if STOPPED in cause.words.decode(errors="replace") else "has died"
+        named = ended if cause.died else "lost another one"
         print(f"plaudit: rank {cause.number} on Ray {named}", file=sys.stderr)
         return LOST
     if cause.number != 0:

@@ -19,6 +19,8 @@ from plaudit.errors import PlauditError, one_line
 from plaudit.place.ray_cluster import bundles_of, import_ray, in_bundle, own_group
 from plaudit.records import Item
 from plaudit.reward.reward import Result, Reward
+from plaudit.train.guard import guard_this_process
+from plaudit.train.overdue import Warn
 from plaudit.train.scorer import RewardFailed, local_reward
 
 LOAD_SECONDS = 300.0
@@ -30,6 +32,7 @@ class RewardActor:
     reward: Reward
 
     def load(self, table: RlRewardTable, directory: str) -> int:
+        guard_this_process("a reward actor")
         os.chdir(directory)  # the recipe's paths are the trainer's
         self.reward = local_reward(table)
         return os.getpid()
@@ -41,7 +44,9 @@ class RewardActor:
 class RayReward:
     """The main rank's; on the others it has no actors and is asked nothing."""
 
-    def __init__(self, recipe: RlRecipe, main: bool) -> None:
+    def __init__(self, recipe: RlRecipe, main: bool, warn: Warn) -> None:
+        """`warn` hears of every actor that was lost."""
+        self.warn = warn
         self.table = recipe.reward
         self.ray = import_ray()
         self.group = own_group(self.ray)
@@ -84,6 +89,9 @@ class RayReward:
                         f"a reward process was lost {MOST_DEATHS} times with the same {len(items)} responses: "
                         f"{one_line(error, 160)}"
                     ) from error
+                self.warn(
+                    f"the reward actor (pid {self.pids[bundle]}) has died or does not answer: another takes its place"
+                )
                 self.ray.kill(self._actors[bundle])
                 self.pids[bundle] = self._value(self._start(bundle), LOAD_SECONDS)
                 scores = self._actors[bundle].score.remote(items)

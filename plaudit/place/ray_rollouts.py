@@ -16,6 +16,7 @@ from plaudit.config import RlRecipe
 from plaudit.errors import EngineLost, ReceiverLost, one_line
 from plaudit.place.door import Door, knock
 from plaudit.place.ray_cluster import bundles_of, import_ray, in_bundle, own_group
+from plaudit.train.guard import guard_this_process
 
 START_SECONDS = 120.0  # for Ray to start a process in a bundle that is ours
 CONNECT_SECONDS = 60.0
@@ -27,6 +28,7 @@ class RolloutActor:
         return os.getpid()
 
     def run(self, address: tuple[str, int], token: bytes, directory: str) -> None:
+        guard_this_process("a rollout actor")
         os.chdir(directory)  # the recipe's paths are the trainer's
         sock = knock(address, token)
         from plaudit.place.worker import main

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import IO
 
 from plaudit.errors import RankLost
+from plaudit.train.guard import STOPPED, Guard, guard_this_process
 
 PARENT = "PLAUDIT_PARENT"
 LOST = RankLost.exit_code
@@ -29,15 +30,24 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
+def guard_rank() -> None:
+    """This process is a rank: if another than `launch` has started it, it needs a guard of its own."""
+    if PARENT not in os.environ:
+        guard_this_process(f"rank {os.environ['RANK']}")
+
+
 @dataclass
 class Child:
     rank: int
     process: subprocess.Popen[bytes]
     words: IO[bytes] | None
     """What it wrote to stderr; None for rank 0, whose stderr is the command's own."""
+    stopped: bool = False
 
     def end(self) -> str:
         """How it ended, and what it said last."""
+        if self.stopped:
+            return STOPPED
         code = self.process.returncode
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
@@ -79,12 +89,16 @@ def _start(rank: int, ranks: int, port: int, arguments: Sequence[str]) -> Child:
 
 
 def _wait(children: Sequence[Child]) -> int:
+    guard = Guard()
     while True:
         codes = [child.process.poll() for child in children]
         if all(code == 0 for code in codes):
             return 0
         if any(codes):
             break
+        ended = guard.end_stopped(child.process.pid for child in children if child.process.returncode is None)
+        for child in children:
+            child.stopped |= child.process.pid in ended
         time.sleep(0.05)
     # A rank that lost another may be seen first: the other one is the cause, and is dead or about to be.
     deadline = time.monotonic() + PATIENCE

@@ -28,6 +28,7 @@ from plaudit.records import Sample
 from plaudit.serve.protocols.triton_request import HEADER, Given, read_reply, write_request
 from plaudit.train.experience import Experience
 from plaudit.train.optimizer import NotFinite
+from plaudit.train.overdue import Warn, nobody, overdue
 from plaudit.train.tally import Tally
 
 FILE = "critic.json"
@@ -41,9 +42,11 @@ class CriticFailed(RunError):
 
 
 class RemoteCritic:
-    def __init__(self, table: CriticTable, clip: float | None, vocabulary: int) -> None:
-        """`clip` and `vocabulary` are this run's, which the server must agree with."""
+    def __init__(self, table: CriticTable, clip: float | None, vocabulary: int, warn: Warn = nobody) -> None:
+        """`clip` and `vocabulary` are this run's, which the server must agree with. `warn` hears of a server that is
+        waited for."""
         assert table.url is not None
+        self.warn = warn
         self.url = table.url.rstrip("/")
         self.patience = table.patience
         headers = {}
@@ -160,6 +163,10 @@ class RemoteCritic:
             raise CriticFailed(f"{self.url}{path} is no JSON: is `plaudit critic` what listens there?") from None
 
     def _send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        with overdue("the critic", [self.url], self.patience, "critic.patience", self.warn):
+            return self._answered(method, path, body, headers)
+
+    def _answered(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
         until = time.monotonic() + self.patience
         pause = FIRST_PAUSE
         while True:

@@ -23,7 +23,7 @@ from plaudit.errors import (
     RunError,
     VersionChanged,
 )
-from plaudit.events import RESUME
+from plaudit.events import RESUME, WARNING
 from plaudit.place.build import new_placement
 from plaudit.place.ledger import new_ledger
 from plaudit.place.placement import Stage
@@ -83,7 +83,7 @@ class RlTraining:
         randomness.seed_everything(recipe.seed)
         if recipe.train.threads is not None:
             torch.set_num_threads(recipe.train.threads)
-        checkpoint = run.checkpoints.load(viewer.warn) if run.resume else None
+        checkpoint = run.checkpoints.load(self.warn) if run.resume else None
         starts = set(ranks.everyone.gather_values(0 if checkpoint is None else checkpoint.step))
         if len(starts) > 1:
             raise RunError(
@@ -92,11 +92,12 @@ class RlTraining:
         check_room(recipe)
         # Rewards first: what cannot be had is known before a model is loaded.
         pooled = recipe.resources.reward.processes > 0
-        self.scorer: SampleScorer = Scorer(recipe.reward, RayReward(recipe, ranks.main) if pooled else None)
+        actors = RayReward(recipe, ranks.main, self.warn) if pooled else None
+        self.scorer: SampleScorer = Scorer(recipe.reward, actors, self.warn)
         self.truth: SampleScorer | None = None
         try:
             if recipe.truth is not None:
-                self.truth = Scorer(recipe.truth)
+                self.truth = Scorer(recipe.truth, warn=self.warn)
             if ranks.everyone.size > 1:
                 self.scorer = SharedScorer(self.scorer, ranks.everyone, main_asks=pooled)
                 self.truth = None if self.truth is None else SharedScorer(self.truth, ranks.everyone)
@@ -107,7 +108,7 @@ class RlTraining:
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
         recipe = self.recipe
-        self.trainee = Trainee(recipe, self.ranks, checkpoint, self.clock)
+        self.trainee = Trainee(recipe, self.ranks, checkpoint, self.clock, self.warn)
         self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
         room = Room(self.trainee.decoder.max_positions, recipe.sampling.max_tokens)
         self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
@@ -115,7 +116,7 @@ class RlTraining:
         self.placement = new_placement(
             Stage(
                 recipe, self.ranks, self.clock, self.trainee, self.prompts, self.scorer, self.run.events,
-                self.run.directory, self.viewer.warn, self.cores, self.host,
+                self.run.directory, self.warn, self.cores, self.host,
             )
         )  # fmt: skip
         try:
@@ -146,6 +147,11 @@ class RlTraining:
             return self._finish()
         finally:
             self.close()
+
+    def warn(self, message: str) -> None:
+        """For whoever looks on, and for those who come later. Any thread may call it."""
+        self.viewer.warn(message)
+        self.run.events.note(WARNING, message=message)
 
     def close(self) -> None:
         gc.unfreeze()

@@ -16,6 +16,7 @@ from plaudit.train import lora
 from plaudit.train.checkpoint import Checkpoint
 from plaudit.train.critic import Critic, LocalCritic, SharedCritic
 from plaudit.train.optimizer import Optimizer
+from plaudit.train.overdue import Warn
 from plaudit.train.policy import Policy
 from plaudit.train.ranks import Ranks
 from plaudit.train.reference import Reference, WithoutAdapter
@@ -60,7 +61,7 @@ def new_reference(recipe: RlRecipe, policy: Policy, ranks: Ranks) -> Reference |
 
 
 def new_critic(
-    recipe: RlRecipe, policy: Policy, vocabulary: int, ranks: Ranks, checkpoint: Checkpoint | None
+    recipe: RlRecipe, policy: Policy, vocabulary: int, ranks: Ranks, checkpoint: Checkpoint | None, warn: Warn
 ) -> Critic | None:
     table = recipe.critic
     if table is None:
@@ -68,7 +69,7 @@ def new_critic(
     if table.shared:
         return SharedCritic(policy)
     if table.url is not None:
-        return RemoteCritic(table, recipe.algorithm.clip.value, vocabulary)
+        return RemoteCritic(table, recipe.algorithm.clip.value, vocabulary, warn)
     source = checkpoint.path / "critic" if checkpoint is not None else table.path or recipe.model.path
     assert source is not None
     loaded = load_value(

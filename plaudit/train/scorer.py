@@ -17,6 +17,7 @@ from plaudit.reward import load_reward
 from plaudit.reward.directory import complete
 from plaudit.reward.reward import Result, Reward
 from plaudit.serve.client import RewardClient
+from plaudit.train.overdue import Warn, nobody, overdue
 
 
 class RewardFailed(RunError):
@@ -32,10 +33,10 @@ class Source(Protocol):
 class Scorer:
     """Gives each sample its reward or its error, in order."""
 
-    def __init__(self, table: RlRewardTable, source: Source | None = None) -> None:
-        """`source`: what scores, in place of what the table names."""
+    def __init__(self, table: RlRewardTable, source: Source | None = None, warn: Warn = nobody) -> None:
+        """`source`: what scores, in place of what the table names. `warn` hears of a server that is waited for."""
         self.table = table
-        self.source = source or (ServerReward(table) if table.url is not None else local_reward(table))
+        self.source = source or (ServerReward(table, warn) if table.url is not None else local_reward(table))
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         scored = self.ask(prompts, samples)
@@ -71,8 +72,10 @@ class Scorer:
 class ServerReward:
     """`plaudit serve`, waited for with patience when it is away."""
 
-    def __init__(self, table: RlRewardTable) -> None:
+    def __init__(self, table: RlRewardTable, warn: Warn) -> None:
         assert table.url is not None
+        self.patience = table.patience
+        self.warn = warn
         key = None
         if table.key_env is not None:
             key = os.environ.get(table.key_env)
@@ -82,9 +85,11 @@ class ServerReward:
         self.client = RewardClient(
             table.url, model=table.model, api_key=key, timeout=table.patience, retries=1_000_000
         )  # fmt: skip
+        self.urls = (table.url,) if isinstance(table.url, str) else table.url
 
     def score(self, items: Sequence[Item]) -> list[Result]:
-        return self.client.score(items)
+        with overdue("the reward server", self.urls, self.patience, "reward.patience", self.warn):
+            return self.client.score(items)
 
     def close(self) -> None:
         self.client.close()

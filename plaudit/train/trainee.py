@@ -16,6 +16,7 @@ from plaudit.train import lora
 from plaudit.train.checkpoint import Checkpoint
 from plaudit.train.clock import Clock
 from plaudit.train.optimizer import Optimizer
+from plaudit.train.overdue import Warn
 from plaudit.train.policy import Policy
 from plaudit.train.ranks import Ranks
 from plaudit.train.remote_critic import RemoteCritic
@@ -29,7 +30,7 @@ class Trainee:
     """`loaded` has the whole policy. Over several ranks the learner trains `shards` of a copy, and the whole one is as
     they were at the last `make_whole`."""
 
-    def __init__(self, recipe: RlRecipe, ranks: Ranks, checkpoint: Checkpoint | None, clock: Clock) -> None:
+    def __init__(self, recipe: RlRecipe, ranks: Ranks, checkpoint: Checkpoint | None, clock: Clock, warn: Warn) -> None:
         self.recipe = recipe
         self.loaded = load_trained(recipe, checkpoint)
         module = self.loaded.module
@@ -48,7 +49,7 @@ class Trainee:
         else:
             module.requires_grad_(False)
             self.optimizer = ShardedOptimizer(self.shards, recipe.train)
-        self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), ranks, checkpoint)
+        self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), ranks, checkpoint, warn)
         self.reference = new_reference(recipe, self.policy, ranks)
         self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self.reference, clock)
         if checkpoint is not None:

@@ -94,10 +94,10 @@ def wait_for(done: Callable[[], Any]) -> Any:
     raise AssertionError("it did not come")
 
 
-def kill(name: str, under: list[int]) -> None:
+def kill(name: str, under: list[int], number: int = signal.SIGKILL) -> None:
     """The newest process of that title among the children of these."""
     found = [child for pid in under for child in psutil.Process(pid).children(recursive=True) if _titled(child, name)]
-    os.kill(max(found, key=lambda process: process.create_time()).pid, signal.SIGKILL)
+    os.kill(max(found, key=lambda process: process.create_time()).pid, number)
 
 
 def _titled(process: psutil.Process, name: str) -> bool:
@@ -165,6 +165,35 @@ def test_rewards_in_an_actor_are_the_same_also_when_it_is_killed(tmp_path: Path,
 
     assert on_ray(run, small(5, {**GRPO, **EVERY}, resources=resources), strike) == 0
     assert_same(run, straight)
+
+
+@pytest.mark.slow
+def test_stopped_actors_are_ended_and_the_run_goes_on(
+    tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A reward actor, and later a rank; the driver of the attempt after it is stopped too."""
+    run = tmp_path / "run"
+    resources = {"ray": cluster.address, "reward": {"processes": 1}}
+    tree = small(9, {**GRPO, **EVERY}, resources=resources)
+
+    def strike() -> None:
+        wait_for(lambda: saved(run, 2))
+        kill("ray::RewardActor", raylets(cluster), signal.SIGSTOP)
+        wait_for(lambda: saved(run, 4))
+        kill("ray::RankActor", raylets(cluster), signal.SIGSTOP)
+        wait_for(lambda: saved(run, 6))
+        driver = [each for each in psutil.Process().children() if "plaudit.place.ray_ranks" in each.cmdline()]
+        driver[0].suspend()
+
+    assert on_ray(run, tree, strike) == 0
+    assert prompts_of(run) == asked(tree, 72), "no prompt lost, none twice"
+    said = capfd.readouterr()
+    assert "plaudit: rank 0 (pid " in said.out
+    assert "was stopped (SIGSTOP) for 10 s and was ended" in said.out
+    assert "plaudit: the driver (pid " in said.err
+    assert said.err.count("it goes on from step-") == 2
+    titles = [child.name() for pid in raylets(cluster) for child in psutil.Process(pid).children(recursive=True)]
+    assert not any("Actor" in title for title in titles), titles
 
 
 @pytest.mark.slow

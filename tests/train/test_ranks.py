@@ -252,8 +252,8 @@ def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_
 @SLOW
 def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
-    child = subprocess.Popen(
-        command(file, run, 2, 1, "--set", "resources.timeout=10"), env=ENV, stderr=subprocess.PIPE, text=True
+    child = subprocess.Popen(  # sooner than a guard would end it
+        command(file, run, 2, 1, "--set", "resources.timeout=6"), env=ENV, stderr=subprocess.PIPE, text=True
     )
     begun(run, child)
     ranks = ranks_of(child.pid)
@@ -265,11 +265,42 @@ def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Pat
 
 
 @SLOW
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_ended_and_named(stopped: int, tmp_path: Path) -> None:
+    file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
+    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    begun(run, child)
+    ranks = ranks_of(child.pid)
+    ranks[stopped].suspend()
+    _, said = child.communicate(timeout=30)
+    assert child.returncode not in (0, None)
+    assert f"plaudit: rank {stopped} was stopped (SIGSTOP) for 10 s and was ended; --resume goes on" in said
+    assert not any(rank.is_running() for rank in ranks.values())
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@SLOW
+def test_a_stopped_rank_of_torchrun_is_ended_and_named(tmp_path: Path) -> None:
+    file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
+    child = subprocess.Popen([*TORCHRUN, *command(file, run, 2)[1:]], env=ENV, stderr=subprocess.PIPE, text=True)
+    begun(run, child)
+    ranks = ranks_of(child.pid)
+    guards = [each for rank in ranks.values() for each in rank.children() if "plaudit.train.guard" in each.cmdline()]
+    ranks[1].suspend()
+    _, said = child.communicate(timeout=60)
+    assert child.returncode not in (0, None)
+    assert f"plaudit: rank 1 (pid {ranks[1].pid}) was stopped (SIGSTOP) for 10 s and was ended" in said
+    assert len(guards) == 2
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in (*ranks.values(), *guards))
+
+
+@SLOW
 def test_torchrun_may_start_the_ranks(tmp_path: Path) -> None:
     file = written(tmp_path / "recipe.toml", GRPO)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, *command(file, tmp_path / "run", 2)[1:]], env=ENV, capture_output=True, text=True, timeout=LIMIT
+        [*TORCHRUN, *command(file, tmp_path / "run", 2)[1:]], env=ENV, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     assert len(steps(tmp_path / "run")) == STEPS["steps"]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from plaudit.errors import ConfigError, DataError, RunError
 from plaudit.events import read_events
 from plaudit.models import load_policy
 from plaudit.records import Item, ItemError, Score
+from plaudit.train import overdue
 from plaudit.train.rl import RlTraining
 from plaudit.train.run import Run
 from tests.serve.process import ServerProcess
@@ -251,6 +253,58 @@ def test_a_killed_reward_server_is_waited_for_until_it_is_back(tmp_path: Path) -
         thread.join()
         again[0].__exit__(None, None, None)
     assert summary["samples"] == 12 * 16
+    assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
+
+
+def test_a_server_that_is_at_work_for_long_is_told_from_one_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overdue, "NOTICE_SECONDS", 0.2)
+    viewer = Silent()
+
+    def answer(number: int, asked: Asked) -> Answer:
+        while number == 2 and not viewer.warnings:
+            time.sleep(0.01)
+        return Answer(lengths(asked))
+
+    with Scripted(answer) as server:
+        tree = recipe(train={"steps": 3}, reward={"url": server.url, "patience": 60.0})
+        with Run(tmp_path / "run", tree) as run:
+            RlTraining(tree, run, viewer).fit()
+    first, second = viewer.warnings
+    assert first.startswith(f"the reward server at {server.url} lives and has not answered yet")
+    assert "60 at most (reward.patience)" in first
+    assert second.startswith("the reward server has answered after ")
+    noted = [e["message"] for e in read_events(tmp_path / "run") if e["kind"] == "note" and e["text"] == "warning"]
+    assert noted == viewer.warnings
+
+
+@pytest.mark.slow
+def test_a_stopped_reward_server_is_told_within_30_seconds_and_waited_for(tmp_path: Path) -> None:
+    viewer, stopped = Silent(), 0.0
+    with ServerProcess(None, "--model", "sums") as server:
+        tree = recipe(train={"steps": 6}, reward={"url": server.url, "patience": 240.0})
+        front = psutil.Process(server.process.pid)
+
+        def stop_for_a_while() -> None:
+            nonlocal stopped
+            while not viewer.seen:
+                time.sleep(0.01)
+            front.suspend()
+            stopped = time.monotonic()
+            while not viewer.warnings:
+                time.sleep(0.01)
+            stopped = time.monotonic() - stopped
+            front.resume()
+
+        thread = threading.Thread(target=stop_for_a_while)
+        thread.start()
+        with Run(tmp_path / "run", tree) as run:
+            summary = RlTraining(tree, run, viewer).fit()
+        thread.join()
+    assert 0 < stopped < 30
+    assert f"{server.url} does not answer, nor does its /health/live: it is stopped or away" in viewer.warnings[0]
+    assert summary["samples"] == 6 * 16
     assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
 
 
