@@ -28,8 +28,8 @@ from plaudit.place.group import BroadcastGroup, GroupBroken, Pending, Rendezvous
 from plaudit.place.weights import ALIGNMENT, Entry, Layout, Weights
 
 BUCKET_BYTES = 1 << 20  # smaller tensors are packed together up to this
-PIECE_BYTES = 64 * BLOCK_BYTES  # larger ones are sent in pieces, so that one can be summed while the next is on its way
-IN_FLIGHT = 2  # broadcasts that may be under way together
+PIECE_BYTES = 16 * BLOCK_BYTES  # larger ones are sent in pieces, so that one can be summed while the next is on its way
+WINDOW_BYTES = 4 * PIECE_BYTES  # that may be under way together: enough to send while a side sums or waits for a core
 GRACE_SECONDS = 5.0  # for those who are alive to say so, when the deadline is over
 
 
@@ -158,58 +158,95 @@ class _Arrivals:
         self.extra_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        under_way: deque[tuple[Pending, _Bucket | None]] = deque()
+        under_way = _UnderWay()
         for entries in self.layout.buckets(BUCKET_BYTES):
             flat, own = self._memory(entries)
-            pieces = _pieces(flat)
-            for number, piece in enumerate(pieces, 1):
-                complete = _Bucket(entries, flat, own) if number == len(pieces) else None
-                under_way.append((self.group.broadcast(piece, self.seconds), complete))
-                if len(under_way) == IN_FLIGHT:
-                    yield from self._arrived(*under_way.popleft())
+            if not own:
+                under_way.hold(flat)
+            for piece, last in _pieces(flat):
+                complete = _Bucket(entries, flat) if last and not own else None
+                under_way.add(self.group.broadcast(piece, self.seconds), complete)
+                while under_way.full:
+                    yield from self._arrived(*under_way.pop())
         while under_way:
-            yield from self._arrived(*under_way.popleft())
+            yield from self._arrived(*under_way.pop())
+        self.extra_bytes = under_way.most_copies
 
     def _memory(self, bucket: tuple[Entry, ...]) -> tuple[Tensor, bool]:
+        """Where a bucket goes, and whether that is the target's own memory."""
         home = self.target.home(bucket[0].name) if len(bucket) == 1 else None
         if home is not None and home.device.type == self.group.device.type and home.numel():
             return as_bytes(home), True
-        flat = torch.empty(_packed_size(bucket), dtype=torch.uint8, device=self.group.device)
-        self.extra_bytes = max(self.extra_bytes, IN_FLIGHT * flat.nbytes)
-        return flat, False
+        return torch.empty(_packed_size(bucket), dtype=torch.uint8, device=self.group.device), False
 
     def _arrived(self, pending: Pending, complete: _Bucket | None) -> Iterator[tuple[str, Tensor]]:
         self.checksum.update(pending.wait(self.seconds))
-        if complete is not None and not complete.own:
+        if complete is not None:
             for entry, view in _unpacked(complete.entries, complete.flat):
                 yield entry.name, view
 
 
 class _Bucket(NamedTuple):
+    """One that lies in memory of its own."""
+
     entries: tuple[Entry, ...]
     flat: Tensor
-    own: bool  # it lies in the target's own memory
+
+
+class _UnderWay:
+    """Broadcasts in their order, each with the bucket that ends with it, if that has memory of its own.
+
+    full          as much is on its way as may be
+    most_copies   the most memory that such buckets took together
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Pending, _Bucket | None]] = deque()
+        self._bytes = self._copies = self.most_copies = 0
+
+    def hold(self, flat: Tensor) -> None:
+        """Memory of a bucket's own, until that bucket is complete."""
+        self._copies += flat.nbytes
+        self.most_copies = max(self.most_copies, self._copies)
+
+    def add(self, pending: Pending, bucket: _Bucket | None) -> None:
+        self._waiting.append((pending, bucket))
+        self._bytes += pending.flat.nbytes
+
+    def pop(self) -> tuple[Pending, _Bucket | None]:
+        pending, bucket = self._waiting.popleft()
+        self._bytes -= pending.flat.nbytes
+        self._copies -= 0 if bucket is None else bucket.flat.nbytes
+        return pending, bucket
+
+    @property
+    def full(self) -> bool:
+        return self._bytes >= WINDOW_BYTES
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
 
 def _send(
     group: BroadcastGroup, layout: Layout, pairs: Iterator[tuple[str, Tensor]], checksum: Checksum, exchange: Exchange
 ) -> int:
     """All tensors, in buckets; the most memory that copies took."""
-    largest = 0
-    under_way: deque[Pending] = deque()
+    under_way = _UnderWay()
     for bucket in layout.buckets(BUCKET_BYTES):
         tensors = [next(pairs)[1] for _ in bucket]
         flat = _packed(bucket, tensors, group.device)
-        if flat.data_ptr() != tensors[0].data_ptr():
-            largest = max(largest, IN_FLIGHT * flat.nbytes)
-        for piece in _pieces(flat):
-            under_way.append(group.broadcast(piece, exchange.left))
+        copied = flat.data_ptr() != tensors[0].data_ptr()
+        if copied:
+            under_way.hold(flat)
+        for piece, last in _pieces(flat):
+            complete = _Bucket(bucket, flat) if last and copied else None
+            under_way.add(group.broadcast(piece, exchange.left), complete)
             checksum.update(piece)
-            if len(under_way) == IN_FLIGHT:
-                under_way.popleft().wait(exchange.left)
+            while under_way.full:
+                under_way.pop()[0].wait(exchange.left)
     while under_way:
-        under_way.popleft().wait(exchange.left)
-    return largest
+        under_way.pop()[0].wait(exchange.left)
+    return under_way.most_copies
 
 
 def _packed(bucket: tuple[Entry, ...], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -239,5 +276,8 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _pieces(flat: Tensor) -> list[Tensor]:
-    return [flat[start : start + PIECE_BYTES] for start in range(0, flat.numel(), PIECE_BYTES)]
+def _pieces(flat: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """In their order, each with whether it is the last."""
+    size = flat.numel()
+    for start in range(0, size, PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES], start + PIECE_BYTES >= size
