@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import torch
 
 from plaudit.config import RlRecipe
 from plaudit.errors import ConfigError
+
+PROCESS_BYTES = 300 << 20  # that a rollout process has to itself once it has imported torch, without a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: C
 def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
     table, hybrid = recipe.resources.rollout, recipe.placement.name == "hybrid"
     if table.devices is not None:
+        _check_devices(table.devices)
         return list(table.devices)
     if device.type == "cpu":
         return ["cpu"] * count
@@ -70,15 +73,27 @@ def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
     return [f"cuda:{ranks + index}" for index in range(count)]
 
 
+def _check_devices(devices: Sequence[str]) -> None:
+    there = torch.cuda.device_count()
+    known = {"cpu", "cuda", *(f"cuda:{index}" for index in range(there))} - ({"cuda"} if there == 0 else set())
+    for device in devices:
+        if device not in known:
+            raise ConfigError(
+                f"resources.rollout.devices names {device!r}, and this machine has {there} GPU(s): name one of "
+                f"{', '.join(sorted(known))}"
+            )
+
+
 def _check_memory(recipe: RlRecipe, count: int, weights: int) -> None:
-    """Each process has the weights, unless it maps the learner's, and its KV."""
+    """Each process has the weights, unless it maps the learner's, its KV, and itself."""
     kv = recipe.engine.kv_bytes if isinstance(recipe.engine.kv_bytes, int) else 0
     own = 0 if recipe.placement.name == "hybrid" else weights
-    needed, there = count * (own + kv), _available()
+    needed, there = count * (own + kv + PROCESS_BYTES), _available()
     if there is not None and needed > there:
         raise ConfigError(
-            f"resources.rollout.processes = {count} × ({own} bytes of weights + {kv} of engine.kv_bytes) = {needed} "
-            f"bytes, and {there} are available: set fewer processes, or a smaller engine.kv_bytes"
+            f"resources.rollout.processes = {count} × ({own} bytes of weights + {kv} of engine.kv_bytes + "
+            f"{PROCESS_BYTES} of Python and torch) = {needed} bytes, and {there} are available: set fewer processes, "
+            "or a smaller engine.kv_bytes"
         )
 
 

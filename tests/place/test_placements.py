@@ -101,6 +101,15 @@ def test_resources_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: 
     tree = small(1, GRPO, **placed, engine={"kv_bytes": 4 * 10**12}, resources={"rollout": {"processes": 2}})
     with pytest.raises(ConfigError, match=r"processes = 2 × \(\d+ bytes of weights \+ 4000000000000 of engine\.kv_"):
         train(tmp_path / "b", tree, nursery)
+    with pytest.raises(
+        ConfigError, match=r"processes = 9999 × .* of Python and torch\) = \d+ bytes, and \d+ are available"
+    ):
+        train(tmp_path / "c", small(1, GRPO, **placed, resources={"rollout": {"processes": 9999}}), nursery)
+    elsewhere = {"rollout": {"devices": ("cuda:99",)}}
+    with pytest.raises(
+        ConfigError, match=r"devices names 'cuda:99', and this machine has \d+ GPU\(s\): name one of cpu"
+    ):
+        train(tmp_path / "d", small(1, GRPO, **placed, resources=elsewhere), nursery)
 
 
 @pytest.mark.slow
