@@ -172,7 +172,7 @@ class CudaBackend(PagedBackend):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
-        self.fusion = Fusion(decoder)
+        self.fusion = Fusion(decoder.trunk)
         self.scratch = 0
         self._graphs: dict[int, DecodeGraph] = {}
         self._forget_graphs()

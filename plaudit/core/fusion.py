@@ -2,7 +2,7 @@
 
 Norms, gated MLPs and rotary embeddings cost many small launches in eager mode. A part is replaced only if a kernel gave
 what the part itself gives on random input, so nothing depends on a model's name; what is not recognised runs as it is.
-Replacements hold inside `applied()` alone: the module itself is not changed, and training never sees them.
+Replacements hold inside `applied()` alone: the module itself is not changed.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plaudit.core import kernels
-from plaudit.core.decoder import Decoder
+from plaudit.core import differentiable, kernels
 
 Call = Callable[..., Any]
+PROBED = 64  # size of the heads that a rotary embedding is tried on
 
 
 class Fusion:
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, trunk: nn.Module) -> None:
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
         known: dict[tuple[type, Any], str | None] = {}
-        for module in decoder.trunk.modules():
+        for module in trunk.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 self._norm(module, known)
             elif _is_gated(module):
                 self._gated(module, known)
-        for home in {sys.modules[type(module).__module__] for module in decoder.trunk.modules()}:
+        for home in {sys.modules[type(module).__module__] for module in trunk.modules()}:
             original = getattr(home, "apply_rotary_pos_emb", None)
-            if original is not None and _same_rotary(original, decoder):
+            if original is not None and _same_rotary(original, next(trunk.parameters())):
                 self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(original)))
 
     @contextmanager
@@ -66,11 +66,11 @@ class Fusion:
         kind = known[key]
         if kind is not None:
             gemma = kind == "gemma"
-            self.forwards.append((module, lambda x: kernels.rms_norm(x, weight, epsilon, gemma)))
+            self.forwards.append((module, lambda x: differentiable.rms_norm(x, weight, epsilon, gemma)))
 
     def _gated(self, module: Any, known: dict[tuple[type, Any], str | None]) -> None:
         def fused(x: Tensor) -> Tensor:
-            down: Tensor = module.down_proj(kernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
+            down: Tensor = module.down_proj(differentiable.silu_mul(module.gate_proj(x), module.up_proj(x)))
             return down
 
         weight = module.gate_proj.weight
@@ -88,20 +88,17 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _rotary_or(original: Call) -> Call:
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() or rest or named or not query.is_cuda or cos.shape[-1] != query.shape[-1]:
+        if rest or named or not query.is_cuda or cos.requires_grad or cos.shape[-1] != query.shape[-1]:
             return original(query, key, cos, sin, *rest, **named)
-        return kernels.rotary(query, key, cos, sin)
+        return differentiable.rotary(query, key, cos, sin)
 
     return rotate
 
 
-def _same_rotary(original: Call, decoder: Decoder) -> bool:
-    dim = decoder.layers[0].key_dim
-    if dim % 2:
-        return False
-    query, key = (torch.randn(1, 5, n, dim, device=decoder.device).to(decoder.dtype).transpose(1, 2) for n in (4, 2))
-    angle = torch.randn(1, 5, dim // 2, device=decoder.device).repeat(1, 1, 2)
-    cos, sin = angle.cos().to(decoder.dtype), angle.sin().to(decoder.dtype)
+def _same_rotary(original: Call, like: Tensor) -> bool:
+    query, key = (torch.randn(1, 5, n, PROBED, device=like.device).to(like.dtype).transpose(1, 2) for n in (4, 2))
+    angle = torch.randn(1, 5, PROBED // 2, device=like.device).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(like.dtype), angle.sin().to(like.dtype)
     try:
         expected = original(query, key, cos, sin)
     except (TypeError, RuntimeError):  # another signature or another layout of the angles

@@ -80,7 +80,7 @@ def activation_bytes_per_token(
     model, layout = trainer.model, trainer.layout
     scores = 0.0 if fused or layout.recompute != "none" else 5.0 * model.heads * length
     inside = 2.0 * attention_numbers(trainer, length) + scores
-    kept = 8.0 if layout.plain else 6.0
+    kept = 6.0 if _fused(trainer) else 8.0  # alone, silu(gate) is kept beside gate, up and their product
     dense = (kept if model.gated else 4.0) * model.ffn
     share = model.moe_layers / model.layers
     routed = model.top_k * (2.0 * model.hidden + kept * model.expert_ffn) + kept * model.shared_ffn
@@ -106,9 +106,19 @@ def attention_numbers(trainer: Trainer, length: float) -> float:
 
 
 def _norm_bytes_per_token(trainer: Trainer) -> float:
-    """Of a layer's two norms in plain modules. They work in fp32: beside two-byte activations they keep a copy of their
-    input of four bytes."""
+    """Of a layer's two norms. Fused, each keeps what it was given, and what follows keeps its result. Plain modules work
+    in fp32: beside two-byte activations they keep a copy of their input of four bytes."""
+    if _fused(trainer):
+        return 8.0 * trainer.model.hidden
     return (12.0 if trainer.dtype == "fp32" else 16.0) * trainer.model.hidden
+
+
+def _fused(trainer: Trainer) -> bool:
+    """Whether norms and gates are single kernels. In Plaudit's trainer those of a GPU are, on weights of two bytes, one
+    device to a model, and not where layers compute themselves again."""
+    layout = trainer.layout
+    alone = layout.tp * layout.dp == 1
+    return not layout.plain or (trainer.dtype != "fp32" and alone and layout.recompute == "none")
 
 
 def _end_bytes_per_token(trainer: Trainer) -> float:

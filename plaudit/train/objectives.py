@@ -15,8 +15,9 @@ from plaudit.algo.logprobs import token_logprobs
 from plaudit.algo.preference import attribute_error, bradley_terry
 from plaudit.algo.steps import step_cross_entropy
 from plaudit.config import BradleyTerry
-from plaudit.core.packing import hidden_rows, pack
+from plaudit.core.packing import pack
 from plaudit.train.examples import Comparison, Demonstration, Example, Rating, StepTargets
+from plaudit.train.fused import fused_rows
 
 
 class Objective(Protocol):
@@ -42,7 +43,7 @@ class Imitate:
             for position in range(e.answer_at, len(e.tokens))
         ]
         at = torch.tensor(targets, device=packed.input_ids.device)
-        hidden = hidden_rows(model, packed)[at - 1]  # the token at t is predicted by the row at t - 1
+        hidden = fused_rows(model, packed)[at - 1]  # the token at t is predicted by the row at t - 1
         head = model.get_output_embeddings()  # type: ignore[operator]
         return -token_logprobs(hidden, head.weight, packed.input_ids[0, at], head.bias).sum()
 
@@ -92,7 +93,7 @@ def outcome_scores(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tens
     """(N, labels) in float32, read at the last token of each sequence."""
     packed = pack(sequences, _device(model), lone=False)
     last = [start + length - 1 for start, length in zip(packed.starts, packed.lengths, strict=True)]
-    rows = hidden_rows(model, packed)[torch.tensor(last, device=packed.input_ids.device)]
+    rows = fused_rows(model, packed)[torch.tensor(last, device=packed.input_ids.device)]
     return _head(rows, model.score)
 
 
@@ -100,7 +101,7 @@ def step_logits(model: nn.Module, sequences: Sequence[Sequence[int]], ends: Sequ
     """(steps of all sequences, 2) in float32."""
     packed = pack(sequences, _device(model), lone=False)
     at = [start + end for start, of in zip(packed.starts, ends, strict=True) for end in of]
-    rows = hidden_rows(model, packed)[torch.tensor(at, device=packed.input_ids.device)]
+    rows = fused_rows(model, packed)[torch.tensor(at, device=packed.input_ids.device)]
     return _head(rows, model.score)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from plaudit.core.packing import Packed, hidden_rows, trunk
 from plaudit.core.split import SUMMED, planned, split_parts
 from plaudit.errors import ModelError
+from plaudit.train.fused import fused_rows
 from plaudit.train.ranks import DATA, TENSOR, Ranks
 
 FORWARD = "sharded_rows"
@@ -114,7 +115,7 @@ def _copied(module: nn.Module, device: str) -> nn.Module:
 
 def packed_rows(module: nn.Module, packed: Packed) -> Tensor:
     """Final hidden states (T, hidden) of a module that may be sharded."""
-    rows: Tensor = getattr(module, FORWARD)(packed) if isinstance(module, FSDPModule) else hidden_rows(module, packed)
+    rows: Tensor = getattr(module, FORWARD)(packed) if isinstance(module, FSDPModule) else fused_rows(module, packed)
     return rows
 
 

@@ -12,6 +12,8 @@ GPU = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("plaudit.core.kernels")
 
+from plaudit.core import differentiable  # noqa: E402
+from plaudit.core.fusion import Fusion  # noqa: E402
 from plaudit.core.sampler import Sampler, row_key, token_hashes  # noqa: E402
 from plaudit.core.sampling_params import SamplingParams  # noqa: E402
 
@@ -70,6 +72,85 @@ def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None
         assert found.shape == expected.shape
         assert found.transpose(1, 2).is_contiguous()
         close(found, expected)
+
+
+def gradients(function: Any, inputs: list[torch.Tensor], outward: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    found = function(*leaves)
+    torch.autograd.backward([found] if isinstance(found, torch.Tensor) else list(found), outward)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 300])  # fewer and more than the programs that share them
+def test_gradients_of_rms_norm(dtype: torch.dtype, gemma: bool, rows: int) -> None:
+    x, weight, outward = randn(rows, 80, dtype=dtype), randn(80, dtype=dtype), randn(rows, 80, dtype=dtype)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (wide * (1 + weight.float()) if gemma else wide * weight.float()).to(x.dtype)
+
+    found = gradients(lambda x, w: differentiable.rms_norm(x, w, 1e-5, gemma), [x, weight], [outward])
+    expected = gradients(plain, [x, weight], [outward])
+    close(found[0], expected[0])
+    scale = rows**0.5  # the weight's gradient is a sum over rows
+    close(found[1] / scale, expected[1] / scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_silu_mul(dtype: torch.dtype) -> None:
+    gate, up, outward = (randn(7, 1000, dtype=dtype) for _ in range(3))
+
+    def plain(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+    found, expected = (gradients(f, [gate, up], [outward]) for f in (differentiable.silu_mul, plain))
+    for mine, other in zip(found, expected, strict=True):
+        close(mine, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [False, True])  # gradients that lie head by head, or token by token
+def test_gradients_of_rotary(dtype: torch.dtype, turned: bool) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    query, key = (randn(1, 11, n, 20, dtype=dtype).transpose(1, 2) for n in (5, 2))
+    outward = [randn(1, 11, n, 20, dtype=dtype).transpose(1, 2) for n in (5, 2)]
+    outward = [g.contiguous() if turned else g for g in outward]
+    angle = torch.randn(1, 11, 10, device=DEVICE).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    found = gradients(lambda q, k: differentiable.rotary(q, k, cos, sin), [query, key], outward)
+    expected = gradients(lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), [query, key], outward)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.shape == other.shape
+        close(mine, other)
+
+
+def test_a_model_learns_by_fused_kernels_as_without() -> None:
+    """Loss and gradients of a whole trunk, norms and gates fused (and rotary embeddings, on a GPU)."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.core.tiny import CONFIGS
+
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]).to(DEVICE)
+    fusion = Fusion(model.model)
+    assert len(fusion.forwards) == 2 * 5 + 1  # two layers: two norms, two of queries and keys, a gate; the last norm
+    assert len(fusion.functions) == 1
+    ids = torch.randint(3, 80, (2, 9), device=DEVICE)
+
+    def learn() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    plain, expected = learn()
+    with fusion.applied():
+        fused, found = learn()
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item() + 1e-7)
 
 
 def paged(

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from plaudit.core.packing import use_packed_attention
 from plaudit.records import Sample
 from plaudit.train.experience import Experience, flat, own_tokens
 from plaudit.train.forward import pack_responses
+from plaudit.train.fused import fused_rows
 from tests.train.rl_world import gradients, made_up, policy, relative, tiny
 
 
@@ -81,3 +83,23 @@ def test_a_gpus_kernels_know_queries_that_begin_behind_their_keys(dtype: torch.d
     module.zero_grad()
     policy(module, {"name": "grpo"}, micro_batch_tokens=1).gradient(data, 0.0)
     assert relative(gradients(module), expected) < close
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_learns_by_fused_kernels_what_a_cpu_learns() -> None:
+    """In bfloat16, whose rounding is all that may differ; and the same gradients to the bit every time."""
+    packed = {device: pack_responses(cousins(), torch.device(device)) for device in ("cpu", "cuda")}
+
+    def learn(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        module = tiny().to(device, dtype)
+        use_packed_attention(module)
+        rows = fused_rows(module, packed[device].packed)
+        torch.manual_seed(0)
+        (rows.float() * torch.randn(rows.shape).to(device)).sum().backward()
+        return {name: gradient.float().cpu() for name, gradient in gradients(module).items()}
+
+    found = learn("cuda", torch.bfloat16)
+    assert relative(found, learn("cpu", torch.float32)) < 0.03
+    again = learn("cuda", torch.bfloat16)
+    assert all(torch.equal(gradient, again[name]) for name, gradient in found.items() if "embed" not in name)
