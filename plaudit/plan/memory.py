@@ -106,8 +106,8 @@ def attention_numbers(trainer: Trainer, length: float) -> float:
 
 
 def _norm_bytes_per_token(trainer: Trainer) -> float:
-    """Of a layer's two norms. Fused, each keeps what it was given, and what follows keeps its result. Plain modules work
-    in fp32: beside two-byte activations they keep a copy of their input of four bytes."""
+    """Of a layer's two norms. Fused, each keeps what it was given, and what follows keeps its result. Plain modules
+    work in fp32: beside two-byte activations they keep a copy of their input of four bytes."""
     if _fused(trainer):
         return 8.0 * trainer.model.hidden
     return (12.0 if trainer.dtype == "fp32" else 16.0) * trainer.model.hidden
