@@ -19,6 +19,7 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.core.packing import use_packed_attention
 from plaudit.heap import heap_factor
 from plaudit.models import choose_device, new_llama
+from plaudit.plan.recipes import RESPONSE_SECONDS
 from plaudit.records import Sample
 from plaudit.train.forward import hidden_of, pack_responses
 from plaudit.train.optimizer import local_master
@@ -26,8 +27,6 @@ from plaudit.train.optimizer import local_master
 FEW, MANY = 16, 48
 """Tokens of two responses, whose difference leaves out what a call costs once."""
 SEQUENCES = {"cpu": 32, "cuda": 256}
-RESPONSE = 0.15e-3
-"""Seconds in which our trainer rewards a response by a rule and takes its advantage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def measure(device: str = "auto") -> str:
     constants = {
         "bandwidth_share": 1.0, "gemm_share": 1.0, "attention_share": 0.5, "layer_seconds": layer, "step_seconds": step,
         "sequence_seconds": sequence, "launch_seconds": _launches(where, shape.hidden, wide), "packing_share": 1.0,
-        "response_seconds": RESPONSE, "reserve_bytes": _reserve(where),
+        "response_seconds": RESPONSE_SECONDS, "reserve_bytes": _reserve(where),
         "heap_factor": heap_factor() if where.type == "cpu" else 1.0,
         "graph_bytes": 1e6 if where.type == "cpu" else 0.3e9,
     }  # fmt: skip

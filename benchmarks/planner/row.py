@@ -108,11 +108,16 @@ def machine(row: Row, devices: int | None = None) -> Cluster:
     return cluster(f"{devices // each}x{each}x{name}")
 
 
+FORMATS = {
+    "fp4": r"fp4|w4a|int4|awq|gptq", "fp8": r"fp8|int8|w8a|^sq$|e4m3", "bf16": r"bf16|fp16|float16|half",
+    "fp32": r"fp32|float32",
+}  # fmt: skip
+"""How sources write the formats of weights, the narrowest first: w4a16_mxfp4, fp8_block, int8_wo ..."""
+
+
 def dtype(row: Row, model: ModelShape) -> str:
     said = row["dtype"].lower() or ("fp8" if "fp8" in row["model"].lower() else "bf16")
-    found = {"nvfp4": "fp4", "mxfp4": "fp4", "fp16": "bf16", "bfloat16": "bf16", "float16": "bf16", "mxfp8": "fp8"}.get(
-        said, said
-    )
+    found = next((name for name, written in FORMATS.items() if re.search(written, said)), said)
     if found not in DTYPE_BYTES:
         raise Unplannable(f"the planner knows no format {row['dtype']!r}")
     # Published in four bits; what a chip cannot multiply in is unpacked.

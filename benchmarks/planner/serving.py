@@ -77,6 +77,8 @@ def room(engine: Replica, prompt: float, response: float) -> float:
 def tpot(row: Row, constants: Constants) -> Answer:
     engine = replica(row, constants)
     prompt, response = lengths_of(row)
+    if response < 2:
+        raise Unplannable(f"a response of {response:g} tokens has no time between tokens")
     # Concurrency is of the whole server; replicas beside one another share it.
     sequences = max(1.0, required(row, "batch", "concurrency") / replicas(engine))
     seconds = per_token(engine, sequences, prompt, response)
@@ -89,6 +91,13 @@ def first_token(row: Row, constants: Constants) -> Answer:
     engine = replica(row, constants)
     scale = 1.0 if row["unit"] == "s" else 1e3
     return Answer(engine.prefill_seconds(lengths_of(row)[0]) * scale, float(row["value"]), "")
+
+
+def latency(row: Row, constants: Constants) -> Answer:
+    """Of a whole request: the first token, and the others one by one."""
+    token = tpot({**row, "metric": "tpot"}, constants)
+    first, measured = first_token(row, constants).predicted, token.measured
+    return Answer(first + (lengths_of(row)[1] - 1) * token.predicted, measured, "")
 
 
 def rate(engine: Replica, sequences: float, prompt: float, response: float) -> float:

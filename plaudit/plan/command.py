@@ -18,7 +18,7 @@ from plaudit.plan.explain import explain
 from plaudit.plan.listing import print_outcome
 from plaudit.plan.page import render_page
 from plaudit.plan.question import Outcome, Question, ask
-from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from plaudit.plan.recipes import own_constants, read_recipe, recipe_for, workload_of
 
 MANY_DEVICES = 256
 """From here on a search takes seconds, and shows how far it is."""
@@ -111,7 +111,8 @@ def _question(options: Options, resolve: Callable[[str], Path]) -> Question:
     if options.recipe is None:
         return question
     work = workload_of(read_recipe(options.recipe), resolve, options.prompt, options.response)
-    return replace(question, workload=work, channel=options.channel or "broadcast")
+    constants = own_constants(question.constants)
+    return replace(question, workload=work, channel=options.channel or "broadcast", constants=constants)
 
 
 def _answer(question: Question) -> Outcome:

@@ -19,10 +19,11 @@ FORMULAS = {
     "multiplying (2 · top_k · numbers of one · sequences · imbalance / width / (FLOP/s · gemm_share)); "
     "hit = E · (1 - (1 - top_k/E)^sequences)",
     "cache": "sequences · cache of one at this context / min(tp, kv heads) / (bandwidth · bandwidth_share)",
-    "communication": "layers · 2 all-reduces of sequences · hidden · 2 B over tp; with ep an all-to-all there and back",
+    "communication": "layers · 2 all-reduces of sequences · hidden · 2 B over tp; with ep an all-to-all there and "
+    "back, behind the other half of the batch where it leaves the domain",
     "layers": "layers · layer_seconds + layers with experts · expert_layer_seconds",
     "activations": "sequences · activations of a token · 2 B · activation_passes / tp / (bandwidth · bandwidth_share)",
-    "step": "step_seconds + sequences · sequence_seconds, and pp - 1 hops",
+    "step": "step_seconds + sequences of a node · sequence_seconds, and pp - 1 hops",
 }
 
 
@@ -79,15 +80,29 @@ class Replica:
             multiply = 2 * model.top_k * model.expert_parameters * passing * self._imbalance(passing) / rate
             experts = model.moe_layers * max(read, multiply) / layout.width
         cache = local * model.kv_numbers(context) * DTYPE_BYTES[self.kv_dtype] / self._kv_cuts() / bandwidth
-        return {
+        # The host of each node looks after the sequences of the attention groups that are there.
+        hosts = max(1.0, layout.attention_groups * layout.tp / self.cluster.devices_per_node)
+        hosted = sequences / min(hosts, layout.attention_groups) * fixed.sequence_seconds
+        work = {
             "dense weights": matrices,
             "experts": experts,
             "cache": cache,
-            "communication": self._communication(local, passing),
+            "communication": self._reduces(local),
             "layers": model.layers * fixed.layer_seconds + model.moe_layers * fixed.expert_layer_seconds,
             "activations": local * model.activation_numbers * 2.0 * fixed.activation_passes / layout.tp / bandwidth,
-            "step": fixed.step_seconds + sequences * fixed.sequence_seconds + (layout.pp - 1) * fixed.hop_seconds,
+            "step": fixed.step_seconds + hosted + (layout.pp - 1) * fixed.hop_seconds,
         }
+        work["communication"] += self._exchanged(passing, work)
+        return work
+
+    def _exchanged(self, passing: float, work: dict[str, float]) -> float:
+        """What the exchange of tokens between experts adds. Where it leaves the domain, engines send one half of the
+        batch while they compute the other, if that pays: then weights are read, and kernels launched, twice."""
+        exchange = self._exchange(passing)
+        if self.layout.ep <= self.cluster.domain:
+            return exchange
+        again = work["dense weights"] + work["experts"] + work["layers"]
+        return min(exchange, max(again, exchange - sum(work.values())))
 
     def step_seconds(self, sequences: float, context: float) -> float:
         return sum(self.step_parts(sequences, context).values())
@@ -120,16 +135,22 @@ class Replica:
         return 1 + min(width - 1.0, math.sqrt(2.0 * math.log(width) / mean))
 
     def _communication(self, local: float, passing: float, bulk: bool = False) -> float:
+        return self._reduces(local, bulk) + self._exchange(passing, bulk)
+
+    def _reduces(self, local: float, bulk: bool = False) -> float:
         model, layout = self.model, self.layout
-        seconds = 0.0
-        if layout.tp > 1:
-            links = Links.of(self.cluster, layout.tp, self.constants, bulk=bulk)
-            # With experts dealt out whole, only the attention is followed by an all-reduce in those layers.
-            reduces = 2 * model.layers - (model.moe_layers if layout.ep > 1 else 0)
-            seconds += reduces * links.all_reduce(local * model.hidden * 2.0)
-        if layout.ep > 1:
-            links = Links.of(self.cluster, layout.ep, self.constants, bulk=bulk)
-            sent = passing / layout.ep * model.top_k * model.hidden * 2.0
-            copies = model.top_k / max(1.0, min(model.top_k, layout.ep / links.inside))
-            seconds += model.moe_layers * 2 * links.all_to_all(sent, copies)
-        return seconds
+        if layout.tp == 1:
+            return 0.0
+        links = Links.of(self.cluster, layout.tp, self.constants, bulk=bulk)
+        # With experts dealt out whole, only the attention is followed by an all-reduce in those layers.
+        reduces = 2 * model.layers - (model.moe_layers if layout.ep > 1 else 0)
+        return reduces * links.all_reduce(local * model.hidden * 2.0)
+
+    def _exchange(self, passing: float, bulk: bool = False) -> float:
+        model, layout = self.model, self.layout
+        if layout.ep == 1:
+            return 0.0
+        links = Links.of(self.cluster, layout.ep, self.constants, bulk=bulk)
+        sent = passing / layout.ep * model.top_k * model.hidden * 2.0
+        copies = model.top_k / max(1.0, min(model.top_k, layout.ep / links.inside))
+        return model.moe_layers * 2 * links.all_to_all(sent, copies)

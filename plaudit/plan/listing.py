@@ -17,6 +17,10 @@ def seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
 
 
+def numbers(count: float) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
 def dollars(prediction: Prediction, price: str, what: str) -> str:
     term = getattr(prediction.cost, what).get(price)
     return f"{term.value:,.2f}" if term else "—"
@@ -28,8 +32,8 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
     work, price = outcome.question.workload, outcome.question.price
     critic = f", critic {work.value_model.name}" if work.value_model else ""
     console.print(
-        f"{work.model.name}: {work.model.parameters / 1e9:.2f} B parameters, "
-        f"{work.model.active_parameters / 1e9:.2f} B active; "
+        f"{work.model.name}: {numbers(work.model.parameters)} parameters, "
+        f"{numbers(work.model.active_parameters)} active; "
         f"{work.algorithm}{critic}; {work.batch} responses of {work.prompt:g} + {work.response:g} tokens "
         f"(longest {work.longest:g}) a step", highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -58,7 +62,7 @@ def _ranked(outcome: Outcome, top: int, price: str) -> Table:
     several = len(outcome.found) > 1
     for rank, p in enumerate(outcome.plans[:top], 1):
         plan = p.plan
-        where = f"{plan.cluster.name} " if several else ""
+        where = f"{plan.cluster.accelerator.name} " if several else ""
         split = "" if plan.shared else f" {plan.generation_cluster.devices}+{plan.cluster.devices}"
         mark = "*" if plan.not_ours() else ""
         megawatt = f"{p.cost.tokens_per_megawatt / 1e3:,.0f}k" if p.cost.tokens_per_megawatt else "—"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from plaudit.plan.as_data import outcome_data
@@ -15,13 +16,22 @@ _DATA, _POLICY = "{{data}}", "{{script-hash}}"
 MOST_PLANS = 60
 
 
+def _shown(outcome: Outcome, frontier: Sequence[int]) -> list[int]:
+    """Plans on the page: the fastest of each cluster, and all that nothing beats."""
+    each = max(1, MOST_PLANS // len(outcome.found))
+    fastest = [plan for found in outcome.found.values() for plan in found.plans[:each]]
+    wanted = {id(plan) for plan in fastest}
+    return sorted({*frontier, *(i for i, plan in enumerate(outcome.plans) if id(plan) in wanted)})
+
+
 def render_page(outcome: Outcome) -> str:
     template = _TEMPLATE.read_text(encoding="utf-8")
     script = template.split("<script>")[1].split("</script>")[0]
     own = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = outcome_data(outcome)
-    data["plans"] = data["plans"][:MOST_PLANS]
-    data["frontier"] = [index for index in data["frontier"] if index < MOST_PLANS]
+    kept = _shown(outcome, data["frontier"])
+    data["plans"] = [data["plans"][index] for index in kept]
+    data["frontier"] = [kept.index(index) for index in data["frontier"]]
     # No character of a name can end the script element or begin another.
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for plain, safe in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):

@@ -40,6 +40,21 @@ def test_experts_hit_grow_with_the_batch() -> None:
     assert many > 15 * few
 
 
+def test_experts_over_nodes_hide_their_exchange_and_have_a_host_each() -> None:
+    """LMSYS published 2785 tokens/s and GPU for DeepSeek-V3 on 72 H100, experts dealt to all, 256 sequences a GPU."""
+    model, fixed = ModelShape.named("deepseek-v3"), Constants()
+    wide = Replica(model, cluster("8x8xH100"), GenerationLayout(1, 1, 64), "fp8", "bf16", fixed)
+    parts = wide.step_parts(256 * 64, 2050)
+    assert parts["step"] == pytest.approx(fixed.step_seconds + 256 * 8 * fixed.sequence_seconds)
+    alone = wide._exchange(256 * 64)
+    rest = sum(parts.values()) - parts["communication"]
+    assert parts["communication"] == pytest.approx(
+        alone - rest
+    )  # the exchange takes longer, and the rest goes on in it
+    assert 256 / sum(parts.values()) == pytest.approx(2785, rel=0.3)
+    assert wide.step_parts(64, 2050)["communication"] == wide._exchange(64)  # a small batch is not worth halving
+
+
 def test_collectives_by_hand() -> None:
     inside = Links.of(cluster("1x8xH100"), 8, FIXED)
     assert inside.all_reduce(1e9) == pytest.approx(2 * 1e9 * 7 / 8 / (450e9 * FIXED.bulk_link_share))

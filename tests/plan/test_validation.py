@@ -38,6 +38,8 @@ vllm,Nope-9B,H100,1,serving,1024,1024,8,tpot,5,ms,,1,bf16
 vllm,Qwen3-8B,Z80,1,serving,1024,1024,8,tpot,5,ms,,1,bf16
 vllm,Qwen3-8B,H100,1,serving,1024,1024,8,smell,5,ms,,1,bf16
 vllm,Qwen3-8B,H100,1,serving,1024,1024,8,tpot,,ms,,1,bf16
+vllm,Qwen3-8B,H100,1,serving,1024,1,8,tpot,9,ms,,1,bf16
+verl,Qwen3-8B,H100,8,async 4:9,512,1024,256,step_time,40,s,,,bf16
 """
 """Published measurements that the constants have not seen, with columns missing, and rows that say too little."""
 
@@ -55,6 +57,20 @@ def test_a_file_of_other_rows_is_predicted_or_told_why_not(tmp_path: Path) -> No
     assert "MISSED" not in run.stdout, run.stdout
     for why in ("no shape known for 'Nope-9B'", "unknown accelerator 'Z80'", "nothing about 'smell'", "value = ''"):
         assert why in run.stdout
+    assert "a response of 1 tokens has no time between tokens" in run.stdout
+    assert "4 + 9 devices are more than the 8 there are" in run.stdout
+
+
+def test_a_training_run_without_a_cut_is_planned_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    row, rows = importlib.import_module("planner.row"), importlib.import_module("planner.rows")
+    said = {"system": "s", "model": "llama-3.1-8b", "gpu": "H100", "n_gpus": "8", "architecture": "train only",
+            "response_len": "8192", "batch": "16", "metric": "train_throughput", "value": "9000"}  # fmt: skip
+    found = rows.answer(row.whole(said), Constants())
+    assert found.target == ""
+    assert 4000 < found.predicted < 14000
+    with pytest.raises(row.Unplannable, match=r"none fits for llama-3.1-405b on 1x8xH100"):
+        rows.answer(row.whole({**said, "model": "llama-3.1-405b"}), Constants())
 
 
 def test_no_row_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +94,9 @@ def test_no_row_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
         "max",
         "PPO",
         "TP3 EP5",
+        "a,b,c,d,e",
+        "async 900:900",
+        "w4a16_mxfp4",
     ]
     rng, fixed, planned = random.Random(1), Constants(), 0
     for _ in range(600):
