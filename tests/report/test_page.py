@@ -110,6 +110,10 @@ def test_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: igno
     page = open_page(two)
     expect(page.locator(".verdict")).to_contain_text("Not well: over-optimisation")
     expect(page.locator("#diagnosis > .finding").first).to_contain_text("the truth falls")
+    began = re.search(r"Since step (\d+)", page.locator("#diagnosis > .finding").first.inner_text())
+    assert began is not None
+    expect(page.locator("figure path.begins")).to_have_count(1)  # where it began, in the plot of the reward
+    expect(page.locator("figure").first).to_contain_text(f"over-optimisation from step {began[1]}")
     page.locator("#diagnosis summary").click()
     expect(page.locator("#diagnosis details .finding").first).to_be_visible()
     expect(page.get_by_role("heading", name="Explained variance")).to_be_visible()

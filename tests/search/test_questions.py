@@ -1,0 +1,58 @@
+"""Questions of a gym: those that RL holds out, checked by the task itself."""
+
+from typing import Any
+
+import pytest
+
+from plaudit.config.rl import RlDataTable
+from plaudit.config.search import QuestionsTable, parse_search
+from plaudit.errors import ConfigError
+from plaudit.search.answers import Alike
+from plaudit.search.equivalence import SameNumber
+from plaudit.search.questions import GymChecker, Question, open_questions
+from plaudit.train.prompts import open_prompts
+from plaudit.worlds.tokenizer import sums_tokenizer
+
+SUMS: dict[str, Any] = {"gym": "chain_sum", "gym_options": {"max_digits": 1, "max_terms": 3}}
+ALIKE: Alike = SameNumber()
+
+
+def searched(**data: Any) -> Any:
+    return parse_search({"model": {"path": "sums-policy"}, "prm": {"path": "sums-steps"}, "data": data}, "test")
+
+
+def test_a_gym_is_one_source_and_has_no_end() -> None:
+    assert searched(**SUMS, limit=3).data.gym == "chain_sum"
+    with pytest.raises(ConfigError, match=r"a gym has no end: say how many questions with data\.limit"):
+        searched(**SUMS)
+    with pytest.raises(ConfigError, match=r"give one of data\.world .*; found \['world', 'gym'\]"):
+        searched(world="sums", **SUMS, limit=3)
+    with pytest.raises(ConfigError, match="shots are turns of a chat"):
+        searched(**SUMS, limit=3, shots=[["1 + 1 =", "2"]])
+
+
+def test_a_question_is_right_by_its_check_or_by_its_truth() -> None:
+    plain = Question(0, "7+8=", "7+8=", (1,), "15")
+    assert [plain.right(answer, ALIKE) for answer in ("15.0", "16", None)] == [True, False, False]
+    unknown = Question(0, "7+8=", "7+8=", (1,))
+    assert unknown.right("15", ALIKE) is None
+    checked = Question(0, "?", "?", (1,), "any even number", lambda answer: int(answer) % 2 == 0)
+    assert [checked.right(answer, ALIKE) for answer in ("4", "5", None)] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_gym_questions_are_those_that_rl_holds_out() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: make slow installs it")
+    tokenizer = sums_tokenizer()
+    held = open_prompts(RlDataTable(**SUMS, eval_items=5), tokenizer, 1).heldout()
+    checker = GymChecker()
+    try:
+        asked = open_questions(QuestionsTable(**SUMS, limit=5), tokenizer, 1, checker)
+        assert [(q.text, q.prompt_ids) for q in asked] == [(p.text, p.token_ids) for p in held]
+        for question in asked:
+            truth = int(question.truth or "")
+            assert question.right(f"{truth}.00", ALIKE) is True
+            assert question.right(str(truth + 1), ALIKE) is False
+            assert question.right(None, ALIKE) is False
+    finally:
+        checker.close()

