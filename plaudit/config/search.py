@@ -195,9 +195,10 @@ class SearchRecipe(Table):
     seed: Annotated[int, Field(ge=0)] = 1
     concurrent: PositiveInt = 64
     """Questions that are searched together."""
-    lanes: PositiveInt = 1
+    lanes: PositiveInt | None = None
     """Groups of questions that go on without waiting for each other: while one is generated for, another is scored, or
-    its programmes are solved. Decides the time, never the results; pays where servers or a GPU do the work."""
+    its programmes are solved. Decides the time, never the results. Without it every question goes on alone where
+    servers do both, and all wait for each other where models of this process do better with large batches."""
     threads: PositiveInt | None = None
     """CPU threads; torch's own choice without it."""
     model: PolicyTable
@@ -207,6 +208,11 @@ class SearchRecipe(Table):
     steps: StepsTable = StepsTable()
     search: RuleTable = RuleTable()
     budget: BudgetTable = BudgetTable()
+
+    @property
+    def groups(self) -> int:
+        served = self.engine.name != "core" and self.prm.url is not None
+        return min(self.concurrent, self.lanes or (self.concurrent if served else 1))
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:

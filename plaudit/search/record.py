@@ -29,7 +29,9 @@ from plaudit.search.tree import Node
 from plaudit.train.run_lock import locked
 
 # What does not decide the results; a run that goes on may change it.
-MAY_CHANGE = ("concurrent", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout", "model.device")
+MAY_CHANGE = (
+    "concurrent", "lanes", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout", "model.device",
+)  # fmt: skip
 TREES_SHOWN = 12  # trees that go into the event log, for the report
 
 

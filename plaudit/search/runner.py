@@ -75,7 +75,7 @@ class Runner:
         self.new_driver = new_driver
         self.reading = reading
         self.phases = {"generate": 0.0, "score": 0.0, "cluster": 0.0, "choose": 0.0}
-        self.most = max(1, recipe.concurrent // recipe.lanes)
+        self.most = max(1, recipe.concurrent // recipe.groups)
         self._stopped = stopped or threading.Event()
         self._open: list[_Open] = []
 

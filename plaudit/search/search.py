@@ -42,7 +42,7 @@ class Search:
         self.reading = AnswerReading(recipe.steps)
         self.checker = GymChecker() if recipe.data.gym is not None else None
         self._stopped = threading.Event()
-        self.lanes = [self._runner() for _ in range(recipe.lanes)]
+        self.lanes = [self._runner() for _ in range(recipe.groups)]
 
     def questions(self) -> list[Question]:
         return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed, self.checker)

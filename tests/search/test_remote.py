@@ -138,6 +138,13 @@ def test_a_served_prm_scores_as_a_local_one_and_computes_new_tokens_only(server:
     assert after["computed_tokens"] - before["computed_tokens"] < sum(paths) / 3
 
 
+def test_with_servers_for_both_no_question_waits_for_another(engine: Engine, server: ServerProcess) -> None:
+    with CompletionServer(engine) as generating:
+        asked = remote(generating.url, questions=4).model_copy(update={"prm": served_prm(server)})
+        assert (asked.groups, recipe().groups, asked.model_copy(update={"lanes": 2}).groups) == (64, 1, 2)
+        assert texts(searched(asked)) == texts(searched(asked.model_copy(update={"lanes": 1})))
+
+
 def served_prm(server: ServerProcess) -> Any:
     return load_search(None, {"search.method": "rebase"}, [f'prm={{url="{server.url}"}}']).prm
 
