@@ -236,6 +236,9 @@ def serve_rewards(
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks that share each model's matrices; on CUDA a GPU each.")
     ] = None,
+    pipeline_parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="M", help="Stages that share each model's layers, of N ranks each.")
+    ] = None,
     replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers with each whole model.")] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Let Ray Serve keep the workers: local, auto, or an address.")
@@ -245,7 +248,8 @@ def serve_rewards(
     from plaudit.serve.setup import serve_table
 
     table = serve_table(
-        config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel, replicas, ray
+        config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
+        pipeline_parallel, replicas, ray,
     )  # fmt: skip
     from plaudit.serve.launched import launched, serve_launched
 
@@ -263,13 +267,16 @@ def print_ray_config(
     ] = [],  # noqa: B006
     config: Annotated[Path | None, typer.Option(help="The serve.toml of the server.")] = None,
     tensor_parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks of each replica.")] = None,
+    pipeline_parallel: Annotated[int | None, typer.Option(min=1, metavar="M", help="Stages of each replica.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replicas of each model.")] = None,
 ) -> None:
     """Print the models of a server as a Ray Serve configuration, for a cluster."""
     from plaudit.serve.ray_config import serve_config
     from plaudit.serve.setup import serve_table
 
-    table = serve_table(config, model, tensor_parallel=tensor_parallel, replicas=replicas)
+    table = serve_table(
+        config, model, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, replicas=replicas
+    )
     typer.echo(serve_config(table), nl=False)
 
 

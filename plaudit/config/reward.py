@@ -50,10 +50,23 @@ class ReadByEngine(Table):
     """Tokens that wait for each replica before there is one more."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each matrix of the model: one process each, and on CUDA one GPU each."""
+    pipeline_parallel: PositiveInt = 1
+    """Stages that share its layers, each of so many ranks."""
     rank_seconds: Positive = 20.0
     """The most that one rank waits for another within a step."""
     join_seconds: Positive = 90.0
     """The most that the ranks wait for each other before they load."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def shown_ranks(self) -> str:
+        shown = f"tensor_parallel = {self.tensor_parallel}"
+        if self.pipeline_parallel == 1:
+            return shown
+        return f"{shown} times pipeline_parallel = {self.pipeline_parallel} is {self.ranks}"
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:

@@ -29,6 +29,9 @@ class LayerShape:
     value_dim: int
 
 
+NOTHING = LayerShape(0, 0, 0)  # a layer of another stage
+
+
 class Decoder:
     """Holds no weights of its own: every call reads the module as it is now."""
 

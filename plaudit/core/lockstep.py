@@ -5,8 +5,9 @@
 
 What a step is made of (token ids, places, blocks) is checked and packed before anything is sent, and travels as one
 flat array of numbers: there is nothing in a request that could make one rank do something else than another. Hidden
-rows are whole on every rank, so only rank 0 reads and samples. Every exchange has the deadline of its process group; a
-group that has lost a rank computes nothing more. Between steps rank 0 sends a heartbeat that all must answer.
+rows are whole on every rank of the last stage and come back to rank 0, so only rank 0 reads and samples. Every exchange
+has the deadline of its process group; a group that has lost a rank computes nothing more. Between steps rank 0 sends a
+heartbeat that all must answer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 
 from plaudit.core.backend import Backend, Copy, DecodeBatch, Decoded, Span
 from plaudit.core.packing import Packed, packed_layout, send
+from plaudit.core.stages import receive
+from plaudit.core.stages import send as send_rows
 from plaudit.errors import RankLost, RequestError, one_line
 
 OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END = range(6)
@@ -35,7 +38,9 @@ HEAD = 2048  # numbers of a message that travel at once; a longer one needs a se
 @dataclass(frozen=True)
 class Channel:
     """messages   a gloo group for what is computed
-    tensors    the group in which products add up: gloo for a CPU, NCCL for GPUs
+    tensors    the group in which products add up, that of a stage: gloo for a CPU, NCCL for GPUs
+    stages     of all ranks, in which rows go from stage to stage; none if there is one stage
+    last       the rank that has the final rows
     on_loss    called by the heartbeat with what happened, when a rank is gone
     """
 
@@ -44,6 +49,8 @@ class Channel:
     messages: dist.ProcessGroup
     tensors: dist.ProcessGroup
     on_loss: Callable[[str], None] | None = None
+    stages: dist.ProcessGroup | None = None
+    last: int = 0
 
     def tell(self, kind: int, *parts: np.ndarray) -> None:
         opening = np.array([0, kind, len(parts), *map(len, parts)], dtype=np.int32)
@@ -66,6 +73,15 @@ class Channel:
         count = int(flat[2])
         ends = 3 + count + np.cumsum(flat[3 : 3 + count])
         return int(flat[1]), np.split(flat[3 + count : int(flat[0])], ends[:-1] - 3 - count) if count else []
+
+    def returned(self, rows: Tensor) -> Tensor:
+        """The last stage's rows on rank 0. Every rank has as many of its own."""
+        if self.stages is not None and len(rows):
+            if self.rank == 0:
+                return receive(rows, self.last, self.stages)
+            if self.rank == self.last:
+                send_rows(rows, 0, self.stages)
+        return rows
 
     def barrier(self) -> None:
         dist.barrier(self.messages)
@@ -100,10 +116,14 @@ class Leader(Backend):
         return self.inner.kv_bytes(reached)
 
     def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        raise RequestError("every rank has the KV of its own heads alone: a model over several ranks hands over none")
+        raise RequestError(
+            "every rank has the KV of its own heads and layers alone: a model over several ranks hands over none"
+        )
 
     def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        raise RequestError("every rank has the KV of its own heads alone: a model over several ranks takes none")
+        raise RequestError(
+            "every rank has the KV of its own heads and layers alone: a model over several ranks takes none"
+        )
 
     def end(self) -> None:
         """Let the others go."""
@@ -115,11 +135,11 @@ class Leader(Backend):
         tokens = packed.input_ids[0].cpu().numpy()
         shapes = np.array([packed.starts, packed.lengths, packed.shared]).ravel()
         with self._together(ROWS, tokens, shapes, np.concatenate(packed.rows), wanted.cpu().numpy()):
-            return self.inner.rows(packed, wanted)
+            return self.channel.returned(self.inner.rows(packed, wanted))
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         with self._together(FORWARD, *_packed_spans(spans, copies)):
-            return self.inner.forward(spans, copies)
+            return self.channel.returned(self.inner.forward(spans, copies))
 
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
         tables, noted = batch.tables.tolist(), []
@@ -176,9 +196,9 @@ def follow(module: nn.Module, channel: Channel) -> None:
         elif kind == CLOSE:
             backend.close()
         elif kind == FORWARD:
-            backend.forward(*_unpacked_spans(parts))
+            channel.returned(backend.forward(*_unpacked_spans(parts)))
         elif kind == ROWS:
-            backend.rows(*_unpacked_rows(parts, decoder.device))
+            channel.returned(backend.rows(*_unpacked_rows(parts, decoder.device)))
         elif kind == HEARTBEAT:
             channel.barrier()
         else:

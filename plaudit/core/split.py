@@ -10,6 +10,7 @@ could not read its weights.)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from fnmatch import fnmatch
 from typing import Any
 
@@ -19,22 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plaudit.core.attention import use_packed_attention
-from plaudit.core.packing import hidden_rows, pack, trunk
+from plaudit.core.packing import pack, trunk
+from plaudit.core.stages import Place, drop_embeddings, drop_head, keep_layers, stages_of
 from plaudit.errors import ModelError
+from plaudit.models.part import Cut, Read, fill
 
+TRIED = 8  # rows of a trial
 SUMMED = "replicated_with_grad_allreduce"
 """A part that every rank holds whole and uses for its own heads only, such as Qwen 3's norms of queries and keys."""
 
 
 class RowLinear(nn.Linear):
-    """Has this rank's columns of a matrix whose input is split; the ranks' products add up."""
+    """Has this rank's columns of a matrix whose input is split; the ranks' products add up in `group`."""
 
-    def __init__(self, whole: nn.Linear, part: slice, group: dist.ProcessGroup) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = part.stop - part.start, whole.out_features
-        self.weight = _kept(whole.weight[:, part])
-        self.bias = whole.bias
-        self.group = group
+    group: dist.ProcessGroup | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         out = F.linear(input, self.weight)
@@ -42,24 +41,85 @@ class RowLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-def split(module: nn.Module, rank: int, size: int, group: dist.ProcessGroup, device: str) -> None:
-    """Keep this rank's part of a module, in place, on a device. All ranks call it together: they compare the rows of a
-    few tokens with those of the whole module, where it was."""
+def keep_part(module: nn.Module, place: Place) -> dict[str, Cut]:
+    """Make a module on the meta device one rank's part of it, in place: its layers, and of their matrices its rows or
+    columns. Says which those are, by the names of the tensors; ModelError if the module cannot be split so."""
     base = trunk(module)
-    parts = list(split_parts(base, size))
-    ids = [t % module.config.get_text_config().vocab_size for t in (3, 1, 4, 1, 5, 9, 2, 6)]  # type: ignore[union-attr, operator]
-    before = _rows(module, ids)
+    cuts = _narrow(module, place)
+    if place.stages > 1:
+        keep_layers(base, place.layers(len(stages_of(base))))
+    if place.stage > 0:
+        drop_embeddings(base)
+    if place.rank > 0:
+        drop_head(module)
+    names = module.state_dict().keys()
+    return {name: cut for name, cut in cuts.items() if name in names}
+
+
+def _narrow(module: nn.Module, place: Place) -> dict[str, Cut]:
+    cuts: dict[str, Cut] = {}
+    base, size = trunk(module), place.tensor_parallel
+    parts = list(split_parts(base, size)) if size > 1 else []
+    prefix = next(name for name, part in module.named_modules() if part is base)
     for name, part, style in parts:
+        count = (part.out_features if style == "colwise" else part.in_features) // size
+        cut = Cut(0 if style == "colwise" else 1, place.share * count, (place.share + 1) * count)
+        shape = (part.in_features, count) if style == "colwise" else (count, part.out_features)
+        made = nn.Linear if style == "colwise" else RowLinear
         home, _, leaf = name.rpartition(".")
-        setattr(base.get_submodule(home), leaf, _narrowed(part, style, rank, size, group))
-    after = _rows(module.to(device), ids).to(before.device)
+        linear = made(*shape, bias=part.bias is not None, device="meta", dtype=part.weight.dtype)
+        setattr(base.get_submodule(home), leaf, linear)
+        cuts[f"{prefix}.{name}.weight"] = cut
+        if part.bias is not None and style == "colwise":
+            cuts[f"{prefix}.{name}.bias"] = cut
+    return cuts
+
+
+def join(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let a rank's part add up with those of its stage."""
+    for part in module.modules():
+        if isinstance(part, RowLinear):
+            part.group = group
+
+
+def check_split(whole: nn.Module, place: Place, read: Read, group: dist.ProcessGroup, device: str) -> None:
+    """All ranks of a stage together: whether one layer, split, computes the rows that it computes whole. `whole` is the
+    module on the meta device, of which `read` has the weights."""
+    if place.tensor_parallel == 1:
+        return
+    layer = place.layers(len(trunk(whole).layers))[0]  # type: ignore[arg-type]
+    before, after = (_layer_rows(whole, layer, p, read, group, device) for p in (Place(0, 1), place))
     scale = before.abs().max().clamp(min=1e-6)
     tolerance = 1e-3 if before.dtype in (torch.float32, torch.float64) else 5e-2
     if before.isfinite().all() and (after - before).abs().max() > tolerance * scale:
         raise ModelError(
-            f"{type(module).__name__} computes other rows when it is split over {size} ranks; its plan cannot be "
-            "relied on: set tensor_parallel = 1"
+            f"{type(whole).__name__} computes other rows when it is split over {place.tensor_parallel} ranks; its plan "
+            "cannot be relied on: set tensor_parallel = 1"
         )
+
+
+@torch.inference_mode()
+def _layer_rows(
+    whole: nn.Module, layer: int, place: Place, read: Read, group: dist.ProcessGroup, device: str
+) -> Tensor:  # fmt: skip
+    """What a trunk of this layer alone makes of a few rows."""
+    module = deepcopy(whole)
+    base: Any = trunk(module)
+    width, dtype = base.get_input_embeddings().weight.shape[1], base.get_input_embeddings().weight.dtype
+    cuts = _narrow(module, place)
+    keep_layers(base, range(layer, layer + 1))
+    drop_embeddings(base)
+    drop_head(module)
+    fill(module, read, cuts, device)
+    join(module, group)
+    use_packed_attention(module)
+    packed = pack([[0] * TRIED], device)
+    rows = torch.sin(torch.arange(TRIED * width, dtype=torch.float32)).view(1, TRIED, width).to(device, dtype)
+    out = base(
+        inputs_embeds=rows, position_ids=packed.position_ids, attention_mask=None, use_cache=False, layout=packed.layout
+    )
+    hidden: Tensor = out.last_hidden_state
+    return hidden
 
 
 def split_parts(base: nn.Module, size: int) -> Iterator[tuple[str, nn.Linear, str]]:
@@ -111,26 +171,3 @@ def check_heads(base: nn.Module, size: int) -> None:
             f"({heads} / {size} = {heads / size:g}, {keys} / {size} = {keys / size:g}): every rank needs whole heads, "
             "with their keys"
         )
-
-
-def _narrowed(part: nn.Linear, style: str, rank: int, size: int, group: dist.ProcessGroup) -> nn.Linear:
-    count = (part.out_features if style == "colwise" else part.in_features) // size
-    mine = slice(rank * count, (rank + 1) * count)
-    if style == "rowwise":
-        return RowLinear(part, mine, group)
-    linear = nn.Linear(part.in_features, count, bias=part.bias is not None, device="meta")
-    linear.weight = _kept(part.weight[mine])
-    if part.bias is not None:
-        linear.bias = _kept(part.bias[mine])
-    return linear
-
-
-def _kept(part: Tensor) -> nn.Parameter:
-    """A copy, so that the whole can go."""
-    return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
-
-
-@torch.inference_mode()
-def _rows(module: nn.Module, ids: list[int]) -> Tensor:
-    use_packed_attention(module)
-    return hidden_rows(module, pack([ids], next(module.parameters()).device))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.core.attention import Layout, Rule
-from plaudit.core.decoder import Decoder, LayerShape, kind_of
+from plaudit.core.decoder import NOTHING, Decoder, LayerShape, kind_of
 from plaudit.core.lean import LeanTrunk
 from plaudit.core.packing import Packed, pack
+from plaudit.core.stages import has_layer
 from plaudit.errors import ModelError
 
 RECURRENT = frozenset({
@@ -93,9 +94,10 @@ def _tried(decoder: Decoder) -> Decoder:
     except Exception as error:
         raise ModelError(f"{decoder.name} cannot run packed: {type(error).__name__}: {error}") from error
     layers = decoder.config.num_hidden_layers
-    if sorted(trial.shapes) != list(range(layers)):
+    own = [i for i in range(layers) if has_layer(decoder.trunk, i)]
+    if sorted(trial.shapes) != own:
         raise ModelError(
-            f"{decoder.name}: {len(trial.shapes)} of {layers} layers go through transformers' attention registry; "
+            f"{decoder.name}: {len(trial.shapes)} of {len(own)} layers go through transformers' attention registry; "
             "the core needs all of them"
         )
     if not torch.isfinite(together).all():
@@ -107,8 +109,8 @@ def _tried(decoder: Decoder) -> Decoder:
     if decoder.kind == "causal":
         plain = _plain_logits(decoder, first)
         _compare(decoder, decoder.logits(alone[: len(first)]), plain, "does something to its logits that is not known")
-    tried = Decoder(decoder.module, decoder.kind, [trial.shapes[i] for i in range(layers)])
-    tried.lean = _lean(tried, packed, together, [trial.rules[i] for i in range(layers)])
+    tried = Decoder(decoder.module, decoder.kind, [trial.shapes.get(i, NOTHING) for i in range(layers)])
+    tried.lean = _lean(tried, packed, together, [trial.rules[i] for i in own])
     return tried
 
 

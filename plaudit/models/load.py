@@ -116,10 +116,18 @@ def _architecture(directory: Path) -> str:
     return str((read_json(directory / catalog.CONFIG).get("architectures") or [None])[0])
 
 
-def _load(
-    directory: Path, kind: Kind, dtype: str, device: str, labels: int | None = None, fresh_head: bool = False,
-    seed: int = 0,
-) -> Loaded:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A directory that has passed every check, before its weights are read. The module is on the meta device."""
+
+    module: nn.Module
+    stored: dict[str, weights.Stored]
+    tokenizer: PreTrainedTokenizerFast
+    config: Any
+    kind: Kind
+
+
+def examine(directory: Path, dtype: str) -> Examined:
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
     check_device(device)
@@ -127,17 +135,27 @@ def _load(
     refuse_adapter(directory)
     stored = weights.read_directory(directory)
     found = kind_of(directory)
-    if found != kind and not (fresh_head and kind != "policy"):
-        raise ModelError(_wrong_kind(directory, found, kind))
     config = _read_config(directory)
     ours = OURS.get(_architecture(directory), (None, None))[1]
     if ours is not None:
         config.num_labels = ours.labels  # their config leaves it out
-    _check_weights(directory, found, config, stored, ours)
+    module = _check_weights(directory, found, config, stored, ours)
     tokenizer = load_tokenizer(directory)
     _check_vocabulary(directory, tokenizer, config)
+    return Examined(module, stored, tokenizer, config, found)
+
+
+def _load(
+    directory: Path, kind: Kind, dtype: str, device: str, labels: int | None = None, fresh_head: bool = False,
+    seed: int = 0,
+) -> Loaded:  # fmt: skip
+    seen = examine(directory, dtype)
+    config, tokenizer, found = seen.config, seen.tokenizer, seen.kind
+    if found != kind and not (fresh_head and kind != "policy"):
+        raise ModelError(_wrong_kind(directory, found, kind))
     if kind in LABELS:
         _choose_labels(directory, config, found == kind, LABELS[kind] if found != kind and labels is None else labels)
+    ours = OURS.get(_architecture(directory), (None, None))[1]
     model_class = ours if ours is not None and found == kind else AUTO[kind]
     module = _build(directory, kind, model_class, config, dtype, new_head=found != kind, seed=seed)
     set_pad(module, tokenizer.pad_token_id)
@@ -167,15 +185,20 @@ def _read_config(directory: Path) -> Any:
         ) from error
 
 
-def _check_weights(directory: Path, found: Kind, config: Any, stored: dict[str, weights.Stored], ours: Any) -> None:
+def _check_weights(
+    directory: Path, found: Kind, config: Any, stored: dict[str, weights.Stored], ours: Any
+) -> nn.Module:  # fmt: skip
+    """The module that the weights are for, on the meta device."""
     try:
         with quiet(), seeded(0), torch.device("meta"):
-            meta = ours(config) if ours is not None else AUTO[found].from_config(config, trust_remote_code=False)
+            bare: Any = AUTO[found].from_config(config, trust_remote_code=False) if ours is None else ours(config)
     except Exception as error:
         raise ModelError(f"{directory}: transformers cannot build a {found} model of it: {one_line(error)}") from error
-    weights.check_names(meta, stored, directory)
+    weights.check_names(bare, stored, directory)
     if found == "value":
         check_head(directory, config.hidden_size)
+    module: nn.Module = bare
+    return module
 
 
 def _check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast, config: Any) -> None:

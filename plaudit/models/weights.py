@@ -34,6 +34,8 @@ class Stored:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    """Its first byte in the file."""
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
@@ -52,6 +54,7 @@ def read_directory(directory: Path) -> dict[str, Stored]:
 
 def read_header(file: Path) -> dict[str, Stored]:
     header, data_bytes = _parse_header(file)
+    data_begin = file.stat().st_size - data_bytes
     header.pop("__metadata__", None)
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Stored] = {}
@@ -61,7 +64,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         if end - begin != size:
             raise ModelError(f"{file}: tensor {name!r} ({dtype} {list(shape)}) needs {size} bytes, has {end - begin}")
         spans.append((begin, end, name))
-        tensors[name] = Stored(file, dtype, shape)
+        tensors[name] = Stored(file, dtype, shape, data_begin + begin)
     _check_spans(file, spans, data_bytes)
     return tensors
 
@@ -69,7 +72,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 def check_names(module: nn.Module, stored: Mapping[str, Stored], directory: Path) -> None:
     """Compare with `module`, built on the meta device: nothing missing, nothing left over, every shape right."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    supplied, converted = _renamed(module, stored)
+    supplied, converted = renamed(module, stored)
     for name, tensor in supplied.items():
         if name in expected and tensor.shape != expected[name]:
             raise ModelError(
@@ -92,7 +95,7 @@ def _refuse(directory: Path, verb: str, names: Iterable[str], ignored: Iterable[
         raise ModelError(f"{directory} {verb} tensor {left[0]!r}{more}; its weights do not belong to its config.json")
 
 
-def _renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
+def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
     """Names as transformers will use them. Tensors that it fuses or splits come back as names only."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +26,12 @@ from plaudit.config.reward import (
 from plaudit.core import Engine
 from plaudit.core.lockstep import Channel
 from plaudit.core.packing import trunk
-from plaudit.core.split import split, split_parts
+from plaudit.core.split import check_split, join, keep_part
+from plaudit.core.stages import Place, connect
 from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
+from plaudit.models.catalog import CONFIG
+from plaudit.models.part import fill, outline
 from plaudit.reward.ask import EngineAsk, HttpAsk
 from plaudit.reward.blend import BlendReward
 from plaudit.reward.directory import complete
@@ -83,10 +87,13 @@ class Ranks(Protocol):
     """The processes that share a model, as its loader sees them."""
 
     @property
+    def place(self) -> Place: ...
+
+    @property
     def device(self) -> str: ...
 
-    def meet(self, digest: str) -> Channel:
-        """Once all have loaded the same weights."""
+    def meet(self, hashes: Mapping[str, str]) -> Channel:
+        """Once all have loaded, and found the same in the files that they have in common."""
 
 
 def load_worker(
@@ -115,23 +122,46 @@ def load_worker(
 
 
 def load_part(table: ReadByEngine, ranks: Ranks) -> tuple[Loaded, str, Channel]:
-    """One rank's part of a model. The whole is read into host memory, and what others keep is let go."""
-    loaded = load_any(table.path, dtype=table.dtype, device="cpu")
-    for _ in split_parts(trunk(loaded.module), table.tensor_parallel):
-        pass  # before anybody waits: whether it can be split
-    digest = weights_hash(loaded.path)
-    channel = ranks.meet(digest)
-    split(loaded.module, channel.rank, channel.size, channel.tensors, ranks.device)
-    return loaded, digest, channel
+    """One rank's part of a model, and nothing else of it in memory."""
+    place, whole = ranks.place, outline(table.path, table.dtype)
+    module = deepcopy(whole.module)
+    cuts = keep_part(module, place)
+    fill(module, whole.read, cuts, ranks.device)
+    # Rank 0 has looked at every file, and each of the others at those that its part comes from.
+    files = weight_files(whole.path) if place.rank == 0 else whole.files(module)
+    hashes = file_hashes([*files, whole.path / CONFIG])
+    channel = ranks.meet(hashes)
+    check_split(whole.module, place, whole.read, channel.tensors, ranks.device)
+    join(module, channel.tensors)
+    if channel.stages is not None:
+        connect(trunk(module), place, channel.stages)
+    digest = joined_hash({name: found for name, found in hashes.items() if name != CONFIG})
+    return Loaded(module, whole.tokenizer, whole.path, whole.kind), digest, channel
 
 
 def weights_hash(directory: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
+    return joined_hash(file_hashes(weight_files(directory)))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.safetensors"))
+
+
+def joined_hash(hashes: Mapping[str, str]) -> str:
+    """Of one file its own hash, of several the hash of theirs."""
+    if len(hashes) == 1:
+        (only,) = hashes.values()
+        return only[:12]
+    return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()[:12]
+
+
+def file_hashes(files: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 by name."""
+    hashes: dict[str, str] = {}
+    for file in files:
         with file.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()[:12]
+            hashes[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes
 
 
 def _facts(loaded: Loaded, engine: Engine) -> Facts:

@@ -32,14 +32,15 @@ def serve_launched(table: ServeTable) -> int:
 def _check(table: ServeTable) -> None:
     """On every rank, before anything is loaded or opened."""
     world = int(os.environ["WORLD_SIZE"])
-    sizes = {e.tensor_parallel for e in table.models.values() if isinstance(e, ReadByEngine)} - {1}
-    if not sizes:
+    models = [e for e in table.models.values() if isinstance(e, ReadByEngine) and e.ranks > 1]
+    if not models:
         raise ConfigError(
             f"WORLD_SIZE = {world} processes were started, and no model has ranks: give --tensor-parallel {world}, or "
             "start without torchrun"
         )
-    for size in sizes - {world}:
-        raise ConfigError(
-            f"WORLD_SIZE = {world} processes were started, and tensor_parallel = {size}: make them equal, or start "
-            "without torchrun"
-        )
+    for each in models:
+        if each.ranks != world:
+            raise ConfigError(
+                f"WORLD_SIZE = {world} processes were started, and {each.shown_ranks}: make them equal, or start "
+                "without torchrun"
+            )

@@ -182,7 +182,7 @@ def _cluster(address: str) -> Cluster:
 def _environment(table: ServeTable) -> Mapping[str, str]:
     """Each worker gets its share of the cores, and threads that sleep while they wait: they have neighbours."""
     workers = sum(
-        getattr(entry, "replicas", 1) * getattr(entry, "tensor_parallel", 1)
+        getattr(entry, "replicas", 1) * getattr(entry, "ranks", 1)
         for entry in table.models.values()
         if getattr(entry, "path", None) is not None
     )

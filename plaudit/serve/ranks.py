@@ -6,7 +6,7 @@ run `subscribe`, which starts a rank for every group that a worker of rank 0's p
 server starts, when a group is started again, when another version is swapped in.
 
     joined    every rank is there, or the missing ones are named
-    loaded    every rank has the same weights, by checksum, or all of them end with the same line
+    loaded    every rank has its part of the same weights, by checksum, or all of them end with the same line
     together  gloo carries messages (and products on a CPU), NCCL the products on GPUs, each with a deadline
 """
 
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -35,6 +35,7 @@ from plaudit.config.reward import LogprobsTable, OutcomeTable, ProcessTable, par
 from plaudit.core import Engine
 from plaudit.core.lockstep import Channel, Leader, follow
 from plaudit.core.memory import limit_memory
+from plaudit.core.stages import Place
 from plaudit.errors import ConfigError, ModelError, PlauditError, RankLost, one_line
 from plaudit.models import choose_device
 from plaudit.reward.load import load_part, load_worker
@@ -54,16 +55,23 @@ class RankGroup:
     """One process's place among the ranks of a model."""
 
     rank: int
-    size: int
     store: Store
     table: OutcomeTable | ProcessTable | LogprobsTable
     local: int
     """Which of this machine's GPUs."""
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    place: tempfile.TemporaryDirectory[str] | None = None
+    meeting: tempfile.TemporaryDirectory[str] | None = None
     """Where they meet, on one machine."""
     on_loss: Callable[[str], None] | None = None
     """What the heartbeat does when a rank is gone; the next step raises in any case."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.rank, self.table.tensor_parallel, self.table.pipeline_parallel)
+
+    @property
+    def size(self) -> int:
+        return self.place.size
 
     def join(self) -> None:
         """Wait until every rank is there."""
@@ -84,18 +92,18 @@ class RankGroup:
         if self.local >= count:
             raise ConfigError(
                 f"rank {self.rank} is number {self.local} on this machine, which has {count} GPU(s): one rank takes "
-                'one GPU; set tensor_parallel to fewer, or device = "cpu"'
+                'one GPU; set tensor_parallel or pipeline_parallel to fewer, or device = "cpu"'
             )
         return f"cuda:{self.local}"
 
-    def meet(self, digest: str) -> Channel:
-        self.store.set(f"loaded/{self.rank}", f"+{digest}")
+    def meet(self, hashes: Mapping[str, str]) -> Channel:
+        self.store.set(f"loaded/{self.rank}", json.dumps(hashes))
         missing = self._wait("loaded", LOAD_SECONDS)
         if missing:
             raise ModelError(f"rank {missing[0]} of {self.size} did not load the model within {LOAD_SECONDS:g} s")
         said = [self.store.get(f"loaded/{rank}").decode() for rank in range(self.size)]
         self.store.set(f"heard/{self.rank}", "yes")
-        if (wrong := self._wrong(said)) is not None:
+        if (wrong := self._failure(said) or self._difference(said)) is not None:
             if self.rank == 0:  # the store ends with this process: not before the others know too
                 with suppress(ModelError):
                     self._wait("heard", HEAR_SECONDS)
@@ -109,25 +117,31 @@ class RankGroup:
                 "cpu:gloo,cuda:nccl" if cuda else "gloo", store=PrefixStore("ranks", self.store), rank=self.rank,
                 world_size=self.size, timeout=limit,
             )  # fmt: skip
-            everyone = list(range(self.size))
+            place, everyone = self.place, list(range(self.size))
+            carrier = "nccl" if cuda else "gloo"
             messages = dist.new_group(everyone, backend="gloo", timeout=limit)
-            tensors = dist.new_group(everyone, backend="nccl" if cuda else "gloo", timeout=limit)
+            shares = [dist.new_group(place.peers(n), backend=carrier, timeout=limit) for n in range(place.stages)]
+            stages = dist.new_group(everyone, backend=carrier, timeout=limit) if place.stages > 1 else None
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
-        return Channel(self.rank, self.size, messages, tensors, self.on_loss)
+        return Channel(self.rank, self.size, messages, shares[place.stage], self.on_loss, stages, place.last)
 
-    def _wrong(self, said: list[str]) -> str | None:
-        """What keeps the ranks from being one model."""
-        for rank, words in enumerate(said):
-            if words.startswith("-"):
-                return f"rank {rank} of {self.size}: {words[1:]}"
-        if len(set(said)) == 1:
-            return None
-        found = ", ".join(f"rank {rank} has {words[1:]}" for rank, words in enumerate(said))
-        return (
-            f"the ranks found different weights in {self.table.path} ({found}, by SHA-256): copy the same model "
-            "to every node"
-        )
+    def _failure(self, said: list[str]) -> str | None:
+        failed = (f"rank {rank} of {self.size}: {words[1:]}" for rank, words in enumerate(said) if words[0] == "-")
+        return next(failed, None)
+
+    def _difference(self, said: list[str]) -> str | None:
+        """What keeps the ranks from being one model: another file than rank 0's."""
+        first, *others = (json.loads(words) for words in said)
+        for rank, hashes in enumerate(others, 1):
+            for name, found in hashes.items():
+                if first.get(name) != found:
+                    own = first.get(name, "none")
+                    return (
+                        f"the ranks found different weights in {self.table.path} ({name}: rank 0 has {own[:12]}, rank "
+                        f"{rank} has {found[:12]}, by SHA-256): copy the same model to every node"
+                    )
+        return None
 
     def loaded(self) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:
         """Rank 0's engine and what belongs to it; if that fails, the others hear why."""
@@ -135,10 +149,23 @@ class RankGroup:
             found = load_worker(self.table, self)
         except Exception as error:
             self.fail(error)
+            if isinstance(error, RuntimeError) and (why := self._heard()) is not None:
+                raise ModelError(why) from error
             raise
-        if self.place is not None:
-            self.place.cleanup()  # all have met
+        if self.meeting is not None:
+            self.meeting.cleanup()  # all have met
         return found
+
+    def _heard(self) -> str | None:
+        """Why another rank has left, if it says so; what this one saw of it is a broken connection."""
+        until = time.monotonic() + HEAR_SECONDS
+        while time.monotonic() < until:
+            keys = [f"loaded/{rank}" for rank in range(self.size)]
+            said = [self.store.get(key).decode() if self.store.check([key]) else "+" for key in keys]
+            if (why := self._failure(["+", *said[1:]])) is not None:
+                return why
+            time.sleep(LOOK_SECONDS)
+        return None
 
     def fail(self, error: Exception) -> None:
         """Tell the others, who wait to meet."""
@@ -163,13 +190,14 @@ class RankGroup:
 
 @contextmanager
 def ranked_engine(
-    path: str, ranks: int, *, device: str = "auto", dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    path: str, ranks: int, *, stages: int = 1, device: str = "auto",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
 ) -> Iterator[Engine]:  # fmt: skip
-    """An engine in this process for a model that several ranks share, on this machine: for rollouts, say. The process
-    must have no process group of torch's already."""
+    """An engine in this process for a model that several ranks share, on this machine: for rollouts, say. There are
+    `ranks` in each of so many stages. The process must have no process group of torch's already."""
     if dist.is_initialized():
         raise ConfigError("this process is a rank of something else already: give the engine a process of its own")
-    table = LogprobsTable(path=path, tensor_parallel=ranks, device=device, dtype=dtype)
+    table = LogprobsTable(path=path, tensor_parallel=ranks, pipeline_parallel=stages, device=device, dtype=dtype)
     group = lead(table.model_dump(exclude_none=True), table)
     try:
         engine = group.loaded()[0]
@@ -188,19 +216,19 @@ def ranked_engine(
 
 def lead(tree: dict[str, Any], table: OutcomeTable | ProcessTable | LogprobsTable) -> RankGroup:
     """The group whose rank 0 this is, all of it joined."""
-    size = table.tensor_parallel
+    size = table.ranks
     if launched():
         host = os.environ["MASTER_ADDR"]
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=30))
-        group = RankGroup(0, size, store, table, int(os.environ.get("LOCAL_RANK", "0")))
-        _post({"table": tree, "size": size, "host": host, "port": store.port})
+        group = RankGroup(0, store, table, int(os.environ.get("LOCAL_RANK", "0")))
+        _post({"table": tree, "host": host, "port": store.port})
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else can connect
         place = tempfile.TemporaryDirectory(prefix="plaudit-ranks-")
         file = f"{place.name}/store"
-        group = RankGroup(0, size, FileStore(file, size), table, 0, place=place)
+        group = RankGroup(0, FileStore(file, size), table, 0, meeting=place)
         for rank in range(1, size):
-            group.children.append(_start({"table": tree, "size": size, "file": file, "rank": rank, "local": rank}))
+            group.children.append(_start({"table": tree, "file": file, "rank": rank, "local": rank}))
     group.join()
     return group
 
@@ -300,10 +328,10 @@ def main(parent: int) -> None:
         torch.set_num_threads(table.threads)
     if "file" in spec:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store: Store = FileStore(spec["file"], spec["size"])
+        store: Store = FileStore(spec["file"], table.ranks)
     else:
         store = TCPStore(spec["host"], spec["port"], is_master=False, timeout=datetime.timedelta(seconds=30))
-    group = RankGroup(spec["rank"], spec["size"], store, table, spec["local"])
+    group = RankGroup(spec["rank"], store, table, spec["local"])
     try:
         group.join()
         if table.memory_fraction is not None:
@@ -314,6 +342,9 @@ def main(parent: int) -> None:
         sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
     try:
         follow(loaded.module, channel)
+    except ModelError as error:  # of its own layers: the others see no more than that it is gone
+        group.fail(error)
+        sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
     except RuntimeError as error:
         leave(f"rank 0 is gone or late: {one_line(error)}")
 

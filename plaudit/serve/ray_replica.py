@@ -179,7 +179,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     """The application of a model's table, as `plaudit deploy` writes it. `host` is where replicas listen for fronts;
     without it each listens on its node's address."""
     table = parse_reward(args["table"], "the model's table")
-    ranks = table.tensor_parallel if isinstance(table, ReadByEngine) else 1
+    ranks = table.ranks if isinstance(table, ReadByEngine) else 1
     on_gpu = str(getattr(table, "device", "cpu")).startswith("cuda")
     options: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": ranks, "num_gpus": ranks if on_gpu else 0},

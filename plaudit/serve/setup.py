@@ -19,7 +19,7 @@ def serve_table(
     config: Path | None = None, models: Sequence[str] = (), host: str | None = None, port: int | None = None,
     api_keys: Sequence[str] = (), admin_key: str | None = None, allow_open: str | None = None,
     protocols: str | None = None, aliases: Sequence[str] = (), tensor_parallel: int | None = None,
-    replicas: int | None = None, ray: str | None = None,
+    pipeline_parallel: int | None = None, replicas: int | None = None, ray: str | None = None,
 ) -> ServeTable:  # fmt: skip
     """Flags win over the file. Without any model the embedded ones are served."""
     tree: dict[str, Any] = {} if config is None else read_serve(config)
@@ -31,7 +31,7 @@ def serve_table(
             raise ConfigError(f"two models are named {name!r}; name one of them: --model OTHER={path}")
         entries[name] = {"path": path}
     tree["models"] = {name: _completed(entry, f"{source}: models.{name}") for name, entry in entries.items()}
-    spread = {"tensor_parallel": tensor_parallel, "replicas": replicas}
+    spread = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "replicas": replicas}
     for entry in tree["models"].values():
         if isinstance(entry, dict) and entry.get("kind") in ENGINE_KINDS:
             entry.update({key: value for key, value in spread.items() if value is not None})

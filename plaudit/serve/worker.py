@@ -266,7 +266,7 @@ def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
     table = parse_reward(tree, "the model's table")
     if isinstance(table, ReadByEngine) and table.memory_fraction is not None:
         limit_memory(choose_device(table.device), table.memory_fraction)
-    if isinstance(table, OutcomeTable | ProcessTable | LogprobsTable) and table.tensor_parallel > 1:
+    if isinstance(table, OutcomeTable | ProcessTable | LogprobsTable) and table.ranks > 1:
         group = lead(tree, table)
         group.on_loss = leave
         engine, facts, tokenizer, digest = group.loaded()

@@ -1,9 +1,10 @@
 """What a test asks of an engine, on one process or as one of several ranks: `python -m tests.core.rank_engine RANK SIZE
-FILE OUT DEVICE`."""
+FILE OUT DEVICE STAGES...`."""
 
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,11 @@ from transformers import LlamaModel
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.lockstep import Channel, Leader, follow
-from plaudit.core.split import split
+from plaudit.core.packing import trunk
+from plaudit.core.split import check_split, join, keep_part
+from plaudit.core.stages import Place, connect
 from plaudit.models import ValueModel
+from plaudit.models.part import Cut, fill
 from tests.core.tiny import CONFIGS, model, sequences
 
 CASES = {
@@ -28,7 +32,7 @@ CASES = {
 def module(case: str) -> Any:
     family, kind = CASES[case]
     if kind != "value":
-        return model(family, kind, labels=2)
+        return model(family, kind, labels=2, layers=3 if family == "llama" else 2)
     torch.manual_seed(7)
     value = ValueModel(LlamaModel(CONFIGS[family]))
     torch.nn.init.normal_(value.score.weight, std=0.25)
@@ -57,23 +61,45 @@ def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
     return found
 
 
-def main(rank: int, size: int, file: str, out: str, device: str) -> None:
+def part_of(whole: Any, place: Place, device: str, channel: Channel) -> Any:
+    """A rank's part of a module in memory, got as from its files."""
+    state = whole.state_dict()
+    outline = deepcopy(whole).to("meta")
+    module = deepcopy(outline)
+    cuts = keep_part(module, place)
+
+    def read(name: str, cut: Cut | None) -> torch.Tensor:
+        tensor: torch.Tensor = state[name] if cut is None else cut.of(state[name])
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    fill(module, read, cuts, device)
+    check_split(outline, place, read, channel.tensors, device)
+    join(module, channel.tensors)
+    if channel.stages is not None:
+        connect(trunk(module), place, channel.stages)
+    return module
+
+
+def main(rank: int, size: int, file: str, out: str, device: str, worlds: list[int]) -> None:
+    """Each world has so many stages; its answers go to a folder of that name."""
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=limit)
-    groups = [dist.new_group(list(range(size)), backend="gloo", timeout=limit) for _ in range(2)]
-    channel = Channel(rank, size, *groups)
-    for case in CASES:
-        part = module(case)
-        split(part, rank, size, channel.tensors, device)
-        if rank:
-            follow(part, channel)
-            continue
-        engine = Engine(part, channel=channel, kv_bytes=4 << 20)
-        save_file(answers(engine, case), f"{out}/{case}.safetensors")
-        assert isinstance(engine.backend, Leader)
-        engine.backend.end()
+    everyone, between = (dist.new_group(list(range(size)), backend="gloo", timeout=limit) for _ in range(2))
+    for stages in worlds:
+        place = Place(rank, size // stages, stages)
+        groups = [dist.new_group(place.peers(stage), backend="gloo", timeout=limit) for stage in range(stages)]
+        channel = Channel(rank, size, everyone, groups[place.stage], None, between if stages > 1 else None, place.last)
+        for case in CASES:
+            part = part_of(module(case), place, device, channel)
+            if rank:
+                follow(part, channel)
+                continue
+            engine = Engine(part, channel=channel, kv_bytes=4 << 20)
+            save_file(answers(engine, case), f"{out}/{stages}/{case}.safetensors")
+            assert isinstance(engine.backend, Leader)
+            engine.backend.end()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], list(map(int, sys.argv[6:])))

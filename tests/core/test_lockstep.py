@@ -23,17 +23,19 @@ from tests.core.tiny import GROUPED, SIZES, model
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu")
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "cpu", 2, 1, 2)
 
 
-def run_ranks(out: Path, device: str) -> Path:
+def run_ranks(out: Path, device: str, size: int, *worlds: int) -> Path:
+    for stages in worlds:
+        (out / str(stages)).mkdir()
     command = [sys.executable, "-m", "tests.core.rank_engine"]
     children = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(out / "store"), str(out), device], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [*command, str(rank), str(size), str(out / "store"), str(out), device, *map(str, worlds)], text=True,
+            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        for rank in range(2)
+        for rank in range(size)
     ]  # fmt: skip
     try:
         for child in children:
@@ -47,9 +49,21 @@ def run_ranks(out: Path, device: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_give_what_one_gives(case: str, on_two: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_ranks_give_what_one_gives(case: str, stages: int, on_two: Path) -> None:
+    check(on_two / str(stages), case)
+
+
+@pytest.mark.slow
+def test_four_ranks_in_two_stages_give_what_one_gives(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "cpu", 4, 2)
+    for case in CASES:
+        check(tmp_path / "2", case)
+
+
+def check(out: Path, case: str) -> None:
     expected = answers(Engine(module(case), kv_bytes=4 << 20), case)
-    found = load_file(on_two / f"{case}.safetensors")
+    found = load_file(out / f"{case}.safetensors")
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         if name == "tokens":
@@ -61,15 +75,16 @@ def test_two_ranks_give_what_one_gives(case: str, on_two: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_two_ranks_on_one_gpu_give_what_one_process_gives(tmp_path: Path) -> None:
-    """gloo adds up what lies on the GPU; NCCL would want a GPU for each."""
-    run_ranks(tmp_path, "cuda:0")
+    """gloo adds up what lies on the GPU, and carries it from stage to stage; NCCL would want a GPU for each."""
+    run_ranks(tmp_path, "cuda:0", 2, 1, 2)
     for case in CASES:
         expected = answers(Engine(module(case).to("cuda:0"), kv_bytes=4 << 20), case)
-        found = load_file(tmp_path / f"{case}.safetensors")
-        for name, values in expected.items():
-            if name in ("tokens", "drawn"):
-                continue  # a tie may fall the other way
-            assert np.abs(found[name] - values).max() < 1e-4, (case, name)
+        for stages in (1, 2):
+            found = load_file(tmp_path / str(stages) / f"{case}.safetensors")
+            for name, values in expected.items():
+                if name in ("tokens", "drawn"):
+                    continue  # a tie may fall the other way
+                assert np.abs(found[name] - values).max() < 1e-4, (case, name)
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:

@@ -55,9 +55,12 @@ AUTO = {
 }
 
 
-def model(family: str, kind: str = "causal", dtype: torch.dtype = torch.float32, labels: int = 1) -> nn.Module:
+def model(
+    family: str, kind: str = "causal", dtype: torch.dtype = torch.float32, labels: int = 1, layers: int = 2
+) -> nn.Module:  # fmt: skip
     torch.manual_seed(7)
-    config = CONFIGS[family].__class__(**{**CONFIGS[family].to_diff_dict(), "num_labels": labels})
+    changed = {"num_labels": labels, "num_hidden_layers": layers}
+    config = CONFIGS[family].__class__(**{**CONFIGS[family].to_diff_dict(), **changed})
     module = AUTO[kind].from_config(config, attn_implementation="eager")
     for name, parameter in module.named_parameters():
         if name.endswith("sinks"):

@@ -240,13 +240,18 @@ def test_a_worker_that_is_killed(server: ServerProcess, faults: Faults, threads:
     assert server.ready()
 
 
+@pytest.mark.timeout(600)  # three workers are started anew, one after the other
 def test_an_item_that_kills_the_worker(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
     """C41, C43: it alone is answered `worker_crash`, the rest get their scores, and the model stays in service."""
     asked = items(6)
     expected = scores(ask(server, asked))
     faults.set("exit", tokens=asked[2]["tokens"])
-    other = threads.submit(ask, server, items(5))
-    reply = answers(server.http.post("/v1/rewards", json={"items": asked, "cache": False}, timeout=240))
+
+    def patient(content: list[dict[str, Any]]) -> httpx.Response:
+        return server.http.post("/v1/rewards", json={"items": content, "cache": False}, timeout=240)
+
+    other = threads.submit(patient, items(5))  # it waits for the same workers
+    reply = answers(patient(asked))
     assert reply[2]["error"]["type"] == "worker_crash"
     rest = [item["scores"][0] for i, item in enumerate(reply) if i != 2]
     assert rest == pytest.approx(expected[:2] + expected[3:], abs=1e-5)

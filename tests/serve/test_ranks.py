@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import copytree
 
+import httpx
 import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -29,7 +30,9 @@ from tests.serve.test_chaos import MALFORMED, content, until
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 LONG = pytest.mark.skipif(not SOAK, reason="PLAUDIT_SOAK runs it")
 CLIENTS = 64 if SOAK else 8
-TREE = {"models": {"sums": {"path": "sums", "tensor_parallel": 2, "rank_seconds": 4.0, "kv_bytes": 4 << 20}}}
+MODEL = {"path": "sums", "rank_seconds": 4.0, "kv_bytes": 4 << 20}
+TREE = {"models": {"sums": {**MODEL, "tensor_parallel": 2}}}
+STAGED = {"models": {"sums": {**MODEL, "pipeline_parallel": 2}}}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 EMBEDDED = Path(plaudit.__path__[0]) / "embedded"
 
@@ -47,14 +50,23 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
+def staged() -> Iterator[ServerProcess]:
+    with ServerProcess(STAGED) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def expected() -> list[list[float]]:
     reward = load_reward("sums")
     items = [[Item(tokens=tuple(entry["tokens"])) for entry in content(number)] for number in range(40)]
     return [[score.value for score in reward.score(some)] for some in items]  # type: ignore[union-attr, misc]
 
 
-def good(server: ServerProcess, number: int, expected: list[list[float]]) -> None:
-    reply = server.http.post("/v1/rewards", json={"items": content(number % 40), "cache": False}, timeout=300)
+def good(
+    server: ServerProcess, number: int, expected: list[list[float]], http: httpx.Client | None = None
+) -> None:  # fmt: skip
+    asked = {"items": content(number % 40), "cache": False}
+    reply = (http or server.http).post("/v1/rewards", json=asked, timeout=300)
     assert reply.status_code == 200, reply.text
     found = [item["scores"][0] for item in reply.json()["items"]]
     assert found == pytest.approx(expected[number % 40], abs=1e-5)
@@ -64,6 +76,12 @@ def test_two_ranks_score_as_one_process_does(server: ServerProcess, expected: li
     assert len(ranks(server)) == 1
     for number in range(20):
         good(server, number, expected)
+
+
+@pytest.mark.slow
+def test_two_stages_score_as_one_process_does(staged: ServerProcess, expected: list[list[float]]) -> None:
+    for number in range(20):
+        good(staged, number, expected)
 
 
 def replaced(server: ServerProcess, pid: int) -> bool:
@@ -91,10 +109,11 @@ class load:
 
     def ask(self, client: int) -> None:
         number = client
-        while self.going:
-            number += self.clients
-            good(self.server, number, self.expected)
-            self.answered[client] += 1
+        with httpx.Client(base_url=self.server.url) as http:
+            while self.going:
+                number += self.clients
+                good(self.server, number, self.expected, http)
+                self.answered[client] += 1
 
     def __exit__(self, *_: object) -> None:
         self.going = False
@@ -118,26 +137,33 @@ def test_malformed_requests_against_a_group_under_load(server: ServerProcess, ex
     assert server.metric("plaudit_worker_restarts_total") == before
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "blow"),
+    ("shape", "rank", "blow"),
     [
-        (1, signal.SIGKILL), (1, signal.SIGSTOP), pytest.param(0, signal.SIGKILL, marks=LONG),
-        pytest.param(0, signal.SIGSTOP, marks=LONG),
+        ("server", 1, signal.SIGKILL), ("server", 1, signal.SIGSTOP), ("staged", 1, signal.SIGKILL),
+        pytest.param("server", 0, signal.SIGKILL, marks=LONG), pytest.param("server", 0, signal.SIGSTOP, marks=LONG),
+        pytest.param("staged", 0, signal.SIGKILL, marks=LONG), pytest.param("staged", 0, signal.SIGSTOP, marks=LONG),
+        pytest.param("staged", 1, signal.SIGSTOP, marks=LONG),
     ],
 )  # fmt: skip
 def test_each_rank_killed_and_stopped_under_load(
-    server: ServerProcess, expected: list[list[float]], rank: int, blow: signal.Signals
-) -> None:
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None], expected: list[list[float]],
+    shape: str, rank: int, blow: signal.Signals,
+) -> None:  # fmt: skip
+    server: ServerProcess = request.getfixturevalue(shape)
     until("ready", server.ready)
     with load(server, expected, CLIENTS) as answered:
         (worker,), (other,) = server.workers(), ranks(server)
         began = time.monotonic()
         (worker if rank == 0 else other).send_signal(blow)
-        until("replaced", lambda: replaced(server, other.pid))
-        print(f"rank {rank} {blow.name}: ready again after {time.monotonic() - began:.1f} s")
+        until("replaced", lambda: replaced(server, other.pid), 240)
+        record_property("ready_seconds", round(time.monotonic() - began, 1))
         done = sum(answered.values())
         until("at work", lambda: sum(answered.values()) > done + CLIENTS)
+    record_property("clients", CLIENTS)
+    record_property("answered", sum(answered.values()))
     gone = [p for p in (worker, other) if p.is_running()]
     assert not psutil.wait_procs(gone, timeout=20)[1]
 
