@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +23,10 @@ from plaudit.core.sampler import Sampler
 class Span:
     """The tokens of one sequence that a step computes. Token i of the sequence lives in blocks[i // block_size]."""
 
-    tokens: Sequence[int]  # the new ones
+    tokens: Sequence[int] | np.ndarray  # the new ones
     start: int  # position of the first: as many tokens before it have their KV in the blocks, or get it in this step
-    blocks: Sequence[int]  # enough for start + len(tokens) tokens
-    wanted: Sequence[int] = ()  # which of the new tokens' hidden rows are asked for, counted from `start`
+    blocks: Sequence[int] | np.ndarray  # enough for start + len(tokens) tokens
+    wanted: Sequence[int] | np.ndarray = ()  # which of the new tokens' hidden rows are asked for, counted from `start`
 
 
 @dataclass(frozen=True)

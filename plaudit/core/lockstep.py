@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -32,10 +32,10 @@ from plaudit.errors import RankLost, RequestError, one_line
 
 OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END = range(6)
 HEARTBEAT_SECONDS = 1.0
-HEAD = 2048  # numbers of a message that travel at once; a longer one needs a second exchange
+LEAST = 2048  # numbers of a message that travel at once; one longer than the room for it needs a second exchange
 
 
-@dataclass(frozen=True)
+@dataclass
 class Channel:
     """messages   a gloo group for what is computed
     tensors    the group in which products add up, that of a stage: gloo for a CPU, NCCL for GPUs
@@ -51,28 +51,34 @@ class Channel:
     on_loss: Callable[[str], None] | None = None
     stages: dist.ProcessGroup | None = None
     last: int = 0
+    room: int = LEAST
 
     def tell(self, kind: int, *parts: np.ndarray) -> None:
         opening = np.array([0, kind, len(parts), *map(len, parts)], dtype=np.int32)
-        opening[0] = len(opening) + sum(map(len, parts))
-        flat = np.concatenate([opening, *(part.astype(np.int32, copy=False) for part in parts)])
-        head = np.zeros(HEAD, dtype=np.int32)
-        head[: min(HEAD, len(flat))] = flat[:HEAD]
-        dist.broadcast(torch.from_numpy(head), 0, self.messages)
-        if len(flat) > HEAD:
-            dist.broadcast(torch.from_numpy(flat[HEAD:]), 0, self.messages)
+        count = opening[0] = len(opening) + sum(map(len, parts))
+        flat = np.zeros(max(count, self.room), dtype=np.int32)
+        np.concatenate([opening, *parts], out=flat[:count], casting="unsafe")
+        dist.broadcast(torch.from_numpy(flat[: self.room]), 0, self.messages)
+        if count > self.room:
+            dist.broadcast(torch.from_numpy(flat[self.room :]), 0, self.messages)
+        self._make_room(count)
 
     def hear(self) -> tuple[int, list[np.ndarray]]:
-        head = torch.zeros(HEAD, dtype=torch.int32)
-        dist.broadcast(head, 0, self.messages)
-        flat = head.numpy()
-        if flat[0] > HEAD:
-            rest = torch.zeros(int(flat[0]) - HEAD, dtype=torch.int32)
-            dist.broadcast(rest, 0, self.messages)
-            flat = np.concatenate([flat, rest.numpy()])
-        count = int(flat[2])
-        ends = 3 + count + np.cumsum(flat[3 : 3 + count])
-        return int(flat[1]), np.split(flat[3 + count : int(flat[0])], ends[:-1] - 3 - count) if count else []
+        flat = np.zeros(self.room, dtype=np.int32)
+        dist.broadcast(torch.from_numpy(flat), 0, self.messages)
+        count = int(flat[0])
+        if count > self.room:
+            rest = np.zeros(count - self.room, dtype=np.int32)
+            dist.broadcast(torch.from_numpy(rest), 0, self.messages)
+            flat = np.concatenate([flat, rest])
+        self._make_room(count)
+        first = 3 + int(flat[2])
+        ends = first + np.cumsum(flat[3:first])
+        return int(flat[1]), np.split(flat[first:count], ends[:-1] - first) if len(ends) else []
+
+    def _make_room(self, count: int) -> None:
+        """The next message is likely as long as this one, and both sides know how long this one was."""
+        self.room = max(LEAST, 1 << (count - 1).bit_length())
 
     def returned(self, rows: Tensor) -> Tensor:
         """The last stage's rows on rank 0. Every rank has as many of its own."""
@@ -138,8 +144,9 @@ class Leader(Backend):
             return self.channel.returned(self.inner.rows(packed, wanted))
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
-        with self._together(FORWARD, *_packed_spans(spans, copies)):
-            return self.channel.returned(self.inner.forward(spans, copies))
+        parts = packed_spans(spans, copies)
+        with self._together(FORWARD, *parts):
+            return self.channel.returned(self.inner.forward(unpacked_spans(parts), copies))
 
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
         tables, noted = batch.tables.tolist(), []
@@ -196,7 +203,7 @@ def follow(module: nn.Module, channel: Channel) -> None:
         elif kind == CLOSE:
             backend.close()
         elif kind == FORWARD:
-            channel.returned(backend.forward(*_unpacked_spans(parts)))
+            channel.returned(backend.forward(unpacked_spans(parts), unpacked_copies(parts)))
         elif kind == ROWS:
             channel.returned(backend.rows(*_unpacked_rows(parts, decoder.device)))
         elif kind == HEARTBEAT:
@@ -205,7 +212,7 @@ def follow(module: nn.Module, channel: Channel) -> None:
             return
 
 
-def _packed_spans(spans: Sequence[Span], copies: Sequence[Copy]) -> list[np.ndarray]:
+def packed_spans(spans: Sequence[Span], copies: Sequence[Copy]) -> list[np.ndarray]:
     columns = ([s.tokens for s in spans], [s.blocks for s in spans], [s.wanted for s in spans])
     flat = [np.fromiter(chain.from_iterable(rows), np.int32, sum(map(len, rows))) for rows in columns]
     shapes = np.array([(s.start, len(s.tokens), len(s.blocks), len(s.wanted)) for s in spans], dtype=np.int32)
@@ -213,16 +220,17 @@ def _packed_spans(spans: Sequence[Span], copies: Sequence[Copy]) -> list[np.ndar
     return [shapes.ravel(), *flat, copied.ravel()]
 
 
-def _unpacked_spans(parts: Sequence[np.ndarray]) -> tuple[list[Span], list[Copy]]:
-    shapes, tokens, blocks, wanted, copied = (part.tolist() for part in parts)
-    spans = []
-    at = [0, 0, 0]
-    for i in range(0, len(shapes), 4):
-        start, *counts = shapes[i : i + 4]
-        new, own, asked = (flat[a : a + n] for flat, a, n in zip((tokens, blocks, wanted), at, counts, strict=True))
-        spans.append(Span(new, start, own, asked))
-        at = [a + n for a, n in zip(at, counts, strict=True)]
-    return spans, [Copy(*copied[i : i + 4]) for i in range(0, len(copied), 4)]
+def unpacked_spans(parts: Sequence[np.ndarray]) -> list[Span]:
+    """As views of the arrays: nobody needs the numbers one by one any more."""
+    shapes, *flat, _ = parts
+    starts, *counts = shapes.reshape(-1, 4).T
+    ends = [np.cumsum(count).tolist() for count in counts]
+    cut = [[each[a:b] for a, b in pairwise([0, *end])] for each, end in zip(flat, ends, strict=True)]
+    return [Span(tokens, start, *rest) for start, tokens, *rest in zip(starts.tolist(), *cut, strict=True)]
+
+
+def unpacked_copies(parts: Sequence[np.ndarray]) -> list[Copy]:
+    return [Copy(*numbers) for numbers in parts[-1].reshape(-1, 4).tolist()]
 
 
 def _unpacked_rows(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Packed, Tensor]:

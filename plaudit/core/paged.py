@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ class PagedBackend(Backend):
         new = np.concatenate([at[s.start :] for at, s in zip(slots, spans, strict=True)])
         pairs = [(c.source * size + i, c.target * size + i) for c in copies for i in range(c.first, c.first + c.tokens)]
         both = send(np.array(pairs).T, device) if pairs else None
-        tokens = np.fromiter((t for s in spans for t in s.tokens), dtype=np.int64, count=int(counts.sum()))
+        tokens = _end_to_end([s.tokens for s in spans], int(counts.sum()))
         positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
         wanted = [int(first) + row for first, s in zip(starts, spans, strict=True) for row in s.wanted]
         return Step(
@@ -120,3 +121,9 @@ class PagedBackend(Backend):
             position_ids=send(positions, device)[None],
             wanted=send(np.array(wanted, dtype=np.int64), device),
         )
+
+
+def _end_to_end(parts: Sequence[Sequence[int] | np.ndarray], count: int) -> np.ndarray:
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, dtype=np.int64)
+    return np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=count)

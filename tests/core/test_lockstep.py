@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plaudit.core import Engine
 from plaudit.core.backend import Copy, Span
-from plaudit.core.lockstep import _packed_spans, _unpacked_spans
+from plaudit.core.lockstep import packed_spans, unpacked_copies, unpacked_spans
 from plaudit.core.packing import trunk
 from plaudit.core.split import split_parts
 from plaudit.errors import ModelError
@@ -102,6 +102,11 @@ def test_heads_that_do_not_divide_are_refused_with_the_equation() -> None:
 def test_a_step_comes_out_of_its_message_as_it_went_in() -> None:
     spans = [Span([5, 6, 7], 16, [3, 9], [2]), Span([8], 0, [4], []), Span([1, 2], 3, [0], [0, 1])]
     copies = [Copy(1, 2, 0, 7), Copy(9, 3, 4, 2)]
-    parts = [np.asarray(part) for part in _packed_spans(spans, copies)]
-    assert _unpacked_spans(parts) == (spans, copies)
-    assert _unpacked_spans([np.asarray(p) for p in _packed_spans(spans, [])]) == (spans, [])
+    for given in (copies, []):
+        parts = packed_spans(spans, given)
+        found = [
+            Span(s.tokens.tolist(), s.start, s.blocks.tolist(), s.wanted.tolist())  # type: ignore[union-attr]
+            for s in unpacked_spans(parts)
+        ]
+        assert found == spans
+        assert unpacked_copies(parts) == given
