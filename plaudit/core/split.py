@@ -2,7 +2,7 @@
 
 Each rank keeps whole heads: columns of q, k, v, gate and up, rows of o and down. A rank's layers are plain modules over
 its own part of the weights, and only the row-wise ones exchange anything: their products add up over the ranks. So
-hidden rows are whole, and equal, on every rank of a stage (stages.py), and embeddings, norms and heads stay as they are.
+hidden rows are whole, and equal, on every rank of a stage (stages.py); embeddings, norms and heads stay as they are.
 (torch's DTensor, which training uses, would do the same arithmetic at the price of a dispatch for every operation, and
 the lean trunk could not read its weights.) All of it is done to a module on the meta device, before weights are read.
 """
