@@ -127,7 +127,7 @@ class Examined:
     kind: Kind
 
 
-def examine(directory: Path, dtype: str) -> Examined:
+def examine(directory: Path, dtype: str, device: str) -> Examined:
     if dtype not in DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
     check_device(device)
@@ -149,7 +149,7 @@ def _load(
     directory: Path, kind: Kind, dtype: str, device: str, labels: int | None = None, fresh_head: bool = False,
     seed: int = 0,
 ) -> Loaded:  # fmt: skip
-    seen = examine(directory, dtype)
+    seen = examine(directory, dtype, device)
     config, tokenizer, found = seen.config, seen.tokenizer, seen.kind
     if found != kind and not (fresh_head and kind != "policy"):
         raise ModelError(_wrong_kind(directory, found, kind))

@@ -74,10 +74,10 @@ class Outline:
         return {self.stored[name].file for name in sources}
 
 
-def outline(path: str | Path, dtype: str) -> Outline:
+def outline(path: str | Path, dtype: str = "float32", device: str = "cpu") -> Outline:
     """Whatever the directory holds, checked as `load_any` checks it."""
     directory = catalog.resolve(path)
-    seen = examine(directory, dtype)
+    seen = examine(directory, dtype, device)
     module, stored = seen.module, weights.renamed(seen.module, seen.stored)[0]
     if seen.kind == "value":
         module = ValueModel(module)

@@ -123,7 +123,7 @@ def load_worker(
 
 def load_part(table: ReadByEngine, ranks: Ranks) -> tuple[Loaded, str, Channel]:
     """One rank's part of a model, and nothing else of it in memory."""
-    place, whole = ranks.place, outline(table.path, table.dtype)
+    place, whole = ranks.place, outline(table.path, table.dtype, ranks.device)
     module = deepcopy(whole.module)
     cuts = keep_part(module, place)
     fill(module, whole.read, cuts, ranks.device)

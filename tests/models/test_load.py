@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from plaudit import models
-from plaudit.errors import ModelError
+from plaudit.errors import ConfigError, ModelError
 
 from .builders import IDS, VOCABULARY, byte_tokenizer, causal, classifier, same, write_plain
 
@@ -186,7 +186,7 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
     write_plain(causal(), tmp_path)
     with pytest.raises(ModelError, match="unknown dtype 'float23'; did you mean 'float32'"):
         models.load_policy(tmp_path, dtype="float23")
-    with pytest.raises(ModelError, match="on device 'cuda:77'"):
+    with pytest.raises(ConfigError, match="device = 'cuda:77'"):
         models.load_policy(tmp_path, device="cuda:77")
     (tmp_path / "config.json").write_text('{"architectures": ')
     with pytest.raises(ModelError, match=r"config.json is not JSON"):
