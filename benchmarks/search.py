@@ -113,7 +113,8 @@ class Worker:
         from plaudit.config.search import load_search
         from plaudit.search.search import Search
 
-        overrides = {"data.limit": 1, "search.width": 4}
+        # Many processes: a GPU, where there is one, is left alone.
+        overrides = {"data.limit": 1, "search.width": 4, "model.device": "cpu", "prm.device": "cpu"}
         self.base = load_search(None, overrides, [f"seed={seed}", "lanes=1", "threads=1"])
         self.first = Search(self.base)
         self.remembering = Remembering(self.first.policy, self.first.scorer)
