@@ -505,7 +505,7 @@ def bench_weight_channels(
 
 @bench.command("memory")
 def bench_memory_of_placements(
-    recipe: Annotated[Path, typer.Argument(help="An RL recipe, such as recipes/sums-ppo.toml.")],
+    recipe: Annotated[Path, typer.Argument(help="An RL recipe, such as recipes/sums-grpo.toml.")],
     placements: Annotated[str, typer.Option(metavar="A,B,C", help="Placements to run. Default: all.")] = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps in each.")] = 2,
     sets: Sets = [],  # noqa: B006 (typer copies it)

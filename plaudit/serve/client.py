@@ -9,7 +9,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from plaudit.serve.client_replicas import Replica, Replicas
 DEFAULT_URL = "http://127.0.0.1:5555"
 CONNECTIONS = 64  # to each server
 CONNECT_SECONDS = 5.0
+PROBE_EVERY, PROBE_SECONDS = 10.0, 5.0  # of a server that keeps a request waiting, where there is another to ask
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 RESCORES = 2  # of the part of a call that an older version scored, before it is given up
 
@@ -43,6 +44,10 @@ class _Answer:
 
 class _TryAgain(Exception):
     """An attempt failed in a way that another may not."""
+
+
+class _Silent(_TryAgain):
+    """The server does not even say that it lives."""
 
 
 class AsyncRewardClient:
@@ -71,7 +76,8 @@ class AsyncRewardClient:
             headers["Authorization"] = f"Bearer {api_key}"
         # The addresses are the caller's: redirects are not followed, and proxies of the environment not used.
         self._http = httpx.AsyncClient(
-            headers=headers, limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            headers=headers,
+            limits=httpx.Limits(max_connections=2 * connections, max_keepalive_connections=connections),  # and probes
             transport=transport, follow_redirects=False, trust_env=False,
         )  # fmt: skip
 
@@ -169,6 +175,9 @@ class AsyncRewardClient:
         try:
             reply = await self._post(replica.url, body, seconds)
             _check_status(replica, reply)
+        except _Silent:
+            replica.silent()
+            raise
         except _TryAgain:
             if not replica.resting:  # one that says when to come back is alive
                 replica.failed()
@@ -188,13 +197,30 @@ class AsyncRewardClient:
         """With the seconds it has, so that the server does not compute for nobody."""
         headers = {} if seconds is None else {"X-Deadline": f"{seconds:.3f}"}
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        post = self._http.post(f"{url}/v1/rewards", content=body, headers=headers, timeout=timeout)
         try:
             async with asyncio.timeout(seconds):
-                return await self._http.post(f"{url}/v1/rewards", content=body, headers=headers, timeout=timeout)
+                return await (post if len(self.urls) == 1 else self._while_it_lives(url, post))
         except TimeoutError:
             raise _TryAgain(f"{url} did not answer in {seconds:.1f} s") from None
         except httpx.RequestError as error:
             raise _TryAgain(f"{url} cannot be reached ({type(error).__name__}: {error})") from None
+
+    async def _while_it_lives(self, url: str, post: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+        """The reply. A process that was stopped takes requests and answers none, not even whether it lives; one that
+        computes for long answers that, however it does."""
+        reply = asyncio.create_task(post)
+        try:
+            while not (await asyncio.wait({reply}, timeout=PROBE_EVERY))[0]:
+                try:
+                    async with asyncio.timeout(PROBE_SECONDS):
+                        await self._http.get(f"{url}/health/live", timeout=None)
+                except (TimeoutError, httpx.RequestError):
+                    if not reply.done():
+                        raise _Silent(f"{url} does not answer, nor does its /health/live") from None
+            return reply.result()
+        finally:
+            reply.cancel()
 
     def _names(self) -> str:
         return ", ".join(self.urls)

@@ -15,7 +15,7 @@ LONGEST_REST = 60.0  # a server that asks for more is asked again after this
 @dataclass(slots=True)
 class Replica:
     """rest_until  the server itself asked not to be asked before (Retry-After)
-    out_until   we leave it alone: it failed several times in a row
+    out_until   we leave it alone: it failed several times in a row, or was silent
     """
 
     url: str
@@ -35,6 +35,11 @@ class Replica:
         self.failures += 1
         if self.failures >= EJECT_AFTER:
             self.out_until = time.monotonic() + COOL_DOWN
+
+    def silent(self) -> None:
+        """It says nothing, not even that it lives: it is out at once, and for longer."""
+        self.failures = EJECT_AFTER
+        self.out_until = time.monotonic() + LONGEST_REST
 
     def rest(self, seconds: float) -> None:
         self.rest_until = time.monotonic() + min(seconds, LONGEST_REST)

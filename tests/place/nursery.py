@@ -25,7 +25,8 @@ class Nursery:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", CODE.format(theirs.fileno())], pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                # A look for GPUs that does not start the driver, which no fork survives.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )  # fmt: skip
         self.workers: list[Forked] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from plaudit import AsyncRewardClient, RewardClient
 from plaudit.errors import BadReply, ConfigError, RequestError, RequestRefused, RewardUnavailable, VersionChanged
 from plaudit.records import Item, Score, StepScores
 from plaudit.reward import load_reward
+from plaudit.serve import client as client_module
 from plaudit.serve.client import InProcess
 from plaudit.serve.client_replicas import EJECT_AFTER, Replicas
 from plaudit.worlds import get_world
@@ -266,6 +268,28 @@ def test_a_server_that_hangs_costs_the_timeout_and_no_more() -> None:
             assert 0.5 <= time.monotonic() - began < 10
         with Scripted() as sound, RewardClient([hung.url, sound.url], timeout=4) as client:
             assert values(client.score(numbers(640))) == [float(i) for i in range(640)]
+
+
+def test_one_of_two_servers_that_is_stopped_is_left_and_one_that_is_slow_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(client_module, "PROBE_SECONDS", 0.2)
+
+    def slowly(number: int, asked: Asked) -> Answer:
+        time.sleep(1.0)
+        return Answer(right(asked))
+
+    # As of a stopped process: the kernel takes connections and requests, and nobody answers.
+    with socket.create_server(("127.0.0.1", 0)) as stopped, Scripted(slowly) as slow:
+        urls = [f"http://127.0.0.1:{stopped.getsockname()[1]}", slow.url]
+        with RewardClient(urls, timeout=240) as client:
+            for _ in range(2):
+                assert values(client.score(numbers(100))) == [float(i) for i in range(100)]
+        once = len(slow.asked)
+        with RewardClient(slow.url) as client:
+            assert values(client.score(numbers(100))) == [float(i) for i in range(100)]
+    assert once == 2 * (len(slow.asked) - once), "nothing was asked twice of the slow one"
 
 
 def test_a_server_that_comes_back_is_waited_for() -> None:

@@ -79,14 +79,3 @@ def test_a_guard_ends_with_its_process(start: Callable[[str], "subprocess.Popen[
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     until(lambda: not beside.is_running() or beside.status() == psutil.STATUS_ZOMBIE)
-
-
-@pytest.mark.slow
-def test_a_guard_ends_and_names_a_stopped_process(start: Callable[[str], "subprocess.Popen[str]"]) -> None:
-    process = start(f"{GUARDED} {ASLEEP}")
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGSTOP)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == -signal.SIGKILL
-    assert said == f"plaudit: rank 7 (pid {process.pid}) was stopped (SIGSTOP) for 10 s and was ended\n"
