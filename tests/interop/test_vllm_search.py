@@ -24,6 +24,7 @@ from plaudit.search.remote import RemotePolicy
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search
 from tests.interop.environments import ROOT
+from tests.serve.process import ServerProcess
 
 pytestmark = pytest.mark.interop
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -143,6 +144,20 @@ def test_drawn_steps_are_whole_and_as_likely_as_the_server_says(url: str) -> Non
                 assert node.logprob == pytest.approx(float(np.mean(drawn)), abs=1e-3)
     again = searched(remote(url, "rebase").model_copy(update={"concurrent": 1}))
     assert [nodes(o) for o in again] == [nodes(o) for o in found], "by seed, whatever is asked beside it"
+
+
+def test_with_a_served_prm_no_question_waits_and_nothing_changes(url: str) -> None:
+    with ServerProcess(None, "--model", "sums-steps") as scoring:
+        prm = load_search(None, {"search.method": "rebase"}, [f'prm={{url="{scoring.url}"}}']).prm
+        alone = remote(url, "rebase").model_copy(update={"prm": prm})
+        assert alone.groups == alone.concurrent
+        together = searched(alone.model_copy(update={"lanes": 1}))
+        assert [nodes(o) for o in searched(alone)] == [nodes(o) for o in together]
+    for local, served in zip(searched(remote(url, "rebase")), together, strict=True):
+        assert nodes(served) == nodes(local)
+        assert [n.score for n in served.tree.nodes] == [
+            None if n.score is None else pytest.approx(n.score, abs=1e-5) for n in local.tree.nodes
+        ]
 
 
 def test_a_server_that_tells_no_tokens_is_asked_by_text(url: str) -> None:
