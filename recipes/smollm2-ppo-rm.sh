@@ -13,6 +13,6 @@ port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0));
 echo "the reward model is served on http://127.0.0.1:$port (log: runs/smollm2-serve.log)"
 $plaudit serve --config "$recipes/smollm2-serve.toml" --port "$port" > runs/smollm2-serve.log 2>&1 &
 server=$!
-trap 'kill $server; wait $server || true' EXIT
+trap 'kill $server 2> /dev/null || true; wait $server || true' EXIT
 $plaudit train "$recipes/smollm2-ppo-rm.toml" --fresh --set reward.url="http://127.0.0.1:$port"
 $plaudit report runs/smollm2-ppo-rm runs/smollm2-reward
