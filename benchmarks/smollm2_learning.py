@@ -30,7 +30,7 @@ def start(recipe: Path, seed: int, sets: list[str], run: Path) -> subprocess.Pop
 
 
 def curve(run: Path) -> dict[str, Any]:
-    seconds, held, trained = 0.0, [], []
+    seconds, held, trained, apart, kl = 0.0, [], [], [], []
     for line in (run / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         values = event.get("values", {})
@@ -41,8 +41,11 @@ def curve(run: Path) -> dict[str, Any]:
         if "time/step" in values:
             seconds += values["time/step"]
             trained.append(round(values["reward/mean"], 4))
+            apart.append(round(values["mismatch/abs_mean"], 5))
+            kl.append(round(values["mismatch/k3"], 6))
     summary = json.loads((run / "summary.json").read_text())
-    return {"heldout": held, "trained": trained, "seconds": seconds, "summary": summary}
+    mismatch = {"abs_mean": apart, "k3": kl}  # of the engine's log-probs and the trainer's
+    return {"heldout": held, "trained": trained, "mismatch": mismatch, "seconds": seconds, "summary": summary}
 
 
 def main() -> None:

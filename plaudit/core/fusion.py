@@ -88,7 +88,8 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _rotary_or(original: Call) -> Call:
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
-        if rest or named or not query.is_cuda or cos.requires_grad or cos.shape[-1] != query.shape[-1]:
+        packed = query.is_cuda and query.shape[0] == 1 and cos.shape[-1] == query.shape[-1]
+        if rest or named or not packed or cos.requires_grad:
             return original(query, key, cos, sin, *rest, **named)
         return differentiable.rotary(query, key, cos, sin)
 

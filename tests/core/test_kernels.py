@@ -137,7 +137,7 @@ def test_a_model_learns_by_fused_kernels_as_without() -> None:
     fusion = Fusion(model.model)
     assert len(fusion.forwards) == 2 * 5 + 1  # two layers: two norms, two of queries and keys, a gate; the last norm
     assert len(fusion.functions) == 1
-    ids = torch.randint(3, 80, (2, 9), device=DEVICE)
+    ids = torch.randint(3, 80, (1, 18), device=DEVICE)
 
     def learn() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.zero_grad()
