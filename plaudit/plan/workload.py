@@ -52,6 +52,11 @@ class Workload:
         for name in ("batch", "samples_per_prompt", "updates", "epochs", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
+        if self.batch < self.samples_per_prompt:
+            raise ConfigError(
+                f"batch = {self.batch} responses is less than the {self.samples_per_prompt} samples of one prompt; "
+                f"--batch counts responses: set it to {self.samples_per_prompt} or more"
+            )
         for name in ("prompt", "response", "max_response"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name} = {getattr(self, name)} tokens: expected a number")

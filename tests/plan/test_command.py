@@ -138,6 +138,7 @@ def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
         (("--model", "llama-3.1-8b", "--hardware", "1x1xL40S"), "smallest change that fits: 1x2xL40S (2 devices)"),
         (("--for", "recipes/sums-sft.toml"), "--for plans recipes of task 'rl'"),
         (("--model", "llama-3.1-8b", "--page", "/nowhere/x.html"), "there is no directory"),
+        (("--model", "llama-3.1-8b", "--batch", "3", "--samples", "8"), "set it to 8 or more"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_no_traceback(words: tuple[str, ...], told: str) -> None:
