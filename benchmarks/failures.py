@@ -1,0 +1,52 @@
+"""What dies under 64 clients, and how long it takes until all is ready again.
+
+    python benchmarks/failures.py
+
+Runs the tests that kill (SIGKILL) and stop (SIGSTOP) ranks, stages, replicas, Ray Serve's replicas and its controller
+under load, and that swap versions meanwhile. Every reply is compared with the right scores of the version it names: a
+lost, doubled or wrong item fails the test. Writes benchmarks/results/failures.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "failures.json"
+FILES = ("test_ranks.py", "test_replicas.py", "test_ray.py")
+LOADED = "under_load or killed_or_stopped"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "tests.xml"
+        paths = [str(ROOT / "tests" / "serve" / name) for name in FILES]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={file}", "-k", LOADED]
+        environment = {**os.environ, "PLAUDIT_SOAK": "1", "OMP_NUM_THREADS": "1"}
+        code = subprocess.run([*command, *paths], cwd=ROOT, env=environment, check=False).returncode
+        cases = list(ElementTree.parse(file).iter("testcase"))
+    results = []
+    for case in cases:
+        numbers = {each.attrib["name"]: json.loads(each.attrib["value"]) for each in case.iter("property")}
+        passed = not any(child.tag in ("failure", "error", "skipped") for child in case)
+        name = case.attrib["classname"].rpartition(".")[2] + "." + case.attrib["name"]
+        results.append({"test": name, "passed": passed, **numbers})
+    result = {
+        "tests": results, "lost_or_doubled": 0 if code == 0 else None, "cores": os.cpu_count(),
+        "machine": platform.processor() or platform.machine(), "date": datetime.now(UTC).date().isoformat(),
+    }  # fmt: skip
+    print(json.dumps(result, indent=2))
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
