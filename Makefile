@@ -46,7 +46,7 @@ slow: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.encoder
 interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m interop -rs tests/interop
 
-soak: $(INSTALLED)
+soak: $(INSTALLED) $(VENV)/.ray
 	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py --timeout 3600
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py tests/serve/test_ranks.py tests/serve/test_replicas.py tests/serve/test_ray.py
 
@@ -58,7 +58,7 @@ check: $(INSTALLED)
 	@$(BIN)/mypy plaudit
 	@$(BIN)/python -m pytest tests/test_imports.py
 
-bench: $(INSTALLED) .venv-vllm/.installed .venv-pytriton/.installed .venv-interop/.installed
+bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed .venv-interop/.installed
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 	@$(BIN)/plaudit bench weights --out benchmarks/results
 

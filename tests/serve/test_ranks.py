@@ -236,6 +236,19 @@ def test_ranks_with_other_weights_end_with_one_line_each(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_stage_with_damaged_weights_is_named(tmp_path: Path) -> None:
+    """Only it can see that; rank 0 sees a broken connection, and hears why."""
+    file = copytree(EMBEDDED / "sums", tmp_path / "model") / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"][:] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    arguments = ("--model", f"sums={tmp_path / 'model'}", "--pipeline-parallel", "2")
+    with ServerProcess(None, *arguments, wait=False) as began:
+        assert began.process.wait(120) == 2
+        assert "cannot serve sums: rank 1 of 2: LlamaForSequenceClassification gives values that are not" in began.log()
+
+
+@pytest.mark.slow
 def test_a_node_that_is_missing_is_named(tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('[models.sums]\npath = "sums"\ntensor_parallel = 2\njoin_seconds = 2.0\n')
