@@ -30,9 +30,10 @@ def run(name: str) -> list[dict[str, Any]]:
     """What the tests of a file say, each with whether it passed."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={file}", "-k", LOADED]
+        options = ("-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={file}", "-k", LOADED)
         environment = {**os.environ, "PLAUDIT_SOAK": "1", "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, str(ROOT / "tests" / "serve" / name)], cwd=ROOT, env=environment, check=False)
+        path = str(ROOT / "tests" / "serve" / name)
+        subprocess.run([sys.executable, "-m", "pytest", *options, path], cwd=ROOT, env=environment, check=False)
         cases = list(ElementTree.parse(file).iter("testcase"))
     results = []
     for case in cases:
