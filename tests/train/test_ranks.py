@@ -253,7 +253,7 @@ def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_
 def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen(  # sooner than a guard would end it
-        command(file, run, 2, 1, "--set", "resources.timeout=6"), env=ENV, stderr=subprocess.PIPE, text=True
+        command(file, run, 2, 1, "--set", "resources.timeout=9"), env=ENV, stderr=subprocess.PIPE, text=True
     )
     begun(run, child)
     ranks = ranks_of(child.pid)
