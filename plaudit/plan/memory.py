@@ -12,10 +12,8 @@ from plaudit.plan.constants import Constants
 from plaudit.plan.decode import Replica
 from plaudit.plan.hardware import DTYPE_BYTES
 from plaudit.plan.term import Term, total
-from plaudit.plan.training import Trainer
+from plaudit.plan.training import OWN_LOGITS, Trainer
 
-OWN_LOGITS = 1 << 24
-"""Logits that Plaudit's trainer holds at once."""
 GROUP_RATIO, GROUP_SLACK = 0.25, 4.0
 """How much longer than its shortest a sequence of a group may be, where attention goes by groups."""
 HOST_SLACK = 1.5

@@ -17,6 +17,8 @@ from plaudit.plan.links import Links
 from plaudit.plan.model_shape import ModelShape
 from plaudit.plan.term import Term, total
 
+OWN_LOGITS = 1 << 24
+"""Logits that Plaudit's trainer holds at once."""
 FORMULAS = {
     "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward + 1 if recomputed) / (tp · pp) / "
     "(FLOP/s · gemm_share)",
@@ -26,6 +28,8 @@ FORMULAS = {
     "(tp · pp) / (bandwidth · bandwidth_share)",
     "tensor parallel": "layers · 2 gathers and 2 scatters of tokens · hidden · 2 B, forward and again backward",
     "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · 2 B over ep, forward and again backward",
+    "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and the "
+    "head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
     "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
     "the work by",
     "weights gathered": "zero 3: what gathering each layer's weights, and scattering gradients, exceeds the work by",
@@ -96,6 +100,8 @@ class Trainer:
             "tensor parallel": self._tensor_parallel(tokens) * passes,
             "experts' all-to-all": self._all_to_all(tokens) * passes,
         }  # fmt: skip
+        if layout.plain and backward:
+            work["head again"] = self._head_again(tokens, micro_batches, gemm, bandwidth)
         busy = sum(work.values())
         per_expert_layer = fixed.expert_launch_seconds * model.experts / layout.ep
         kernels = (model.layers * fixed.launch_seconds + model.moe_layers * per_expert_layer) / layout.pp
@@ -112,6 +118,14 @@ class Trainer:
             work["optimizer"] = rounds * self._optimizer(bandwidth)
         given = (("sequences", sequences), ("length", length), ("micro-batches", micro_batches), ("tokens", tokens))
         return total(name, [Term(k, v, "s", FORMULAS[k], given) for k, v in work.items() if v], "s")
+
+    def _head_again(self, tokens: float, micro_batches: float, gemm: float, bandwidth: float) -> float:
+        head = self.model.vocab * self.model.hidden / self.layout.tp
+        stretches = micro_batches * math.ceil(tokens / micro_batches * self.model.vocab / OWN_LOGITS)
+        # The product of a stretch is added in place where the head is in fp32; else it is written, read and added.
+        touched = 8.0 if self.dtype == "fp32" else 12.0
+        summed = stretches * head * touched / bandwidth if stretches > micro_batches else 0.0
+        return 2 * tokens * head / gemm + summed
 
     def _tensor_parallel(self, tokens: float) -> float:
         """Of one pass forward. With sequence parallelism an all-reduce is a gather and a scatter: the same bytes."""

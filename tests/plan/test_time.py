@@ -70,6 +70,19 @@ def test_a_training_step_has_six_flops_for_each_parameter_and_token() -> None:
     assert products.value == pytest.approx(6 * LLAMA.active_parameters * 64 * 4096 / 8 / (989e12 * FIXED.gemm_share))
 
 
+def test_our_trainer_makes_its_logits_twice_and_sums_the_head_by_stretches() -> None:
+    layout = TrainingLayout(zero=0, plain=True, micro_tokens=8192)
+    own = Trainer(LLAMA, cluster("1x1xH100"), layout, "bf16", FIXED)
+    parts = {part.name: part.value for part in own.step(16, 1024).parts}
+    chip, head = own.cluster.accelerator, 128256 * 4096
+    products = 2 * 16 * 1024 * head / (chip.bf16 * FIXED.gemm_share)
+    stretches = 2 * 63  # two micro-batches of 8192 tokens, 130 at once
+    summed = stretches * head * 12 / (chip.bandwidth * FIXED.bandwidth_share)
+    assert parts["head again"] == pytest.approx(products + summed)
+    fused = Trainer(LLAMA, own.cluster, TrainingLayout(zero=0, micro_tokens=8192), "bf16", FIXED)
+    assert "head again" not in {part.name for part in fused.step(16, 1024).parts}
+
+
 def test_recomputing_costs_a_forward_pass() -> None:
     def products(recompute: str) -> float:
         layout = TrainingLayout(dp=8, recompute=recompute)
