@@ -28,8 +28,8 @@ FORMULAS = {
     "(tp · pp) / (bandwidth · bandwidth_share)",
     "tensor parallel": "layers · 2 gathers and 2 scatters of tokens · hidden · 2 B, forward and again backward",
     "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · 2 B over ep, forward and again backward",
-    "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and the "
-    "head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
+    "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and "
+    "the head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
     "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
     "the work by",
     "weights gathered": "zero 3: what gathering each layer's weights, and scattering gradients, exceeds the work by",
