@@ -5,6 +5,7 @@ What is measured takes the place of data sheets and fitted shares: the rates are
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -117,6 +118,8 @@ def _memory(where: torch.device) -> float:
 def _reserve(where: torch.device) -> float:
     """What a process that has run a model holds besides it."""
     if where.type == "cuda":
+        gc.collect()  # engines that are done with, and what the allocator keeps of them, are no reserve
+        torch.cuda.empty_cache()
         free, whole = torch.cuda.mem_get_info(where)
         return float(whole - free - torch.cuda.memory_allocated(where))
     pages = int(Path("/proc/self/statm").read_text().split()[1])
