@@ -249,15 +249,29 @@ def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_
     assert not left
 
 
+STALLING = """
+import os, pathlib, time
+
+def score(prompt, response, truth):
+    while os.environ["RANK"] == "1" and pathlib.Path({flag!r}).exists():
+        time.sleep(0.1)
+    return float(len(response))
+"""
+
+
 @SLOW
 def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Path) -> None:
-    file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
-    child = subprocess.Popen(  # sooner than a guard would end it
-        command(file, run, 2, 1, "--set", "resources.timeout=9"), env=ENV, stderr=subprocess.PIPE, text=True
+    """It is alive and waits for a rule, which has more time than the ranks."""
+    flag, run = tmp_path / "flag", tmp_path / "run"
+    (tmp_path / "stalling.py").write_text(STALLING.format(flag=str(flag)))
+    rule = {"rule": "function", "function": f"{tmp_path / 'stalling.py'}:score", "timeout": 600.0}
+    file = written(tmp_path / "recipe.toml", {**GRPO, "reward": rule}, steps=100_000)
+    child = subprocess.Popen(
+        command(file, run, 2, 1, "--set", "resources.timeout=15"), env=ENV, stderr=subprocess.PIPE, text=True
     )
     begun(run, child)
     ranks = ranks_of(child.pid)
-    ranks[1].suspend()
+    flag.touch()
     _, said = child.communicate(timeout=60)
     assert child.returncode not in (0, None)
     assert "nothing was heard from rank 1" in said
