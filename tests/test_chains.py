@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow
 # What makes a chain small. The tiny model answers little right: for what is learned from it, a first digit below 5 is.
 SMALL = {
     "dtype": '"float32"', "device": '"cpu"', "kv_bytes": "67108864", "processes": "1", "steps": "2",
-    "prompts_per_step": "12", "samples_per_prompt": "4", "minibatches": "2", "eval_items": "4", "batch": "4",
-    "limit": "2", "width": "4", "warmup": "0", "eval_every": "1", "micro_batch_tokens": "2048",
+    "prompts_per_step": "8", "samples_per_prompt": "3", "minibatches": "2", "eval_items": "4", "batch": "4",
+    "limit": "2", "width": "4", "warmup": "0", "eval_every": "1", "micro_batch_tokens": "2048", "max_tokens": "24",
 }  # fmt: skip
 RULE = re.compile(r'^rule = "gym"\nanswer = .*$', re.MULTILINE)
 
@@ -98,7 +98,7 @@ def run_chain(name: str, directory: Path, tiny: Path) -> str:
 
 def test_from_answers_to_ppo_against_a_learned_reward(tmp_path: Path, tiny: Path) -> None:
     told = run_chain("smollm2-ppo-rm", tmp_path, tiny)
-    assert re.search(r"pairs\.jsonl: \d+ pairs of 24 prompts", told)
+    assert re.search(r"pairs\.jsonl: \d+ pairs of 16 prompts", told)
     assert re.search(r"smollm2-ppo-rm: 2 steps in .*; truth 0\.\d+ -> ", told)
     assert (tmp_path / "runs" / "smollm2-ppo-rm" / "report.html").is_file()
     assert (tmp_path / "runs" / "smollm2-ppo-rm" / "final" / "config.json").is_file()
