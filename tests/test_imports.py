@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "plaudit"
 
 # Lower layers never import higher ones. What is on one layer may import each other.
 LAYERS = [
-    {"errors", "records", "config", "events", "output"},
+    {"errors", "records", "config", "events", "output", "guard"},
     {"algo", "plan"},
     {"models", "worlds"},
     {"core"},

@@ -24,9 +24,9 @@ from typing import Any
 
 from plaudit.config import RlRecipe, parse_recipe
 from plaudit.errors import ConfigError, PlauditError, RankLost, one_line
+from plaudit.guard import STOPPED, Guard, children
 from plaudit.place.door import Door, knock
 from plaudit.place.ray_cluster import connected, in_bundle, place
-from plaudit.train.guard import STOPPED, Guard, children
 
 START_SECONDS = 120.0
 CONNECT_SECONDS = 60.0

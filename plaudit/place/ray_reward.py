@@ -16,10 +16,10 @@ from typing import Any
 from plaudit.config import RlRecipe
 from plaudit.config.rl import RlRewardTable
 from plaudit.errors import PlauditError, one_line
+from plaudit.guard import guard_this_process
 from plaudit.place.ray_cluster import bundles_of, import_ray, in_bundle, own_group
 from plaudit.records import Item
 from plaudit.reward.reward import Result, Reward
-from plaudit.train.guard import guard_this_process
 from plaudit.train.overdue import Warn
 from plaudit.train.scorer import RewardFailed, local_reward
 

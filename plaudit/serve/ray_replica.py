@@ -20,6 +20,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
 from plaudit.config.reward import ReadByEngine, parse_reward
+from plaudit.guard import guard_this_process
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve import frames
@@ -42,6 +43,8 @@ class ModelReplica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, table: dict[str, Any], environment: dict[str, str], load_seconds: float, host: str | None
     ) -> None:
+        # Ray Serve waits long for a replica that does not answer; one that has died is replaced at once.
+        guard_this_process("a replica")
         self.deployment = Deployment(
             "model", 0, table, ScoreCache(0), Metrics(), environment, load_seconds, lambda: None
         )  # fmt: skip
