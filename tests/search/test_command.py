@@ -55,7 +55,7 @@ def test_what_cannot_be_is_one_line(arguments: list[str], told: str, tmp_path: P
 @pytest.mark.slow
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = ["search", "--method", "rebase", "--width", "4", "--questions", "16", "--set", "concurrent=1"]
+    flags = ["search", "--method", "rebase", "--width", "4", "--questions", "64", "--set", "concurrent=1"]
     command = [sys.executable, "-m", "plaudit", *flags, "--out", str(run)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
@@ -66,7 +66,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) != 0
     kept = len(list(read_results(run / "results.jsonl")))
-    assert 0 < kept < 16
+    assert 0 < kept < 64
     assert json.loads((run / "summary.json").read_text())["questions"] == kept
     done = plaudit(*flags, "--out", str(run), "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
