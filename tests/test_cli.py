@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import plaudit_here
+
 
 def plaudit(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -38,13 +40,7 @@ def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> 
         (["train", "recipes/none.toml"], "no recipe at recipes/none.toml"),
         (["train", "recipes/sums-sft.toml", "--set", "train.stepz=1"], "did you mean 'steps'?"),
         (["train", "recipes/sums-sft.toml", "--resume", "--fresh"], "contradict each other"),
-        (
-            ["train", "recipes/sums-reward.toml", "--out", "{tmp}/r", "--set", "model.path=sums-polcy"],
-            "no model 'sums-polcy'",
-        ),
-        (["train", "recipes/sums-sft.toml", "--out", "{tmp}/r", "--set", "data.world=sum"], "did you mean 'sums'?"),
         (["report", "{tmp}"], "is no run directory"),
-        (["import", "{tmp}/none.gguf", "{tmp}/out"], "none.gguf"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -54,4 +50,21 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], 
     assert done.stderr.startswith("plaudit: ")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
-    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "recipes/sums-reward.toml", "--set", "model.path=sums-polcy", "--out"], "no model 'sums-polcy'"),
+        (["train", "recipes/sums-sft.toml", "--set", "data.world=sum", "--out"], "did you mean 'sums'?"),
+        (["import", "none.gguf"], "none.gguf"),
+    ],
+)
+def test_so_is_what_is_seen_when_models_and_data_are_looked_for(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    done = plaudit_here(*arguments, str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.startswith("plaudit: ")
+    assert done.stderr.count("\n") == 1

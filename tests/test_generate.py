@@ -1,21 +1,18 @@
-"""`plaudit generate` as a user meets it: real processes, the embedded policy."""
+"""`plaudit generate` as a user meets it, on the embedded policy; tests/test_readme.py runs it from the shell."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from plaudit.errors import DataError
 from plaudit.generate import given_prompts
+from tests.command import plaudit_here
 
 
-def generate(*arguments: str, model: str = "sums-policy") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "plaudit", "generate", "--model", model, *arguments],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def generate(*arguments: str, model: str = "sums-policy") -> CompletedProcess[str]:
+    return plaudit_here("generate", "--model", model, *arguments)
 
 
 def test_one_prompt_prints_its_text() -> None:

@@ -1,7 +1,5 @@
 """What is said where a GPU is asked for and cannot be used: one line that names a recipe that would run."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from plaudit.errors import ConfigError
 from plaudit.models import load_policy
 from plaudit.models.gpu import SMALLEST, Gpu, Gpus, check_device, gpus_here, memory_ran_out
 from plaudit.place.cuda_segment import refused
+from tests.command import plaudit_here
 
 NEW = ("sm_80", "sm_90", "sm_100", "sm_120", "compute_120")
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -57,8 +56,8 @@ def test_without_a_gpu_nothing_is_loaded(tmp_path: Path) -> None:
     assert gpus_here().there == ()
     with pytest.raises(ConfigError, match=r"the smallest recipe that runs there is recipes/sums-grpo\.toml"):
         load_policy("sums-policy", device="cuda")
-    asked = [sys.executable, "-m", "plaudit", "train", "recipes/sums-grpo.toml", "--set", "model.device=cuda"]
-    told = subprocess.run([*asked, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
+    asked = ["train", "recipes/sums-grpo.toml", "--set", "model.device=cuda", "--out", str(tmp_path / "run")]
+    told = plaudit_here(*asked)
     assert told.returncode == 2
     assert told.stderr.startswith("plaudit: device = 'cuda' is a GPU, and ")
     assert len(told.stderr.splitlines()) == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.search.record import read_results
+from tests.command import plaudit_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def test_a_search_prints_its_figures_and_writes_them(tmp_path: Path) -> None:
         assert name in done.stdout
     figures = json.loads((tmp_path / "runs" / "search-ets" / "summary.json").read_text())
     assert f"{figures['kv_tokens']:,}" in done.stdout
-    again = plaudit("search", *flags, cwd=tmp_path)
+    again = plaudit_here("search", *flags, cwd=tmp_path)
     assert again.returncode == 2
     assert "already holds a search: --resume goes on with it" in again.stderr
 
@@ -46,7 +47,7 @@ def test_a_search_prints_its_figures_and_writes_them(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], told: str, tmp_path: Path) -> None:
-    done = plaudit("search", *arguments, cwd=tmp_path)
+    done = plaudit_here("search", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
@@ -68,9 +69,9 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     kept = len(list(read_results(run / "results.jsonl")))
     assert 0 < kept < 64
     assert json.loads((run / "summary.json").read_text())["questions"] == kept
-    done = plaudit(*flags, "--out", str(run), "--resume", cwd=tmp_path)
+    done = plaudit_here(*flags, "--out", str(run), "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    whole = plaudit(*flags, "--out", str(tmp_path / "other"), cwd=tmp_path)
+    whole = plaudit_here(*flags, "--out", str(tmp_path / "other"), cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "other"))
     for name in ("accuracy", "kv_tokens", "generated_tokens", "calls"):

@@ -1,4 +1,4 @@
-"""Training through the real command line: resuming to the bit, refusing what cannot be, losing nothing."""
+"""Training through the command line: resuming to the bit, refusing what cannot be, losing nothing."""
 
 import fcntl
 import json
@@ -18,6 +18,7 @@ from plaudit.config import load_recipe
 from plaudit.errors import RunBusy, RunError
 from plaudit.events import read_events
 from plaudit.train.run import Run
+from tests.command import plaudit_here
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = [
@@ -32,7 +33,7 @@ def command(*arguments: str, sets: list[str]) -> list[str]:
 
 
 def plaudit(*arguments: str, sets: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments, sets=sets), capture_output=True, text=True, timeout=240, env=ENV)
+    return plaudit_here(*command(*arguments, sets=sets)[3:])
 
 
 def losses(run: Path) -> list[float]:
