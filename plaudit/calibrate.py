@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from plaudit.core.cpu_decode import WORKSPACE
 from plaudit.core.packing import use_packed_attention
 from plaudit.heap import heap_factor
 from plaudit.models import choose_device, new_llama
+from plaudit.plan import ModelShape
 from plaudit.plan.recipes import RESPONSE_SECONDS
 from plaudit.records import Sample
 from plaudit.train.forward import hidden_of, pack_responses
@@ -34,13 +36,14 @@ SEQUENCES = {"cpu": 32, "cuda": 256}
 @dataclass(frozen=True, slots=True)
 class Shape:
     hidden: int
-    matrix: int
-    """Side of the square matrices multiplied."""
+    product: tuple[int, int, int]
+    """Tokens, inputs and outputs of the products that find the rate: as many tokens as a micro-batch has, so that they
+    do not stay in a CPU's caches from one product to the next."""
     block: int
     """Bytes copied to find the bandwidth."""
 
 
-CPU, GPU = Shape(256, 1024, 256 * 2**20), Shape(512, 8192, 2 * 2**30)
+CPU, GPU = Shape(256, (8192, 256, 768), 256 * 2**20), Shape(512, (8192, 2048, 8192), 2 * 2**30)
 
 
 def measure(device: str = "auto") -> str:
@@ -48,7 +51,7 @@ def measure(device: str = "auto") -> str:
     where = torch.device(choose_device(device))
     shape = GPU if where.type == "cuda" else CPU
     wide = torch.bfloat16 if where.type == "cuda" else torch.float32
-    rate = _products(where, shape.matrix, wide)
+    rate = _products(where, shape.product, wide)
     bandwidth = _bandwidth(where, shape.block)
     # The planner takes half the bf16 rate for fp32.
     bf16 = rate if wide is torch.bfloat16 else 2 * rate
@@ -61,10 +64,14 @@ def measure(device: str = "auto") -> str:
         "bandwidth_share": 1.0, "gemm_share": 1.0, "attention_share": 0.5, "layer_seconds": layer, "step_seconds": step,
         "sequence_seconds": sequence, "launch_seconds": _launches(where, shape.hidden, wide), "packing_share": 1.0,
         "response_seconds": RESPONSE_SECONDS, "reserve_bytes": _reserve(where),
+        # A CPU's window holds the layers of small models alone: of others the blocks are gathered at every step.
+        "cache_passes": 3.0 if where.type == "cpu" else 1.0,
         "heap_factor": heap_factor() if where.type == "cpu" else 1.0,
         # What an engine keeps to decode with: graphs, or the window in which a CPU lays its keys out.
         "graph_bytes": float(WORKSPACE) if where.type == "cpu" else 0.3e9,
     }  # fmt: skip
+    if where.type == "cpu":  # a GPU's kernels are fused as the fitted constant has them
+        constants["activation_passes"] = _passes(where, shape.hidden, rate, bandwidth)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return to_toml({"host_memory_gb": host, "accelerator": {"this-machine": accelerator}, "constants": constants})
 
@@ -88,11 +95,14 @@ def _wait(where: torch.device) -> None:
         torch.cuda.synchronize(where)
 
 
-def _products(where: torch.device, side: int, dtype: torch.dtype) -> float:
-    """Of products as a layer has them: many tokens, and a quarter as many inner numbers."""
-    left = torch.randn(side, side // 4, device=where, dtype=dtype)
-    right = torch.randn(side // 4, side, device=where, dtype=dtype)
-    return 2 * side * side * (side // 4) / _best(lambda: left @ right, where)
+def _products(where: torch.device, product: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """FLOP/s of the three products of a linear layer in training: forward, and backward to its input and weight."""
+    tokens, inputs, outputs = product
+    given = torch.randn(tokens, inputs, device=where, dtype=dtype)
+    weight = torch.randn(outputs, inputs, device=where, dtype=dtype)
+    out = torch.randn(tokens, outputs, device=where, dtype=dtype)
+    products: tuple[Callable[[], object], ...] = (lambda: given @ weight.T, lambda: out @ weight, lambda: out.T @ given)
+    return 2 * tokens * inputs * outputs * len(products) / sum(_best(each, where) for each in products)
 
 
 def _bandwidth(where: torch.device, size: int) -> float:
@@ -126,10 +136,15 @@ def _reserve(where: torch.device) -> float:
     return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
+def _shape(hidden: int, layers: int) -> ModelShape:
+    return ModelShape(512, hidden, layers, heads=4, kv_heads=2, head_dim=hidden // 4, ffn=3 * hidden, tied=True)
+
+
 def _llama(where: torch.device, hidden: int, layers: int) -> nn.Module:
+    shape = _shape(hidden, layers)
     return new_llama(
-        "policy", vocab_size=512, hidden_size=hidden, layers=layers, heads=4, kv_heads=2, intermediate_size=3 * hidden,
-        max_positions=512, seed=1,
+        "policy", vocab_size=shape.vocab, hidden_size=hidden, layers=layers, heads=shape.heads, kv_heads=shape.kv_heads,
+        intermediate_size=shape.ffn, max_positions=512, seed=1,
     ).to(where)  # fmt: skip
 
 
@@ -152,14 +167,39 @@ def _decode(where: torch.device, hidden: int, dtype: torch.dtype) -> tuple[float
 
 
 def _launches(where: torch.device, hidden: int, dtype: torch.dtype) -> float:
-    """Forward and backward of one layer, as our trainer runs it, on so few tokens that only the launches take time."""
+    """Of one layer, on so few tokens that only the launches take time."""
     # Two prompts with two responses each: what a GPU launches for shared prompts is there. A CPU launches nothing.
     asked = (range(4, 8), range(5, 9)) if where.type == "cuda" else (range(4, 8),)
+    samples = [_sample(ids, ids, group) for group, ids in enumerate(asked) for _ in range(len(asked))]
+    return max(1e-6, _learning(where, hidden, dtype, samples))
+
+
+def _passes(where: torch.device, hidden: int, rate: float, bandwidth: float) -> float:
+    """How often an activation crosses between memory and chip in a forward pass: what a layer takes beyond its products
+    when it learns from groups of responses of many lengths."""
+    draw = random.Random(1)
+    asked = [[draw.randrange(512) for _ in range(9)] for _ in range(16)]
     samples = [
-        Sample(tuple(ids), tuple(ids), "", (0.0,) * 4, (0.0,) * 4, (0,) * 4, (1,) * 4, "length", group=group)
-        for group, ids in enumerate(asked)
-        for _ in range(len(asked))
+        _sample(prompt, [draw.randrange(512) for _ in range(draw.randint(8, 30))], group)
+        for group, prompt in enumerate(asked)
+        for _ in range(8)
     ]
+    tokens = pack_responses(samples, where).packed.input_ids.shape[1]
+    one, two = _shape(hidden, 1), _shape(hidden, 2)
+    products = 6 * (two.parameters - one.parameters) * tokens / rate
+    crossing = 3 * one.activation_numbers * 4 * tokens / bandwidth
+    return max(1.0, (_learning(where, hidden, torch.float32, samples) - products) / crossing)
+
+
+def _sample(prompt: Sequence[int], response: Sequence[int], group: int) -> Sample:
+    n = len(response)
+    return Sample(
+        tuple(prompt), tuple(response), "", (0.0,) * n, (0.0,) * n, (0,) * n, (1,) * n, "length", group=group
+    )  # fmt: skip
+
+
+def _learning(where: torch.device, hidden: int, dtype: torch.dtype, samples: Sequence[Sample]) -> float:
+    """Seconds of forward and backward of one layer, as our trainer runs it."""
 
     def seconds(layers: int) -> float:
         model = _llama(where, hidden, layers).to(dtype).train()
@@ -173,4 +213,4 @@ def _launches(where: torch.device, hidden: int, dtype: torch.dtype) -> float:
 
         return _best(once, where, 3)
 
-    return max(1e-6, (seconds(8) - seconds(2)) / 6)
+    return (seconds(8) - seconds(2)) / 6

@@ -20,3 +20,4 @@ def test_what_is_measured_on_a_cpu_is_a_machine_to_plan_with(tmp_path: Path) -> 
     assert 1.0 <= fixed.heap_factor < 3.0
     assert fixed.reserve_bytes > 5e7
     assert 0 < fixed.layer_seconds < 1
+    assert 1.0 <= fixed.activation_passes < 100

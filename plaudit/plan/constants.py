@@ -43,6 +43,9 @@ class Constants:
     activation_passes: float = 5.0
     """How often each activation crosses between memory and chip in a forward pass: written, read by what follows, and
     copied, cast or sorted on the way."""
+    cache_passes: float = 1.0
+    """How often the keys and values of a sequence cross in a decode step: once where kernels read them in place, three
+    times where they are gathered first."""
     launch_seconds: float = 1.5e-3
     """Host time to launch one layer's forward and backward kernels in training: the floor for small micro-batches."""
     expert_launch_seconds: float = 0.7e-3

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from plaudit.plan.constants import Constants
-from plaudit.plan.hardware import DTYPE_BYTES, Cluster
+from plaudit.plan.hardware import DTYPE_BYTES, Cluster, activation_bytes
 from plaudit.plan.layouts import GenerationLayout
 from plaudit.plan.links import Links
 from plaudit.plan.model_shape import ModelShape
@@ -18,11 +18,13 @@ FORMULAS = {
     "experts": "the slower of reading (experts hit · bytes of one / width / (bandwidth · bandwidth_share)) and "
     "multiplying (2 · top_k · numbers of one · sequences · imbalance / width / (FLOP/s · gemm_share)); "
     "hit = E · (1 - (1 - top_k/E)^sequences)",
-    "cache": "sequences · cache of one at this context / min(tp, kv heads) / (bandwidth · bandwidth_share)",
-    "communication": "layers · 2 all-reduces of sequences · hidden · 2 B over tp; with ep an all-to-all there and "
-    "back, behind the other half of the batch where it leaves the domain",
+    "cache": "sequences · cache of one at this context · cache_passes / min(tp, kv heads) / (bandwidth · "
+    "bandwidth_share)",
+    "communication": "layers · 2 all-reduces of sequences · hidden · bytes of a number over tp; with ep an all-to-all "
+    "there and back, behind the other half of the batch where it leaves the domain",
     "layers": "layers · layer_seconds + layers with experts · expert_layer_seconds",
-    "activations": "sequences · activations of a token · 2 B · activation_passes / tp / (bandwidth · bandwidth_share)",
+    "activations": "sequences · activations of a token · bytes of a number · activation_passes / tp / (bandwidth · "
+    "bandwidth_share)",
     "step": "step_seconds + sequences of a node · sequence_seconds, and pp - 1 hops",
 }
 
@@ -58,9 +60,9 @@ class Replica:
         )
 
     def weight_bytes(self) -> float:
-        """Per device. Embedding and head stay in bf16."""
+        """Per device. Embedding and head are no narrower than bf16."""
         model, size = self.model, DTYPE_BYTES[self.dtype]
-        head = model.embedding_parameters * max(2.0, size if self.dtype == "fp32" else 2.0)
+        head = model.embedding_parameters * activation_bytes(self.dtype)
         dense, experts = self.dense_numbers() * size, model.routed_parameters * size
         return (dense + head) / self.layout.tp / self.layout.pp + experts / self.layout.width / self.layout.pp
 
@@ -68,18 +70,21 @@ class Replica:
         """Seconds of one step in which `sequences` of the replica advance by a token, with `context` behind each."""
         model, layout, fixed = self.model, self.layout, self.constants
         size, rate, bandwidth = DTYPE_BYTES[self.dtype], self._rate(), self._bandwidth()
+        number = activation_bytes(self.dtype)
         # Stages work on different sequences at the same time: one of them passes all layers with its share.
         passing = max(1.0, sequences / layout.pp)
         local = max(1.0, passing / layout.attention_groups)
         dense, head, reading = self.dense_numbers(), model.vocab * model.hidden, bandwidth * self._unpacking()
-        matrices = max(dense * size / reading + head * 2.0 / bandwidth, 2 * (dense + head) * local / rate) / layout.tp
+        read = dense * size / reading + head * number / bandwidth
+        matrices = max(read, 2 * (dense + head) * local / rate) / layout.tp
         experts = 0.0
         if model.experts:
             hit = model.experts * (1 - (1 - model.top_k / model.experts) ** passing)
             read = hit * model.expert_parameters * size / reading
             multiply = 2 * model.top_k * model.expert_parameters * passing * self._imbalance(passing) / rate
             experts = model.moe_layers * max(read, multiply) / layout.width
-        cache = local * model.kv_numbers(context) * DTYPE_BYTES[self.kv_dtype] / self._kv_cuts() / bandwidth
+        cache = local * model.kv_numbers(context) * DTYPE_BYTES[self.kv_dtype] * fixed.cache_passes
+        cache /= self._kv_cuts() * bandwidth
         # The host of each node looks after the sequences of the attention groups that are there.
         hosts = max(1.0, layout.attention_groups * layout.tp / self.cluster.devices_per_node)
         hosted = sequences / min(hosts, layout.attention_groups) * fixed.sequence_seconds
@@ -89,7 +94,7 @@ class Replica:
             "cache": cache,
             "communication": self._reduces(local),
             "layers": model.layers * fixed.layer_seconds + model.moe_layers * fixed.expert_layer_seconds,
-            "activations": local * model.activation_numbers * 2.0 * fixed.activation_passes / layout.tp / bandwidth,
+            "activations": local * model.activation_numbers * number * fixed.activation_passes / layout.tp / bandwidth,
             "step": fixed.step_seconds + hosted + (layout.pp - 1) * fixed.hop_seconds,
         }
         work["communication"] += self._exchanged(passing, work)
@@ -118,7 +123,7 @@ class Replica:
         matrices = 2 * (model.active_parameters - model.vocab * model.hidden) * tokens
         attention = model.attention_flops(tokens / 2) * tokens
         bf16 = self.cluster.accelerator.bf16 * self.constants.attention_share
-        moved = tokens * model.activation_numbers * 2.0 * self.constants.activation_passes
+        moved = tokens * model.activation_numbers * activation_bytes(self.dtype) * self.constants.activation_passes
         work = matrices / self._rate() + attention / bf16 + moved / self._bandwidth()
         talk = self._communication(tokens, tokens, bulk=True) / layout.attention_groups
         return prompts * (work / layout.devices + talk / layout.pp)
@@ -144,13 +149,13 @@ class Replica:
         links = Links.of(self.cluster, layout.tp, self.constants, bulk=bulk)
         # With experts dealt out whole, only the attention is followed by an all-reduce in those layers.
         reduces = 2 * model.layers - (model.moe_layers if layout.ep > 1 else 0)
-        return reduces * links.all_reduce(local * model.hidden * 2.0)
+        return reduces * links.all_reduce(local * model.hidden * activation_bytes(self.dtype))
 
     def _exchange(self, passing: float, bulk: bool = False) -> float:
         model, layout = self.model, self.layout
         if layout.ep == 1:
             return 0.0
         links = Links.of(self.cluster, layout.ep, self.constants, bulk=bulk)
-        sent = passing / layout.ep * model.top_k * model.hidden * 2.0
+        sent = passing / layout.ep * model.top_k * model.hidden * activation_bytes(self.dtype)
         copies = model.top_k / max(1.0, min(model.top_k, layout.ep / links.inside))
         return model.moe_layers * 2 * links.all_to_all(sent, copies)

@@ -24,6 +24,11 @@ DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """fp4 carries a scale of one byte for every sixteen numbers."""
 
 
+def activation_bytes(dtype: str) -> float:
+    """Of a number between two kernels: narrow weights are multiplied with activations of two bytes."""
+    return max(2.0, DTYPE_BYTES[dtype])
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """Dollars per accelerator and hour."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from plaudit.plan.constants import Constants
 from plaudit.plan.decode import Replica
-from plaudit.plan.hardware import DTYPE_BYTES
+from plaudit.plan.hardware import DTYPE_BYTES, activation_bytes
 from plaudit.plan.term import Term, total
 from plaudit.plan.training import OWN_LOGITS, Trainer
 
@@ -22,7 +22,7 @@ HOST_SLACK = 1.5
 
 def weight_size(trainer: Trainer) -> float:
     """Bytes of one weight in training: fp8 is cast from bf16 as it is used."""
-    return 4.0 if trainer.dtype == "fp32" else 2.0
+    return activation_bytes(trainer.dtype)
 
 
 def weights(trainer: Trainer, name: str = "weights") -> Term:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from plaudit.plan.constants import Constants
-from plaudit.plan.hardware import Cluster
+from plaudit.plan.hardware import Cluster, activation_bytes
 from plaudit.plan.layouts import TrainingLayout
 from plaudit.plan.links import Links
 from plaudit.plan.model_shape import ModelShape
@@ -24,10 +24,12 @@ FORMULAS = {
     "(FLOP/s · gemm_share)",
     "attention": "4 · layers · heads · head_dim · context · tokens · (1 + 2.5 backward + 1 if recomputed) / (tp · pp) "
     "/ (bf16 FLOP/s · attention_share)",
-    "traffic": "activations of a token · 2 B · activation_passes · tokens · (1 + 2 backward + 1 if recomputed) / "
-    "(tp · pp) / (bandwidth · bandwidth_share)",
-    "tensor parallel": "layers · 2 gathers and 2 scatters of tokens · hidden · 2 B, forward and again backward",
-    "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · 2 B over ep, forward and again backward",
+    "traffic": "(activations of a token · bytes of a number + 8 B · vocabulary) · activation_passes · tokens · "
+    "(1 + 2 backward + 1 if recomputed) / (tp · pp) / (bandwidth · bandwidth_share)",
+    "tensor parallel": "layers · 2 gathers and 2 scatters of tokens · hidden · bytes of a number, forward "
+    "and again backward",
+    "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · bytes of a number over ep, forward "
+    "and again backward",
     "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and "
     "the head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
     "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
@@ -91,8 +93,8 @@ class Trainer:
         products = 2 * model.active_parameters * tokens * (1 + 2 * backward + again) / cuts / gemm
         attention = model.attention_flops(seen) * tokens * (1 + 2.5 * backward + core_again) / cuts
         attention /= chip.bf16 * fixed.attention_share
-        logits = model.vocab * 4.0 / layout.tp / layout.pp
-        moved = (model.activation_numbers / cuts + logits) * 2.0 * fixed.activation_passes
+        logits = model.vocab * 8.0 / layout.tp / layout.pp  # each in two bytes, in four, and its gradient in two
+        moved = (model.activation_numbers / cuts * activation_bytes(self.dtype) + logits) * fixed.activation_passes
         traffic = moved * tokens * (1 + 2 * backward + again) / bandwidth
         passes = 1 + backward + again
         work = {
@@ -132,21 +134,30 @@ class Trainer:
         if self.layout.tp == 1:
             return 0.0
         links = Links.of(self.cluster, self.layout.tp, self.constants)
-        return self.model.layers / self.layout.pp * 2 * links.all_reduce(tokens * self.model.hidden * 2.0)
+        return (
+            self.model.layers
+            / self.layout.pp
+            * 2
+            * links.all_reduce(tokens * self.model.hidden * activation_bytes(self.dtype))
+        )
 
     def _all_to_all(self, tokens: float) -> float:
         if self.layout.ep == 1:
             return 0.0
         model, layout = self.model, self.layout
         links = Links.of(self.cluster, layout.ep, self.constants)
-        sent = tokens / layout.tp * model.top_k * model.hidden * 2.0
+        sent = tokens / layout.tp * model.top_k * model.hidden * activation_bytes(self.dtype)
         copies = model.top_k / max(1.0, min(model.top_k, layout.ep / links.inside))
         return model.moe_layers / layout.pp * 2 * links.all_to_all(sent, copies)
 
     def _gathered(self, micro_batches: float, backward: bool) -> float:
         """Zero 3: weights twice and gradients once for every micro-batch, weights once where nothing is learned."""
         links = Links.of(self.cluster, self.layout.dp * self.layout.cp, self.constants, stride=self.layout.tp)
-        return micro_batches * (3 if backward else 1) * links.all_gather(self.parameters_here() * 2.0)
+        return (
+            micro_batches
+            * (3 if backward else 1)
+            * links.all_gather(self.parameters_here() * activation_bytes(self.dtype))
+        )
 
     def _gradients(self) -> float:
         layout = self.layout
@@ -154,8 +165,8 @@ class Trainer:
             return 0.0
         dense = Links.of(self.cluster, layout.dp * layout.cp, self.constants, stride=layout.tp)
         experts = Links.of(self.cluster, layout.expert_copies, self.constants, stride=layout.ep)
-        # Gradients are scattered, weights of two bytes gathered.
-        return (layout.gradient_bytes + 2.0) * (
+        # Gradients are scattered, weights gathered.
+        return (layout.gradient_bytes + activation_bytes(self.dtype)) * (
             dense.all_gather(self.dense_parameters_here()) + experts.all_gather(self.expert_parameters_here())
         )
 

@@ -33,6 +33,25 @@ def test_many_sequences_are_bound_by_products() -> None:
     assert parts["dense weights"] == pytest.approx(2 * LLAMA.active_parameters * 4096 / (989e12 * FIXED.gemm_share))
 
 
+def test_numbers_of_four_bytes_take_twice_as_long_to_move() -> None:
+    wide, narrow = (Replica(LLAMA, cluster("1x8xH100"), GenerationLayout(1), t, t, FIXED) for t in ("fp32", "bf16"))
+    for part in ("dense weights", "cache", "activations"):
+        assert wide.step_parts(1, 1000)[part] == pytest.approx(2 * narrow.step_parts(1, 1000)[part])
+    moved = {}
+    for dtype in ("fp32", "bf16", "fp8"):
+        step = Trainer(LLAMA, cluster("1x8xH100"), TrainingLayout(), dtype, FIXED).step(8, 1000)
+        moved[dtype] = next(part.value for part in step.parts if part.name == "traffic")
+    # The logits' part is the same: they are in four bytes whatever the weights are.
+    logits = 3 * 8000 * LLAMA.vocab * 8 * FIXED.activation_passes / (3350e9 * FIXED.bandwidth_share)
+    assert moved["fp32"] - logits == pytest.approx(2 * (moved["bf16"] - logits))
+    assert moved["fp8"] == moved["bf16"]
+
+
+def test_a_cache_that_is_gathered_first_crosses_three_times() -> None:
+    gathered = Replica(LLAMA, cluster("1x8xH100"), GenerationLayout(1), "bf16", "bf16", Constants(cache_passes=3.0))
+    assert gathered.step_parts(4, 1000)["cache"] == pytest.approx(3 * replica().step_parts(4, 1000)["cache"])
+
+
 def test_experts_hit_grow_with_the_batch() -> None:
     few, many = (replica("qwen3-30b-a3b").step_parts(n, 1)["experts"] for n in (1, 100_000))
     one = 48 * 8 * 3 * 2048 * 768 * 2 / (3350e9 * FIXED.bandwidth_share)
