@@ -34,13 +34,21 @@ class Placed:
     peak_phase: str = ""
     seconds_per_step: float = 0.0
     swap_seconds_per_step: float = 0.0
+    """What moves between host and device took, where they were waited for."""
+    switch_seconds_per_step: float = 0.0
+    """What hybrid's two changes of mode took."""
+    publish_seconds_per_step: float = 0.0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def told(self) -> str:
         if self.error is not None:
             return f"{self.placement}: {self.error}"
-        moves = f", {self.swap_seconds_per_step:.3g} s of it moves" if self.swap_seconds_per_step else ""
-        step = f"{self.seconds_per_step:.3g} s a step{moves}"
+        parts = {
+            "moves": self.swap_seconds_per_step, "mode switches": self.switch_seconds_per_step,
+            "publishing": self.publish_seconds_per_step,
+        }  # fmt: skip
+        spent = "".join(f", {seconds:.3g} s of it {name}" for name, seconds in parts.items() if seconds)
+        step = f"{self.seconds_per_step:.3g} s a step{spent}"
         return f"{self.placement}: peak {self.peak_bytes / 2**20:,.0f} MiB in {self.peak_phase}; {step}"
 
 
@@ -111,7 +119,8 @@ def figures(placement: str, directory: Path) -> Placed:
     fullest = max(phases, key=lambda phase: _total(phases[phase]))
     return Placed(
         placement, str(directory), None, max(_peak(event) for event in memory), fullest,
-        _seconds(events, "time/step"), _seconds(events, "time/swap"), phases,
+        _seconds(events, "time/step"), _seconds(events, "time/swap"), _seconds(events, "time/mode_switch"),
+        _seconds(events, "time/publish"), phases,
     )  # fmt: skip
 
 
