@@ -121,9 +121,9 @@ class Engine:
                 new ones
         """
         self._ready()
-        requests = self._enqueue_all(prompts, params, begun)
         finished: dict[tuple[int, int], Sample] = {}
         with _uncollected():
+            requests = self._enqueue_all(prompts, params, begun)
             for update in self._drain(requests):
                 if update.sample is not None:
                     finished[update.request, update.index] = update.sample

@@ -107,8 +107,7 @@ class PagedBackend(Backend):
         offsets = np.arange(size)
         slots = [(np.array(s.blocks)[:, None] * size + offsets).ravel()[: s.start + len(s.tokens)] for s in spans]
         new = np.concatenate([at[s.start :] for at, s in zip(slots, spans, strict=True)])
-        pairs = [(c.source * size + i, c.target * size + i) for c in copies for i in range(c.first, c.first + c.tokens)]
-        both = send(np.array(pairs).T, device) if pairs else None
+        both = send(_copied(copies, size), device) if copies else None
         tokens = _end_to_end([s.tokens for s in spans], int(counts.sum()))
         positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
         wanted = [int(first) + row for first, s in zip(starts, spans, strict=True) for row in s.wanted]
@@ -121,6 +120,15 @@ class PagedBackend(Backend):
             position_ids=send(positions, device)[None],
             wanted=send(np.array(wanted, dtype=np.int64), device),
         )
+
+
+def _copied(copies: Sequence[Copy], size: int) -> np.ndarray:
+    """(2, n): the slot that each copied token comes from, and the one it goes to."""
+    starts = np.array([(c.source * size + c.first, c.target * size + c.first) for c in copies]).T
+    counts = np.array([c.tokens for c in copies])
+    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    both: np.ndarray = np.repeat(starts, counts, axis=1) + within
+    return both
 
 
 def _end_to_end(parts: Sequence[Sequence[int] | np.ndarray], count: int) -> np.ndarray:

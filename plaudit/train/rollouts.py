@@ -92,7 +92,11 @@ class Rollouts:
                 break
         # A batch keeps its size; groups that teach nothing fill it where the rounds gave too few that do.
         chosen = (kept + spare)[:wanted]
-        return [replace(sample, group=i) for i, group in enumerate(chosen) for sample in group]
+        return [
+            sample if sample.group == i else replace(sample, group=i)
+            for i, group in enumerate(chosen)
+            for sample in group
+        ]
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
         """Scored answers to held-out prompts."""
