@@ -31,11 +31,11 @@ class VarlenLayout(Layout):
         whole = new + before
         self.longest_query, self.longest_key = int(new.max()), int(whole.max())
         # One array and one copy: small transfers cost as much as large ones.
-        ends, starts = np.concatenate([[0], new.cumsum()]), whole.cumsum() - whole
-        numbers = np.concatenate([ends, starts, whole, before]).astype(np.int32)
+        numbers = np.concatenate([[0], new.cumsum(), [0], whole.cumsum(), whole, before]).astype(np.int32)
         sent = torch.from_numpy(numbers).to(device, non_blocking=True)
-        sizes = [len(spans) + 1, len(spans), len(spans), len(spans)]
-        self.query_ends, self.key_starts, self.key_counts, self.before = torch.split(sent, sizes)
+        sizes = [len(spans) + 1, len(spans) + 1, len(spans), len(spans)]
+        self.query_ends, self.key_ends, self.key_counts, self.before = torch.split(sent, sizes)
+        self.key_starts = self.key_ends[:-1]
         self.counts = new
         self.key_rows: Tensor | None = None
         if not (end_to_end if end_to_end is not None else not before.any()):
@@ -93,10 +93,9 @@ class VarlenLayout(Layout):
         """torch's own kernel, which has a backward pass."""
         if self.key_rows is not None:
             keys, values = keys.index_select(0, self.key_rows), values.index_select(0, self.key_rows)
-        key_ends = torch.cat([self.key_starts, (self.key_starts + self.key_counts)[-1:]])
         window = -1 if rule.window is None else rule.window - 1
         out: Tensor = torch.ops.aten._flash_attention_forward(
-            query, keys, values, self.query_ends, key_ends, self.longest_query, self.longest_key, 0.0, True, False,
+            query, keys, values, self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, True, False,
             scale=rule.scale, window_size_left=window, window_size_right=0,
         )[0]  # fmt: skip
         return out

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from plaudit.core.packing import send
 from plaudit.records import Sample
+
+FIELDS = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns")
 
 
 @dataclass(frozen=True)
@@ -36,22 +40,31 @@ class Experience:
 
     def select(self, indices: Sequence[int]) -> Experience:
         """Some of the samples, in the order given."""
+        if list(indices) == list(range(len(self.samples))):
+            return self
         ends = np.cumsum(self.lengths)
         rows = torch.from_numpy(
             np.concatenate([np.arange(ends[i] - len(self.samples[i].token_ids), ends[i]) for i in indices])
         )
-        fields = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns")
-        chosen: dict[str, Any] = {n: None if (t := getattr(self, n)) is None else t[rows] for n in fields}
+        chosen = {name: values[rows] for name, values in self._known()}
         return replace(self, samples=tuple(self.samples[i] for i in indices), **chosen)
+
+    def on(self, device: torch.device) -> Experience:
+        """The same with its arrays on a device, which the host does not wait for."""
+        moved = {name: send(values.numpy(), device) for name, values in self._known()}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    def _known(self) -> list[tuple[str, Tensor]]:
+        return [(name, values) for name in FIELDS if (values := getattr(self, name)) is not None]
 
 
 def own_tokens(samples: Sequence[Sample]) -> Tensor:
     """(T,) bool: the policy's own."""
-    return torch.from_numpy(np.fromiter((bool(own) for sample in samples for own in sample.mask), bool))
+    return torch.from_numpy(np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool))
 
 
 def flat(samples: Sequence[Sample], field: str) -> Tensor:
-    return torch.from_numpy(np.fromiter((x for sample in samples for x in getattr(sample, field)), np.float32))
+    return torch.from_numpy(np.fromiter(chain.from_iterable(map(attrgetter(field), samples)), np.float32))
 
 
 def minibatches(count: int, parts: int, seed: int | str) -> list[list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from plaudit.algo.logprobs import token_logprobs_and_entropy
 from plaudit.core.attention import rows_at
 from plaudit.core.decoder import Decoder
-from plaudit.core.packing import Packed, pack_tree
+from plaudit.core.packing import Packed, pack_tree, send
 from plaudit.records import Sample
 from plaudit.train.ranks import Group
 from plaudit.train.sharding import packed_rows
@@ -44,11 +45,11 @@ def pack_responses(samples: Sequence[Sample], device: torch.device) -> Responses
     tree = pack_tree([sequences[i] for i in order], device, lone=False)
     rows = dict(zip(order, tree.rows, strict=True))
     before = [rows[i][len(sample.prompt_ids) - 1 : -1] for i, sample in enumerate(samples)]
-    targets = np.fromiter((token for sample in samples for token in sample.token_ids), np.int64)
-    mask = np.fromiter((own for sample in samples for own in sample.mask), bool)
+    targets = np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int64)
+    mask = np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool)
     ends = np.array([rows[i][-1] for i in range(len(samples))])
     places = (np.concatenate(before), targets, mask.nonzero()[0], ends)
-    return Responses(tree.packed, *(torch.from_numpy(place).to(device) for place in places))
+    return Responses(tree.packed, *(send(place, device) for place in places))
 
 
 def logprobs_and_entropy(

@@ -43,10 +43,10 @@ class Optimizer:
 
     def step(self, step: int) -> dict[str, float]:
         """Clip, set the rate of this step, update. Refuses a gradient that is not finite: nothing is changed then."""
-        norm = self._clip()
-        if not norm.isfinite():
+        norm = self._clip().item()
+        if not math.isfinite(norm):
             raise NotFinite(
-                f"the gradient norm is {norm.item()} at step {step}: the weights are left as they were; "
+                f"the gradient norm is {norm} at step {step}: the weights are left as they were; "
                 f"lower train.lr (now {self.table.lr}) or look at the data of this step, then --resume"
             )
         rate = learning_rate(self.table, step)
@@ -57,7 +57,7 @@ class Optimizer:
         if rounded:
             with torch.no_grad():
                 torch._foreach_copy_([local(self.parameters[n]) for n in rounded], [self.masters[n] for n in rounded])
-        return {"grad_norm": norm.item(), "lr": rate}
+        return {"grad_norm": norm, "lr": rate}
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer, by parameter name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from plaudit.algo.ppo import PolicyTerms, clipped, ratio_of, value_loss
 from plaudit.algo.reinforce import plain
 from plaudit.config import RlAlgorithm
 from plaudit.core.decoder import Decoder
-from plaudit.core.packing import use_packed_attention
+from plaudit.core.packing import send, use_packed_attention
 from plaudit.records import Sample
 from plaudit.train.experience import Experience
 from plaudit.train.forward import hidden_of, logprobs_and_entropy, micro_batches, pack_responses, values_of
@@ -79,31 +79,37 @@ class Policy:
         weights = token_weights(experience.mask, experience.lengths, self.algorithm.aggregate, self.constant)
         value_weights = token_weights(experience.mask, experience.lengths, "token")
         ends = torch.tensor(experience.lengths).cumsum(0).tolist()
+        notes: list[Callable[[], None]] = []
         for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
             first, last = batch.indices[0], batch.indices[-1]
             rows = slice(ends[first] - experience.lengths[first], ends[last])
             counts = float(batch.counts)
-            loss = self._loss(
+            loss, note = self._loss(
                 experience.select(batch.indices), weights[rows] * counts, value_weights[rows] * counts, kl_coef,
                 tally if batch.counts else Tally(),
             )  # fmt: skip
             loss.backward()  # type: ignore[no-untyped-call]
+            notes.append(note)
+        # Figures come last: whoever reads one from a GPU waits for all that it was asked before.
+        for note in notes:
+            note()
         return tally.gathered(self.group)
 
     def _loss(
         self, part: Experience, weights: Tensor, value_weights: Tensor, kl_coef: float, tally: Tally
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
+        """The loss, and what notes its figures once they may be waited for."""
         algorithm, device = self.algorithm, self.decoder.device
         responses = pack_responses(part.samples, device)
+        part, weights, value_weights = part.on(device), *(send(w.numpy(), device) for w in (weights, value_weights))
         hidden = hidden_of(self.module, responses)
         logp, entropy = logprobs_and_entropy(
             self.decoder, responses, hidden, self.temperature, entropy_grad=algorithm.entropy > 0
         )
-        mask, weights = part.mask.to(device), weights.to(device)
-        old = logp.detach() if part.old is None else part.old.to(device)
-        terms = self._terms(logp, old, part.advantages.to(device), mask, part.lengths)
+        mask, behaviour = part.mask, part.behaviour
+        old = logp.detach() if part.old is None else part.old
+        terms = self._terms(logp, old, part.advantages, mask, part.lengths)
         per_token = terms.loss
-        behaviour = part.behaviour.to(device)
         if (c := algorithm.correction).mode != "none":
             correction, kept = importance_weights(old, behaviour, mask, part.lengths, c.mode, c.level, c.cap, c.floor)
             per_token = per_token * correction
@@ -115,15 +121,15 @@ class Policy:
         if part.reference is not None and algorithm.kl.where == "loss":
             ratio = ratio_of(logp, old) if algorithm.kl.importance else None
             how, through = algorithm.kl.estimator, algorithm.kl.straight_through
-            kl = (weights * kl_loss(logp, part.reference.to(device), how, through, ratio)).sum()
+            kl = (weights * kl_loss(logp, part.reference, how, through, ratio)).sum()
             loss = loss + kl_coef * kl
             tally.add("kl/loss", kl)
         if algorithm.entropy:
             loss = loss - algorithm.entropy * (weights * entropy).sum()
         if self.value_head is not None:
-            loss = loss + self.value_coef * self._value_loss(part, responses, hidden, value_weights.to(device), tally)
-        self._note(tally, terms, logp.detach(), old, behaviour, entropy.detach(), mask)
-        return loss
+            loss = loss + self.value_coef * self._value_loss(part, responses, hidden, value_weights, tally)
+        seen = (terms._replace(loss=terms.loss.detach()), logp.detach(), old, behaviour, entropy.detach(), mask)
+        return loss, lambda: self._note(tally, *seen)
 
     def _terms(
         self, logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, lengths: Sequence[int]
@@ -143,8 +149,7 @@ class Policy:
         assert part.values is not None
         assert part.returns is not None
         values, _ = values_of(self.value_head, responses, hidden)
-        old, returns = part.values.to(values.device), part.returns.to(values.device)
-        loss = (weights * value_loss(values, old, returns, self.algorithm.clip.value)).sum()
+        loss = (weights * value_loss(values, part.values, part.returns, self.algorithm.clip.value)).sum()
         tally.add("value/loss", loss)
         return loss
 
@@ -161,8 +166,9 @@ class Policy:
         tally.mean("policy/clip_low", terms.clipped_low.float(), mask)
         tally.mean("policy/clip_high", terms.clipped_high.float(), mask)
         tally.mean("policy/clip_dual", terms.clipped_dual.float(), mask)
+        own = int(mask.sum())
         for name, value in mismatch(old, behaviour, mask).items():
             if name == "abs_max":
                 tally.largest(f"mismatch/{name}", torch.full_like(logp, value), mask)
             else:
-                tally.weighted(f"mismatch/{name}", value, int(mask.sum()))
+                tally.weighted(f"mismatch/{name}", value, own)
