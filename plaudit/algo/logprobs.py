@@ -68,7 +68,15 @@ def _chunks(rows: int, head: Tensor) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+def head_logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+    """(R, V) in float32 (float64 if the head is). Without a gradient.
+
+    A GPU adds up the products of half-precision numbers in float32 anyway, and there the sums stay as they are. Rounded
+    to bfloat16 a logit near 16 is off by up to 0.06, and engine and learner, each rounding its own, disagree by that.
+    """
+    if hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16):
+        logits = torch.mm(hidden, head.T, out_dtype=torch.float32)  # which only CUDA has
+        return logits if bias is None else logits.add_(bias)
     return F.linear(hidden, head, bias).to(_wide(head))
 
 
@@ -85,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = hidden.shape[0]
         logp, normaliser, entropies = (hidden.new_zeros(rows, dtype=_wide(head)) for _ in range(3))
         for part in _chunks(rows, head):
-            logits = _logits(hidden[part], head, bias)
+            logits = head_logits(hidden[part], head, bias)
             if finish is not None:
                 logits = finish(logits)
             if temperature != 1:
@@ -120,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=_wide(head)) if needs_bias else None
         for part in parts:
             delta = _logits_gradient(
-                _logits(hidden[part], head, bias), targets[part], normaliser[part], to_logp[part],
+                head_logits(hidden[part], head, bias), targets[part], normaliser[part], to_logp[part],
                 (entropies[part], to_entropy[part]) if ctx.entropy_grad else None, ctx.temperature, ctx.finish,
             )  # fmt: skip
             if to_bias is not None:

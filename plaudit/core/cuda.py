@@ -113,7 +113,7 @@ class DecodeGraph:
         decoder = self.backend.decoder
         with self.backend.fusion.applied():
             hidden = decoder.hidden(self.tokens[None], self.positions[None], self.layout)
-        return decoder.narrow_logits(hidden)
+        return decoder.logits(hidden)
 
     def _draw(self) -> None:
         state = (self.tokens, self.positions, self.drawn, self.left, self.alive)
@@ -154,7 +154,7 @@ class DecodeGraph:
         noted: list[tuple[Tensor, ...]] = []
         for _ in range(steps):
             self.model_graph.replay()
-            drawn = batch.sampler.draw(self.logits[:rows].float(), batch.drawn)
+            drawn = batch.sampler.draw(self.logits[:rows], batch.drawn)
             noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
             batch.advance(drawn.tokens)
             self.tokens[:rows].copy_(batch.tokens)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plaudit.algo.logprobs import head_logits
 from plaudit.core.attention import Layout, use_packed_attention
 from plaudit.core.lean import LeanTrunk
 from plaudit.core.packing import trunk
@@ -86,13 +87,11 @@ class Decoder:
         return rows
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(W, hidden) -> (W, vocabulary), float32 or wider."""
-        return self.finish(_wide(self._vocabulary_head()(rows)))
-
-    def narrow_logits(self, rows: Tensor) -> Tensor:
-        """The same values in the module's own dtype, where nothing is done to them after the head."""
-        narrow: Tensor = self._vocabulary_head()(rows)
-        return narrow if self.plain_logits else self.finish(_wide(narrow))
+        """(W, hidden) -> (W, vocabulary), float32 or wider, by the learner's own product."""
+        head = self._vocabulary_head()
+        if type(head) is not nn.Linear:  # an adapter's layer adds to its weight
+            return self.finish(_wide(head(rows)))
+        return self.finish(head_logits(rows, head.weight, head.bias))
 
     def columns(self, rows: Tensor, tokens: Sequence[int]) -> Tensor:
         """The logits of a few tokens only, in float32: (W, hidden) -> (W, len(tokens))."""

@@ -40,6 +40,24 @@ def test_by_hand() -> None:
     assert entropy.tolist() == pytest.approx(by_hand, rel=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gpu_does_not_round_the_logits_of_half_precision(dtype: torch.dtype, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 64, generator=generator).to(dtype) for n in (300, 5000))
+    bias = torch.randn(5000, generator=generator).to(dtype) if biased else None
+    targets = torch.randint(0, 5000, (300,), generator=generator)
+    exact = hidden.double() @ head.double().T + (0 if bias is None else bias.double())
+    expected = exact.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    rounded = exact.to(dtype).double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    found = token_logprobs(hidden.cuda(), head.cuda(), targets.cuda(), None if bias is None else bias.cuda()).cpu()
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 5e-4
+    assert (rounded - expected).abs().max() > 2e-3  # so the test would see rounding
+
+
 @FINISHES
 @TEMPERATURES
 def test_every_row_by_brute_force(finish: Finish | None, temperature: float) -> None:

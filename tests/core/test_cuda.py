@@ -148,6 +148,26 @@ def test_bf16_scores_are_no_worse_than_those_of_transformers() -> None:
     assert (ours - truth).abs().mean() <= 1.2 * (theirs - truth).abs().mean()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox"])
+def test_bf16_logits_are_not_rounded(name: str) -> None:
+    """Those of a read, and those that a decode graph draws from."""
+    model = causal(name, torch.bfloat16)
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        head.mul_(50)  # logits of a size at which bfloat16 is coarse
+    runs = engine(model)
+    rows = torch.randn(9, 64, device="cuda", dtype=torch.bfloat16)
+    exact = runs.decoder.finish(rows.double() @ head.double().T)
+    with torch.inference_mode():
+        found = runs.decoder.logits(rows)
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
+    runs.generate(PROMPTS[:2], SamplingParams(max_tokens=8, ignore_eos=True))
+    drawn_from = [graph.logits for graph in runs.backend._graphs.values()]
+    assert drawn_from
+    assert all((logits != logits.bfloat16()).any() for logits in drawn_from)
+
+
 def test_training_is_not_touched_by_the_kernels() -> None:
     model = causal("llama")
     on_gpu = engine(model)
