@@ -84,10 +84,13 @@ class Record:
 
     def summarise(self, seconds: float, phases: Mapping[str, float], undecided: int = 0) -> dict[str, Any]:
         """What the whole run came to, also written to summary.json and the event log. `phases` and `undecided`, the
-        answers that could not be compared, are of this part."""
+        answers that could not be compared, are of this part. `programme_share`: of programmes and clusters in all
+        seconds."""
         search = self.recipe.search
         figures = {"method": search.method, "width": search.width, **summary(self.done.values())}
-        figures |= {"seconds": round(seconds, 3), "phases": {name: round(spent, 3) for name, spent in phases.items()}}
+        share = (figures.get("solver_seconds", 0.0) + figures.get("cluster_seconds", 0.0)) / max(seconds, 1e-9)
+        figures |= {"seconds": round(seconds, 3), "programme_share": round(share, 4)}
+        figures["phases"] = {name: round(spent, 3) for name, spent in phases.items()}
         if undecided:
             figures["undecided"] = undecided
         with written(self.directory / "summary.json") as file:

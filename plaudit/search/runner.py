@@ -223,7 +223,7 @@ class Runner:
         if self.embedder is not None:
             texts = list(dict.fromkeys(n.text for _, nodes in asked for n in nodes))
             vectors = dict(zip(texts, self.embedder.embed(texts), strict=True)) if texts else {}
-        self.phases["cluster"] += time.perf_counter() - began
+        each = (time.perf_counter() - began) / max(1, sum(len(nodes) for _, nodes in asked))
         for searched, nodes in asked:
             began = time.perf_counter()
             if nodes and self.recipe.search.clusters == "text":
@@ -235,7 +235,7 @@ class Runner:
                 found = []
             for node, number in zip(nodes, found, strict=True):
                 node.cluster = number
-            spent = time.perf_counter() - began
+            spent = time.perf_counter() - began + each * len(nodes)
             searched.driver.costs.clustering += spent
             self.phases["cluster"] += spent
         for searched, nodes in made:

@@ -14,7 +14,10 @@ def told(figures: Mapping[str, Any]) -> str:
         lines.append(f"  answered          {figures['answered']}")
     for name, key in (("KV tokens", "kv_tokens"), ("generated tokens", "generated_tokens"), ("calls", "calls")):
         lines.append(f"  {name:17} {figures.get(key, 0):,}")
-    lines.append(f"  {'seconds':17} {figures['seconds']:.1f}")
+    phases = ", ".join(f"{name} {spent:.1f}" for name, spent in figures["phases"].items())
+    lines.append(f"  {'seconds':17} {figures['seconds']:.1f}: {phases}")
+    if figures["programme_share"]:
+        lines.append(f"  {'share':17} programmes and clusters take {figures['programme_share']:.1%} of the seconds")
     over = {name: count for name, count in figures["stopped"].items() if name != "done"}
     if over:
         lines.append(f"  ended otherwise   {', '.join(f'{name}: {count}' for name, count in over.items())}")

@@ -31,6 +31,9 @@ def test_a_search_prints_its_figures_and_writes_them(tmp_path: Path) -> None:
         assert name in done.stdout
     figures = json.loads((tmp_path / "runs" / "search-ets" / "summary.json").read_text())
     assert f"{figures['kv_tokens']:,}" in done.stdout
+    spent = figures["solver_seconds"] + figures["cluster_seconds"]
+    assert figures["programme_share"] == pytest.approx(spent / figures["seconds"], abs=1e-3)
+    assert f"programmes and clusters take {figures['programme_share']:.1%} of the seconds" in done.stdout
     again = plaudit_here("search", *flags, cwd=tmp_path)
     assert again.returncode == 2
     assert "already holds a search: --resume goes on with it" in again.stderr
