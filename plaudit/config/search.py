@@ -26,7 +26,7 @@ class PolicyTable(Table):
 
 class QuestionsTable(AskingTable):
     """Questions of a built-in world or a gym, which know the truth, or of a .jsonl or .parquet file of {"prompt"} or
-    {"messages"}. Those of a world and a gym are none that RL with the same seed trains on."""
+    {"messages"}. Those of a world are none that RL with the same seed trains on; a gym makes them from another seed."""
 
     world: str | None = None
     path: str | None = None
