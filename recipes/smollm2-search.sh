@@ -4,11 +4,15 @@
 set -euo pipefail
 plaudit=${PLAUDIT:-plaudit}
 recipes=$(dirname "$0")
+run() {
+  $plaudit "$@"
+  echo "plaudit $1: done $SECONDS s after the start"
+}
 
-$plaudit train "$recipes/smollm2-solutions.toml" --rollout-only --fresh
-$plaudit steps runs/smollm2-solutions runs/smollm2-steps.jsonl --split '\n'
-$plaudit train "$recipes/smollm2-prm.toml" --fresh
+run train "$recipes/smollm2-solutions.toml" --rollout-only --fresh
+run steps runs/smollm2-solutions runs/smollm2-steps.jsonl --split '\n'
+run train "$recipes/smollm2-prm.toml" --fresh
 for method in best-of-n rebase ets; do
-  $plaudit search "$recipes/smollm2-search.toml" --method $method --out "runs/smollm2-$method" --fresh
+  run search "$recipes/smollm2-search.toml" --method $method --out "runs/smollm2-$method" --fresh
 done
-$plaudit report runs/smollm2-ets runs/smollm2-rebase runs/smollm2-best-of-n
+run report runs/smollm2-ets runs/smollm2-rebase runs/smollm2-best-of-n
