@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from plaudit.models.catalog import embedded_names as embedded_names
     from plaudit.models.catalog import resolve as resolve
     from plaudit.models.chat import render_chat as render_chat
+    from plaudit.models.chat import render_chats as render_chats
     from plaudit.models.chat import render_text as render_text
     from plaudit.models.fresh import new_llama as new_llama
     from plaudit.models.gguf_import import import_gguf as import_gguf
@@ -44,6 +45,7 @@ _HOMES = {
     "load_value": "load",
     "new_llama": "fresh",
     "render_chat": "chat",
+    "render_chats": "chat",
     "render_text": "chat",
     "resolve": "catalog",
     "save": "saving",

@@ -29,39 +29,47 @@ def render_chat(
     seconds: float = 5.0,
 ) -> list[int]:  # fmt: skip
     """Token ids of a conversation. The template has `seconds` to render it."""
-    template = _template(tokenizer)
-    _check_messages(messages, template)
-    codec = codec_of(tokenizer)
-    guard = _Guard(codec, _choose_mark(template, messages))
-    guarded = [guard.value(dict(message)) for message in messages]
+    return render_chats(tokenizer, [messages], add_generation_prompt, seconds=seconds)[0]
+
+
+def render_chats(
+    tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False,
+    *, seconds: float = 5.0,
+) -> list[list[int]]:  # fmt: skip
+    """The same of many, which go to the other process and come back together. The first that fails raises."""
+    template, codec = _template(tokenizer), codec_of(tokenizer)
+    guards, guarded = [], []
+    for messages in conversations:
+        _check_messages(messages, template)
+        guards.append(guard := _Guard(codec, _choose_mark(template, messages)))
+        guarded.append([guard.value(dict(message)) for message in messages])
     rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds)
-    if guard.used or codec.unknown_ends:
-        return _encode_guarded(tokenizer, codec, rendered, guard.mark)
-    ids: list[int] = tokenizer.encode(rendered, add_special_tokens=False)
-    return ids
+    return [
+        _encode_guarded(tokenizer, codec, text, guard.mark)
+        if guard.used or codec.unknown_ends
+        else tokenizer.encode(text, add_special_tokens=False)
+        for guard, text in zip(guards, rendered, strict=True)
+    ]
 
 
 def render_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, seconds: float = 5.0) -> str:
     """What the template writes of messages whose contents are trusted."""
     template = _template(tokenizer)
     _check_messages(messages, template)
-    return _render(tokenizer, template, messages, False, seconds)
+    return _render(tokenizer, template, [messages], False, seconds)[0]
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerFast, template: str, messages: Sequence[Message], add_generation_prompt: bool,
-    seconds: float,
-) -> str:  # fmt: skip
+    tokenizer: PreTrainedTokenizerFast, template: str, conversations: Sequence[Sequence[Message]],
+    add_generation_prompt: bool, seconds: float,
+) -> list[str]:  # fmt: skip
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    return RENDERER.render(template, messages, add_generation_prompt, names, seconds)
+    return RENDERER.render(template, conversations, add_generation_prompt, names, seconds)
 
 
 class _Guard:
     def __init__(self, codec: Codec, mark: str) -> None:
         self.codec, self.mark, self.used = codec, mark, False
-        strings = codec.controls.values()
-        self.heads = tuple({text[:size] for text in strings for size in range(1, len(text))})
-        self.tails = tuple({text[-size:] for text in strings for size in range(1, len(text))})
 
     def value(self, value: Any, key: str = "") -> Any:
         if isinstance(value, str):
@@ -92,13 +100,14 @@ class _Guard:
         stripped = text.strip()
         if stripped:
             start = text.find(stripped)
-            if stripped.startswith(self.tails) or any(stripped in control for control in self.codec.controls.values()):
+            controls = self.codec.controls.values()
+            if stripped.startswith(self.codec.tails) or any(stripped in control for control in controls):
                 places.add(start)
-            if stripped.endswith(self.heads):
+            if stripped.endswith(self.codec.heads):
                 places.add(start + len(stripped))
-        if text.startswith(self.tails):
+        if text.startswith(self.codec.tails):
             places.add(0)
-        if text.endswith(self.heads):
+        if text.endswith(self.codec.heads):
             places.add(len(text))
         return places
 

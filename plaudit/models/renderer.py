@@ -34,22 +34,25 @@ class Renderer:
         self._owner = 0
 
     def render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool,
+        self, template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool,
         names: Mapping[str, str], seconds: float,
-    ) -> str:  # fmt: skip
-        request = {
-            "template": template, "messages": messages, "add_generation_prompt": add_generation_prompt, "names": names,
-            "seconds": seconds,
+    ) -> list[str]:  # fmt: skip
+        """What the template writes of each conversation, for each of which it has `seconds`."""
+        common = {
+            "template": template, "add_generation_prompt": add_generation_prompt, "names": names, "seconds": seconds
         }  # fmt: skip
+        lines = [json.dumps({**common, "messages": messages}).encode() + b"\n" for messages in conversations]
         with self._lock:
-            process = self._worker()
-            reply = self._ask(process, json.dumps(request).encode() + b"\n", seconds)
-        if reply is None:
+            replies, _ = exchange_lines(self._worker(), b"".join(lines), len(lines), seconds)
+            if len(replies) < len(lines):
+                self.close()
+        texts = [_read_reply(reply) for reply in replies]
+        if len(texts) < len(lines):
             raise ModelError(
                 f"the chat template did not finish in {seconds:g} s or ran out of memory, and was stopped; "
                 "correct the template"
             )
-        return _read_reply(reply)
+        return texts
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -69,16 +72,10 @@ class Renderer:
             start_new_session=True,  # a Ctrl-C in the terminal is for us to hear, not for it to die of
         )  # fmt: skip
         self._owner = os.getpid()
-        if self._ask(self._process, b"", START_SECONDS) is None:
+        if exchange(self._process, b"", time.monotonic() + START_SECONDS) is None:
+            self.close()
             raise ModelError(f"the template worker did not start; try `{sys.executable} -I {WORKER}` to see why")
         return self._process
-
-    def _ask(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes | None:
-        """One line to the worker and one back; None, and no worker, if it took too long or died."""
-        reply = exchange(process, request, time.monotonic() + seconds)
-        if reply is None:
-            self.close()
-        return reply
 
 
 def exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | None:

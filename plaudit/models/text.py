@@ -96,6 +96,15 @@ class Codec:
         return re.compile(f"(?={'|'.join(map(re.escape, strings))})" if strings else r"(?!)")
 
     @cached_property
+    def heads(self) -> tuple[str, ...]:
+        """Beginnings of control strings."""
+        return tuple({text[:size] for text in self.controls.values() for size in range(1, len(text))})
+
+    @cached_property
+    def tails(self) -> tuple[str, ...]:
+        return tuple({text[-size:] for text in self.controls.values() for size in range(1, len(text))})
+
+    @cached_property
     def forbidden(self) -> frozenset[int]:
         return frozenset(self.controls) - (frozenset() if self.unknown_ends else {self.unknown})
 

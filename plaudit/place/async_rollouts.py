@@ -148,7 +148,7 @@ class AsyncRollouts:
             piece = [asked.pop(0)]
             while self.staleness == 0 and asked and asked[0] == piece[-1] + 1 and asked[0] % self.size:
                 piece.append(asked.pop(0))
-            prompts = [self.prompts.train(number) for number in piece]
+            prompts = self.prompts.train(piece)
             threading.Thread(target=self._play, args=(piece, prompts), name="rollout", daemon=True).start()
 
     def _play(self, numbers: list[int], prompts: list[Prompt]) -> None:
@@ -188,7 +188,7 @@ class AsyncRollouts:
                 self._news.notify_all()
 
     def _scored(self, played: dict[int, Group]) -> dict[int, Group]:
-        prompts = {number: self.prompts.train(number) for number in played}
+        prompts = dict(zip(played, self.prompts.train(list(played)), strict=True))
         flat = [(number, sample) for number, group in played.items() for sample in group]
         with self._scoring:
             found = self.scorer.ask([prompts[number] for number, _ in flat], [sample for _, sample in flat])

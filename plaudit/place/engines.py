@@ -34,7 +34,7 @@ def new_served(stage: Stage, channel: Channel) -> Served:
     reader = Engine(trainee.loaded.module, trainee.loaded.tokenizer)
     places = _places(stage, sorted(reader.end_tokens)) if stage.ranks.main else []
     if recipe.engine.probe:
-        prompts = [list(stage.prompts.train(index).token_ids or ()) for index in range(PROBE_PROMPTS)]
+        prompts = [list(prompt.token_ids or ()) for prompt in stage.prompts.train(range(PROBE_PROMPTS))]
         for place in places:
             place.probe = Probe(probe_contexts(prompts, trainee.decoder.max_positions), recipe.engine.probe)
 

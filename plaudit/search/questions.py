@@ -48,7 +48,7 @@ def open_questions(
 
         assert table.limit is not None, "the table says how many"
         items = GymItems(encoder, table, seed + HELDOUT_SEED, table.limit)
-        return [_gym_question(i, prompt, checker) for i, prompt in enumerate(items.prompts())]
+        return [_gym_question(i, prompt, checker) for i, prompt in enumerate(items.prompts(range(len(items))))]
     if table.world is not None:
         assert table.limit is not None, "the table says how many"
         problems = get_world(table.world, seed).heldout(table.limit)
@@ -60,11 +60,12 @@ def open_questions(
     else:
         assert table.path is not None
         rows = read_rows(Path(table.path))[: table.limit]
-    return [_question(i, encoder.row(row, table.truth)) for i, row in enumerate(rows)]
+    return [_question(i, prompt) for i, prompt in enumerate(encoder.rows(rows, table.truth))]
 
 
 def question(index: int, fields: Mapping[str, Any], table: QuestionsTable, tokenizer: Any, origin: str) -> Question:
-    return _question(index, PromptEncoder(table, tokenizer).row(Row(dict(fields), origin), table.truth))
+    (prompt,) = PromptEncoder(table, tokenizer).rows([Row(dict(fields), origin)], table.truth)
+    return _question(index, prompt)
 
 
 class GymChecker:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plaudit.config.asking import AskingTable
 from plaudit.config.rl import RlDataTable
 from plaudit.errors import ConfigError, DataError, nearest, one_line
 from plaudit.records import Prompt, Sample
-from plaudit.train.prompts import PromptEncoder
+from plaudit.train.prompts import Asked, PromptEncoder
 
 HELDOUT_SEED = 1_000_003  # its own items: training never reaches them
 TRAINING_ITEMS = 100_000
@@ -21,11 +21,11 @@ class GymPrompts:
         self.items = GymItems(encoder, data, seed, data.limit or TRAINING_ITEMS)
         self.held = GymItems(encoder, data, seed + HELDOUT_SEED, data.eval_items)
 
-    def train(self, index: int) -> Prompt:
-        return self.items.prompt(index % len(self.items))
+    def train(self, indices: Sequence[int]) -> list[Prompt]:
+        return self.items.prompts([index % len(self.items) for index in indices])
 
     def heldout(self) -> list[Prompt]:
-        return self.held.prompts()
+        return self.held.prompts(range(len(self.held)))
 
     def right(self, prompt: Prompt, sample: Sample) -> bool | None:
         return None
@@ -45,10 +45,10 @@ class GymItems:
     def __len__(self) -> int:
         return len(self.items)
 
-    def prompts(self) -> list[Prompt]:
-        return [self.prompt(index) for index in range(len(self))]
+    def prompts(self, indices: Sequence[int]) -> list[Prompt]:
+        return self.encoder.prompts([self._asked(index) for index in indices])
 
-    def prompt(self, index: int) -> Prompt:
+    def _asked(self, index: int) -> Asked:
         try:
             item = self.items[index]
         except Exception as error:  # a task's generator may fail on options that its check let through
@@ -56,7 +56,7 @@ class GymItems:
                 f"the gym task {self.task!r} cannot make its item {index} with {self.options}: {one_line(error)}"
             ) from error
         truth = {"task": self.task, "options": self.options, "item": without_tuples(item)}
-        return self.encoder.text(item["question"], truth, f"{self.task}[{index}]")
+        return Asked(item["question"], truth, f"{self.task}[{index}]")
 
 
 def open_task(name: str, seed: int, size: int, options: Mapping[str, Any]) -> Any:

@@ -6,14 +6,14 @@ The i-th training prompt is a pure function of (seed, i): a resumed run needs no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from plaudit.config.asking import AskingTable
 from plaudit.config.rl import RlDataTable
 from plaudit.errors import DataError, PlauditError
-from plaudit.models import bos_ids, encode, render_chat
+from plaudit.models import bos_ids, encode, render_chats
 from plaudit.records import Prompt, Sample
 from plaudit.train.rows import Row, read_rows, shuffled
 from plaudit.worlds import Sums, get_world
@@ -21,7 +21,7 @@ from plaudit.worlds.sums import Problem, judge
 
 
 class Prompts(Protocol):
-    def train(self, index: int) -> Prompt: ...
+    def train(self, indices: Sequence[int]) -> list[Prompt]: ...
 
     def heldout(self) -> list[Prompt]: ...
 
@@ -57,47 +57,70 @@ def open_prompts(data: RlDataTable, tokenizer: Any, seed: int, room: Room | None
     return FilePrompts(encoder, data, seed)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A text or messages on their way to a prompt. `origin` is where they came from, for messages."""
+
+    said: str | Sequence[dict[str, Any]]
+    truth: Any
+    origin: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
 class PromptEncoder:
-    """The tokens of a prompt as the policy was trained on them: its text never becomes control tokens."""
+    """The tokens of prompts as the policy was trained on them: their text never becomes control tokens."""
 
     def __init__(self, data: AskingTable, tokenizer: Any, room: Room | None = None) -> None:
         self.data = data
         self.tokenizer = tokenizer
         self.room = room
 
-    def row(self, row: Row, truth: str) -> Prompt:
+    def rows(self, rows: Sequence[Row], truth: str) -> list[Prompt]:
         """Of a data file; `truth` is the key of what is needed to check an answer, and other keys ride along."""
-        extra = {key: value for key, value in row.fields.items() if key not in ("prompt", "messages", truth)}
-        if row.fields.get("messages") is not None:
-            return self.messages(messages_of(row), row.fields.get(truth), row.origin, extra)
-        return self.text(row.text("prompt"), row.fields.get(truth), row.origin, extra)
+        return self.prompts([_asked(row, truth) for row in rows])
 
-    def text(self, text: str, truth: Any, origin: str, extra: dict[str, Any] | None = None) -> Prompt:
-        """`origin` is where the prompt came from, for messages."""
-        if self.data.chat:
-            shown = [
-                {"role": role, "content": said}
-                for shot in self.data.shots
-                for role, said in zip(("user", "assistant"), shot, strict=True)
-            ]
-            return self.messages([*shown, {"role": "user", "content": text}], truth, origin, extra)
-        ids = [*bos_ids(self.tokenizer), *encode(self.tokenizer, text)]
-        self._check(ids, origin)
-        return Prompt(text, tuple(ids), truth, extra or {})
+    def prompts(self, asked: Sequence[Asked]) -> list[Prompt]:
+        """Chats are rendered together: a way to the process that does it and back for each would take longer."""
+        chats = [self._chat(each) for each in asked]
+        pairs = list(zip(asked, chats, strict=True))
+        rendered = iter(self._rendered([(each, chat) for each, chat in pairs if chat is not None]))
+        begin = bos_ids(self.tokenizer) if None in chats else []
+        found = []
+        for each, chat in pairs:
+            if chat is None:
+                text, extra = str(each.said), each.extra
+                ids = [*begin, *encode(self.tokenizer, text)]
+            else:
+                text, extra = "\n".join(str(message.get("content")) for message in chat), {"messages": tuple(chat)}
+                ids, extra = next(rendered), {**each.extra, **extra}
+            self._check(ids, each.origin)
+            found.append(Prompt(text, tuple(ids), each.truth, extra))
+        return found
 
-    def messages(
-        self, messages: Sequence[dict[str, Any]], truth: Any, origin: str, extra: dict[str, Any] | None = None
-    ) -> Prompt:
-        """data.system goes before messages that have no system message of their own."""
+    def _chat(self, asked: Asked) -> list[dict[str, Any]] | None:
+        """Its messages, or None for a text that is not asked in a chat. data.system goes before messages that have no
+        system message of their own."""
+        if not isinstance(asked.said, str):
+            messages = list(asked.said)
+        elif self.data.chat:
+            pairs = [zip(("user", "assistant"), shot, strict=True) for shot in self.data.shots]
+            messages = [{"role": role, "content": said} for pair in pairs for role, said in pair]
+            messages.append({"role": "user", "content": asked.said})
+        else:
+            return None
         if self.data.system is not None and messages and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.data.system}, *messages]
+        return messages
+
+    def _rendered(self, chats: Sequence[tuple[Asked, list[dict[str, Any]]]]) -> list[list[int]]:
+        if not chats:
+            return []  # of a model that may have no template
         try:
-            ids = render_chat(self.tokenizer, messages, add_generation_prompt=True)
+            return render_chats(self.tokenizer, [chat for _, chat in chats], add_generation_prompt=True)
         except PlauditError as error:
-            raise DataError(f"{origin}: {error}") from None
-        self._check(ids, origin)
-        shown = "\n".join(str(message.get("content")) for message in messages)
-        return Prompt(shown, tuple(ids), truth, {**(extra or {}), "messages": tuple(messages)})
+            if len(chats) == 1:
+                raise DataError(f"{chats[0][0].origin}: {error}") from None
+        return [ids for each in chats for ids in self._rendered([each])]  # which says whose fault it is
 
     def may_be_too_long(self, row: Row) -> bool:
         """False is sure without a tokenizer: a token is at least a byte, and a template under half the positions."""
@@ -124,19 +147,22 @@ class WorldPrompts:
         self.encoder = encoder
         self.data = data
 
-    def train(self, index: int) -> Prompt:
-        return self._prompt(self.world.problem("train", index % self.data.limit if self.data.limit else index))
+    def train(self, indices: Sequence[int]) -> list[Prompt]:
+        limit = self.data.limit
+        return self._prompts([self.world.problem("train", i % limit if limit else i) for i in indices])
 
     def heldout(self) -> list[Prompt]:
         """Problems of the world itself, whatever part of the training comes from longer chains."""
         plain = Sums(self.world.table.model_copy(update={"hard_share": 0.0}), self.world.seed)
-        return [self._prompt(problem) for problem in plain.heldout(self.data.eval_items)]
+        return self._prompts(plain.heldout(self.data.eval_items))
 
     def right(self, prompt: Prompt, sample: Sample) -> bool | None:
         return judge(Problem.parse(prompt.text), sample.text).right
 
-    def _prompt(self, problem: Problem) -> Prompt:
-        return self.encoder.text(problem.prompt, str(problem.answer), f"{self.data.world}[{problem.prompt}]")
+    def _prompts(self, problems: Sequence[Problem]) -> list[Prompt]:
+        return self.encoder.prompts(
+            [Asked(each.prompt, str(each.answer), f"{self.data.world}[{each.prompt}]") for each in problems]
+        )
 
 
 class FilePrompts:
@@ -158,18 +184,18 @@ class FilePrompts:
         self.held = held[: data.eval_items]
         self._check([*self.rows, *self.held])
 
-    def train(self, index: int) -> Prompt:
-        epoch, position = divmod(index, len(self.rows))
-        return self._prompt(self.rows[shuffled(len(self.rows), f"{self.seed} {epoch}")[position]])
+    def train(self, indices: Sequence[int]) -> list[Prompt]:
+        places = (divmod(index, len(self.rows)) for index in indices)
+        return self._prompts([self.rows[shuffled(len(self.rows), f"{self.seed} {e}")[at]] for e, at in places])
 
     def heldout(self) -> list[Prompt]:
-        return [self._prompt(row) for row in self.held]
+        return self._prompts(self.held)
 
     def right(self, prompt: Prompt, sample: Sample) -> bool | None:
         return None
 
-    def _prompt(self, row: Row) -> Prompt:
-        return self.encoder.row(row, self.data.truth)
+    def _prompts(self, rows: Sequence[Row]) -> list[Prompt]:
+        return self.encoder.rows(rows, self.data.truth)
 
     def _check(self, rows: Sequence[Row]) -> None:
         """What is wrong with a row is told before the first step, not at the one that draws it."""
@@ -185,7 +211,13 @@ class FilePrompts:
                     f"its keys are {sorted(row.fields)}"
                 )
             if self.encoder.may_be_too_long(row):
-                self._prompt(row)
+                self._prompts([row])
+
+
+def _asked(row: Row, truth: str) -> Asked:
+    extra = {key: value for key, value in row.fields.items() if key not in ("prompt", "messages", truth)}
+    said = row.text("prompt") if row.fields.get("messages") is None else messages_of(row)
+    return Asked(said, row.fields.get(truth), row.origin, extra)
 
 
 def messages_of(row: Row) -> list[dict[str, Any]]:

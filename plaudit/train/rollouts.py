@@ -106,7 +106,7 @@ class Rollouts:
     def _round(self, step: int) -> list[list[Sample]]:
         first, count = self.drawn, self.recipe.train.prompts_per_step
         self.drawn += count
-        prompts = [self.prompts.train(index) for index in range(first, self.drawn)]
+        prompts = self.prompts.train(range(first, self.drawn))
         with self.clock("generate"):
             samples = self.player.play(prompts, self.recipe.train.samples_per_prompt, f"{step} {first}")
         with self.clock("reward"):

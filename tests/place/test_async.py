@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def asked(tree: Any, count: int) -> list[str]:
     """The first prompts of the data, in order."""
     loaded = load_policy("sums-policy")
     found = open_prompts(tree.data, loaded.tokenizer, tree.seed, Room(256, tree.sampling.max_tokens))
-    return [found.train(number).text for number in range(count)]
+    return [prompt.text for prompt in found.train(range(count))]
 
 
 def prompts_of(directory: Path) -> list[str]:
@@ -84,8 +85,8 @@ class Scorer:
 class Numbers:
     """Prompt i is the token i."""
 
-    def train(self, index: int) -> Prompt:
-        return Prompt(str(index), (index,))
+    def train(self, indices: Sequence[int]) -> list[Prompt]:
+        return [Prompt(str(index), (index,)) for index in indices]
 
     def right(self, prompt: Prompt, sample: Sample) -> None: ...
 

@@ -55,15 +55,15 @@ def scorer(**keys: Any) -> Iterator[Scorer]:
 
 def test_a_world_gives_the_same_prompt_for_the_same_index() -> None:
     prompts = prompts_of(world="sums")
-    first = prompts.train(7)
-    assert first == prompts_of(world="sums").train(7) != prompts.train(8)
+    first = prompts.train([7])[0]
+    assert first == prompts_of(world="sums").train([7])[0] != prompts.train([8])[0]
     assert shown(first) == "<bos>" + first.text
     assert first.truth == str(sum(int(part) for part in first.text[:-1].split("+")))
 
 
 def test_a_limit_repeats_the_first_items() -> None:
     prompts = prompts_of(world="sums", limit=3)
-    assert [prompts.train(i) for i in range(3)] == [prompts.train(i) for i in range(3, 6)]
+    assert prompts.train(range(3)) == prompts.train(range(3, 6))
 
 
 # Files
@@ -73,9 +73,9 @@ def test_a_file_of_plain_prompts_with_truths_under_a_key_of_their_own(tmp_path: 
     rows = [{"prompt": f"{i}+1=", "sum": i + 1, "level": i} for i in range(20)]
     prompts = prompts_of(path=jsonl(tmp_path / "p.jsonl", *rows), truth="sum")
     assert [prompt.truth for prompt in prompts.heldout()] == [19, 20], "the last tenth is held out"
-    epoch = [prompts.train(i) for i in range(18)]
+    epoch = prompts.train(range(18))
     assert sorted(prompt.truth for prompt in epoch) == list(range(1, 19)), "each once in an epoch"
-    assert [p.truth for p in epoch] != [prompts.train(i).truth for i in range(18, 36)], "in another order in the next"
+    assert [p.truth for p in epoch] != [p.truth for p in prompts.train(range(18, 36))], "in another order in the next"
     assert epoch[0].extra == {"level": epoch[0].truth - 1}
 
 
@@ -83,29 +83,46 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(12)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
     lines, table = prompts_of(path=jsonl(tmp_path / "p.jsonl", *rows)), prompts_of(path=str(tmp_path / "p.parquet"))
-    assert [lines.train(i) for i in range(24)] == [table.train(i) for i in range(24)]
+    assert lines.train(range(24)) == table.train(range(24))
     assert lines.heldout() == table.heldout()
 
 
 def test_chat_puts_a_plain_prompt_into_the_models_template(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1+2="}] * 3)
-    plain = prompts_of(path=path).train(0)
-    chat = prompts_of(path=path, chat=True, system="3+3=").train(0)
+    plain = prompts_of(path=path).train([0])[0]
+    chat = prompts_of(path=path, chat=True, system="3+3=").train([0])[0]
     assert shown(plain) == "<bos>1+2="
     assert shown(chat) == "<bos>3+3=1+2="
     roles = [message["role"] for message in chat.extra["messages"]]
     assert roles == ["system", "user"]
 
 
+def test_prompts_together_are_those_one_by_one(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1<eos>2="}, {"role": "assistant", "content": "3"}]
+    texts = [{"prompt": f"{i}+1="} for i in range(6)]
+    chats = [{"messages": [*turns, {"role": "user", "content": f"{i}="}]} for i in range(6)]
+    path = jsonl(tmp_path / "p.jsonl", *[row for pair in zip(texts, chats, strict=True) for row in pair])
+    for chat in (False, True):
+        prompts = prompts_of(path=path, chat=chat)
+        assert prompts.train(range(11)) == [prompts.train([i])[0] for i in range(11)]
+
+
+def test_of_prompts_together_the_one_that_fails_is_named(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "captain" if i == 5 else "user", "content": "1="}]} for i in range(9)]
+    prompts = prompts_of(None, path=jsonl(tmp_path / "p.jsonl", *rows), chat=True)
+    with pytest.raises(DataError, match=r"p\.jsonl:6: message 0 has the role 'captain'"):
+        prompts.train(range(8))
+
+
 def test_a_system_message_in_the_data_stays(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "9="}, {"role": "user", "content": "1="}]
     path = jsonl(tmp_path / "p.jsonl", *[{"messages": own}] * 3)
-    assert shown(prompts_of(path=path, chat=True, system="3=").train(0)) == "<bos>9=1="
+    assert shown(prompts_of(path=path, chat=True, system="3=").train([0])[0]) == "<bos>9=1="
 
 
 def test_shots_are_turns_before_the_question(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1="}] * 3)
-    prompt = prompts_of(path=path, chat=True, system="3=", shots=(("4=", "4"), ("5=", "5"))).train(0)
+    prompt = prompts_of(path=path, chat=True, system="3=", shots=(("4=", "4"), ("5=", "5"))).train([0])[0]
     assert [message["role"] for message in prompt.extra["messages"]] == ["system", *["user", "assistant"] * 2, "user"]
     assert prompt.text.split("\n") == ["3=", "4=", "4", "5=", "5", "1="]
     with pytest.raises(ValueError, match="shots are turns of a chat"):
@@ -115,7 +132,7 @@ def test_shots_are_turns_before_the_question(tmp_path: Path) -> None:
 def test_a_prompt_never_becomes_control_tokens(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1<eos>2="}] * 3)
     for prompts in (prompts_of(path=path), prompts_of(path=path, chat=True)):
-        assert TOKENIZER.eos_token_id not in (prompts.train(0).token_ids or ())
+        assert TOKENIZER.eos_token_id not in (prompts.train([0])[0].token_ids or ())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +158,7 @@ def test_a_prompt_never_becomes_control_tokens(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_is_told_by_line(tmp_path: Path, rows: list[Any], message: str) -> None:
     path = jsonl(tmp_path / "p.jsonl", *rows)
     with pytest.raises(DataError, match=message):
-        prompts_of(path=path).train(0)
+        prompts_of(path=path).train([0])
 
 
 def test_rows_are_checked_before_the_first_is_asked(tmp_path: Path) -> None:
@@ -154,7 +171,7 @@ def test_eval_path_holds_nothing_of_the_training_file_out(tmp_path: Path) -> Non
     train = jsonl(tmp_path / "a.jsonl", {"prompt": "1="})
     held = jsonl(tmp_path / "b.jsonl", {"prompt": "2="}, {"prompt": "3="})
     prompts = prompts_of(path=train, eval_path=held)
-    assert [prompts.train(0).text, prompts.train(1).text] == ["1=", "1="]
+    assert [prompt.text for prompt in prompts.train([0, 1])] == ["1=", "1="]
     assert [prompt.text for prompt in prompts.heldout()] == ["2=", "3="]
 
 
@@ -163,7 +180,7 @@ def test_eval_path_holds_nothing_of_the_training_file_out(tmp_path: Path) -> Non
 
 def test_exact_compares_with_the_truth_of_the_file(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1+2=", "answer": 3}] * 3)
-    prompt = prompts_of(path=path).train(0)
+    prompt = prompts_of(path=path).train([0])[0]
     with scorer(rule="exact", answer=r"#(\d+)$") as judge:
         scored = judge.score([prompt] * 2, [answered(prompt, "1+2=3;#3"), answered(prompt, "#4")])
     assert [sample.reward for sample in scored] == [1.0, 0.0]
@@ -171,7 +188,7 @@ def test_exact_compares_with_the_truth_of_the_file(tmp_path: Path) -> None:
 
 def test_math_reads_answers_as_mathematics(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", *[{"prompt": "1+2=", "answer": "1/2"}] * 3)
-    prompt = prompts_of(path=path).train(0)
+    prompt = prompts_of(path=path).train([0])[0]
     with scorer(rule="math", answer=r"\\boxed\{(.*)\}") as judge:
         texts = [r"so \boxed{0.5}", r"so \boxed{\frac{2}{4}}", r"\boxed{0.6}", "0.5"]
         scored = judge.score([prompt] * 4, [answered(prompt, text) for text in texts])
@@ -212,16 +229,16 @@ def test_gym_prompts_are_pure_functions_of_seed_and_index(gym: Any) -> None:
     options = {"min_digits": 1, "max_digits": 1, "max_terms": 3}
     keys = {"gym": "chain_sum", "gym_options": options, "eval_items": 5}
     prompts, again = prompts_of(None, **keys), prompts_of(None, **keys)
-    assert [prompts.train(i) for i in range(5)] == [again.train(i) for i in range(5)]
+    assert prompts.train(range(5)) == again.train(range(5))
     held = [prompt.text for prompt in prompts.heldout()]
     assert len(held) == 5
-    assert held != [prompts.train(i).text for i in range(5)]
+    assert held != [prompt.text for prompt in prompts.train(range(5))]
 
 
 @pytest.mark.slow
 def test_the_tasks_own_scorer_decides(gym: Any) -> None:
     prompts = prompts_of(None, gym="chain_sum", gym_options={"max_digits": 1})
-    asked = prompts.train(0)
+    asked = prompts.train([0])[0]
     right = asked.truth["item"]["answer"]
     assert int(right) == eval(asked.truth["item"]["metadata"]["expression"])
     texts = [f"<answer>{right}</answer>", f"<answer>+0{right}.0</answer>", "<answer>x</answer>", right]
@@ -239,7 +256,7 @@ def test_the_tasks_own_scorer_decides(gym: Any) -> None:
 def test_an_item_survives_the_way_to_the_rules_process(gym: Any, task: str) -> None:
     """Some tasks hold tuples, which JSON has not: the score must be the one that the task gives at home."""
     prompts = prompts_of(None, gym=task, eval_items=2)
-    asked = prompts.train(1)
+    asked = prompts.train([1])[0]
     items = gym.create_dataset(task, seed=1, size=100_000)
     expected = float(items.score_answer(str(items[1]["answer"]), entry=items[1]))
     with scorer(rule="gym", timeout=20.0) as judge:

@@ -73,7 +73,7 @@ def test_groups_stay_together_when_dynamic_sampling_reorders_them() -> None:
 
 def test_a_prompts_samples_do_not_depend_on_what_is_asked_beside_it() -> None:
     engine = Engine(LOADED.module, LOADED.tokenizer)
-    prompts = [open_prompts(recipe().data, LOADED.tokenizer, 1).train(i) for i in range(5)]
+    prompts = open_prompts(recipe().data, LOADED.tokenizer, 1).train(range(5))
     player = SingleTurn(engine, SamplingTable(max_tokens=48), 7)
     together = player.play(prompts, 3, "4 0")
     alone = Engine(LOADED.module, LOADED.tokenizer, max_running=2, budget=64)
@@ -121,7 +121,7 @@ def test_metrics_of_a_batch_by_hand() -> None:
 
 def test_behaviour_logprobs_are_those_of_the_distribution_that_was_sampled() -> None:
     engine = Engine(LOADED.module, LOADED.tokenizer)
-    prompts = [open_prompts(recipe().data, LOADED.tokenizer, 1).train(i) for i in range(3)]
+    prompts = open_prompts(recipe().data, LOADED.tokenizer, 1).train(range(3))
     samples = SingleTurn(engine, SamplingTable(max_tokens=32, temperature=0.5), 1).play(prompts, 2, "0 0")
     sampled, raw = flat(samples, "logprobs"), flat(samples, "raw_logprobs")
     assert (sampled >= raw - 1e-6).float().mean() > 0.5
