@@ -65,7 +65,7 @@ def question(recipe: Any, steps: int) -> dict[str, Any]:
     from plaudit.train.prompts import open_prompts
 
     prompts = open_prompts(recipe.data, load_tokenizer(recipe.model.path), recipe.seed)
-    drawn = [prompts.train(index) for index in range(steps * recipe.train.prompts_per_step)]
+    drawn = prompts.train(range(steps * recipe.train.prompts_per_step))
     return {
         "policy": str(resolve(recipe.model.path)), "seed": recipe.seed, "lr": recipe.train.lr,
         "warmup": recipe.train.warmup, "prompts": recipe.train.prompts_per_step,
