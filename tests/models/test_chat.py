@@ -225,7 +225,7 @@ def test_a_template_that_does_not_end_is_stopped(template: str) -> None:
     begin = time.monotonic()
     with pytest.raises(ModelError, match=r"did not finish in 0.3 s|fails"):
         render_chat(with_template(template), ASK, seconds=0.3)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 30  # they would take years
     assert render_chat(TOKENIZER, ASK) == plain(TOKENIZER, ASK)
 
 

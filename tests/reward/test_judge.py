@@ -190,7 +190,7 @@ def test_deadline_and_an_address_where_nobody_is(serve: Any) -> None:
     (answer,) = ask([[{"role": "user", "content": "x"}]])
     ask.close()
     assert getattr(answer, "type", None) == "judge_failed"
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
 
 
 def test_no_more_are_asked_at_once_than_allowed(serve: Any) -> None:

@@ -90,10 +90,10 @@ def test_regex() -> None:
 
 
 def test_a_pathological_regex_is_stopped() -> None:
-    with rule(rule="regex", pattern="(a+)+$", timeout=0.5) as reward:
+    with rule(rule="regex", pattern="(a+)+$", timeout=1.0) as reward:
         begin = time.monotonic()
         assert scored(reward, "aaa", "a" * 60 + "b", "b") == [1.0, "timeout", 0.0]
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30  # it would take years
 
 
 def test_exact() -> None:
@@ -158,7 +158,7 @@ def test_every_misfortune_costs_only_its_item(functions: Path) -> None:
         "huge": "rule_failed", "wide": "rule_failed", "print": 0.25, "true": 1.0, "": 0.25,
     }  # fmt: skip
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    with rule(rule="function", function=f"{functions}:odd", timeout=1.0, processes=2) as reward:
+    with rule(rule="function", function=f"{functions}:odd", timeout=2.0, processes=2) as reward:
         order = [response for name in asked for response in (name, "fine")]
         found = scored(reward, *order)
         assert found[1::2] == [0.25] * len(asked)
@@ -182,7 +182,7 @@ def test_a_close_ends_those_who_wait(functions: Path) -> None:
         threading.Timer(0.3, reward.close).start()
         begin = time.monotonic()
         assert scored(reward, "sleep", "fine", "fine") == ["rule_failed"] * 3
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 A `sitecustomize.py` on the server's PYTHONPATH, which the worker inherits, changes a few functions when they are
 imported. What they do is in a file that the test writes and removes while the server runs:
 
-    what      in a step of the model: raise, memory, sticky (an error of a device that is lost), exit, sleep
+    what      in a step of the model: raise, memory, sticky (an error of a device that is lost), exit, sleep,
+              hold (until the test takes the fault away)
               as soon as a worker begins: start (it exits); in the event loop of the HTTP process: block
     tokens    only in a step that computes the item of these token ids
     once      the first that meets the fault removes it
@@ -53,10 +54,12 @@ def change_runner(module):
     def faulty(self, plan):
         with open(FILE + ".steps", "a") as file:
             file.write(".")
-        found = fault("raise", "memory", "sticky", "exit", "sleep")
+        found = fault("raise", "memory", "sticky", "exit", "sleep", "hold")
         wanted = found and found.get("tokens")
         if found and (not wanted or any(c.sequence.tokens == wanted for c in plan.chunks)) and meets(found):
             time.sleep(found.get("seconds", 0.0))
+            while found["what"] == "hold" and fault("hold"):
+                time.sleep(0.005)
             if found["what"] == "raise":
                 raise RuntimeError("injected")
             if found["what"] == "memory":

@@ -187,7 +187,7 @@ def test_turns_are_limited() -> None:
     ],
 )
 def test_an_environment_that_fails_costs_its_own_sample(turn: Any, type: str, message: str) -> None:
-    table = TABLE.model_copy(update={"timeout": 0.2})
+    table = TABLE.model_copy(update={"timeout": 0.2} if type == "timeout" else {})
     sample, _, _ = scripted(["7+8=", "#15"], [turn, Turn(done=True)], table=table)
     assert sample.finish_reason == "error"
     assert sample.error == ItemError(type, f"Scripted.step: {message}")
@@ -421,8 +421,8 @@ def test_calls_run_side_by_side_and_late_ones_are_given_up() -> None:
         return call
 
     begin = time.monotonic()
-    found = SideBySide[int](4, 0.3).run([slow(i, 20.0 if i % 5 == 0 else 0.01) for i in range(20)])
-    assert time.monotonic() - begin < 5.0
+    found = SideBySide[int](4, 1.0).run([slow(i, 60.0 if i % 5 == 0 else 0.01) for i in range(20)])
+    assert time.monotonic() - begin < 30.0
     assert [i for i, result in enumerate(found) if isinstance(result, Overdue)] == [0, 5, 10, 15]
     assert [result for result in found if isinstance(result, int)] == [i for i in range(20) if i % 5]
     assert SideBySide[int](4, 1.0).run([]) == []
