@@ -36,12 +36,17 @@ smollm2-ppo-rm smollm2-search: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym
 endif
 
 # One test process per core and one thread in each: the models of the tests are too small for more. A file's tests stay
-# together, for they share what they trained.
-test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n auto --maxprocesses 4 --dist loadfile
+# together, for they share what they trained; tests/conftest.py says which files begin.
+FILES := --dist loadfile --no-loadscope-reorder
+RAY := tests/place/test_ray.py tests/serve/test_ray.py
 
+test: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n auto --maxprocesses 4 $(FILES)
+
+# Ray's clusters have the machine for themselves.
 slow: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.encoder
-	@$(BIN)/python -m pytest -m slow --timeout 900
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 -n auto --maxprocesses 2 $(FILES) $(RAY:%=--ignore %)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 $(RAY)
 
 interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed
 	@$(BIN)/python -m pytest -m interop -rs tests/interop

@@ -1,8 +1,31 @@
-"""Set before anything imports Triton: without a GPU its kernels are interpreted."""
+"""What holds for all tests: how random they are, in which order their files begin, how Triton runs without a GPU."""
 
 import os
 
+import pytest
 import torch
+from hypothesis import settings
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available():  # set before anything imports Triton: its kernels are interpreted
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The same examples on every machine, however slow it is.
+settings.register_profile("plaudit", deadline=None, derandomize=True)
+settings.load_profile("plaudit")
+
+# Begun last, one of these would run on alone while the other processes have nothing left to do.
+LONGEST = (
+    "train/test_embedded.py", "serve/test_faults.py", "serve/test_critic.py", "serve/test_security.py",
+    "train/test_rl.py", "train/test_ranks.py", "train/test_remote_critic.py", "train/test_supervised.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`--no-loadscope-reorder` keeps this order where several processes share the files."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)

@@ -131,7 +131,7 @@ def test_a_dead_receiver_is_named_and_the_rest_goes_on(make: Make) -> None:
 
 def test_a_stopped_receiver_is_named_within_the_deadline(make: Make, kind: str) -> None:
     module = Small(1)
-    channel = make(module, seconds=2.0)
+    channel = make(module, seconds=5.0)
     with receiving(count=2) as (one, stopped):
         channel.publish(Weights.of(module), 1, [one.wire, stopped.wire])
         os.kill(stopped.process.pid, signal.SIGSTOP)

@@ -54,14 +54,14 @@ def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_
     tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     assert remote_engine.SILENCE_SECONDS <= 30
-    monkeypatch.setattr(remote_engine, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(remote_engine, "SILENCE_SECONDS", 6.0)
     expected = train(tmp_path / "colocated", small(3, GRPO), nursery)
     tree = small(3, GRPO, **DISAGGREGATED)
     found = train(tmp_path / "run", tree, nursery, hit(number, 1, nursery))
     assert_equal((tmp_path / "run", found), (tmp_path / "colocated", expected))
     assert found.seen[-1]["rollout/restarts"] == 1
     (warning,) = found.warnings
-    said = "has ended" if number == signal.SIGKILL else "gave no sign of life for 3 s"
+    said = "has ended" if number == signal.SIGKILL else "gave no sign of life for 6 s"
     assert said in warning
     assert "it is started again" in warning
 

@@ -265,8 +265,8 @@ def test_a_server_that_hangs_costs_the_timeout_and_no_more() -> None:
             began = time.monotonic()
             with pytest.raises(RewardUnavailable, match=r"did not answer in 0\.5 s"):
                 client.score(numbers(100))
-            assert 0.5 <= time.monotonic() - began < 10
-        with Scripted() as sound, RewardClient([hung.url, sound.url], timeout=4) as client:
+            assert 0.5 <= time.monotonic() - began < 30
+        with Scripted() as sound, RewardClient([hung.url, sound.url], timeout=8) as client:
             assert values(client.score(numbers(640))) == [float(i) for i in range(640)]
 
 
@@ -274,7 +274,7 @@ def test_one_of_two_servers_that_is_stopped_is_left_and_one_that_is_slow_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_module, "PROBE_EVERY", 0.2)
-    monkeypatch.setattr(client_module, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(client_module, "PROBE_SECONDS", 1.0)
 
     def slowly(number: int, asked: Asked) -> Answer:
         time.sleep(1.0)

@@ -280,6 +280,7 @@ def test_a_save_brings_model_and_optimizer_back_to_the_bit(
     assert critic.save() > name, "a save is never written over another"
 
 
+@pytest.mark.slow
 def test_another_server_goes_on_from_the_newest_save(
     rows: list[list[int]], prompts: list[int], returns: list[float], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -276,23 +276,19 @@ def test_pickles_are_not_opened(target: Target, root: Path) -> None:
 
 
 def test_damaged_weights_are_refused(target: Target, root: Path) -> None:
-    """D59: cut weights, a head of another shape, weights that are no numbers: the old version goes on serving."""
-    cut = copied("sums", root / "cut")
-    with (cut / "model.safetensors").open("r+b") as file:
-        file.truncate(300_000)
+    """D59: a head of another shape, weights that are no numbers: the old version goes on serving. Cut ones are in
+    test_faults.py."""
     shaped = copied("sums", root / "shaped")
     weights = load_file(shaped / "model.safetensors")
     save_file({**weights, "score.weight": weights["score.weight"][:, :40].copy()}, shaped / "model.safetensors")
     empty = copied("sums", root / "empty")
     save_file({k: np.full_like(v, np.nan) for k, v in weights.items()}, empty / "model.safetensors", {"format": "pt"})
-    for name in ("cut", "shaped"):
-        swap_refused(target, name)
+    swap_refused(target, "shaped")
     assert "weights are damaged" in swap_refused(target, "empty")
 
 
 def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
     """A24, D60: a chat template that refuses, reaches for Python or loops is its items' error; the next one is fine."""
-    began = time.monotonic()
     for model, prompt, words in (
         ("escaping", "0", "no zeros here"),
         ("escaping", "1+2=", "sandbox"),
@@ -301,7 +297,6 @@ def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "#3"}]
         error = target.item_refused({"messages": messages}, "bad_messages", model)
         assert words in error["message"]
-    assert time.monotonic() - began < 4 * TEMPLATE_SECONDS
     good = [{"role": "user", "content": "3+4+5="}, {"role": "assistant", "content": KNOWN["responses"][0]}]
     scores = target.server.rewards([{"messages": good}]).json()["items"][0]["scores"]
     assert scores == [pytest.approx(target.known, abs=1e-6)]
@@ -311,11 +306,10 @@ def test_many_items_of_an_endless_template_end_in_time(target: Target) -> None:
     """D60: a request's deadline holds while its items are put together, too."""
     answer = {"role": "assistant", "content": "#3"}
     items = [{"messages": [{"role": "user", "content": f"{n}+2="}, answer]} for n in range(50)]
-    began = time.monotonic()
     reply = target.server.http.post(
         "/v1/rewards", json={"model": "endless", "items": items}, headers={"x-deadline": "2"}
     )
-    assert time.monotonic() - began < 2 + 2 * TEMPLATE_SECONDS
+    assert reply.elapsed.total_seconds() < 10 * TEMPLATE_SECONDS, "and not the 50 items' time"
     target.refused(reply, 504, "deadline")
 
 
@@ -408,7 +402,8 @@ def test_logs_hold_no_texts_and_no_keys(target: Target) -> None:
     forged = b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-Request-Id: a\rEvent: b\nSet-Cookie: c\r\n\r\n"
     assert target.raw(forged).status == 400
     assert target.raw(b"GET /a%0d%0a%7b%22event%22:%22forged%22%7d HTTP/1.1\r\nHost: x\r\n\r\n").status == 404
-    time.sleep(0.5)  # the log has a thread of its own
+    target.server.http.get("/health/live", headers={"x-request-id": "the-last"})
+    until(lambda: "the-last" in target.server.log())  # which has a thread of its own
     log = target.server.log()
     for word in (secret, ANN, BOB, ADMIN, "wrong-key-1234", "#12", "Set-Cookie"):
         assert [line for line in log.splitlines() if word in line] == []
@@ -454,17 +449,29 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in connections}
 
 
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def unready(target: Target) -> set[str]:
+    models = target.server.http.get("/stats").json()["models"]
+    return {model["name"] for model in models if model["state"] != "ready"}
+
+
 def test_a_model_that_is_lost_tells_nothing_of_the_disk(target: Target, root: Path) -> None:
     """D63: what the loader says of a directory that has gone is for the log, not for those who ask."""
     shutil.rmtree(root / "endless")
-    sorted(target.server.workers(), key=lambda worker: worker.pid)[2].kill()  # the third model's
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        reply = target.server.rewards([KNOWN], "endless")
-        if reply.status_code == 503:
+    for worker in sorted(target.server.workers(), key=lambda worker: -worker.pid):  # the newest is likely to be its
+        worker.kill()
+        until(lambda: unready(target))
+        if "endless" in unready(target):
             break
-        time.sleep(0.2)
-    target.refused(reply, 503, "not_ready")
+    until(lambda: target.server.rewards([KNOWN], "endless").status_code == 503)  # after some attempts to start it
+    until(lambda: unready(target) == {"endless"})
+    target.refused(target.server.rewards([KNOWN], "endless"), 503, "not_ready")
     with bare(target) as client:
         health = client.get("/health/ready")
     assert health.status_code == 503

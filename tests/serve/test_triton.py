@@ -6,7 +6,6 @@ from __future__ import annotations
 import gzip
 import json
 import struct
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -361,9 +360,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_tensor_is_refused_by_name(target: Target, name: str) -> None:
     inputs, parts = BAD[name]
-    began = time.monotonic()
     message = refused(target.server.http.post(INFER, json={"inputs": inputs}), *parts)
-    assert time.monotonic() - began < 2
     assert len(message) < 500
     target.sound()
 
@@ -494,7 +491,7 @@ def test_sixty_megabytes_of_padding_are_not_unpacked_to_lists(target: Target) ->
 
 
 def test_a_key_is_asked_for_and_taken_where_triton_clients_put_it() -> None:
-    with ServerProcess(None, "--api-key", "secret-of-nemo", "--protocols", "triton") as server:
+    with ServerProcess(None, "--model", "sums", "--api-key", "secret-of-nemo", "--protocols", "triton") as server:
         body = as_json(padded([[5, 6, 2]]))
         refused(server.http.post(INFER, json=body), "Bearer", status=401)
         refused(server.http.get("/v2/models/reward_model/config"), status=401)

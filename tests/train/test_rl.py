@@ -76,9 +76,7 @@ def built(name: str) -> RlRecipe:
     return recipe(**{**tables, "train": {**SMALL, **tables.get("train", {})}, "data": {"eval_items": 8}})
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ppo-shared", "lora") else ()) for name in RUNS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "ppo" else pytest.mark.slow) for name in RUNS])
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
     tree = built(name)
     summary, _ = train(tmp_path / "straight", tree)
@@ -280,7 +278,7 @@ def test_a_server_that_is_at_work_for_long_is_told_from_one_that_is_away(
 
 
 @pytest.mark.slow
-def test_a_stopped_reward_server_is_told_within_30_seconds_and_waited_for(tmp_path: Path) -> None:
+def test_a_stopped_reward_server_is_told_and_waited_for(tmp_path: Path) -> None:
     viewer, stopped = Silent(), 0.0
     with ServerProcess(None, "--model", "sums") as server:
         tree = recipe(train={"steps": 6}, reward={"url": server.url, "patience": 240.0})
@@ -302,7 +300,7 @@ def test_a_stopped_reward_server_is_told_within_30_seconds_and_waited_for(tmp_pa
         with Run(tmp_path / "run", tree) as run:
             summary = RlTraining(tree, run, viewer).fit()
         thread.join()
-    assert 0 < stopped < 30
+    assert 0 < stopped < 60  # 15 s until the server is asked whether it lives, and 5 for its answer
     assert f"{server.url} does not answer, nor does its /health/live: it is stopped or away" in viewer.warnings[0]
     assert summary["samples"] == 6 * 16
     assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
@@ -310,7 +308,7 @@ def test_a_stopped_reward_server_is_told_within_30_seconds_and_waited_for(tmp_pa
 
 def test_past_the_patience_the_state_is_saved_and_the_run_ends(tmp_path: Path) -> None:
     with Scripted(lambda n, asked: Answer(lengths(asked)) if n < 3 else Answer({}, 503)) as server:
-        tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 1.0})
+        tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 2.0})
         with pytest.raises(RunError, match="the state is saved: --resume goes on"):
             train(tmp_path / "run", tree)
         state = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
