@@ -48,7 +48,7 @@ class Intake:
         self._check_pool(len(ids) + most - 1, f"a prompt of {len(ids)} tokens and {most} more")
         number = next(self._numbers)
         request = Request(
-            number, ids, params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
+            number, tuple(ids), params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens),
             max_tokens=most, group=group, deadline=_deadline(params), open=params.n if begun is None else len(begun),
         )  # fmt: skip
@@ -66,7 +66,7 @@ class Intake:
     def _begun(self, request: Request, sample: Sample) -> Seq:
         if request.params.seed is None:
             raise RequestError("a sample goes on only with the seed it was begun with: give SamplingParams its seed")
-        if list(sample.prompt_ids) != request.prompt_ids or not 0 < len(sample.token_ids) < request.max_tokens:
+        if tuple(sample.prompt_ids) != request.prompt_ids or not 0 < len(sample.token_ids) < request.max_tokens:
             raise RequestError(
                 f"a sample of {len(sample.token_ids)} tokens cannot go on here: it must be of this prompt, and have "
                 f"some but fewer than max_tokens = {request.max_tokens}"
@@ -78,7 +78,7 @@ class Intake:
 
     def scoring(self, ids: list[int], read: Read, params: SamplingParams) -> Request:
         self._check_pool(len(ids), f"a sequence of {len(ids)} tokens")
-        request = Request(next(self._numbers), ids, params, read=read, deadline=_deadline(params), open=1)
+        request = Request(next(self._numbers), tuple(ids), params, read=read, deadline=_deadline(params), open=1)
         request.sequences.append(Seq(request, 0, list(ids)))
         return request
 

@@ -44,7 +44,7 @@ class Request:
     """What was asked. `index`ed sequences of one request share its prompt."""
 
     number: int
-    prompt_ids: list[int]
+    prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -119,7 +119,7 @@ class Sequence:
 
     def sample(self, text: str) -> Sample:
         return Sample(
-            prompt_ids=tuple(self.request.prompt_ids),
+            prompt_ids=self.request.prompt_ids,
             token_ids=tuple(self.tokens[self.prompt_len :]),
             text=text,
             logprobs=tuple(self.logprobs),

@@ -84,10 +84,8 @@ class Rollouts:
         kept: list[list[Sample]] = []
         spare: list[list[Sample]] = []
         for _ in range(rounds):
-            groups = self._round(step)
-            telling = groups if dynamic is None else [group for group in groups if _differ(group)]
-            spare += [group for group in groups if group not in telling]
-            kept += telling
+            for group in self._round(step):
+                (kept if dynamic is None or _differ(group) else spare).append(group)
             if len(kept) >= wanted:
                 break
         # A batch keeps its size; groups that teach nothing fill it where the rounds gave too few that do.
