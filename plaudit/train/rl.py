@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -108,18 +109,20 @@ class RlTraining:
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
         recipe = self.recipe
-        self.trainee = Trainee(recipe, self.ranks, checkpoint, self.clock, self.warn)
-        self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
-        room = Room(self.trainee.decoder.max_positions, recipe.sampling.max_tokens)
-        self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
-        self.heldout = self.prompts.heldout()
-        self.placement = new_placement(
-            Stage(
-                recipe, self.ranks, self.clock, self.trainee, self.prompts, self.scorer, self.run.events,
-                self.run.directory, self.warn, self.cores, self.host,
-            )
-        )  # fmt: skip
-        try:
+        with ExitStack() as undo:
+            self.trainee = Trainee(recipe, self.ranks, checkpoint, self.clock, self.warn)
+            undo.callback(self.trainee.close)
+            self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
+            room = Room(self.trainee.decoder.max_positions, recipe.sampling.max_tokens)
+            self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
+            self.heldout = self.prompts.heldout()
+            self.placement = new_placement(
+                Stage(
+                    recipe, self.ranks, self.clock, self.trainee, self.prompts, self.scorer, self.run.events,
+                    self.run.directory, self.warn, self.cores, self.host,
+                )
+            )  # fmt: skip
+            undo.callback(self.placement.close)
             self.engine, self.learner = self.placement.engine, self.placement.learner
             self.rollouts: RolloutSource = self.placement.rollouts
             if self.dumped is not None:
@@ -135,9 +138,7 @@ class RlTraining:
             self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
             if self.dump is not None:
                 self.dump.discard_after(self.step)
-        except BaseException:
-            self.placement.close()
-            raise
+            undo.pop_all()  # all is there: `close` ends it
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the policy, and return the final figures."""

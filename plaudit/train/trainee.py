@@ -50,10 +50,14 @@ class Trainee:
             module.requires_grad_(False)
             self.optimizer = ShardedOptimizer(self.shards, recipe.train)
         self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), ranks, checkpoint, warn)
-        self.reference = new_reference(recipe, self.policy, ranks)
-        self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self.reference, clock)
-        if checkpoint is not None:
-            self._restore(checkpoint)
+        try:
+            self.reference = new_reference(recipe, self.policy, ranks)
+            self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self.reference, clock)
+            if checkpoint is not None:
+                self._restore(checkpoint)
+        except BaseException:
+            self.close()
+            raise
 
     def make_whole(self) -> dict[str, float]:
         """Bring the whole policy up to the shards, one weight at a time; what it cost."""

@@ -62,7 +62,11 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     flags = ["search", "--method", "rebase", "--width", "4", "--questions", "64", "--set", "concurrent=1"]
     command = [sys.executable, "-m", "plaudit", *flags, "--out", str(run)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    # Whoever runs the tests in the background of a shell ignores this signal, and children inherit that.
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     until = time.monotonic() + 120
     results = run / "results.jsonl"
     while time.monotonic() < until and not (results.exists() and results.stat().st_size):
