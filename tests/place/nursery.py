@@ -52,7 +52,7 @@ class Forked:
     def end(self) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
                 os.kill(self.pid, 0)

@@ -105,7 +105,7 @@ def open_gates(player: Player, *prompts: int) -> None:
 
 
 def until(true: Any) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.002)

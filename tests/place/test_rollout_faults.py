@@ -41,7 +41,7 @@ def hit(number: int, when: int, nursery: Nursery):  # type: ignore[no-untyped-de
         threading.Thread(target=strike, args=(fleet,)).start()
 
     def strike(fleet: Fleet) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not fleet.engines[0].outstanding:
             time.sleep(0.0005)
         os.kill(nursery.workers[-1].pid, number)
