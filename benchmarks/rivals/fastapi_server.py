@@ -1,6 +1,6 @@
 """A reward model behind FastAPI as it is usually written by hand: one request, one padded forward, on the event loop.
 
-    python fastapi_server.py MODEL PORT --stats FILE
+    python fastapi_server.py MODEL PORT --stats FILE [--device cuda] [--dtype bfloat16]
 
 POST /score {"sequences": [[ids], ...]} answers {"scores": [..]}. Runs in .venv-vllm, which brings FastAPI, uvloop
 and httptools. At the end it writes how many tokens it was given and how many it computed.
@@ -32,8 +32,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("port", type=int)
     parser.add_argument("--stats", required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    model = AutoModelForSequenceClassification.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model = model.to(options.device).eval()
     counts = {"tokens": 0, "computed": 0, "rows": 0, "forwards": 0}
     app = FastAPI()
 
@@ -45,8 +48,8 @@ def main() -> None:
     @app.post("/score")
     async def score(question: Question) -> Answer:
         longest = max(map(len, question.sequences))
-        ids = torch.tensor([s + [0] * (longest - len(s)) for s in question.sequences])
-        mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in question.sequences])
+        ids = torch.tensor([s + [0] * (longest - len(s)) for s in question.sequences], device=options.device)
+        mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in question.sequences], device=options.device)
         with torch.inference_mode():
             scores = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].tolist()
         counts["tokens"] += sum(map(len, question.sequences))

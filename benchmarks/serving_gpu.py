@@ -1,0 +1,124 @@
+"""The reward server over HTTP on one GPU, beside the core without HTTP and a FastAPI server, all in one run.
+
+    python benchmarks/serving_gpu.py [--requests 16] [--tiny] [--out FILE]
+
+One random bfloat16 Llama classifier of 1B parameters (core_gpu.py's) and the same token ids for everybody:
+    ragged    64 clients, a sequence of lognormal(6.2, 0.6) tokens, at most 4000, in each request
+    groups    16 clients, 16 responses of lognormal(5.8, 0.6) tokens to one prompt of 1024 in each request
+A client sends its next request when the last is answered, `requests` times. No sequence is sent twice. "core" scores the
+same sequences in one call of the engine in this process: what a server could reach at best. Scores are compared with the
+core's. `--tiny` is a trial of the script on any device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from core_cpu import word_tokenizer
+from core_gpu import VOCABULARY, commit, draw_lengths, model
+from serving import PYTHONS, SERVERS, Load, Sequences, Setting, measure
+from transformers import LlamaForSequenceClassification
+
+from plaudit.core import Engine
+
+RESULTS = Path(__file__).parent / "results" / "serving_gpu.json"
+NAME = "scorer"
+
+
+def loads(requests: int, longest: int) -> list[Load]:
+    rng = np.random.default_rng(3)
+
+    def ids(length: int) -> list[int]:
+        drawn: list[int] = rng.integers(5, VOCABULARY - 5, length).tolist()
+        return drawn
+
+    def ragged(count: int) -> list[Sequences]:
+        return [[ids(int(n))] for n in draw_lengths(count, 6.2, longest, rng)]
+
+    def groups(count: int) -> list[Sequences]:
+        prompts = [ids(longest // 4) for _ in range(count)]
+        return [[prompt + ids(int(n)) for n in draw_lengths(16, 5.8, longest // 2, rng)] for prompt in prompts]
+
+    return [
+        Load("ragged", 64, NAME, ragged(128), ragged(64 * requests)),
+        Load("groups", 16, NAME, groups(16), groups(4 * requests)),
+    ]
+
+
+def in_core(engine: Engine, load: Load) -> tuple[dict[str, Any], list[float]]:
+    """All sequences of a load in one call."""
+    sequences = [s for request in load.requests for s in request]
+    engine.score([s for request in load.warmup for s in request])
+    begin = time.perf_counter()
+    scores = [float(v[0]) for v in engine.score(sequences)]
+    seconds = time.perf_counter() - begin
+    row = {"server": "core", "load": load.name, "samples/s": len(sequences) / seconds, "seconds": seconds}
+    return row | {"tokens": sum(map(len, sequences))}, scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device = "cpu" if options.tiny else "cuda"
+    dtype = "float32" if options.tiny else "bfloat16"
+    if not options.tiny and not torch.cuda.is_available():
+        raise SystemExit("this needs a CUDA device; benchmarks/serving.py measures the server on a CPU")
+    if options.tiny:
+        from core_cpu import models
+
+        module: Any = models()[0]
+    else:
+        module = model(LlamaForSequenceClassification, "1B")
+        module.config.bos_token_id, module.config.eos_token_id = 1, 2
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").exists() else None) as place:
+        folder = Path(place)
+        module.save_pretrained(folder / NAME)
+        word_tokenizer(VOCABULARY).save_pretrained(folder / NAME)
+        wanted = loads(options.requests, 400 if options.tiny else 4000)
+        engine = Engine(module, kv_bytes=2**28)
+        expected = {}
+        for load in wanted:
+            row, expected[load.name] = in_core(engine, load)
+            rows.append(row)
+        del engine, module
+        torch.cuda.empty_cache()
+        config = folder / "serve.toml"
+        config.write_text(f'[models.{NAME}]\npath = "{folder / NAME}"\ndevice = "{device}"\ndtype = "{dtype}"\n')
+        PYTHONS["fastapi"] = PYTHONS["plaudit"]
+        ours = SERVERS["plaudit"]
+        SERVERS["plaudit"] = type(ours)(
+            lambda _, port, __: ["-m", "plaudit", "serve", "--config", f"{config}", "--port", f"{port}"],
+            ours.ready, ours.request, ours.scores,
+        )  # fmt: skip
+        settings = {"plaudit": Setting(""), "fastapi": Setting("", ("--device", device, "--dtype", dtype))}
+        for load in wanted:
+            for name, setting in settings.items():
+                rows.append(measure(name, load, setting, folder, expected[load.name]))
+    for row in rows:
+        core = next(r for r in rows if r["load"] == row["load"])["samples/s"]
+        row["of the core"] = row["samples/s"] / core
+        print(f"{row['load']:7} {row['server']:8} {row['samples/s']:8.1f} samples/s {row['of the core']:6.1%} of the core"
+              + (f", p50 {row['p50 ms']:.0f} ms, p99 {row['p99 ms']:.0f} ms, largest difference "
+                 f"{row['largest difference']:.2g}" if "p50 ms" in row else ""))  # fmt: skip
+    record = {
+        "script": "benchmarks/serving_gpu.py", "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(), "machine": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__, "requests": options.requests, "rows": rows,
+    }  # fmt: skip
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
