@@ -12,7 +12,7 @@ from plaudit.models import load_policy, new_llama
 from plaudit.train.advantages import estimate
 from plaudit.train.critic import LocalCritic
 from plaudit.train.experience import Experience, flat, minibatches, own_tokens
-from plaudit.train.optimizer import Optimizer
+from plaudit.train.optimizer import Optimizer, spread
 from plaudit.train.policy import Policy
 from tests.train.rl_world import gradients, made_up, policy, recipe, relative, tiny
 
@@ -176,16 +176,34 @@ def test_bfloat16_weights_keep_steps_that_are_too_small_for_them() -> None:
     layer = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(layer.weight)
     optimizer = Optimizer(layer, recipe(train={"lr": 1e-3}).train)
+    start = optimizer.masters["weight"].detach().clone()
     for step in range(8):
         optimizer.zero()
         layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         optimizer.step(step)
-    assert torch.allclose(optimizer.masters["weight"], torch.full((1, 4), 1 - 8e-3), atol=1e-4)
+    assert torch.allclose(optimizer.masters["weight"], start - 8e-3, atol=1e-4)
     assert layer.weight.dtype == torch.bfloat16
     assert (layer.weight < 1).all()
     again = Optimizer(layer, recipe(train={"lr": 1e-3}).train)
     again.load(optimizer.state())
     assert torch.equal(again.masters["weight"], optimizer.masters["weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_copies_begin_all_over_what_rounds_to_the_weights(dtype: torch.dtype) -> None:
+    """At a step of 1e-5, which is far below the rounding of most of them, the weights move by that on average. Of
+    copies that begin on the weights themselves a bfloat16 model sees a tenth."""
+    edge = [0.0, -0.0, 1.0, -1.0, 2.0**-14, 2.0**-24, torch.finfo(dtype).max, torch.finfo(dtype).min]
+    weights = torch.cat([torch.randn(100_000) * 0.05, torch.tensor(edge)]).to(dtype)
+    copies = spread(weights)
+    assert copies.dtype == torch.float32
+    assert torch.equal(copies.to(dtype), weights)
+    assert torch.equal(spread(weights[40_000:]), copies[40_000:])  # a rank with a part of them has the same
+    usual = weights[:100_000].float()
+    moved = ((copies[:100_000] + 1e-5).to(dtype).float() - usual).mean().item()
+    assert moved == pytest.approx(1e-5, rel=0.1)
+    if dtype == torch.bfloat16:
+        assert ((usual + 1e-5).to(dtype).float() - usual).mean().item() < 2e-6
 
 
 def test_the_kl_in_the_reward_and_gae_by_hand() -> None:
