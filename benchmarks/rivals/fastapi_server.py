@@ -49,7 +49,9 @@ def main() -> None:
     async def score(question: Question) -> Answer:
         longest = max(map(len, question.sequences))
         ids = torch.tensor([s + [0] * (longest - len(s)) for s in question.sequences], device=options.device)
-        mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in question.sequences], device=options.device)
+        mask = torch.tensor(
+            [[1] * len(s) + [0] * (longest - len(s)) for s in question.sequences], device=options.device
+        )
         with torch.inference_mode():
             scores = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].tolist()
         counts["tokens"] += sum(map(len, question.sequences))

@@ -1,5 +1,6 @@
 """Moves between a GPU and the host. Needs a GPU; skipped, loudly, elsewhere."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_swapped_steps_are_those_of_colocated(
 
 def test_the_ledger_is_what_the_allocator_says(tmp_path: Path) -> None:
     """Within 100 MiB: batches, tables of the sampler, graphs and the workspace of cuBLAS have no owner."""
+    gc.collect()  # what earlier tests left behind must not go while this one counts
     before = CudaMeter(torch.device("cuda")).now()
     fitted(tmp_path / "run", "colocated")
     events = [event for event in read_events(tmp_path / "run") if event["kind"] == "memory"]
