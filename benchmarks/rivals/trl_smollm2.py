@@ -56,8 +56,8 @@ with tempfile.TemporaryDirectory() as directory:
         max_steps=given["steps"], per_device_train_batch_size=given["prompts"] * given["samples"] // given["parts"],
         num_generations=given["samples"], gradient_accumulation_steps=given["parts"], num_iterations=1,
         max_completion_length=given["max_tokens"], temperature=given["temperature"], top_k=0, loss_type="grpo",
-        beta=0.0, shuffle_dataset=False,
-        scale_rewards="group", learning_rate=given["lr"], lr_scheduler_type="constant_with_warmup", warmup_steps=given["warmup"],
+        beta=0.0, shuffle_dataset=False, scale_rewards="group",
+        learning_rate=given["lr"], lr_scheduler_type="constant_with_warmup", warmup_steps=given["warmup"],
         weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0,
     )  # fmt: skip
     trainer = GRPOTrainer(
