@@ -3,6 +3,8 @@
     python benchmarks/core_gpu.py [--only score,groups,generate] [--shapes 1B,135M] [--profile]
 
 The figures of vLLM 0.26.0 in the table were measured on an H200 with the same workloads; it is not run here.
+Beside them stand shares of what the card can do, measured in the same run: of its largest matrix product for scoring,
+and for a decode step of the floor that its products at that rate and its keys and values at the rate of a copy give.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,29 @@ def flops(module: torch.nn.Module, tokens: int) -> float:
     return 2.0 * (sum(p.numel() for p in module.parameters()) - embeddings) * tokens
 
 
+def limits() -> dict[str, float]:
+    """What the card reaches: FLOP/s of a large bfloat16 product, bytes/s read and written by a copy."""
+    import triton
+
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    source = torch.empty(1 << 32, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    product, copy = (
+        triton.testing.do_bench(work, warmup=50, rep=200, return_mode="median") / 1e3
+        for work in (lambda: a @ b, lambda: target.copy_(source))
+    )
+    return {"flops": 2 * 8192**3 / product, "bytes": 2 * source.numel() / copy}
+
+
+def decode_floor(module: torch.nn.Module, shape: str, rows: int, length: float, limit: dict[str, float]) -> float:
+    """Seconds that a decode step takes at least: every product of all rows, and the keys and values of `length` tokens
+    a row. The embeddings are the head's weights."""
+    _, layers, heads, kv_heads, _ = SHAPES[shape]
+    products = (flops(module, rows) + 2.0 * VOCABULARY * SHAPES[shape][0] * rows) / limit["flops"]
+    cached = rows * length * layers * kv_heads * (SHAPES[shape][0] // heads) * 2 * 2
+    return products + cached / limit["bytes"]
+
+
 def score(shape: str, profile: bool) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     sequences = [rng.integers(5, VOCABULARY, n).tolist() for n in draw_lengths(256, 6.2, 4000, rng)]
@@ -81,7 +107,9 @@ def score(shape: str, profile: bool) -> dict[str, Any]:
     tokens = sum(map(len, sequences))
     return {
         "value": len(sequences) / ours, "unit": "samples/s", "transformers": len(sequences) / theirs, "tokens": tokens,
-        "tflops": flops(module, tokens) / ours / 1e12, "largest_difference": float(np.abs(found - padded).max()),
+        "tflops": flops(module, tokens) / ours / 1e12,
+        "share_of_limit": flops(module, tokens) / ours / limits()["flops"],
+        "largest_difference": float(np.abs(found - padded).max()),
     }  # fmt: skip
 
 
@@ -118,7 +146,9 @@ def groups(shape: str, profile: bool) -> dict[str, Any]:
         show_profile(lambda: engine.score(sequences))
     return {
         "value": len(sequences) / ours, "unit": "samples/s", "tokens": distinct,
-        "tflops": flops(module, distinct) / ours / 1e12, "computed": engine.stats().tokens_computed,
+        "tflops": flops(module, distinct) / ours / 1e12,
+        "share_of_limit": flops(module, distinct) / ours / limits()["flops"],
+        "computed": engine.stats().tokens_computed,
     }  # fmt: skip
 
 
@@ -135,6 +165,9 @@ def generate(shape: str, profile: bool) -> dict[str, Any]:
     ours = best_of(3, lambda: engine.generate(prompts(), params))
     if profile:
         show_profile(lambda: engine.generate(prompts(), params))
+    first = best_of(3, lambda: engine.generate(prompts(), replace(params, max_tokens=1)))
+    decode = (ours - first) / (new - 1)
+    floor = decode_floor(module, shape, count, 128 + new / 2, limits())
     module.set_attn_implementation("sdpa")
     batch = torch.tensor(prompts()[:256], device="cuda")
 
@@ -145,7 +178,8 @@ def generate(shape: str, profile: bool) -> dict[str, Any]:
     theirs = best_of(1, plain)
     return {
         "value": count * new / ours, "unit": "tokens/s", "transformers": 256 * 64 / theirs, "tokens": count * new,
-        "milliseconds_a_step": ours / new * 1e3,
+        "milliseconds_a_step": ours / new * 1e3, "prefill_seconds": first, "decode_milliseconds": decode * 1e3,
+        "floor_milliseconds": floor * 1e3, "share_of_limit": floor / decode,
     }  # fmt: skip
 
 
@@ -191,13 +225,15 @@ def main() -> None:
             )
             torch.cuda.empty_cache()
     table = Table(title=torch.cuda.get_device_name())
-    for heading in ("work", "Plaudit", "unit", "wanted", "vLLM 0.26", "transformers", "vs transformers"):
+    columns = ("work", "Plaudit", "unit", "wanted", "vLLM 0.26", "transformers", "vs transformers", "of the limit")
+    for heading in columns:
         table.add_column(heading, justify="left" if heading in ("work", "unit") else "right")
     for name, result in results.items():
         theirs = result.get("transformers")
         table.add_row(
             name, f"{result['value']:,.0f}", result["unit"], f"{LEAST.get(name, 0):,.0f}", f"{VLLM.get(name, 0):,.0f}",
             f"{theirs:,.0f}" if theirs else "-", f"{result['value'] / theirs:.1f}x" if theirs else "-",
+            f"{result['share_of_limit']:.0%}",
         )  # fmt: skip
     Console(width=120).print(table)
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
