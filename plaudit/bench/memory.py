@@ -39,6 +39,8 @@ class Placed:
     """What hybrid's two changes of mode took."""
     publish_seconds_per_step: float = 0.0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    planned: dict[str, dict[str, int]] = field(default_factory=dict)
+    """What the run expected when it began; empty where the planner has no formulas: today only colocated has."""
 
     def told(self) -> str:
         if self.error is not None:
@@ -116,11 +118,12 @@ def figures(placement: str, directory: Path) -> Placed:
     for event in memory:
         if _total(event["bytes"]) > _total(phases.get(event["phase"], {})):
             phases[event["phase"]] = event["bytes"]
+    plans = [event["memory"] for event in events if event["kind"] == "plan"]
     fullest = max(phases, key=lambda phase: _total(phases[phase]))
     return Placed(
         placement, str(directory), None, max(_peak(event) for event in memory), fullest,
         _seconds(events, "time/step"), _seconds(events, "time/swap"), _seconds(events, "time/mode_switch"),
-        _seconds(events, "time/publish"), phases,
+        _seconds(events, "time/publish"), phases, plans[-1] if plans else {},
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ def test_placements_are_chosen_by_name() -> None:
 
 def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
+    log.write("plan", steps=2, memory={"update": {"weights": 100, "activations": 800}})
     for step, update in ((1, 900), (2, 500)):
         log.metric({"time/step": 10.0 * step, "time/swap": 1.0 * step, "time/publish": 0.25}, step=step)
         log.write("memory", step=step, phase="generate", bytes={"KV": 300, "weights": 100}, taken={"peak": 420})
@@ -31,6 +32,7 @@ def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
     assert (found.peak_bytes, found.peak_phase) == (1000, "update")
     assert (found.seconds_per_step, found.swap_seconds_per_step) == (20.0, 2.0)
     assert found.phases == {"generate": {"KV": 300, "weights": 100}, "update": {"weights": 100, "activations": 900}}
+    assert found.planned == {"update": {"weights": 100, "activations": 800}}
     assert found.told() == "swapped: peak 0 MiB in update; 20 s a step, 2 s of it moves, 0.25 s of it publishing"
 
 
