@@ -1,7 +1,7 @@
 # make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (under 8 minutes)
 # make smollm2-ppo-rm, make smollm2-search   a real model on a GPU, minutes each (docs/recipes.md)
 # make test   the fast tests                 make check   lint, types, import directions
-# make slow   the slow tests                 make bench   every benchmark that runs on this machine
+# make slow   the slow tests                 make bench   the benchmarks of a CPU; make bench-gpu those of a GPU
 # make interop  real clients of other projects against the server
 # make test-gpu  the tests that need a GPU   make soak    the long tests in full
 # make clean  remove what was made here
@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run smollm2-ppo-rm smollm2-search test slow interop soak test-gpu check bench embedded clean install
+.PHONY: run smollm2-ppo-rm smollm2-search test slow interop soak test-gpu check bench bench-gpu embedded clean install
 
 run: $(INSTALLED)
 	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
@@ -64,8 +64,18 @@ check: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/test_imports.py
 
 bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed .venv-interop/.installed
-	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/plaudit bench weights --out benchmarks/results
+	@$(BIN)/python benchmarks/plots.py
+
+BENCHMARKS = async_vs_sync broadcast core_cpu failures nemo_load planner_own planner_validation rank_memory replicas \
+	rl_vs_trl search search_lanes search_throughput search_variants serving update_memory
+
+# The same on a GPU; the chains of recipes/ and benchmarks/smollm2_chain.py give the rest of docs/benchmarks/smollm2.md.
+bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
+	@for name in core_gpu core_ablation serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
+		$(BIN)/python benchmarks/$$name.py || exit 1; done
+	@$(BIN)/python benchmarks/plots.py
 
 # The models shipped in the package, made again from their recipes.
 embedded: $(INSTALLED)
