@@ -92,6 +92,7 @@ class Backend(ABC):
     budget: int
     max_running: int
     look_every: int
+    window: int  # most decode steps without a look, where nobody waits for one
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -126,4 +127,5 @@ class Backend(ABC):
 
     @abstractmethod
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
-        """Draw up to `steps` tokens for every row without asking the host in between."""
+        """Draw up to `steps` tokens for every row without asking the host in between, or fewer, where many rows have
+        ended by then."""

@@ -20,7 +20,7 @@ class CpuBackend(PagedBackend):
     block_size = 16
     budget = 2048
     max_running = 256
-    look_every = 8
+    look_every = window = 8
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)

@@ -24,7 +24,9 @@ from plaudit.core.varlen import VarlenLayout, known
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
-WINDOW = 64  # most steps between two looks of the host
+WINDOW = 128  # most steps between two looks of the host
+STRETCH = 16  # steps that are queued at once: enough to keep the device busy while the host looks at who lives
+ENOUGH = 0.75  # a window ends early once fewer of its rows live: without the others the rest goes faster
 PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows is split
 
 
@@ -137,13 +139,27 @@ class DecodeGraph:
             self.stops[:rows, : batch.stops.shape[1]].copy_(batch.stops)
 
     def run(self, batch: DecodeBatch, steps: int) -> Decoded:
-        """All steps on the device."""
+        """All steps on the device, or fewer once few rows live. Who lives is read two stretches late, so the device has
+        one to do while the host reads."""
         self.load(batch)
         self.step.zero_()
-        for _ in range(steps):
-            self.model_graph.replay()
-            self.draw_graph.replay()
-        rows = len(batch.lengths)
+        rows, first = len(batch.lengths), range(0, steps, STRETCH)
+        living = torch.zeros(len(first), dtype=torch.int64, pin_memory=True)
+        noted: list[torch.cuda.Event] = []
+        for stretch, start in enumerate(first):
+            if stretch >= 2:
+                noted[stretch - 2].synchronize()
+                if int(living[stretch - 2]) < ENOUGH * rows:
+                    steps = start
+                    break
+            for _ in range(min(STRETCH, steps - start)):
+                self.model_graph.replay()
+                self.draw_graph.replay()
+            if stretch + 2 < len(first):
+                living[stretch].copy_(self.alive.sum(), non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                noted.append(event)
         tokens, logprobs, raw, alive = (each[:steps, :rows].cpu() for each in self.outputs)
         return Decoded(tokens, logprobs, raw, alive)
 
@@ -169,6 +185,7 @@ class CudaBackend(PagedBackend):
     budget = 32768
     max_running = 1024
     look_every = 32
+    window = WINDOW
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
@@ -205,10 +222,9 @@ class CudaBackend(PagedBackend):
 
     def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
         graph = self._graph(len(batch.lengths))
-        steps = min(steps, WINDOW)
         if _plain(batch.sampler) and batch.stops.shape[1] <= STOPS:
-            return graph.run(batch, steps)
-        return graph.run_slowly(batch, steps)
+            return graph.run(batch, min(steps, WINDOW))
+        return graph.run_slowly(batch, min(steps, self.look_every))
 
     def _graph(self, rows: int) -> DecodeGraph:
         captured = (self.decoder.adapter_state(), *(p.data_ptr() for p in self.decoder.module.parameters()))

@@ -59,7 +59,8 @@ class Engine:
     kv_bytes     KV pool in bytes, or as a fraction of the free memory; taken when first needed, never exceeded
     budget       tokens per step
     max_running  sequences that decode together
-    look_every   decode steps between two looks of the host: stop strings, callbacks and new requests wait for it
+    look_every   decode steps between two looks of the host: stop strings, callbacks and new requests wait for it; where
+                 it is not given, `generate` looks more rarely on a GPU while nobody waits
     seed         gives requests without a seed of their own theirs, by submission number
     channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
     """
@@ -76,6 +77,7 @@ class Engine:
             self.backend = Leader(self.backend, channel)
         budget = self.backend.budget if budget is None else budget
         max_running = min(self.backend.max_running, budget) if max_running is None else max_running
+        window = self.backend.window if look_every is None else look_every
         look_every = self.backend.look_every if look_every is None else look_every
         if not 1 <= max_running <= budget:
             raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
@@ -83,7 +85,7 @@ class Engine:
         blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running, self.backend.spare)
         self._runner = Runner(
             self.decoder, self.backend, blocks, budget=budget, max_running=max_running, look_every=look_every,
-            tokenizer=tokenizer,
+            window=window, tokenizer=tokenizer,
         )  # fmt: skip
         self._runner.version = version
         self._intake = Intake(self.decoder, tokenizer, blocks, self.backend.block_size, seed)
@@ -124,7 +126,7 @@ class Engine:
         finished: dict[tuple[int, int], Sample] = {}
         with _uncollected():
             requests = self._enqueue_all(prompts, params, begun)
-            for update in self._drain(requests):
+            for update in self._drain(requests, alone=True):
                 if update.sample is not None:
                     finished[update.request, update.index] = update.sample
         return [finished[r.number, s.index] for r in requests for s in r.sequences]
@@ -182,6 +184,9 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Compute one step for whatever is queued, and report what is new. Empty if there is nothing to do."""
+        return self._step(alone=False)
+
+    def _step(self, alone: bool) -> list[Update]:
         if self._paused or self._asleep:
             return self._collect()
         self._expire()
@@ -190,7 +195,7 @@ class Engine:
             self.decoder.module.eval()
         try:
             with torch.inference_mode():
-                self._outbox += self._runner.step(self._key())
+                self._outbox += self._runner.step(self._key(), alone)
         finally:
             if training:
                 self.decoder.module.train()
@@ -401,14 +406,15 @@ class Engine:
             for sequence in request.sequences:
                 self._runner.adopt(self._key(), sequence)
 
-    def _drain(self, requests: Sequence[Request]) -> Iterator[Update]:
-        """Step until these requests are over; news of others stays for step(). A step that fails raises here."""
+    def _drain(self, requests: Sequence[Request], alone: bool = False) -> Iterator[Update]:
+        """Step until these requests are over; news of others stays for step(). A step that fails raises here. `alone`:
+        the caller reads nothing before all of it is there, so nobody has anything to say in between."""
         mine = {r.number for r in requests}
         others: list[Update] = []
         try:
             while any(r.number in self._requests for r in requests):
                 self._ready()  # somebody may have paused the engine between two updates
-                updates = self.step()
+                updates = self._step(alone)
                 others += [u for u in updates if u.request not in mine]
                 yield from (u for u in updates if u.request in mine)
                 if self._runner.failure is not None:

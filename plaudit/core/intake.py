@@ -88,7 +88,7 @@ class Intake:
                 raise RequestError("the engine has no tokenizer: give token ids instead of text")
             ids: list[int] = self.tokenizer.encode(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            ids = list(map(int, prompt))
         if not ids:
             raise RequestError("the prompt is empty: give it at least one token")
         low, high = min(ids), max(ids)

@@ -102,7 +102,8 @@ class Leader(Backend):
         self.inner = inner
         self.channel = channel
         self.block_size, self.spare = inner.block_size, inner.spare
-        self.budget, self.max_running, self.look_every = inner.budget, inner.max_running, inner.look_every
+        self.budget, self.max_running = inner.budget, inner.max_running
+        self.look_every = self.window = inner.look_every
         self._lock = threading.Lock()
         self._lost = ""
         self._told = time.monotonic()

@@ -80,6 +80,8 @@ def pack_tree(
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading tokens two sequences share."""
     limit = min(len(a), len(b))
+    if limit and a[0] != b[0]:  # as with most neighbours in a tree
+        return 0
     if a[:limit] == b[:limit]:
         return limit
     low, high = 0, limit  # a[:low] equals b[:low], a[:high] does not: slices compare faster than a loop over tokens

@@ -28,13 +28,15 @@ class Runner:
 
     def __init__(
         self, decoder: Decoder, backend: Backend, blocks: int, *, budget: int, max_running: int, look_every: int,
-        tokenizer: Any,
+        window: int, tokenizer: Any,
     ) -> None:  # fmt: skip
         self.decoder = decoder
         self.backend = backend
         self.pool = BlockPool(blocks)
         self.tree = PrefixTree(self.pool, backend.block_size)
-        self.scheduler = Scheduler(self.pool, self.tree, budget=budget, max_running=max_running, look_every=look_every)
+        self.scheduler = Scheduler(
+            self.pool, self.tree, budget=budget, max_running=max_running, look_every=look_every, window=window
+        )
         self.tokenizer = tokenizer
         self.version = 0
         self.tokens_computed = 0
@@ -44,9 +46,9 @@ class Runner:
         self._hashes = token_hashes(decoder.vocab_size, decoder.device)
         self._sampler: tuple[list[Seq], Sampler] | None = None
 
-    def step(self, key: Hashable) -> list[Update]:
+    def step(self, key: Hashable, alone: bool = False) -> list[Update]:
         self.failure = None
-        plan = self.scheduler.plan(key)
+        plan = self.scheduler.plan(key, alone)
         if not plan.chunks:
             return []
         self._open()

@@ -40,12 +40,15 @@ class Plan:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, tree: PrefixTree, *, budget: int, max_running: int, look_every: int) -> None:
+    def __init__(
+        self, pool: BlockPool, tree: PrefixTree, *, budget: int, max_running: int, look_every: int, window: int
+    ) -> None:  # fmt: skip
         self.pool = pool
         self.tree = tree
         self.budget = budget
         self.max_running = max_running
         self.look_every = look_every
+        self.window = window
         self.waiting: dict[Sequence, None] = {}
         self.running: dict[Sequence, None] = {}
         self.preemptions = 0
@@ -60,7 +63,8 @@ class Scheduler:
         sequence.since = self.step
         self.waiting[sequence] = None
 
-    def plan(self, key: Hashable) -> Plan:
+    def plan(self, key: Hashable, alone: bool = False) -> Plan:
+        """`alone`: nobody can come while the step runs."""
         self.step += 1
         plan = Plan()
         decoding = sorted((s for s in self.running if s.decoding), key=lambda s: s.order)
@@ -72,7 +76,7 @@ class Scheduler:
         if not plan.chunks and self.running:
             self._force(key, plan)
         elif len(plan.chunks) == decodes and decodes:
-            plan.decode_steps = self._window([c.sequence for c in plan.chunks])
+            plan.decode_steps = self._window([c.sequence for c in plan.chunks], alone)
         return plan
 
     def done(self, plan: Plan) -> None:
@@ -195,7 +199,9 @@ class Scheduler:
     def _cover(self, sequence: Sequence, tokens: int, reserve: int) -> bool:
         """Give a sequence blocks for this many tokens, if that leaves `reserve` free ones."""
         need = -(-tokens // self.tree.block_size) - len(sequence.chain.blocks)
-        if need > 0 and self.pool.free < need + reserve:
+        if need <= 0:
+            return True
+        if self.pool.free < need + reserve:
             self.tree.evict(need + reserve - self.pool.free)
             if self.pool.free < need + reserve:
                 return False
@@ -212,9 +218,19 @@ class Scheduler:
                 return False
         return True
 
-    def _window(self, sequences: list[Sequence]) -> int:
-        """How many decode steps can be taken at once: blocks for all of them, or one step."""
-        steps = min(self.look_every, max(s.remaining for s in sequences))
+    def _window(self, sequences: list[Sequence], alone: bool) -> int:
+        """How many decode steps are taken before the host looks: many where nobody waits for it, one where there are
+        not the blocks for more."""
+        longest = max(s.remaining for s in sequences)
+        if alone and not self.waiting and all(s.unwatched for s in sequences):
+            steps = min(self.window, longest)
+            if self._cover_steps(sequences, steps):
+                return steps
+        steps = min(self.look_every, longest)
+        return steps if self._cover_steps(sequences, steps) else 1
+
+    def _cover_steps(self, sequences: list[Sequence], steps: int) -> bool:
+        """Give all of them blocks for this many steps, or none of them."""
         ends = [s.computed + min(steps, s.remaining) for s in sequences]
         size = self.tree.block_size
         blocks = [-(-end // size) - len(s.chain.blocks) for s, end in zip(sequences, ends, strict=True)]
@@ -222,10 +238,10 @@ class Scheduler:
         if self.pool.free < need:
             self.tree.evict(need - self.pool.free)
         if self.pool.free < need:
-            return 1
+            return False
         for sequence, end in zip(sequences, ends, strict=True):
             self._cover(sequence, end, 0)
-        return steps
+        return True
 
     def check(self) -> None:
         """Every sequence has the blocks its tokens need, and its nodes are those of its first blocks."""

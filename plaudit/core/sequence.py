@@ -101,6 +101,11 @@ class Sequence:
         return self.stream is None and self.request.stop_when is None
 
     @property
+    def unwatched(self) -> bool:
+        """Nobody looks at it before it ends."""
+        return self.plain and self.request.on_update is None and self.request.deadline is None
+
+    @property
     def shareable(self) -> int:
         """How many leading tokens may come from the tree: all that need no hidden row of their own."""
         if self.request.read is not None:

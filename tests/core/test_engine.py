@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.core import Engine, SamplingParams, Update
+from plaudit.core.cpu import CpuBackend
 from plaudit.errors import PlauditError, RequestError
+from plaudit.records import Sample
 from tests.core import tiny
 
 MODULE = tiny.model("llama")
@@ -165,6 +169,33 @@ def test_a_step_that_fails_is_raised_and_the_engine_goes_on() -> None:
     engine.check()
     assert engine.stats().blocks_in_use == 0
     assert engine.generate([PROMPTS[0]], SamplingParams(max_tokens=6, seed=1)) == expected
+
+
+def test_generate_looks_rarely_where_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SamplingParams(max_tokens=33, ignore_eos=True, seed=1)
+
+    def steps(engine: Engine, work: Callable[[], object]) -> int:
+        before = engine.stats().steps
+        work()
+        return engine.stats().steps - before
+
+    def stepped(engine: Engine) -> None:
+        engine.submit_all(PROMPTS[:2], free)
+        while engine.busy:
+            engine.step()
+
+    expected = Engine(MODULE).generate(PROMPTS[:2], free)
+    monkeypatch.setattr(CpuBackend, "window", 32)  # as on a GPU, which has more of them
+    engine = Engine(MODULE, letters())
+    found: list[Sample] = []
+    assert steps(engine, lambda: found.extend(engine.generate(PROMPTS[:2], free))) == 2  # a prompt's, and one window
+    assert [s.token_ids for s in found] == [s.token_ids for s in expected]
+    assert steps(engine, lambda: stepped(engine)) == 5
+    for option in (replace(free, deadline=100.0), replace(free, stop=("never",))):
+        assert steps(engine, lambda option=option: engine.generate(PROMPTS[:2], option)) == 5  # type: ignore[misc]
+    assert steps(narrow := Engine(MODULE, max_running=1), lambda: narrow.generate(PROMPTS[:2], free)) == 5 + 2
+    asked = Engine(MODULE, look_every=8)
+    assert steps(asked, lambda: asked.generate(PROMPTS[:2], free)) == 5
 
 
 def test_abort_and_deadline(engine: Engine) -> None:
