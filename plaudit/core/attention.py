@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from plaudit.core.operations import Rotation
+
 ATTENTION = "plaudit"
 
 
@@ -77,6 +79,13 @@ class Layout:
                 q, k, v = rows_at(query, group.queries), rows_at(keys, group.keys), rows_at(values, group.keys)
             flat.append(attend_group(q, k, v, mask, rule).flatten(0, 1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], self.restore)
+
+    def attend_rotated(
+        self, layer: int, rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, rule: Rule
+    ) -> Tensor:
+        """The same, of queries and keys that are still to be rotated."""
+        query, key = rotation.both(query, key)
+        return self.attend(layer, query, key, value, rule)
 
     def attend_wanted(
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule

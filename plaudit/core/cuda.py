@@ -17,6 +17,7 @@ from plaudit.core.attention import Layout, Rule
 from plaudit.core.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.decoder import Decoder
 from plaudit.core.fusion import Fusion
+from plaudit.core.operations import Rotation
 from plaudit.core.packing import Packed, grouped_layout
 from plaudit.core.paged import KVCache, PagedBackend, PagedLayout, Step
 from plaudit.core.sampler import Sampler
@@ -66,9 +67,22 @@ class DecodeLayout(Layout):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         kernels.store_decoded(key, value, keys, values, self.tables, self.positions, self.size)
+        return self._read(layer, query, rule)
+
+    def attend_rotated(
+        self, layer: int, rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, rule: Rule
+    ) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        query = kernels.rotate_and_store(
+            query, key, value, rotation.cos, rotation.sin, keys, values, self.tables, self.positions, self.size
+        )
+        return self._read(layer, query, rule)
+
+    def _read(self, layer: int, query: Tensor, rule: Rule) -> Tensor:
         return kernels.decode_attention(
-            query, keys, values, self.tables, self.positions, self.size, scale=rule.scale or query.shape[-1] ** -0.5,
-            splits=self.splits, window=rule.window, softcap=rule.softcap, sinks=rule.sinks,
+            query, self.cache.keys[layer], self.cache.values[layer], self.tables, self.positions, self.size,
+            scale=rule.scale or query.shape[-1] ** -0.5, splits=self.splits, window=rule.window, softcap=rule.softcap,
+            sinks=rule.sinks,
         )  # fmt: skip
 
 

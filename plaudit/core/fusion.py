@@ -8,7 +8,7 @@ Replacements hold inside `applied()` alone: the module itself is not changed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,11 @@ class Fusion:
             if original is not None and _same_rotary(original, next(trunk.parameters())):
                 self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(original)))
 
+    def covers(self, parts: Sequence[nn.Module]) -> bool:
+        """Whether a kernel gave what each of these parts gives, and what the rotary embedding does."""
+        known = {module for module, _ in self.forwards}
+        return bool(self.functions) and known.issuperset(parts)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
@@ -58,7 +63,7 @@ class Fusion:
             return
         key = (type(module), weight.dtype)
         if key not in known:
-            probe = torch.randn(4, weight.shape[0], device=weight.device).to(weight.dtype)
+            probe = _random(weight, 4, weight.shape[0])
             kinds = {"llama": False, "gemma": True}
             known[key] = next(
                 (k for k, g in kinds.items() if _same(kernels.rms_norm(probe, weight, epsilon, g), module(probe))), None
@@ -76,7 +81,7 @@ class Fusion:
         weight = module.gate_proj.weight
         key = (type(module), weight.dtype)
         if key not in known:
-            probe = torch.randn(4, weight.shape[1], device=weight.device).to(weight.dtype)
+            probe = _random(weight, 4, weight.shape[1])
             known[key] = "gated" if _same(fused(probe), module(probe)) else None
         if known[key] is not None:
             self.forwards.append((module, fused))
@@ -97,14 +102,20 @@ def _rotary_or(original: Call) -> Call:
 
 
 def _same_rotary(original: Call, like: Tensor) -> bool:
-    query, key = (torch.randn(1, 5, n, PROBED, device=like.device).to(like.dtype).transpose(1, 2) for n in (4, 2))
-    angle = torch.randn(1, 5, PROBED // 2, device=like.device).repeat(1, 1, 2)
+    query, key = (_random(like, 1, 5, n, PROBED).transpose(1, 2) for n in (4, 2))
+    angle = _random(like, 1, 5, PROBED // 2).repeat(1, 1, 2).float()
     cos, sin = angle.cos().to(like.dtype), angle.sin().to(like.dtype)
     try:
         expected = original(query, key, cos, sin)
     except (TypeError, RuntimeError):  # another signature or another layout of the angles
         return False
     return all(_same(a, b) for a, b in zip(kernels.rotary(query, key, cos, sin), expected, strict=True))
+
+
+def _random(like: Tensor, *shape: int) -> Tensor:
+    """From a generator of its own: what a model draws later does not depend on how often it was tried."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
 
 
 def _same(found: Tensor, expected: Any) -> bool:

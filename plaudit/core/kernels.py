@@ -18,19 +18,24 @@ STRIPES = 264  # programs that share the rows of a sum over all of them: two to 
 
 
 @triton.jit
+def _normed(value, w, columns, epsilon, GEMMA: tl.constexpr):
+    wide = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / columns + epsilon)
+    if GEMMA:  # the weight is an offset from 1, and all is wide until the end
+        out = (wide * scale * (1.0 + w.to(tl.float32))).to(value.dtype)
+    else:  # rounded before the weight, as Llama's norm rounds
+        out = (wide * scale).to(value.dtype) * w
+    return out
+
+
+@triton.jit
 def _rms_norm(x, weight, y, columns, epsilon, GEMMA: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
     value = tl.load(x + row * columns + at, mask=inside, other=0.0)
-    wide = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / columns + epsilon)
     w = tl.load(weight + at, mask=inside, other=0.0)
-    if GEMMA:  # the weight is an offset from 1, and all is wide until the end
-        out = (wide * scale * (1.0 + w.to(tl.float32))).to(value.dtype)
-    else:  # rounded before the weight, as Llama's norm rounds
-        out = (wide * scale).to(value.dtype) * w
-    tl.store(y + row * columns + at, out, mask=inside)
+    tl.store(y + row * columns + at, _normed(value, w, columns, epsilon, GEMMA), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor:
@@ -39,9 +44,40 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> 
     flat = x.contiguous().view(-1, columns)
     y = torch.empty_like(flat)
     block = triton.next_power_of_2(columns)
-    warps = min(16, max(1, block // 256))
-    _rms_norm[(flat.shape[0],)](flat, weight, y, columns, epsilon, GEMMA=gemma, BLOCK=block, num_warps=warps)
+    _rms_norm[(flat.shape[0],)](
+        flat, weight, y, columns, epsilon, GEMMA=gemma, BLOCK=block, num_warps=_norm_warps(block)
+    )
     return y.view(x.shape)
+
+
+def _norm_warps(block: int) -> int:
+    return min(16, max(1, block // 256))
+
+
+@triton.jit
+def _add_rms_norm(x, y, weight, total, normed, columns, epsilon, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    place = row * columns + at
+    first = tl.load(x + place, mask=inside, other=0.0)
+    second = tl.load(y + place, mask=inside, other=0.0)
+    value = (first.to(tl.float32) + second.to(tl.float32)).to(first.dtype)  # rounded as torch rounds a sum
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(total + place, value, mask=inside)
+    tl.store(normed + place, _normed(value, w, columns, epsilon, False), mask=inside)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x + y and its norm, to the bit what torch's sum and `rms_norm` give: the learner computes these one by one."""
+    columns = x.shape[-1]
+    x, y = x.contiguous(), y.contiguous()
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(columns)
+    _add_rms_norm[(x.numel() // columns,)](
+        x, y, weight, total, normed, columns, epsilon, BLOCK=block, num_warps=_norm_warps(block)
+    )
+    return total, normed
 
 
 @triton.jit
@@ -80,7 +116,7 @@ def rms_norm_backward(x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, g
     block = triton.next_power_of_2(columns)
     _rms_norm_backward[(programs,)](
         flat, weight, grad, dx, parts, flat.shape[0], columns, epsilon, GEMMA=gemma, PROGRAMS=programs, BLOCK=block,
-        num_warps=min(16, max(1, block // 256)),
+        num_warps=_norm_warps(block),
     )  # fmt: skip
     return dx.view(x.shape), parts.sum(0).to(weight.dtype)
 
@@ -126,10 +162,11 @@ def silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, T
 
 
 @triton.jit
-def _rotate(
-    x, y, cos, sin, token, x_token, x_head, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+def _rotate_heads(
+    x, y, cos, sin, token, place, x_token, x_head, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
+    # Token `token` of x goes to row `place` of y.
     head = tl.arange(0, PADDED)[:, None]
     at = tl.arange(0, HALF_PADDED)[None, :]
     inside = (head < HEADS) & (at < HALF)
@@ -143,7 +180,7 @@ def _rotate(
     if BACK:  # the transposed rotation
         s1, s2 = -s2, -s1
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-    out = y + token * HEADS * 2 * HALF + head * 2 * HALF + at
+    out = y + place * HEADS * 2 * HALF + head * 2 * HALF + at
     tl.store(out, (wide_low * c1 - wide_high * s1).to(low.dtype), mask=inside)
     tl.store(out + HALF, (wide_high * c2 + wide_low * s2).to(low.dtype), mask=inside)
 
@@ -154,8 +191,8 @@ def _rotary(
     KP: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    _rotate(q, q_out, cos, sin, token, q_token, q_head, H, HP, HALF, HALF_PADDED, BACK)
-    _rotate(k, k_out, cos, sin, token, k_token, k_head, K, KP, HALF, HALF_PADDED, BACK)
+    _rotate_heads(q, q_out, cos, sin, token, token, q_token, q_head, H, HP, HALF, HALF_PADDED, BACK)
+    _rotate_heads(k, k_out, cos, sin, token, token, k_token, k_head, K, KP, HALF, HALF_PADDED, BACK)
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> tuple[Tensor, Tensor]:
@@ -175,14 +212,40 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool = Fa
 
 
 @triton.jit
+def _rotate(
+    x, y, cos, sin, x_token, x_head, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    _rotate_heads(x, y, cos, sin, token, token, x_token, x_head, HEADS, PADDED, HALF, HALF_PADDED, False)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same of queries or keys alone: x (T, heads, D) by cos and sin (T, D)."""
+    tokens, heads, dim = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate[(tokens,)](
+        x, y, cos.contiguous(), sin.contiguous(), x.stride(0), x.stride(1), HEADS=heads,
+        PADDED=triton.next_power_of_2(heads), HALF=dim // 2, HALF_PADDED=triton.next_power_of_2(dim // 2), num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _slot(tables, positions, row, table_row, BLOCK_SIZE: tl.constexpr):
+    """Where in the cache the newest token of a row lies."""
+    position = tl.load(positions + row)
+    block = tl.load(tables + row * table_row + position // BLOCK_SIZE).to(tl.int64)
+    return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit
 def _store_decoded(
     key, value, key_cache, value_cache, tables, positions, key_width, value_width, key_row, value_row, table_row,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
-    block = tl.load(tables + row * table_row + position // BLOCK_SIZE).to(tl.int64)
-    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+    slot = _slot(tables, positions, row, table_row, BLOCK_SIZE)
     at = tl.arange(0, WIDTH)
     inside = at < key_width
     tl.store(key_cache + slot * key_width + at, tl.load(key + row * key_row + at, mask=inside), mask=inside)
@@ -195,11 +258,51 @@ def store_decoded(
 ) -> None:
     """Store one token's key (B, K, D) and value of every row at its position; caches are (slots, K, D)."""
     key_width, value_width = key_cache[0].numel(), value_cache[0].numel()
-    key, value = (x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (key, value))
+    key, value = _rows_whole(key), _rows_whole(value)
     _store_decoded[(key.shape[0],)](
         key, value, key_cache, value_cache, tables, positions, key_width, value_width, key.stride(0), value.stride(0),
         tables.stride(0), BLOCK_SIZE=size, WIDTH=triton.next_power_of_2(max(key_width, value_width)), num_warps=4,
     )  # fmt: skip
+
+
+def _rows_whole(x: Tensor) -> Tensor:
+    """x (B, heads, D) with the heads of a row end to end."""
+    return x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+@triton.jit
+def _rotate_and_store(
+    q, k, v, q_out, key_cache, value_cache, cos, sin, tables, positions, q_row, q_head, k_row, k_head, v_row,
+    value_width, table_row, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = _slot(tables, positions, row, table_row, BLOCK_SIZE)
+    _rotate_heads(q, q_out, cos, sin, row, row, q_row, q_head, H, HP, HALF, HALF_PADDED, False)
+    _rotate_heads(k, key_cache, cos, sin, row, slot, k_row, k_head, K, KP, HALF, HALF_PADDED, False)
+    at = tl.arange(0, WIDTH)
+    inside = at < value_width
+    tl.store(value_cache + slot * value_width + at, tl.load(v + row * v_row + at, mask=inside), mask=inside)
+
+
+def rotate_and_store(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor,
+    tables: Tensor, positions: Tensor, size: int,
+) -> Tensor:  # fmt: skip
+    """`rotary` of one token's query (B, H, D) and key by cos and sin (B, D), and `store_decoded` of the key and the
+    value, in one launch; gives the rotated query."""
+    rows, heads, dim = query.shape
+    kv_heads, half, value_width = key.shape[1], dim // 2, value_cache[0].numel()
+    value = _rows_whole(value)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _rotate_and_store[(rows,)](
+        query, key, value, out, key_cache, value_cache, cos.contiguous(), sin.contiguous(), tables, positions,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value_width, tables.stride(0),
+        H=heads, HP=triton.next_power_of_2(heads), K=kv_heads, KP=triton.next_power_of_2(kv_heads), HALF=half,
+        HALF_PADDED=triton.next_power_of_2(half), BLOCK_SIZE=size, WIDTH=triton.next_power_of_2(value_width),
+        num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from plaudit.core.attention import Layout, Rule
 from plaudit.core.decoder import NOTHING, Decoder, LayerShape, kind_of
 from plaudit.core.lean import LeanTrunk
+from plaudit.core.operations import Operations
 from plaudit.core.packing import Packed, pack
 from plaudit.core.stages import has_layer
 from plaudit.errors import ModelError
@@ -115,14 +116,26 @@ def _tried(decoder: Decoder) -> Decoder:
 
 
 def _lean(decoder: Decoder, packed: Packed, rows: Tensor, rules: list[Rule]) -> LeanTrunk | None:
-    """The trunk in few calls, if it gives the rows that the module gave. A GPU has kernels and graphs instead."""
-    if decoder.device.type != "cpu" or not LeanTrunk.fits(decoder.trunk) or any(r.sinks is not None for r in rules):
+    """The trunk in few calls, if it gives the rows that the module gave."""
+    if not LeanTrunk.fits(decoder.trunk) or any(r.sinks is not None for r in rules):
         return None
-    lean = LeanTrunk(decoder.trunk, rules)
-    wanted = torch.tensor([4, 7])
+    operations = _operations(decoder.device)
+    if operations is None:
+        return None
+    lean = LeanTrunk(decoder.trunk, rules, operations)
+    wanted = torch.tensor([4, 7], device=decoder.device)
     whole = lean.hidden(packed.input_ids, packed.position_ids, packed.layout)
     part = lean.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
-    return lean if _close(decoder, whole, rows) and _close(decoder, part, rows[wanted]) else None
+    same = _close(decoder, whole, rows) and _close(decoder, part, rows[wanted])
+    return lean if same and operations.compute(decoder.trunk, lean.replaced) else None
+
+
+def _operations(device: torch.device) -> Operations | None:
+    if device.type == "cuda":
+        from plaudit.core.kernel_operations import KernelOperations  # needs Triton, which a CPU build comes without
+
+        return KernelOperations()
+    return Operations() if device.type == "cpu" else None
 
 
 def _run(decoder: Decoder, packed: Packed) -> tuple[Tensor, _Trial]:

@@ -15,6 +15,11 @@ from transformers import (
 )
 
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.backend import DecodeBatch, Decoded
+from plaudit.core.packing import pack
+from plaudit.core.support import inspect
+
+Fusion = pytest.importorskip("plaudit.core.fusion").Fusion  # needs Triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -96,6 +101,47 @@ def test_alone_batched_cached_preempted_and_after_sleep_are_one() -> None:
     small = engine(model, kv_bytes=7 * block)
     assert tokens(small.generate(PROMPTS, longer)) == tokens(whole.generate(PROMPTS, longer))
     assert small.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_llama_shapes_run_lean_and_give_the_rows_of_the_learners_kernels(dtype: torch.dtype) -> None:
+    lean = {name: inspect(causal(name, dtype).cuda()).lean is not None for name in CONFIGS}
+    assert lean == {"llama": True, "qwen3": True, "mistral": True, "gemma2": False, "gpt-neox": False}
+    for name in ("llama", "qwen3"):
+        decoder = inspect(causal(name, dtype).cuda())
+        packed = pack(PROMPTS, "cuda")
+        with torch.inference_mode():
+            found = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
+            decoder.lean = None
+            with Fusion(decoder.trunk).applied():
+                expected = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("stops", [(), tuple(range(10, 18))])
+def test_long_windows_give_the_tokens_of_short_ones_and_end_with_their_rows(stops: tuple[int, ...]) -> None:
+    model = causal("llama")
+    params = SamplingParams(n=4, max_tokens=200, seed=4, ignore_eos=True, stop_token_ids=stops)
+    short, long = engine(model, look_every=8), engine(model)
+    assert tokens(long.generate(PROMPTS, params)) == tokens(short.generate(PROMPTS, params))
+    assert long.stats().steps < short.stats().steps
+    decoded: list[int] = []
+    decode = long.backend.decode
+
+    def counted(batch: DecodeBatch, steps: int) -> Decoded:
+        done = decode(batch, steps)
+        decoded.append(done.tokens.shape[0])
+        return done
+
+    long.backend.decode = counted  # type: ignore[method-assign]
+    once = long.generate([PROMPTS[0]], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))[0]
+    assert decoded == [128, 71]  # 199 after the first
+    end = once.token_ids[20]
+    decoded.clear()
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True, stop_token_ids=(end,))
+    first = once.token_ids.index(end)
+    assert long.generate([PROMPTS[0]], params)[0].token_ids == once.token_ids[: first + 1]
+    assert sum(decoded) < first + 2 * 16
 
 
 def test_options_the_kernel_does_not_know_and_stops() -> None:

@@ -160,6 +160,10 @@ def test_the_lean_trunk_is_taken_where_it_fits_and_sees_new_weights_and_adapters
         name: inspect(tiny.model(name)).lean is not None for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2")
     }
     assert fits == {"llama": True, "qwen2": True, "qwen3": True, "mistral": True, "gemma2": False}
+    other: Any = tiny.model("llama", dtype=torch.bfloat16)
+    for layer in other.model.layers:
+        layer.mlp.act_fn = torch.nn.GELU()
+    assert inspect(other).lean is None
     model: Any = tiny.model("llama")
     engine = Engine(model)
     ids = [[5, 6, 7, 8, 9, 10]]

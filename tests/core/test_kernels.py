@@ -13,9 +13,17 @@ triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("plaudit.core.kernels")
 
 from plaudit.core import differentiable  # noqa: E402
+from plaudit.core.backend import Span  # noqa: E402
+from plaudit.core.cuda import DecodeLayout, StoredLayout  # noqa: E402
 from plaudit.core.fusion import Fusion  # noqa: E402
+from plaudit.core.kernel_operations import KernelOperations  # noqa: E402
+from plaudit.core.lean import LeanTrunk  # noqa: E402
+from plaudit.core.packing import pack  # noqa: E402
+from plaudit.core.paged import PagedBackend  # noqa: E402
 from plaudit.core.sampler import Sampler, row_key, token_hashes  # noqa: E402
 from plaudit.core.sampling_params import SamplingParams  # noqa: E402
+from plaudit.core.support import inspect  # noqa: E402
+from tests.core import tiny  # noqa: E402
 
 if not GPU:
     # Triton 3.6 interprets loop bounds with int(array of one element), which numpy 2.4 refuses.
@@ -52,6 +60,18 @@ def test_rms_norm(dtype: torch.dtype, gemma: bool) -> None:
     close(kernels.rms_norm(x, weight, 1e-5, gemma), expected)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])  # the interpreter cuts bfloat16 off
+@pytest.mark.parametrize("shape", [(300, 80), (7, 576), (5, 2048)])
+def test_add_rms_norm_is_a_sum_and_a_norm_to_the_bit(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, y, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype)
+    before = x.clone(), y.clone()
+    total, normed = kernels.add_rms_norm(x, y, weight, 1e-5)
+    assert torch.equal(total, x + y)
+    assert torch.equal(normed, kernels.rms_norm(x + y, weight, 1e-5))
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(dtype: torch.dtype) -> None:
     gate, up = randn(7, 1000, dtype=dtype), randn(7, 1000, dtype=dtype)
@@ -72,6 +92,30 @@ def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None
         assert found.shape == expected.shape
         assert found.transpose(1, 2).is_contiguous()
         close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (5, 5, 20)])
+def test_rotation_alone_and_into_the_cache_is_that_of_rotary_to_the_bit(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    lengths = [4, 17, 33]
+    keys, values, tables, positions = paged(len(lengths), kv_heads, dim, lengths, dtype)
+    wide = randn(len(lengths), heads + kv_heads, dim, dtype=dtype)
+    query, key, value = wide[:, :heads], wide[:, heads:], randn(len(lengths), kv_heads, dim, dtype=dtype)
+    angle = torch.randn(len(lengths), dim // 2, device=DEVICE).repeat(1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    turned = (x.transpose(0, 1)[None] for x in (query, key))
+    expected = [x[0].transpose(0, 1) for x in kernels.rotary(*turned, cos[None], sin[None])]
+    assert torch.equal(kernels.rotate(query, cos, sin), expected[0])
+    assert torch.equal(kernels.rotate(key, cos, sin), expected[1])
+    caches = keys.clone(), values.clone()
+    kernels.store_decoded(expected[1], value, keys, values, tables, positions, 16)
+    assert torch.equal(
+        kernels.rotate_and_store(query, key, value, cos, sin, *caches, tables, positions, 16), expected[0]
+    )
+    for found, stored in zip(caches, (keys, values), strict=True):
+        assert torch.equal(found.nan_to_num(), stored.nan_to_num())
 
 
 def gradients(function: Any, inputs: list[torch.Tensor], outward: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,9 +175,7 @@ def test_a_model_learns_by_fused_kernels_as_without() -> None:
     """Loss and gradients of a whole trunk, norms and gates fused (and rotary embeddings, on a GPU)."""
     from transformers import AutoModelForCausalLM
 
-    from tests.core.tiny import CONFIGS
-
-    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]).to(DEVICE)
+    model = AutoModelForCausalLM.from_config(tiny.CONFIGS["qwen3"]).to(DEVICE)
     fusion = Fusion(model.model)
     assert len(fusion.forwards) == 2 * 5 + 1  # two layers: two norms, two of queries and keys, a gate; the last norm
     assert len(fusion.functions) == 1
@@ -151,6 +193,55 @@ def test_a_model_learns_by_fused_kernels_as_without() -> None:
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item() + 1e-7)
+
+
+class Blocks(PagedBackend):
+    """The cache alone: the trunk is called by hand."""
+
+    block_size = 16
+    rows = forward = decode = None  # type: ignore[assignment]
+
+
+def close_rows(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_lean_trunk_on_kernels_gives_the_rows_of_the_module(family: str) -> None:
+    """A packed prompt, the wanted rows of it, and a token more from the cache."""
+    model = tiny.model(family).to(DEVICE)
+    decoder = inspect(model)
+    assert decoder.lean is not None
+    lean = LeanTrunk(decoder.trunk, [layer.rule for layer in decoder.lean.layers], KernelOperations())
+    assert lean.operations.compute(decoder.trunk, lean.replaced)
+    ids = tiny.sequences(3, 3, 5, 40)
+    decoder.lean = None  # rows of the module itself
+    with torch.inference_mode():
+        packed = pack(ids, DEVICE)
+        whole = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
+        close_rows(lean.hidden(packed.input_ids, packed.position_ids, packed.layout), whole)
+        last = torch.tensor([start + n - 1 for start, n in zip(packed.starts, packed.lengths, strict=True)])
+        last = last.to(DEVICE)
+        close_rows(lean.hidden(packed.input_ids, packed.position_ids, packed.layout, last), whole[last])
+        # All tokens but the last of each are read into blocks, then the last are decoded.
+        backend = Blocks(decoder)
+        backend.open(3 * len(ids))
+        tables = torch.randperm(3 * len(ids)).view(len(ids), 3).int()
+        spans = [Span(s[:-1], 0, table, []) for s, table in zip(ids, tables.tolist(), strict=True)]
+        step = backend.arrange(spans, [])
+        lean.hidden(step.input_ids, step.position_ids, StoredLayout(step, backend.cache, decoder.device))
+        tokens, positions = torch.tensor([(s[-1], len(s) - 1) for s in ids], device=DEVICE).T.contiguous()
+        decoding = DecodeLayout(backend.cache, backend.block_size, tables.to(DEVICE), positions, splits=1)
+        close_rows(lean.hidden(tokens[None], positions[None], decoding), whole[last])
+
+
+def test_a_trunk_with_another_gate_does_not_pass_for_lean() -> None:
+    trunk = tiny.model("llama", layers=1).to(DEVICE).model
+    parts = [trunk.norm, *trunk.layers[0].children()]
+    parts.remove(trunk.layers[0].self_attn)
+    assert KernelOperations().compute(trunk, parts)
+    trunk.layers[0].mlp.act_fn = torch.nn.GELU()
+    assert not KernelOperations().compute(trunk, parts)
 
 
 def paged(
