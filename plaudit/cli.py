@@ -318,13 +318,21 @@ def search_questions(
     recipe: Annotated[Path | None, typer.Argument(help="A TOML recipe, such as recipes/search-ets.toml.")] = None,
     world: Annotated[str | None, typer.Option(help="A built-in task: sums, sums-hard.")] = None,
     input: Annotated[Path | None, typer.Option(help='A .jsonl or .parquet file of {"prompt"} or {"messages"}.')] = None,
-    method: Annotated[
-        str | None, typer.Option(help="best-of-n, beam, dvts, rebase, ets, mcts or particles. Default: ets.")
-    ] = None,
+    methods: Annotated[
+        list[str],
+        typer.Option(
+            "--method", help="best-of-n, beam, dvts, rebase, ets, mcts or particles; repeatable. Default: ets."
+        ),
+    ] = [],  # noqa: B006
     width: Annotated[int | None, typer.Option(help="Paths searched at once. Default: 16.")] = None,
     questions: Annotated[int | None, typer.Option(help="How many questions. Default: 200 of a world.")] = None,
     sets: Sets = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(help="Run directory. Default: runs/search-<method>.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory. Default: runs/search-<method>. Of several methods each has its own: OUT-<method>."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Search only the questions that are missing.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run directory holds and start over.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
@@ -337,23 +345,26 @@ def search_questions(
     if resume and fresh:
         raise ConfigError("--resume and --fresh contradict each other: give one")
     flags = {
-        "data.world": world, "data.path": None if input is None else str(input), "search.method": method,
-        "search.width": width, "data.limit": questions,
+        "data.world": world, "data.path": None if input is None else str(input), "search.width": width,
+        "data.limit": questions,
     }  # fmt: skip
-    tree = load_search(recipe, {key: value for key, value in flags.items() if value is not None}, sets)
+    given = {key: value for key, value in flags.items() if value is not None}
+    trees = [load_search(recipe, given | {"search.method": method}, sets) for method in methods]
+    trees = trees or [load_search(recipe, given, sets)]
     if dry_run:
-        typer.echo(to_toml(tree), nl=False)
+        typer.echo("\n".join(map(to_toml, trees)), nl=False)
         return
-    name = recipe.stem if recipe is not None else f"search-{tree.search.method}"
-    directory = out or Path("runs") / name
+    base = out or Path("runs") / (recipe.stem if recipe is not None else "search")
+    named = len(trees) > 1 or (out is None and recipe is None)
+    directories = [base.with_name(f"{base.name}-{tree.search.method}") if named else base for tree in trees]
     from plaudit.search.progress import Bar
-    from plaudit.search.search import run_search
+    from plaudit.search.search import run_searches
     from plaudit.search.told import told
 
-    with Bar(directory.name) as bar:
-        figures = run_search(tree, directory, resume=resume, fresh=fresh, progress=bar)
-    typer.echo(told(figures))
-    typer.echo(f"results: {directory / 'results.jsonl'}; summary: {directory / 'summary.json'}")
+    found = run_searches(dict(zip(directories, trees, strict=True)), Bar, resume=resume, fresh=fresh)
+    for directory, figures in found:
+        typer.echo(told(figures))
+        typer.echo(f"results: {directory / 'results.jsonl'}; summary: {directory / 'summary.json'}")
 
 
 @app.command()

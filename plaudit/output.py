@@ -38,3 +38,20 @@ def written(out: Path) -> Iterator[TextIO]:
     finally:
         if not direct:
             path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)

@@ -10,9 +10,7 @@ run() {
 }
 
 run train "$recipes/smollm2-solutions.toml" --rollout-only --fresh
-run steps runs/smollm2-solutions runs/smollm2-steps.jsonl --split '\n'
+run steps runs/smollm2-solutions runs/smollm2-steps.jsonl --split '\n' --completions 4
 run train "$recipes/smollm2-prm.toml" --fresh
-for method in best-of-n rebase ets; do
-  run search "$recipes/smollm2-search.toml" --method $method --out "runs/smollm2-$method" --fresh
-done
+run search "$recipes/smollm2-search.toml" --method best-of-n --method rebase --method ets --out runs/smollm2 --fresh
 run report runs/smollm2-ets runs/smollm2-rebase runs/smollm2-best-of-n

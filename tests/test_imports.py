@@ -72,7 +72,7 @@ def test_report_reads_only_the_event_log_and_only_the_command_line_reads_report(
         "plaudit.plan", "plaudit.config", "plaudit.records", "plaudit.events", "plaudit.cli", "plaudit.score",
         "plaudit.serve.client", "plaudit.integrations.trl", "plaudit.integrations.openrlhf",
         "plaudit.integrations.verl", "plaudit.integrations.slime", "plaudit.search.tree", "plaudit.search.methods",
-        "plaudit.search.rules.ets",
+        "plaudit.search.rules.ets", "plaudit.train.pairs",
     ],
 )  # fmt: skip
 def test_these_load_without_torch(module: str) -> None:

@@ -37,18 +37,18 @@ def render_chats(
     *, seconds: float = 5.0,
 ) -> list[list[int]]:  # fmt: skip
     """The same of many, which go to the other process and come back together. The first that fails raises."""
-    template, codec = _template(tokenizer), codec_of(tokenizer)
+    template, seams = _template(tokenizer), _Seams(codec_of(tokenizer))
     guards, guarded = [], []
     for messages in conversations:
         _check_messages(messages, template)
-        guards.append(guard := _Guard(codec, _choose_mark(template, messages)))
+        guards.append(guard := _Guard(seams, _choose_mark(template, messages)))
         guarded.append([guard.value(dict(message)) for message in messages])
     rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds)
+    careful = [guard.used or seams.codec.unknown_ends for guard in guards]
+    plain = iter(_encode_plain(tokenizer, [text for text, marked in zip(rendered, careful, strict=True) if not marked]))
     return [
-        _encode_guarded(tokenizer, codec, text, guard.mark)
-        if guard.used or codec.unknown_ends
-        else tokenizer.encode(text, add_special_tokens=False)
-        for guard, text in zip(guards, rendered, strict=True)
+        _encode_guarded(tokenizer, seams.codec, text, guard.mark) if marked else next(plain)
+        for guard, text, marked in zip(guards, rendered, careful, strict=True)
     ]
 
 
@@ -68,8 +68,8 @@ def _render(
 
 
 class _Guard:
-    def __init__(self, codec: Codec, mark: str) -> None:
-        self.codec, self.mark, self.used = codec, mark, False
+    def __init__(self, seams: _Seams, mark: str) -> None:
+        self.seams, self.mark, self.used = seams, mark, False
 
     def value(self, value: Any, key: str = "") -> Any:
         if isinstance(value, str):
@@ -83,18 +83,30 @@ class _Guard:
         raise RequestError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and objects")
 
     def text(self, text: str) -> str:
-        refuse_surrogates(text)
-        places = {match.start() + 1 for match in self.codec.pattern.finditer(text)}
-        places |= self._seams(text)
-        if self.codec.normalized and self._hidden(text):
-            places |= set(range(1, len(text)))
-        if not places:
+        cuts = self.seams[text]
+        if not cuts:
             return text
         self.used = True
-        cuts = sorted(places)
         return self.mark.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
 
-    def _seams(self, text: str) -> set[int]:
+
+class _Seams(dict[str, list[int]]):
+    """Where a text must be cut, so that neither it nor an end of it beside the template's own text makes a control
+    string. What many conversations have in common, such as their first turns, is looked at once."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def __missing__(self, text: str) -> list[int]:
+        refuse_surrogates(text)
+        places = {match.start() + 1 for match in self.codec.pattern.finditer(text)}
+        places |= self._ends(text)
+        if self.codec.normalized and self._hidden(text):
+            places |= set(range(1, len(text)))
+        self[text] = sorted(places)
+        return self[text]
+
+    def _ends(self, text: str) -> set[int]:
         """Ends of the text, as it is or trimmed, that the template's own text could complete to a control string."""
         places = set()
         stripped = text.strip()
@@ -114,6 +126,14 @@ class _Guard:
     def _hidden(self, text: str) -> bool:
         """Whether normalising (of full-width characters, say) uncovers a control string."""
         return self.codec.pattern.search(self.codec.backend.normalizer.normalize_str(text)) is not None
+
+
+def _encode_plain(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    """Together: the tokenizer takes a core for each."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids
 
 
 def _encode_guarded(tokenizer: PreTrainedTokenizerFast, codec: Codec, rendered: str, mark: str) -> list[int]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import threading
+from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, PlauditError, Refused, RequestError
-from plaudit.models import bos_ids, encode, render_chat
+from plaudit.models import bos_ids, encode, render_chat, render_chats
 from plaudit.models.text import refuse_surrogates
 from plaudit.records import Item
 from plaudit.reward.work import Facts
 
 PROMPTS_KEPT = 64  # many responses to one prompt come in a row
+OPENINGS_KEPT = 1024  # and a search comes back to the same conversations, step by step
 CHARACTERS_PER_TOKEN = 64  # far above any real text; an item with more is refused before it is tokenised
 Message = Mapping[str, Any]
 
@@ -33,7 +38,8 @@ class Intake:
                 raise ModelError(f"the tokenizer of {facts.name} has no begin token, and the format needs one; set it")
             self.begin = [tokenizer.bos_token_id]
         self._prompt = lru_cache(maxsize=PROMPTS_KEPT)(self._encode_prompt)
-        self._opening = lru_cache(maxsize=PROMPTS_KEPT)(self._render_opening)
+        self._openings: OrderedDict[str, array[int]] = OrderedDict()
+        self._openings_lock = threading.Lock()
 
     def refuse_huge(self, item: Item) -> None:
         """Tokenising takes time, which a text that cannot fit shall not get."""
@@ -62,7 +68,21 @@ class Intake:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to where the assistant begins to answer."""
-        return list(self._opening(_as_json(messages)))
+        key = _as_json(messages)
+        known = self._kept(key)
+        if known is None:
+            known = self._keep(key, self._render(json.loads(key), add_generation_prompt=True))
+        return known.tolist()
+
+    def foresee(self, openings: Sequence[Sequence[Message]]) -> None:
+        """Openings that will be asked for: rendered together, they take one way to the template's process and back."""
+        with suppress(PlauditError, RecursionError):  # whose fault it is will be told when it is asked for
+            most = CHARACTERS_PER_TOKEN * self.limit
+            keys = [key for key in {*map(_as_json, openings)} if len(key) <= most and self._kept(key) is None]
+            if keys:
+                rendered = render_chats(self.tokenizer, list(map(json.loads, keys)), add_generation_prompt=True)
+                for key, ids in zip(keys, rendered, strict=True):
+                    self._keep(key, ids)
 
     def conversation(self, messages: Sequence[Message]) -> list[int]:
         return self._render(messages, add_generation_prompt=False)
@@ -131,8 +151,18 @@ class Intake:
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         return (*self.begin, *self.content(text))
 
-    def _render_opening(self, messages: str) -> tuple[int, ...]:
-        return tuple(self._render(json.loads(messages), add_generation_prompt=True))
+    def _kept(self, key: str) -> array[int] | None:
+        with self._openings_lock:
+            if key in self._openings:
+                self._openings.move_to_end(key)
+            return self._openings.get(key)
+
+    def _keep(self, key: str, ids: Sequence[int]) -> array[int]:
+        with self._openings_lock:
+            self._openings[key] = array("i", ids)
+            if len(self._openings) > OPENINGS_KEPT:
+                self._openings.popitem(last=False)
+            return self._openings[key]
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         if not self.tokenizer.chat_template:

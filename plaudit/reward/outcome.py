@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +45,11 @@ class OutcomeReading:
         last = len(tokens) - 1
         positions = (last,) if self.table.pool == "last" else tuple(range(last + 1))
         return Work(tokens, positions, None, 0, over > 0)
+
+    def foresee(self, items: Sequence[Item]) -> None:
+        """Items that `prepare` will be asked for, so that their conversations are rendered together."""
+        chats = [item.messages[:-1] if item.messages is not None and self.apart else item.prompt for item in items]
+        self.intake.foresee([chat for chat in chats if isinstance(chat, tuple)])
 
     def finish(self, work: Work, values: np.ndarray) -> Score:
         if not np.isfinite(values).all():

@@ -78,6 +78,14 @@ class ProcessReading:
         positions = tuple(position - cut for position in draft.positions)
         return Work(tokens, positions, self.columns, len(positions), len(tokens) < len(draft.tokens))
 
+    def foresee(self, items: Sequence[Item]) -> None:
+        """Items that `prepare` will be asked for, so that their conversations are rendered together."""
+        if self.format.joined or self.turns is not None:
+            return
+        prompts = (item.prompt if item.messages is None else item.messages[:-1] for item in items)
+        chats = [self._chat(prompt) for prompt in prompts if prompt is not None]
+        self.intake.foresee([chat for chat in chats if chat is not None])
+
     def finish(self, work: Work, values: np.ndarray) -> StepScores:
         if len(values) != work.steps:
             raise RuntimeError(f"{len(values)} rows were read for {work.steps} steps")
@@ -153,16 +161,23 @@ class ProcessReading:
         return draft
 
     def _opening(self, prompt: Prompt) -> list[int]:
+        chat = self._chat(prompt)
+        if chat is not None:
+            return self.intake.opening(chat)
+        return self.intake.prompt(self.format.prompt.replace("{prompt}", self._plain_prompt(prompt)))
+
+    def _chat(self, prompt: Prompt) -> list[Mapping[str, Any]] | None:
+        """The messages that the format makes of a prompt; None where it makes a text of it."""
         form = self.format
-        if isinstance(prompt, str) and form.chat != "answer":
-            return self.intake.prompt(form.prompt.replace("{prompt}", prompt))
-        if form.chat == "never":
-            return self.intake.prompt(form.prompt.replace("{prompt}", self._plain_prompt(prompt)))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if form.chat == "never" or (isinstance(prompt, str) and form.chat != "answer"):
+            return None
+        messages: list[Mapping[str, Any]] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
         headed = bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") == "system"
         if form.system is not None and not headed:
             messages.insert(0, {"role": "system", "content": form.system})
-        return self.intake.opening(messages)
+        return messages
 
     def _plain_prompt(self, prompt: Prompt) -> str:
         """The prompt of a format that has no place for a conversation."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from plaudit.search.runner import Outcome, Runner
 from plaudit.search.scoring import Scorer, open_scorer
 from plaudit.search.tree import Tree
 
+Progress = Callable[[int, int], None]
+"""Told how many questions are done, and of how many."""
+
 
 class Search:
     """Holds the models. `policy` and `scorer` are opened from the recipe unless they are given."""
@@ -33,16 +37,24 @@ class Search:
             import torch
 
             torch.set_num_threads(recipe.threads)
-        self.recipe = recipe
         if policy is None:
             policy, tokenizer = open_policy(recipe)
         self.policy, self.tokenizer = policy, tokenizer
         self.scorer = scorer or open_scorer(recipe.prm, recipe.threads)
+        self.checker = GymChecker() if recipe.data.gym is not None else None
+        self._begin(recipe)
+
+    def _begin(self, recipe: SearchRecipe) -> None:
+        self.recipe = recipe
         self.embedder = open_embedder(recipe.search)
         self.reading = AnswerReading(recipe.steps)
-        self.checker = GymChecker() if recipe.data.gym is not None else None
         self._stopped = threading.Event()
         self.lanes = [self._runner() for _ in range(recipe.groups)]
+
+    def turn_to(self, recipe: SearchRecipe) -> None:
+        """A recipe that differs in [search] alone: from now on its method, with the same models."""
+        self._end()
+        self._begin(recipe)
 
     def questions(self) -> list[Question]:
         return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed, self.checker)
@@ -64,12 +76,15 @@ class Search:
 
         return Runner(recipe, self.policy, self.scorer, reading, driver, self.embedder, self._stopped)
 
-    def close(self) -> None:
-        self.policy.close()
-        self.scorer.close()
+    def _end(self) -> None:
         self.reading.close()
         if self.embedder is not None:
             self.embedder.close()
+
+    def close(self) -> None:
+        self._end()
+        self.policy.close()
+        self.scorer.close()
         if self.checker is not None:
             self.checker.close()
 
@@ -92,30 +107,50 @@ def open_policy(recipe: SearchRecipe) -> tuple[Policy, Any]:
 
 def run_search(
     recipe: SearchRecipe, directory: Path, *, resume: bool = False, fresh: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What `plaudit search` does; the summary. An interruption (Ctrl-C) keeps what was finished, and is raised."""
-    with Record(directory, recipe, resume=resume, fresh=fresh) as record:
-        search = Search(recipe)
-        try:
-            questions = search.questions()
-            waiting = [question for question in questions if question.index not in record.done]
-            spent = _seconds_before(directory) if resume else 0.0
-            began = time.monotonic()
+    with Record(directory, recipe, resume=resume, fresh=fresh) as record, closing(Search(recipe)) as search:
+        return _recorded(search, record, progress)
+
+
+def run_searches(
+    recipes: Mapping[Path, SearchRecipe],
+    bar: Callable[[str], AbstractContextManager[Progress]],
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Recipes that differ in [search] alone, each in its directory, with models that are loaded once; the summaries as
+    they come. `bar` shows how far the search of that name is."""
+    with ExitStack() as opened:
+        records = [
+            opened.enter_context(Record(directory, recipe, resume=resume, fresh=fresh))
+            for directory, recipe in recipes.items()
+        ]  # before the models: what is wrong with a directory is told at once
+        search = opened.enter_context(closing(Search(records[0].recipe)))
+        for record in records:
+            if record.recipe is not search.recipe:
+                search.turn_to(record.recipe)
+            with bar(record.directory.name) as progress:
+                yield record.directory, _recorded(search, record, progress)
+
+
+def _recorded(search: Search, record: Record, progress: Progress | None) -> dict[str, Any]:
+    questions = search.questions()
+    waiting = [question for question in questions if question.index not in record.done]
+    spent = _seconds_before(record.directory) if record.resume else 0.0
+    began = time.monotonic()
+    if progress is not None:
+        progress(len(record.done), len(questions))
+    try:
+        for outcome in search.run(waiting):
+            record.add(outcome)
             if progress is not None:
                 progress(len(record.done), len(questions))
-            try:
-                for outcome in search.run(waiting):
-                    record.add(outcome)
-                    if progress is not None:
-                        progress(len(record.done), len(questions))
-            finally:
-                figures = record.summarise(
-                    spent + time.monotonic() - began, search.phases, search.reading.alike.undecided
-                )
-            return figures
-        finally:
-            search.close()
+    finally:
+        figures = record.summarise(spent + time.monotonic() - began, search.phases, search.reading.alike.undecided)
+    return figures
 
 
 def _seconds_before(directory: Path) -> float:

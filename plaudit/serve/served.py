@@ -57,6 +57,7 @@ Reading = Scoring | LogprobsReading | EmbeddingReading
 Table = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | JudgeTable
 INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
 INLINE_TOKENS = 65536
+TOGETHER = 64  # items whose conversations are rendered at once: others wait for the template's process meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,9 +429,11 @@ def _small(items: Sequence[Item]) -> bool:
 
 def _prepared(reading: Scoring, items: Sequence[Item], over: threading.Event | None) -> list[Work | Prompt | ItemError]:
     works: list[Work | Prompt | ItemError] = []
-    for item in items:
+    for place, item in enumerate(items):
         if over is not None and over.is_set():
             break  # nobody waits for them
+        if place % TOGETHER == 0 and not isinstance(reading, JudgeReading):
+            reading.foresee(items[place : place + TOGETHER])
         try:
             works.append(reading.prepare(item))
         except Refused as error:

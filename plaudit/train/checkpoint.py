@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plaudit.errors import BadCheckpoint, StorageError, nearest
+from plaudit.output import sync, write_atomically
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -146,23 +146,6 @@ def _manifest(directory: Path) -> dict[str, str]:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    _write(temporary, text)
-    sync(temporary)
-    temporary.replace(path)
-    sync(path.parent)
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plaudit.errors import DataError, RunError, StorageError
+from plaudit.output import write_atomically
 from plaudit.records import Batch, ItemError, Prompt, Sample
-from plaudit.train.checkpoint import write_atomically
-from plaudit.train.rollouts import RolloutSource
+
+if TYPE_CHECKING:
+    from plaudit.train.rollouts import RolloutSource  # loads torch, which those who only read a dump do without
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 _FIELDS = [field.name for field in fields(Sample)]

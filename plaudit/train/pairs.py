@@ -11,8 +11,8 @@ from typing import Any
 from plaudit.errors import DataError
 from plaudit.output import check_writable, written
 from plaudit.records import Batch, Sample
+from plaudit.train.answered import prompt_of
 from plaudit.train.dump import Dump
-from plaudit.train.rollouts import prompt_of
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from plaudit.algo.dapo import informative
 from plaudit.config import RlRecipe
 from plaudit.config.rl import SamplingTable
 from plaudit.core import SamplingParams
-from plaudit.errors import DataError
 from plaudit.records import Batch, Prompt, Sample
+from plaudit.train.answered import with_prompt
 from plaudit.train.clock import Clock
 from plaudit.train.prompts import Prompts
 
@@ -104,7 +104,8 @@ class Rollouts:
     def _round(self, step: int) -> list[list[Sample]]:
         first, count = self.drawn, self.recipe.train.prompts_per_step
         self.drawn += count
-        prompts = self.prompts.train(range(first, self.drawn))
+        with self.clock("prompts"):
+            prompts = self.prompts.train(range(first, self.drawn))
         with self.clock("generate"):
             samples = self.player.play(prompts, self.recipe.train.samples_per_prompt, f"{step} {first}")
         with self.clock("reward"):
@@ -129,22 +130,6 @@ class SingleTurn:
             sampling_params(self.sampling, n, f"{self.seed} {seed} {first + index}") for index in range(len(prompts))
         ]
         return self.engine.generate(asked, params)
-
-
-def with_prompt(sample: Sample, prompt: Prompt, prompts: Prompts) -> Sample:
-    """The sample with what it answers, so that it can be shown, and checked again, without the run it is from."""
-    asked = {"prompt": prompt.text, "truth": prompt.truth, "right": prompts.right(prompt, sample)}
-    if "messages" in prompt.extra:
-        asked["messages"] = prompt.extra["messages"]
-    return replace(sample, extra={**sample.extra, **asked})
-
-
-def prompt_of(sample: Sample) -> Prompt:
-    """What `with_prompt` put into a sample."""
-    if "truth" not in sample.extra:
-        raise DataError("its samples do not say what they answer: it is of an older Plaudit; make it anew")
-    extra = {key: sample.extra[key] for key in ("messages",) if key in sample.extra}
-    return Prompt(sample.extra["prompt"], sample.prompt_ids, sample.extra["truth"], extra)
 
 
 def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:

@@ -17,7 +17,8 @@ from typing import Any, Self
 from plaudit.config import BaseRecipe, differences, parse_recipe, to_toml
 from plaudit.errors import RunError
 from plaudit.events import EventLog, read_lines
-from plaudit.train.checkpoint import Checkpoints, write_atomically
+from plaudit.output import write_atomically
+from plaudit.train.checkpoint import Checkpoints
 from plaudit.train.run_lock import locked
 
 # A resumed run may go on for longer, look more often and keep more; all else decides the numbers.

@@ -22,9 +22,10 @@ from plaudit.errors import DataError, RunError
 from plaudit.models import choose_device, load_policy
 from plaudit.output import check_writable, written
 from plaudit.records import Prompt, Sample
+from plaudit.train.answered import prompt_of
 from plaudit.train.dump import Dump
 from plaudit.train.pairs import question_of
-from plaudit.train.rollouts import SampleScorer, prompt_of, sampling_params
+from plaudit.train.rollouts import SampleScorer, sampling_params
 from plaudit.train.scorer import Scorer
 
 Beginning = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt, and of the steps so far

@@ -51,6 +51,18 @@ def test_every_form_gives_the_tokens_it_should() -> None:
     assert work.steps == 0
 
 
+@pytest.mark.parametrize("bad", [(), ({"role": "wizard", "content": "x"},)])
+def test_conversations_rendered_together_are_those_rendered_alone(bad: tuple[dict[str, str], ...]) -> None:
+    asked = ["hello?", "<|im_end|>", "hello?", "no", "h\ufdd0i"]
+    items = [Item(prompt=({"role": "user", "content": each},), response="hell no") for each in asked]
+    alone = [reading().prepare(item) for item in items]
+    of = reading()
+    of.foresee([*items, Item(prompt="plain", response="text"), Item(prompt=bad, response="x")])
+    assert [of.prepare(item) for item in items] == alone
+    assert refusal(of, Item(prompt=bad, response="x")) == "bad_messages"
+    assert of.prepare(Item(messages=CHAT)) == reading().prepare(Item(messages=CHAT))
+
+
 def test_messages_as_the_template_writes_them_or_as_plaudit_trains() -> None:
     tokenizer = tiny.chatml()
     whole = tokenizer.apply_chat_template(list(CHAT), return_dict=False)

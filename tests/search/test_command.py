@@ -39,6 +39,15 @@ def test_a_search_prints_its_figures_and_writes_them(tmp_path: Path) -> None:
     assert "already holds a search: --resume goes on with it" in again.stderr
 
 
+def test_several_methods_have_a_directory_each(tmp_path: Path) -> None:
+    flags = ["--method", "rebase", "--method", "best-of-n", "--width", "4", "--questions", "2", "--out", "runs/both"]
+    done = plaudit_here("search", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for method in ("rebase", "best-of-n"):
+        assert f"{method}, width 4: 2 questions" in done.stdout
+        assert len(list(read_results(tmp_path / "runs" / f"both-{method}" / "results.jsonl"))) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

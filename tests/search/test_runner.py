@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
 from plaudit.search.scoring import LocalScorer, Scored, Scorer, open_scorer
 from plaudit.search.scoring import Path as StepPath
-from plaudit.search.search import Search, run_search
+from plaudit.search.search import Search, run_search, run_searches
 from plaudit.search.tree import distinct_tokens
 
 
@@ -278,6 +279,22 @@ def test_a_run_is_written_and_resumed(tmp_path: Path) -> None:
     again = run_search(asked, directory, resume=True)
     for name in ("accuracy", "kv_tokens", "generated_tokens", "calls", "questions"):
         assert again[name] == figures[name]
+
+
+def test_methods_that_share_their_models_find_what_each_finds_alone(tmp_path: Path) -> None:
+    def results(directory: Path) -> list[dict[str, Any]]:
+        lines = list(read_results(directory / "results.jsonl"))
+        for line in lines:
+            line["costs"] = {name: cost for name, cost in line["costs"].items() if not isinstance(cost, float)}
+        return lines
+
+    asked = {method: recipe(method, width=4, questions=6) for method in ("best-of-n", "rebase", "ets")}
+    together = {tmp_path / method: tree for method, tree in asked.items()}
+    found = [directory.name for directory, _ in run_searches(together, lambda name: nullcontext(lambda done, of: None))]
+    assert found == list(asked)
+    for method, tree in asked.items():
+        run_search(tree, tmp_path / "alone" / method)
+        assert results(tmp_path / method) == results(tmp_path / "alone" / method)
 
 
 def test_search_in_ten_lines() -> None:
