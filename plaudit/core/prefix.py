@@ -8,7 +8,7 @@ lexical order: the child with the longest common beginning is a neighbour of the
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -84,6 +84,8 @@ class PrefixTree:
         for i in (at, at - 1):
             if 0 <= i < len(node.keys) and (shared := common_prefix(node.keys[i], want)) > common:
                 best, common = node.children[i], shared
+            if common == len(want):
+                break
         return best, common
 
     def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
@@ -171,11 +173,25 @@ class PrefixTree:
         found: list[Node] = []
         node, start = self._roots.get(key), 0
         while node is not None and node.children:
-            want = tuple(tokens[start : start + self.block_size])
-            held = [self._exactly(node, want[:length]) for length in range(1, len(want) + 1)]
-            found += [child for child in held if child is not None]
-            node, start = held[-1] if len(want) == self.block_size else None, start + self.block_size
+            held = self._beginnings(node, tuple(tokens[start : start + self.block_size]))
+            found += held
+            full = bool(held) and len(held[-1].tokens) == self.block_size
+            node, start = held[-1] if full else None, start + self.block_size
         return found
+
+    @staticmethod
+    def _beginnings(node: Node, want: tuple[int, ...]) -> list[Node]:
+        """The children whose tokens are a beginning of these, shortest first."""
+        keys, found = node.keys, []
+        at = bisect_right(keys, want) - 1
+        while at >= 0 and (common := common_prefix(keys[at], want)):
+            if common == len(keys[at]):
+                at = bisect_left(keys, keys[at], 0, at)
+                found.append(node.children[at])
+                at -= 1
+            else:  # a beginning with more than they have in common would stand after it
+                at = bisect_right(keys, want[:common], 0, at) - 1
+        return found[::-1]
 
     @staticmethod
     def _exactly(node: Node, want: tuple[int, ...]) -> Node | None:

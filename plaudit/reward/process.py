@@ -27,6 +27,7 @@ from plaudit.reward.turns import read_turns
 from plaudit.reward.work import Facts, Work
 
 Prompt = str | Sequence[Mapping[str, Any]]
+STEPS_KEPT = 1 << 13
 AGGREGATE: dict[str, Callable[[np.ndarray], float]] = {
     "last": lambda scores: float(scores[-1]),
     "min": lambda scores: float(scores.min()),
@@ -65,6 +66,8 @@ class ProcessReading:
         self.end = tokenizer.eos_token_id
         if self.format.end and self.end is None:
             raise ConfigError(f"format.end = true, but the tokenizer of {facts.name} has no end token; set it to false")
+        # A search sends its paths again and again, each time with a step more.
+        self._step = lru_cache(maxsize=STEPS_KEPT)(lambda step: tuple(self.intake.content(step)))
         self._piece = lru_cache(maxsize=1 << 12)(lambda token: tokenizer.backend_tokenizer.decode([token]))
 
     def prepare(self, item: Item) -> Work:
@@ -144,7 +147,7 @@ class ProcessReading:
     def _apart(self, prompt: Prompt, steps: list[str]) -> Draft:
         draft = Draft(self._opening(prompt))
         for place, step in enumerate(steps):
-            ids = self.intake.content(self.format.step.replace("{step}", step))
+            ids = self._step(self.format.step.replace("{step}", step))
             if not ids:
                 raise Refused("bad_steps", f"step {place} has not one token")
             draft.tokens += ids

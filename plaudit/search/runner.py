@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -189,9 +190,8 @@ class Runner:
                     node.score, node.value, node.state, node.error = first.score, first.value, first.state, first.error
         # What a batch computed is shared out by the paths each question had in it.
         spent = self.scorer.computed - before
-        for searched in {id(s): s for s, _ in wanted}.values():
-            share = sum(1 for s, _ in wanted if s is searched) / len(wanted)
-            searched.driver.costs.prm_tokens += round(spent * share)
+        for searched, paths in Counter(searched for searched, _ in wanted).items():
+            searched.driver.costs.prm_tokens += round(spent * (paths / len(wanted)))
         self.phases["score"] += time.perf_counter() - began
 
     def _path(self, searched: _Open, node: Node) -> Path:
@@ -268,6 +268,8 @@ class Runner:
 def common(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
     """What these begin with."""
     for other in others:
+        if other[: len(first)] == first:
+            continue
         same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), len(first))
         first = first[: min(same, len(other))]
     return first

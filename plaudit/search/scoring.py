@@ -69,9 +69,11 @@ class LocalScorer:
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         works: list[Any] = []
-        for path in paths:
+        items = [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
+        self.reading.foresee(items)
+        for path, item in zip(paths, items, strict=True):
             try:
-                work = self.reading.prepare(Item(prompt=path.prompt, response="".join(path.steps)))
+                work = self.reading.prepare(item)
                 fits = work.steps == len(path.steps)
                 works.append(work if fits else Scored(error=_mismatch(work.steps, len(path.steps))))
             except Refused as error:

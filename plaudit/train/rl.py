@@ -182,7 +182,8 @@ class RlTraining:
                 self.save_checkpoint()
                 raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
             if self.dump is not None:
-                self.dump.write(self.step + 1, batch, self.rollouts.drawn)
+                with self.clock("dump"):
+                    self.dump.write(self.step + 1, batch, self.rollouts.drawn)
             metrics, experience, advantage = self.learner.update(batch, self.step)
             with self.clock("publish"):
                 self.version += 1

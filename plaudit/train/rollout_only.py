@@ -22,7 +22,8 @@ def roll_out(training: RlTraining) -> dict[str, Any]:
         with interruptible() as interrupted, viewer.bar(0, steps):
             for step in range(1, steps + 1):
                 batch = training.rollouts.next(step - 1, training.version)
-                dump.write(step, batch, training.rollouts.drawn)
+                with training.clock("dump"):
+                    dump.write(step, batch, training.rollouts.drawn)
                 metrics = {**batch_metrics(batch.samples), **training.clock.split()}
                 run.events.metric(metrics, step=step, version=training.version)
                 training.ledger.write(run.events, step, training.version)

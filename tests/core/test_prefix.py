@@ -69,6 +69,26 @@ def test_eviction_frees_what_nobody_holds_and_nothing_else(stored: list[list[int
     assert tree.tokens == 0
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TOKENS, max_size=12), TOKENS)
+def test_what_is_given_up_goes_as_far_as_nothing_goes_on_from_it(stored: list[list[int]], asked: list[int]) -> None:
+    tree = PrefixTree(BlockPool(200), SIZE)
+    for tokens in stored:
+        leave(tree, enter(tree, tokens))
+    paths = {id(node): path_of(node) for node in tree.nodes()}
+    beginnings = {number for number, path in paths.items() if asked[: len(path)] == path}
+    going_on = [path for number, path in paths.items() if number not in beginnings]
+    kept = {number for number, path in paths.items() if number not in beginnings or any(
+        other[: len(path)] == path and len(path) % SIZE == 0 for other in going_on)}  # fmt: skip
+    assert tree.drop("v0", [asked], []) == len(paths) - len(kept)
+    assert {id(node) for node in tree.nodes()} == kept
+    tree.check()
+
+
+def path_of(node: Node) -> list[int]:
+    return [*(path_of(node.parent) if node.parent is not None else []), *node.tokens]
+
+
 def test_the_least_recently_used_goes_first() -> None:
     tree = PrefixTree(BlockPool(4), SIZE)
     for tokens in ([0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]):

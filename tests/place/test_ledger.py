@@ -192,7 +192,18 @@ def test_a_run_logs_its_memory_by_owner(tmp_path: Path) -> None:
         training = RlTraining(tree, run, Silent())
         summary = training.fit()
     events = [event for event in read_events(tmp_path / "run") if event["kind"] == "memory"]
-    phases = ["generate", "reward", "old", "reference", "values", "advantages", "update", "critic", "publish"]
+    phases = [
+        "prompts",
+        "generate",
+        "reward",
+        "old",
+        "reference",
+        "values",
+        "advantages",
+        "update",
+        "critic",
+        "publish",
+    ]
     assert [event["phase"] for event in events if event["step"] == 2] == [*phases, "evaluate"]
     policy = sum(p.nbytes for p in training.loaded.module.parameters())
     buffers = sum(b.nbytes for b in training.loaded.module.buffers())
