@@ -198,7 +198,7 @@ def test_a_model_learns_by_fused_kernels_as_without() -> None:
 class Blocks(PagedBackend):
     """The cache alone: the trunk is called by hand."""
 
-    block_size = 16
+    block_size = 4
     rows = forward = decode = None  # type: ignore[assignment]
 
 
@@ -206,7 +206,7 @@ def close_rows(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_lean_trunk_on_kernels_gives_the_rows_of_the_module(family: str) -> None:
     """A packed prompt, the wanted rows of it, and a token more from the cache."""
     model = tiny.model(family).to(DEVICE)
@@ -214,7 +214,7 @@ def test_a_lean_trunk_on_kernels_gives_the_rows_of_the_module(family: str) -> No
     assert decoder.lean is not None
     lean = LeanTrunk(decoder.trunk, [layer.rule for layer in decoder.lean.layers], KernelOperations())
     assert lean.operations.compute(decoder.trunk, lean.replaced)
-    ids = tiny.sequences(3, 3, 5, 40)
+    ids = tiny.sequences(3, 2, 4, 9)  # few tokens: the interpreter takes its time for each
     decoder.lean = None  # rows of the module itself
     with torch.inference_mode():
         packed = pack(ids, DEVICE)
