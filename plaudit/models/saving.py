@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from plaudit.errors import StorageError, one_line
 from plaudit.models.fresh import set_pad
 from plaudit.models.quiet import quiet
+from plaudit.output import sync
 
 OURS = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.*",
@@ -84,11 +85,7 @@ def _is_storage(error: BaseException) -> bool:
 
 def _sync(directory: Path) -> None:
     for path in (*directory.rglob("*"), directory):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(path)
 
 
 def _move(temporary: Path, target: Path) -> None:
@@ -96,11 +93,7 @@ def _move(temporary: Path, target: Path) -> None:
         _exchange(temporary, target)
     else:
         temporary.replace(target)
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(target.parent)
 
 
 def _exchange(new: Path, old: Path) -> None:

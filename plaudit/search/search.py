@@ -105,15 +105,6 @@ def open_policy(recipe: SearchRecipe) -> tuple[Policy, Any]:
     return CorePolicy(engine, recipe.steps), loaded.tokenizer
 
 
-def run_search(
-    recipe: SearchRecipe, directory: Path, *, resume: bool = False, fresh: bool = False,
-    progress: Progress | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What `plaudit search` does; the summary. An interruption (Ctrl-C) keeps what was finished, and is raised."""
-    with Record(directory, recipe, resume=resume, fresh=fresh) as record, closing(Search(recipe)) as search:
-        return _recorded(search, record, progress)
-
-
 def run_searches(
     recipes: Mapping[Path, SearchRecipe],
     bar: Callable[[str], AbstractContextManager[Progress]],
@@ -121,8 +112,9 @@ def run_searches(
     resume: bool = False,
     fresh: bool = False,
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Recipes that differ in [search] alone, each in its directory, with models that are loaded once; the summaries as
-    they come. `bar` shows how far the search of that name is."""
+    """What `plaudit search` does: recipes that differ in [search] alone, each in its directory, with models that are
+    loaded once; the summaries as they come. `bar` shows how far the search of that name is. An interruption (Ctrl-C)
+    keeps what was finished, and is raised."""
     with ExitStack() as opened:
         records = [
             opened.enter_context(Record(directory, recipe, resume=resume, fresh=fresh))
@@ -133,21 +125,20 @@ def run_searches(
             if record.recipe is not search.recipe:
                 search.turn_to(record.recipe)
             with bar(record.directory.name) as progress:
-                yield record.directory, _recorded(search, record, progress)
+                figures = _recorded(search, record, progress)
+            yield record.directory, figures
 
 
-def _recorded(search: Search, record: Record, progress: Progress | None) -> dict[str, Any]:
+def _recorded(search: Search, record: Record, progress: Progress) -> dict[str, Any]:
     questions = search.questions()
     waiting = [question for question in questions if question.index not in record.done]
     spent = _seconds_before(record.directory) if record.resume else 0.0
     began = time.monotonic()
-    if progress is not None:
-        progress(len(record.done), len(questions))
+    progress(len(record.done), len(questions))
     try:
         for outcome in search.run(waiting):
             record.add(outcome)
-            if progress is not None:
-                progress(len(record.done), len(questions))
+            progress(len(record.done), len(questions))
     finally:
         figures = record.summarise(spent + time.monotonic() - began, search.phases, search.reading.alike.undecided)
     return figures

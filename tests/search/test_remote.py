@@ -13,8 +13,9 @@ from plaudit.errors import BadReply, RequestRefused, RewardUnavailable, ServerEr
 from plaudit.search.embedding import ServedEncoder
 from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
-from plaudit.search.search import Search, run_search
+from plaudit.search.search import Search
 from tests.search.completions import CompletionServer
+from tests.search.single import run_search
 from tests.serve.process import ServerProcess, free_port
 
 

@@ -19,8 +19,9 @@ from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
 from plaudit.search.scoring import LocalScorer, Scored, Scorer, open_scorer
 from plaudit.search.scoring import Path as StepPath
-from plaudit.search.search import Search, run_search, run_searches
+from plaudit.search.search import Search, run_searches
 from plaudit.search.tree import distinct_tokens
+from tests.search.single import run_search
 
 
 def recipe(method: str, width: int = 8, questions: int = 3, **flags: Any) -> SearchRecipe:
