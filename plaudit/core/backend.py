@@ -7,7 +7,7 @@ tensors and the attention over them, and nothing else: block numbers are handed 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +126,6 @@ class Backend(ABC):
         """Compute the spans' tokens, store their KV, and give the wanted hidden rows of all spans end to end."""
 
     @abstractmethod
-    def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         """Draw up to `steps` tokens for every row without asking the host in between, or fewer, where many rows have
-        ended by then."""
+        ended by then. They come in pieces: while the host reads one, a device computes the next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class CpuBackend(PagedBackend):
         layout = PagedLayout(plain.groups, plain.restore, cache=self.cache, slots=step.new, copies=step.copies)
         return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
-    def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         window = self._window
         if window is None or not window.goes_on(batch, steps):
             window = self._window = DecodeWindow(self.cache, batch, steps, self.block_size)
@@ -67,4 +67,4 @@ class CpuBackend(PagedBackend):
             if not bool(batch.alive.any()):
                 break
         window.store()
-        return Decoded(*(torch.stack(each) for each in zip(*noted, strict=True)))
+        yield Decoded(*(torch.stack(each) for each in zip(*noted, strict=True)))

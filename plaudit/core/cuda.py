@@ -1,13 +1,14 @@
 """The CUDA back end: flash attention for prompts, a paged kernel for decoding, whole decode steps as CUDA graphs.
 
 In a decode window the host does nothing but replay: the model, sampling, stop tests and length counts run on the device
-for all steps of the window, and one copy brings the result back. Graphs hold addresses, so they are captured again
-whenever the cache or the weights have moved.
+for all steps of the window. Results come back stretch by stretch, and what the host does with one hides behind the
+next. Graphs hold addresses, so they are captured again whenever the cache or the weights have moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from plaudit.core.varlen import VarlenLayout, known
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
-WINDOW = 128  # most steps between two looks of the host
-STRETCH = 16  # steps that are queued at once: enough to keep the device busy while the host looks at who lives
+WINDOW = 256  # most steps between two looks of the host
+STRETCH = 16  # steps that are queued at once, and whose results come back together
+AHEAD = 2  # stretches that are queued before the host reads the first of them
 ENOUGH = 0.75  # a window ends early once fewer of its rows live: without the others the rest goes faster
 PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows is split
 
@@ -106,6 +108,7 @@ class DecodeGraph:
             torch.zeros(WINDOW, rows, dtype=torch.int64, device=device), torch.zeros(WINDOW, rows, device=device),
             torch.zeros(WINDOW, rows, device=device), torch.zeros(WINDOW, rows, dtype=torch.bool, device=device),
         )  # fmt: skip
+        self.results = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self.outputs)
         kv_heads = max(layer.kv_heads for layer in backend.decoder.layers)
         splits = max(1, min(16, PROGRAMS // (rows * kv_heads)))
         self.layout = DecodeLayout(backend.cache, backend.block_size, self.tables, self.positions, splits)
@@ -152,32 +155,37 @@ class DecodeGraph:
         if batch.stops.shape[1] <= STOPS:
             self.stops[:rows, : batch.stops.shape[1]].copy_(batch.stops)
 
-    def run(self, batch: DecodeBatch, steps: int) -> Decoded:
-        """All steps on the device, or fewer once few rows live. Who lives is read two stretches late, so the device has
-        one to do while the host reads."""
+    def run(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        """All steps on the device, or fewer once few rows live. Who lives is read a stretch late, so the device has one
+        to do while the host reads."""
         self.load(batch)
         self.step.zero_()
-        rows, first = len(batch.lengths), range(0, steps, STRETCH)
-        living = torch.zeros(len(first), dtype=torch.int64, pin_memory=True)
-        noted: list[torch.cuda.Event] = []
-        for stretch, start in enumerate(first):
-            if stretch >= 2:
-                noted[stretch - 2].synchronize()
-                if int(living[stretch - 2]) < ENOUGH * rows:
-                    steps = start
+        rows = len(batch.lengths)
+        queued: deque[tuple[slice, torch.cuda.Event]] = deque()
+        for start in range(0, steps, STRETCH):
+            if len(queued) == AHEAD:
+                yield (piece := self._read(*queued.popleft(), rows))
+                if int(piece.alive[-1].sum()) < ENOUGH * rows:
                     break
-            for _ in range(min(STRETCH, steps - start)):
-                self.model_graph.replay()
-                self.draw_graph.replay()
-            if stretch + 2 < len(first):
-                living[stretch].copy_(self.alive.sum(), non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-                noted.append(event)
-        tokens, logprobs, raw, alive = (each[:steps, :rows].cpu() for each in self.outputs)
-        return Decoded(tokens, logprobs, raw, alive)
+            queued.append(self._queue(slice(start, min(start + STRETCH, steps))))
+        while queued:
+            yield self._read(*queued.popleft(), rows)
 
-    def run_slowly(self, batch: DecodeBatch, steps: int) -> Decoded:
+    def _queue(self, stretch: slice) -> tuple[slice, torch.cuda.Event]:
+        for _ in range(stretch.start, stretch.stop):
+            self.model_graph.replay()
+            self.draw_graph.replay()
+        for theirs, mine in zip(self.outputs, self.results, strict=True):
+            mine[stretch].copy_(theirs[stretch], non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return stretch, event
+
+    def _read(self, stretch: slice, event: torch.cuda.Event, rows: int) -> Decoded:
+        event.synchronize()
+        return Decoded(*(each[stretch, :rows] for each in self.results))
+
+    def run_slowly(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         """Options that the kernel does not know: the model on the device, the sampler in torch, a step at a time."""
         self.load(batch)
         rows = len(batch.lengths)
@@ -189,8 +197,7 @@ class DecodeGraph:
             batch.advance(drawn.tokens)
             self.tokens[:rows].copy_(batch.tokens)
             self.positions[:rows].copy_(batch.positions)
-        tokens, logprobs, raw, alive = (torch.stack(each).cpu() for each in zip(*noted, strict=True))
-        return Decoded(tokens, logprobs, raw, alive)
+        yield Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
 
 
 class CudaBackend(PagedBackend):
@@ -234,7 +241,7 @@ class CudaBackend(PagedBackend):
         with self.fusion.applied():
             return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
-    def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         graph = self._graph(len(batch.lengths))
         if _plain(batch.sampler) and batch.stops.shape[1] <= STOPS:
             return graph.run(batch, min(steps, WINDOW))

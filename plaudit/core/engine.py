@@ -123,13 +123,16 @@ class Engine:
                 new ones
         """
         self._ready()
-        finished: dict[tuple[int, int], Sample] = {}
         with _uncollected():
-            requests = self._enqueue_all(prompts, params, begun)
-            for update in self._drain(requests, alone=True):
-                if update.sample is not None:
-                    finished[update.request, update.index] = update.sample
-        return [finished[r.number, s.index] for r in requests for s in r.sequences]
+            return self._generate(self._enqueue_all(prompts, params, begun))
+
+    def _generate(self, requests: list[Request]) -> list[Sample]:
+        wanted = [(r.number, s.index) for r in requests for s in r.sequences]
+        finished: dict[tuple[int, int], Sample] = {}
+        for update in self._drain(requests, alone=True):
+            if update.sample is not None:
+                finished[update.request, update.index] = update.sample
+        return [finished[each] for each in wanted]
 
     def submit_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -432,6 +435,7 @@ class Engine:
                 request.open -= 1
                 if request.open == 0:
                     del self._requests[update.request]
+                    request.sequences.clear()  # which name their request: nothing here is left to the garbage collector
         return updates
 
     def _expire(self) -> None:

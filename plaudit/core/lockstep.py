@@ -149,7 +149,7 @@ class Leader(Backend):
         with self._together(FORWARD, *parts):
             return self.channel.returned(self.inner.forward(unpacked_spans(parts), copies))
 
-    def decode(self, batch: DecodeBatch, steps: int) -> Decoded:
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         tables, noted = batch.tables.tolist(), []
         for _ in range(steps):
             at = zip(batch.tokens.tolist(), batch.positions.tolist(), tables, strict=True)
@@ -160,7 +160,7 @@ class Leader(Backend):
             batch.advance(drawn.tokens)
             if not bool(batch.alive.any()):
                 break
-        return Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
+        yield Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
 
     @contextmanager
     def _together(self, kind: int, *parts: np.ndarray) -> Iterator[None]:

@@ -18,7 +18,7 @@ from plaudit.core.packing import common_prefix
 from plaudit.core.sequence import Chain
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     tokens: tuple[int, ...]
     block: int

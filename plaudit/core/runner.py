@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from plaudit.core import handover
-from plaudit.core.backend import Backend, DecodeBatch, Span
+from plaudit.core.backend import Backend, DecodeBatch, Decoded, Span
 from plaudit.core.blocks import BlockPool
 from plaudit.core.decoder import Decoder
 from plaudit.core.handover import Handover
@@ -55,13 +55,16 @@ class Runner:
         self.steps += 1
         try:
             if plan.decode_steps:
-                self._decode(plan)
+                self._decode(plan, key)
             else:
                 self._forward(plan)
         except Exception as error:
             return self._failed(plan, error)
         self.scheduler.done(plan)
-        return [update for chunk in plan.chunks if (update := self._settle(chunk.sequence, key)) is not None]
+        updates = [update for chunk in plan.chunks if (update := self._settle(chunk.sequence, key)) is not None]
+        if self.scheduler.idle:
+            self._sampler = None  # it holds on to the sequences it was made for
+        return updates
 
     def give(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
         """A copy of the KV that there is of these tokens."""
@@ -179,18 +182,27 @@ class Runner:
         self._sampler = (sequences, sampler)
         return sampler
 
-    def _decode(self, plan: Plan) -> None:
+    def _decode(self, plan: Plan, key: Hashable) -> None:
         sequences = [chunk.sequence for chunk in plan.chunks]
         batch = self._batch(sequences)
-        decoded = self.backend.decode(batch, plan.decode_steps)
+        for decoded in self.backend.decode(batch, plan.decode_steps):
+            self._take(sequences, decoded)
+            for sequence in sequences:
+                self._enter(sequence, key)
+
+    def _take(self, sequences: list[Seq], decoded: Decoded) -> None:
         counts = decoded.alive.numpy().sum(axis=0).tolist()
         columns = (decoded.tokens, decoded.logprobs, decoded.raw_logprobs)
         tokens, logprobs, raws = (np.ascontiguousarray(x.numpy().T).tolist() for x in columns)
-        sound = bool(decoded.raw_logprobs.isfinite().all())
+        sound, whole = bool(decoded.raw_logprobs.isfinite().all()), len(decoded.tokens)
         for row, sequence in enumerate(sequences):
-            count = counts[row]
+            if (count := counts[row]) == 0 or sequence.finish is not None:
+                continue
+            drawn = (tokens[row], logprobs[row], raws[row])
+            if count < whole:
+                drawn = tuple(each[:count] for each in drawn)
             accept = self._accept_all if sound and sequence.plain else self._accept
-            taken = accept(sequence, tokens[row][:count], logprobs[row][:count], raws[row][:count])
+            taken = accept(sequence, *drawn)
             sequence.computed += taken
             self.tokens_computed += taken
 
@@ -267,10 +279,7 @@ class Runner:
         """After a step: enter full blocks in the tree, let a finished sequence go, and say what is new."""
         done = sequence.request.read is not None and sequence.pending == 0
         finished = sequence.finish is not None or done
-        full = sequence.computed // self.backend.block_size > len(sequence.chain.nodes)
-        if sequence.cacheable and (full or finished):
-            under = (key, sequence.request.params.salt)
-            self.tree.extend(under, sequence.chain, sequence.tokens, sequence.computed, stored=True)
+        self._enter(sequence, key, partial=finished)
         if finished:
             self.scheduler.release(sequence)
         if done:
@@ -282,6 +291,13 @@ class Runner:
         if not finished and sequence.generated == sequence.seen:
             return None
         return self._update(sequence)
+
+    def _enter(self, sequence: Seq, key: Hashable, partial: bool = False) -> None:
+        """Put what a sequence has computed in the tree once there is a full block of it, or what there is."""
+        full = sequence.computed // self.backend.block_size > len(sequence.chain.nodes)
+        if sequence.cacheable and (full or partial):
+            under = (key, sequence.request.params.salt)
+            self.tree.extend(under, sequence.chain, sequence.tokens, sequence.computed, stored=True)
 
     def _update(self, sequence: Seq) -> Update:
         request, stream = sequence.request, sequence.stream

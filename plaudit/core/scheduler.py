@@ -224,8 +224,10 @@ class Scheduler:
         longest = max(s.remaining for s in sequences)
         if alone and not self.waiting and all(s.unwatched for s in sequences):
             steps = min(self.window, longest)
-            if self._cover_steps(sequences, steps):
-                return steps
+            while steps > self.look_every:
+                if self._cover_steps(sequences, steps):
+                    return steps
+                steps //= 2
         steps = min(self.look_every, longest)
         return steps if self._cover_steps(sequences, steps) else 1
 

@@ -1,6 +1,7 @@
 """The CUDA back end against the CPU's and against plain transformers. Needs a GPU; skipped, loudly, elsewhere."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -128,14 +129,16 @@ def test_long_windows_give_the_tokens_of_short_ones_and_end_with_their_rows(stop
     decoded: list[int] = []
     decode = long.backend.decode
 
-    def counted(batch: DecodeBatch, steps: int) -> Decoded:
-        done = decode(batch, steps)
-        decoded.append(done.tokens.shape[0])
-        return done
+    def counted(batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        for done in decode(batch, steps):
+            decoded.append(done.tokens.shape[0])
+            yield done
 
     long.backend.decode = counted  # type: ignore[method-assign]
+    before = long.stats().steps
     once = long.generate([PROMPTS[0]], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))[0]
-    assert decoded == [128, 71]  # 199 after the first
+    assert decoded == [16] * 12 + [7]  # 199 after the first, in one window
+    assert long.stats().steps == before + 2
     end = once.token_ids[20]
     decoded.clear()
     params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True, stop_token_ids=(end,))

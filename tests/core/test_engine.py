@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.core import Engine, SamplingParams, Update
+from plaudit.core.backend import DecodeBatch, Decoded
 from plaudit.core.cpu import CpuBackend
+from plaudit.core.sequence import Sequence
 from plaudit.errors import PlauditError, RequestError
 from plaudit.records import Sample
 from tests.core import tiny
@@ -196,6 +199,42 @@ def test_generate_looks_rarely_where_nobody_waits_for_it(monkeypatch: pytest.Mon
     assert steps(narrow := Engine(MODULE, max_running=1), lambda: narrow.generate(PROMPTS[:2], free)) == 5 + 2
     asked = Engine(MODULE, look_every=8)
     assert steps(asked, lambda: asked.generate(PROMPTS[:2], free)) == 5
+
+
+def test_a_window_that_comes_in_pieces_gives_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [
+        SamplingParams(n=2, max_tokens=40, seed=3, ignore_eos=True),
+        SamplingParams(n=2, max_tokens=33, seed=4, stop_token_ids=tuple(range(5, 9))),
+        SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True, stop=("a",)),
+    ]
+    expected = Engine(MODULE, letters(), look_every=16).generate(PROMPTS[:3], params)
+    assert {s.finish_reason for s in expected} == {"length", "stop"}
+    decode = CpuBackend.decode
+
+    def in_pieces(self: CpuBackend, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        for whole in decode(self, batch, steps):
+            for start in range(0, len(whole.tokens), 3):
+                columns = (whole.tokens, whole.logprobs, whole.raw_logprobs, whole.alive)
+                yield Decoded(*(column[start : start + 3] for column in columns))
+
+    monkeypatch.setattr(CpuBackend, "decode", in_pieces)
+    engine = Engine(MODULE, letters(), look_every=16)
+    assert engine.generate(PROMPTS[:3], params) == expected
+    engine.check()
+    before = engine.stats().tokens_computed
+    engine.generate([[*PROMPTS[0], *expected[0].token_ids]], SamplingParams(max_tokens=1))
+    assert engine.stats().tokens_computed - before <= 2  # the tree has what the pieces stored
+
+
+def test_nothing_of_a_generation_waits_for_the_garbage_collector() -> None:
+    engine = Engine(MODULE)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate(PROMPTS[:3], SamplingParams(n=2, max_tokens=20, ignore_eos=True))
+        assert not [each for each in gc.get_objects() if type(each) is Sequence]
+    finally:
+        gc.enable()
 
 
 def test_abort_and_deadline(engine: Engine) -> None:
