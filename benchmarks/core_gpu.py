@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from plaudit.core import Engine, SamplingParams
 
@@ -37,7 +37,7 @@ VLLM = {"score 1B": 405.0, "groups 1B": 420.0, "generate 1B": 20_000.0, "generat
 LEAST = {"score 1B": 450.0, "groups 1B": 520.0, "generate 1B": 100_000.0, "generate 135M": 180_000.0}
 
 
-def model(kind: type, shape: str) -> Any:
+def model(kind: Any, shape: str) -> Any:
     torch.manual_seed(0)
     hidden, layers, heads, kv_heads, ffn = SHAPES[shape]
     config = LlamaConfig(
@@ -45,8 +45,8 @@ def model(kind: type, shape: str) -> Any:
         intermediate_size=ffn, vocab_size=VOCABULARY, max_position_embeddings=4096, num_labels=1, pad_token_id=0,
         tie_word_embeddings=True,
     )  # fmt: skip
-    with torch.device("cuda"):
-        return kind(config).to(torch.bfloat16).eval()
+    with torch.device("cuda"):  # a module made wide and then narrowed would turn by rounded angles
+        return kind.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def best_of(repeats: int, work: Callable[[], Any]) -> float:
@@ -97,7 +97,7 @@ def decode_floor(module: torch.nn.Module, shape: str, rows: int, length: float, 
 def score(shape: str, profile: bool) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     sequences = [rng.integers(5, VOCABULARY, n).tolist() for n in draw_lengths(256, 6.2, 4000, rng)]
-    module = model(LlamaForSequenceClassification, shape)
+    module = model(AutoModelForSequenceClassification, shape)
     engine = Engine(module, kv_bytes=2**28)
     ours = best_of(3, lambda: engine.score(sequences))
     if profile:
@@ -139,7 +139,7 @@ def groups(shape: str, profile: bool) -> dict[str, Any]:
         answers = [rng.integers(5, VOCABULARY, n).tolist() for n in draw_lengths(16, 5.8, 2000, rng)]
         sequences += [prompt + answer for answer in answers]
         distinct += 1024 + sum(map(len, answers))
-    module = model(LlamaForSequenceClassification, shape)
+    module = model(AutoModelForSequenceClassification, shape)
     engine = Engine(module, kv_bytes=2**28)
     ours = best_of(3, lambda: engine.score(sequences))
     if profile:
@@ -155,7 +155,7 @@ def groups(shape: str, profile: bool) -> dict[str, Any]:
 def generate(shape: str, profile: bool) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     count, new = 1024, 256
-    module = model(LlamaForCausalLM, shape)
+    module = model(AutoModelForCausalLM, shape)
     engine = Engine(module, kv_bytes=24 * 2**30)
     params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, seed=1)
 

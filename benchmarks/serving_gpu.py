@@ -25,7 +25,7 @@ import torch
 from core_cpu import word_tokenizer
 from core_gpu import VOCABULARY, commit, draw_lengths, model
 from serving import PYTHONS, SERVERS, Load, Sequences, Setting, running, under_load
-from transformers import LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from plaudit.core import Engine
 
@@ -79,7 +79,7 @@ def main() -> None:
 
         module: Any = models()[0]
     else:
-        module = model(LlamaForSequenceClassification, "1B")
+        module = model(AutoModelForSequenceClassification, "1B")
         module.config.bos_token_id, module.config.eos_token_id = 1, 2
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").exists() else None) as place:

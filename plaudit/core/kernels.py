@@ -313,8 +313,8 @@ def _decode_attention(
     TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)  # first: heads of one row run together, and what they read lies side by side
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(positions + row).to(tl.int32) + 1
     first = 0
@@ -408,7 +408,7 @@ def decode_attention(
         target = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=query.device)
         peaks, sums = (torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device) for _ in range(2))
     group = heads // kv_heads
-    _decode_attention[(batch, kv_heads, splits)](
+    _decode_attention[(kv_heads, batch, splits)](
         query, keys, values, target, peaks, sums, tables, positions, query if sinks is None else sinks, scale,
         softcap or 0.0, window or 0, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1),
         values.stride(0), values.stride(1), tables.stride(0), H=heads, G=group,

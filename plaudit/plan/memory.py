@@ -55,7 +55,7 @@ def optimizer(trainer: Trainer) -> Term:
 def activations(trainer: Trainer, length: float, fused: bool = True, sequence_parallel: bool = True) -> Term:
     """Kept for backward by the first stage, which holds the most micro-batches."""
     model, layout = trainer.model, trainer.layout
-    tokens = max(layout.micro_tokens, length) / layout.cp
+    tokens = trainer.held_tokens(length)
     per_layer = activation_bytes_per_token(trainer, length, fused, sequence_parallel)
     layers = model.layers / layout.pp
     # 1F1B: the first stage has pp micro-batches in flight; interleaving adds (pp - 1) / (pp · vpp) of that.
@@ -126,7 +126,7 @@ def _end_bytes_per_token(trainer: Trainer) -> float:
 
 def workspace(trainer: Trainer, length: float) -> Term:
     model, layout = trainer.model, trainer.layout
-    tokens = max(layout.micro_tokens, length) / layout.cp
+    tokens = trainer.held_tokens(length)
     per = activation_bytes_per_token(trainer, length)
     how = "gradients of one layer's activations, as backward passes it"
     if layout.plain:
@@ -149,7 +149,7 @@ def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
     # Log-probabilities are taken in stretches of at most this many tokens, in fp32, with their gradient.
     vocab = trainer.model.vocab
     most = OWN_LOGITS / vocab if layout.plain else 8192.0
-    tokens = min(max(layout.micro_tokens, length) / layout.cp, most)
+    tokens = min(trainer.held_tokens(length), most)
     per = 2.0 + 4.0 + (4.0 if backward else 0.0)
     size = tokens * vocab * per / layout.tp
     if layout.plain and backward:
@@ -170,7 +170,7 @@ def graphs(constants: Constants) -> Term:
 
 def scoring(trainer: Trainer, length: float, resident: tuple[Term, ...] = ()) -> Term:
     """Forward only: one layer's activations at a time."""
-    tokens = max(trainer.layout.micro_tokens, length) / trainer.layout.cp
+    tokens = trainer.held_tokens(length)
     moment = Term(
         "activations", 2 * tokens * activation_bytes_per_token(trainer, length), "B", "two layers' worth, per token"
     )

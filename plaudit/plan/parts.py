@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from plaudit.plan import memory
@@ -62,7 +63,9 @@ class Parts:
             layout = replace(layout, ep=1)
         if layout.pp > model.layers or model.heads % layout.tp:
             layout = replace(layout, pp=1, tp=1, dp=layout.devices // layout.cp)
-        return Trainer(model, self.plan.cluster, layout, self.workload.dtype, self.constants, 1 / share)
+        updates = self.workload.updates / self.workload.epochs
+        most = math.ceil(self.workload.batch / updates / layout.dp) * self.workload.trained_length
+        return Trainer(model, self.plan.cluster, layout, self.workload.dtype, self.constants, 1 / share, most)
 
     # Memory
 

@@ -52,6 +52,12 @@ class Trainer:
     constants: Constants
     keys_per_token: float = 1.0
     """Keys that attention lays out for each token computed: more than one where responses share their prompt."""
+    most_tokens: float = math.inf
+    """Of an update, on one device: a micro-batch has no more."""
+
+    def held_tokens(self, length: float) -> float:
+        """Tokens of a micro-batch on one device, where sequences have `length`."""
+        return max(min(float(self.layout.micro_tokens), self.most_tokens), length) / self.layout.cp
 
     def expert_parameters_here(self) -> float:
         return self.model.routed_parameters / self.layout.ep / self.layout.pp

@@ -1,6 +1,6 @@
 """What a run is expected to hold in each phase, by owner, from the planner's formulas: the line under what is measured.
 
-Lengths are not known yet: micro-batches are taken as full, and responses as half of what they may be.
+Prompts are as long as held-out ones, responses as in the first evaluation; before it, half of what they may be.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from plaudit.plan.hardware import cluster
 from plaudit.plan.layouts import GenerationLayout, TrainingLayout
 from plaudit.plan.prediction import Prediction, predict
 from plaudit.plan.recipes import workload_of
+from plaudit.plan.workload import Workload
 
 # The ledger's phases by the planner's, and its owners.
 PHASES = {"generate": "generation", "reference": "scoring", "old": "scoring", "update": "training"}
@@ -28,12 +29,20 @@ HUGE = 1e15
 """Bytes of a device on which everything fits: what a run holds does not depend on what there is."""
 
 
-def forecast(recipe: RlRecipe, program: int) -> dict[str, dict[str, int]]:
-    """Bytes by phase and owner; empty where the formulas do not hold. `program`: of the process itself, on the host."""
+def forecast(
+    recipe: RlRecipe, program: int, *, prompt: float | None = None, response: float | None = None, cache: int = 0
+) -> dict[str, dict[str, int]]:
+    """Bytes by phase and owner; empty where the formulas do not hold.
+
+    program             of the process itself, on the host
+    prompt, response    mean tokens, where they are known
+    cache               bytes of an engine's cache that it takes whatever it needs; 0 = as much as it needs
+    """
     if recipe.model.lora is not None or recipe.placement.name != "colocated":
         return {}
     try:
-        plan = _prediction(recipe)
+        work = workload_of(recipe, resolve, prompt, response)
+        plan = _prediction(recipe, replace(work, cache_bytes=cache or work.cache_bytes))
     except PlauditError:  # a kind of decoder that the planner has no formulas for
         return {}
     found = {name: _owners(plan, phase, program) for name, phase in PHASES.items()}
@@ -41,8 +50,8 @@ def forecast(recipe: RlRecipe, program: int) -> dict[str, dict[str, int]]:
     return {name: held for name, held in found.items() if taken.get(name, True)}
 
 
-def _prediction(recipe: RlRecipe) -> Prediction:
-    work, ranks = workload_of(recipe, resolve), recipe.resources
+def _prediction(recipe: RlRecipe, work: Workload) -> Prediction:
+    ranks = recipe.resources
     place = cluster(f"1x{ranks.ranks}xH100")
     chip = replace(place.accelerator, memory=HUGE)
     training = TrainingLayout(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from plaudit.config import RlRecipe
+from plaudit.core import Engine
 from plaudit.errors import (
     BadReply,
     ChannelError,
@@ -165,11 +166,24 @@ class RlTraining:
         if self.truth is not None:
             self.truth.close()
 
+    def _expect(self) -> None:
+        """Note the steps to come and what they should hold, as far as it is known by now."""
+        lengths = [len(prompt.token_ids) for prompt in self.heldout if prompt.token_ids]
+        # A GPU's cache is taken whole, whatever of it is needed.
+        local = self.engine if isinstance(self.engine, Engine) else None
+        memory = forecast(
+            self.recipe, self.ledger.program, prompt=fmean(lengths) if lengths else None,
+            response=max(1.0, self.before["length"]) if "length" in self.before else None,
+            cache=local.stats().kv_bytes if local and local.decoder.device.type == "cuda" else 0,
+        )  # fmt: skip
+        self.run.events.write("plan", steps=self.recipe.train.steps, memory=memory)
+
     def _loop(self, interrupted: list[int]) -> None:
         train = self.recipe.train
-        self.run.events.write("plan", steps=train.steps, memory=forecast(self.recipe, self.ledger.program))
+        self._expect()
         if not self.before:
             self.before = self.evaluate()
+            self._expect()
         # What lives as long as the run is not searched for garbage at every step: models have a million objects.
         gc.collect()
         gc.freeze()

@@ -35,6 +35,20 @@ def test_narrow_weights_have_masters_and_a_kl_has_a_reference() -> None:
     assert update["reference weights"] == weights
 
 
+def test_an_update_holds_no_more_tokens_than_there_are_and_a_cache_what_it_takes() -> None:
+    many = recipe("train.micro_batch_tokens=1000000")
+    lengths = {"prompt": 10.0, "response": 4.0}
+    whole = forecast(many, program=0, **lengths)["update"]  # type: ignore[arg-type]
+    batch, group = many.train.prompts_per_step * many.train.samples_per_prompt, many.train.samples_per_prompt
+    fits = recipe(f"train.micro_batch_tokens={batch * 14}")
+    assert forecast(fits, program=0, **lengths)["update"] == whole  # type: ignore[arg-type]
+    half = recipe(f"train.micro_batch_tokens={batch * 7}")
+    assert forecast(half, program=0, **lengths)["update"]["activations"] < whole["activations"]  # type: ignore[arg-type]
+    twice = forecast(many, program=0, prompt=20.0 + 4.0 * group, response=8.0)["update"]
+    assert twice["activations"] > 2 * whole["activations"]
+    assert forecast(many, program=0, cache=12345, **lengths)["generate"]["KV"] == 12345  # type: ignore[arg-type]
+
+
 def test_nothing_is_expected_of_what_the_formulas_do_not_cover() -> None:
     assert forecast(recipe("placement.name=swapped"), program=0) == {}
 
