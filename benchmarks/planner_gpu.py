@@ -1,12 +1,14 @@
 """Our own runs on one GPU against their plans: GRPO steps of three model sizes, memory and seconds by phase.
 
     python benchmarks/planner_gpu.py [--steps 4] [--sizes 135M,1B,3B] [--out FILE] [--machine FILE] [--tiny]
+    python benchmarks/planner_gpu.py --again FILE [--out FILE]
 
 Calibrates the machine (`plaudit plan --calibrate`), makes Llamas of random bfloat16 weights and a tokenizer of words,
 trains each for a few steps by `plaudit train` in a process of its own, and compares with the plan for the lengths that
 came: the allocator's peak (which knows no contexts and kernels, so that the plan's reserve is left out) and the median
 step after the first. Nothing is fetched. A size that fails is told and the others go on; results are kept after each.
-`--machine` takes an earlier calibration. `--tiny` is a trial of the script itself, on any device.
+`--machine` takes an earlier calibration. `--tiny` is a trial of the script itself, on any device. `--again` runs
+nothing: it plans what FILE has measured once more, with FILE's calibration and today's formulas.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ MEMORY_FILES, ROOM = Path("/dev/shm"), 32 << 30
 """Weights are written and read several times: in memory where that has room for them."""
 
 
+HEADINGS = f"{'model':6} {'step s':>8} {'planned':>8} {'':6}   {'peak GB':>8} {'planned':>8} {'':6}   {'reserved':>8}"
+
+
 class Failed(Exception):
     """A command came to nothing; its last words."""
 
@@ -50,7 +55,7 @@ def plaudit(*words: str) -> float:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "plaudit", *words], capture_output=True, text=True, cwd=ROOT, timeout=SECONDS,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Failed(f"plaudit {' '.join(words)} took more than {SECONDS:g} s") from None
@@ -65,26 +70,31 @@ def room_for_models() -> str | None:
     return str(MEMORY_FILES) if roomy else None
 
 
-def make_model(directory: Path, shape: tuple[Any, ...], vocabulary: int, device: str) -> None:
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from plaudit.models import save
+def config_of(shape: tuple[Any, ...], vocabulary: int) -> Any:
+    from transformers import LlamaConfig
 
     hidden, layers, heads, kv_heads, ffn, tied, _ = shape
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, vocabulary)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, intermediate_size=ffn, max_position_embeddings=1024, tie_word_embeddings=tied,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
+
+
+def make_model(directory: Path, shape: tuple[Any, ...], vocabulary: int, device: str) -> None:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from plaudit.models import save
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, vocabulary)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     torch.manual_seed(1)
     with torch.device(device):
-        module = LlamaForCausalLM(config).to(torch.bfloat16)
+        module = LlamaForCausalLM(config_of(shape, vocabulary)).to(torch.bfloat16)
     save(module, tokenizer, directory)
 
 
@@ -191,6 +201,21 @@ def one_size(
     return {"measured": found, "planned": plan}
 
 
+def plan_again(earlier: dict[str, Any], options: argparse.Namespace) -> None:
+    """The plans of a file of results, as the formulas have them now."""
+    print(HEADINGS)
+    with tempfile.TemporaryDirectory() as made:
+        here = Path(made)
+        (here / "machine.toml").write_text(earlier["machine"])
+        for name, model in earlier["models"].items():
+            config_of(SIZES[name], VOCABULARY).save_pretrained(here / name)
+            (here / f"{name}.toml").write_text(recipe(here, name, SIZES[name], options))
+            model["planned"] = planned(here, name, model["measured"], on_gpu=True)
+            show(name, model["measured"], model["planned"])
+    earlier["planned_again"] = datetime.now(UTC).isoformat(timespec="seconds")
+    options.out.write_text(json.dumps(earlier, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
@@ -198,9 +223,13 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--machine", type=Path, help="a file of plaudit plan --calibrate on this machine")
+    parser.add_argument("--again", type=Path, help="results of an earlier run, to be planned again")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "planner_gpu.json")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
+    if options.again is not None:
+        plan_again(json.loads(options.again.read_text()), options)
+        return
     import torch
 
     sizes = TINY if options.tiny else {name: SIZES[name] for name in options.sizes.split(",")}
@@ -219,9 +248,7 @@ def main() -> None:
             sys.exit(str(error))
         print(kept["machine"], flush=True)
         write_prompts(here / "prompts.jsonl", 600, words, vocabulary)
-        print(
-            f"{'model':6} {'step s':>8} {'planned':>8} {'':6}   {'peak GB':>8} {'planned':>8} {'':6}   {'reserved':>8}"
-        )
+        print(HEADINGS)
         for name, shape in sizes.items():
             began = time.monotonic()
             try:

@@ -33,7 +33,7 @@ FORMULAS = {
     "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and "
     "the head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
     "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
-    "the work by",
+    "the work by; in our trainer, the work of the layers alone",
     "weights gathered": "zero 3: what gathering each layer's weights, and scattering gradients, exceeds the work by",
     "pipeline bubble": "(pp - 1) / (micro-batches · vpp) of the above",
     "gradients": "reduce-scatter of gradients and all-gather of weights over dp, less one micro-batch's backward",
@@ -111,11 +111,16 @@ class Trainer:
         if layout.plain and backward:
             work["head again"] = self._head_again(tokens, micro_batches, gemm, bandwidth)
         busy = sum(work.values())
+        # Our trainer's layers are over when the head begins: while theirs are launched a device has no other work.
+        apart = 0.0
+        if layout.plain:
+            head = 2 * model.vocab * model.hidden / cuts / gemm + logits * fixed.activation_passes / bandwidth
+            apart = head * tokens * (1 + 2 * backward + again) + work.get("head again", 0.0)
         per_expert_layer = fixed.expert_launch_seconds * model.experts / layout.ep
         kernels = (model.layers * fixed.launch_seconds + model.moe_layers * per_expert_layer) / layout.pp
         launched = micro_batches * kernels * (1.0 if backward else 1 / 3)
-        work["launches"] = max(0.0, launched - busy)
-        busy = max(busy, launched)
+        work["launches"] = max(0.0, launched - (busy - apart))
+        busy += work["launches"]
         if layout.zero == 3:
             work["weights gathered"] = max(0.0, self._gathered(micro_batches, backward) - busy)
             busy += work["weights gathered"]
