@@ -80,7 +80,7 @@ def bench_memory(
     recipe: Path, placements: Sequence[str], steps: int, sets: Sequence[str], out: Path, timeout: float
 ) -> Result:
     """The runs are in `out`, a directory for each placement."""
-    tree = load_recipe(recipe, sets)
+    tree = _readable(recipe, placements, sets)
     if not isinstance(tree, RlRecipe):
         raise ConfigError(f"{recipe} has task = {tree.task!r}: only RL runs have placements")
     # As few evaluations and saves as there can be: they are no part of a step.
@@ -97,6 +97,16 @@ def bench_memory(
     date = datetime.now(UTC).isoformat(timespec="seconds")
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     return Result(date, machine, platform.python_version(), str(recipe), steps, found)
+
+
+def _readable(recipe: Path, placements: Sequence[str], sets: Sequence[str]) -> Any:
+    """The recipe in the first placement that takes the keys which are set: some are of one placement alone."""
+    for placement in placements[:-1]:
+        try:
+            return load_recipe(recipe, [*sets, f'placement.name="{placement}"'])
+        except ConfigError:
+            continue
+    return load_recipe(recipe, [*sets, f'placement.name="{placements[-1]}"'])
 
 
 def _run(command: list[str], timeout: float) -> str | None:

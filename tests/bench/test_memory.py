@@ -56,3 +56,16 @@ def test_the_command_tells_what_works_and_what_does_not(tmp_path: Path) -> None:
     failed = plaudit(*asked, "--set", "train.minibatches=3")
     assert failed.returncode == 2
     assert "do not divide into 3 minibatches" in failed.stderr
+
+
+@pytest.mark.slow
+def test_keys_of_one_placement_do_not_keep_it_from_running(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.toml"
+    file.write_text(to_toml(recipe(data={"eval_items": 2})))
+    asked = ["bench", "memory", str(file), "--placements", "colocated,async", "--out", str(tmp_path / "out")]
+    done = plaudit(*asked, "--steps", "1", "--set", "resources.rollout.processes=1", "--json")
+    assert done.returncode == 1
+    colocated, apart = json.loads(done.stdout)["placements"]
+    assert "generates in the learner's process" in colocated["error"]
+    assert apart["error"] is None
+    assert apart["seconds_per_step"] > 0
