@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,15 +9,19 @@ from plaudit.plan.search import Search
 
 
 @pytest.mark.parametrize(
-    ("model", "hardware", "limit"),
-    [("llama-3.1-70b", "8x8xH100", 2), ("qwen3-235b-a22b", "8x8xH100", 2), ("deepseek-v3", "128x8xH100", 30)],
+    ("model", "hardware", "most"),
+    [
+        ("llama-3.1-70b", "8x8xH100", 1_000),
+        ("qwen3-235b-a22b", "8x8xH100", 3_000),
+        ("deepseek-v3", "128x8xH100", 6_000),
+    ],
 )
-def test_a_full_search_is_quick(model: str, hardware: str, limit: float) -> None:
+def test_a_full_search_tries_few_plans(model: str, hardware: str, most: int) -> None:
+    """Sides are cut alone: pairs of all cuts would be a hundred times as many. A try takes some half a millisecond."""
     work = Workload(ModelShape.named(model), "ppo", 512, 1024, 0, 1024)
     seen = []
-    began = time.process_time()
     found = Search(work, cluster(hardware), progress=lambda done, total: seen.append((done, total))).run()
-    assert time.process_time() - began < limit
+    assert 0 < found.tried <= most
     assert found.plans
     assert seen[-1] == (5, 5)
 
