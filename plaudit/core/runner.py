@@ -186,11 +186,9 @@ class Runner:
         sequences = [chunk.sequence for chunk in plan.chunks]
         batch = self._batch(sequences)
         for decoded in self.backend.decode(batch, plan.decode_steps):
-            self._take(sequences, decoded)
-            for sequence in sequences:
-                self._enter(sequence, key)
+            self._take(sequences, decoded, key)
 
-    def _take(self, sequences: list[Seq], decoded: Decoded) -> None:
+    def _take(self, sequences: list[Seq], decoded: Decoded, key: Hashable) -> None:
         counts = decoded.alive.numpy().sum(axis=0).tolist()
         columns = (decoded.tokens, decoded.logprobs, decoded.raw_logprobs)
         tokens, logprobs, raws = (np.ascontiguousarray(x.numpy().T).tolist() for x in columns)
@@ -205,6 +203,7 @@ class Runner:
             taken = accept(sequence, *drawn)
             sequence.computed += taken
             self.tokens_computed += taken
+            self._enter(sequence, key)
 
     def _batch(self, sequences: list[Seq]) -> DecodeBatch:
         device = self._hashes.device
