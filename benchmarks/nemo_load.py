@@ -16,15 +16,14 @@ import json
 import math
 import random
 import struct
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from serving import PYTHONS, ROOT, Load, Setting, compact, http, machine, running, save_models, send, triton, versions
+from serving import PYTHONS, ROOT, Load, Setting, compact, http, rivals, running, save_models, send, triton, versions_of
+from stamp import processor, stamp
 
 RESULTS = ROOT / "benchmarks" / "results" / "nemo_load.json"
 WIDTH = 1024
@@ -112,11 +111,8 @@ def main() -> None:
     show(rows)
     if options.only or any(getattr(options, name) != value for name, value in DEFAULTS.items()):
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    record = {
-        "script": "benchmarks/nemo_load.py", "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit,
-        "machine": machine(), "versions": {name: versions()[name] for name in SETTINGS}, **DEFAULTS, "rows": rows,
-    }  # fmt: skip
+    installed = versions_of(SETTINGS)
+    record = {**stamp(__file__, processor(), rivals(installed)), "versions": installed, **DEFAULTS, "rows": rows}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written to {RESULTS.relative_to(ROOT)}")

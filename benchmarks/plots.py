@@ -190,7 +190,7 @@ def core(record: Record) -> str:
     panels = {}
     for work, (asked, aim) in CORE.items():
         found = record["results"][work]
-        found_by = {"Plaudit": found["value"], "vLLM 0.26": record["vllm_0_26"][work]}
+        found_by = {"Plaudit": found["value"]}
         if "transformers" in found:
             found_by["transformers"] = found["transformers"]
         panels[f"{work}, {found['unit']}"] = [
@@ -198,18 +198,19 @@ def core(record: Record) -> str:
                 {"asked": asked, "aim": aim} if name == "Plaudit" else {})
             for name, value in found_by.items()
         ]  # fmt: skip
-    title = f"Speed of the core, {record['machine']['gpu']}, {record['date']}"
+    title = f"Speed of the core, {record['machine']}, {record['date'][:10]}"
     return bars(title, panels, {"Plaudit": BLUE, "others": GREY, "asked": ORANGE, "aim": RED})
 
 
 def serving(record: Record) -> str:
     panels: dict[str, list[Bar]] = {}
-    for row in record["rows"]:
+    shown = ("core", "plaudit", *record["rivals"])  # a rival whose version is not recorded is not shown
+    for row in (row for row in record["rows"] if row["server"] in shown):
         latency = f", p50 {figure(row['p50 ms'])} ms, p99 {figure(row['p99 ms'])} ms" if "p50 ms" in row else ""
         name = SERVERS[row["server"]]
         bar = Bar(name, {name: row["samples/s"]}, figure(row["samples/s"]) + latency)
         panels.setdefault(f"{row['load']}, samples/s", []).append(bar)
-    colours = dict(zip(SERVERS.values(), (SKY, BLUE, GREY), strict=True))
+    colours = {SERVERS[name]: colour for name, colour in zip(SERVERS, (SKY, BLUE, GREY), strict=True) if name in shown}
     return bars(f"The reward server, {record['machine']}, {record['date'][:10]}", panels, colours, columns=1)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import statistics
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -279,15 +277,12 @@ def main() -> None:
     show(rows)
     if options.quick or options.only:
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    from serving import machine
+    from stamp import processor, stamp, versions
 
-    ask_version = "import trl; print(trl.__version__)"
-    trl = subprocess.run([str(TRL_PYTHON), "-c", ask_version], capture_output=True, text=True).stdout.strip()
+    trl = versions(TRL_PYTHON, ["trl"])["trl"], "GRPOTrainer, generation by transformers, float32, 1 and 2 threads"
     record = {
-        "script": "benchmarks/rl_vs_trl.py", "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit,
-        "machine": machine(), "python": platform.python_version(), "torch": version("torch"),
-        "transformers": version("transformers"), "trl": trl, "target": TARGET, "rows": rows,
+        **stamp(__file__, processor(), {"trl": trl}), "transformers": version("transformers"), "target": TARGET,
+        "rows": rows,
     }  # fmt: skip
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")

@@ -42,8 +42,7 @@ def accuracy() -> str:
     return table(heads, rows)
 
 
-def throughput() -> str:
-    found = read("search_throughput.json")
+def throughput(found: dict[str, Any]) -> str:
     names = {
         "loop": "a plain loop over transformers: `generate` the children of a level, score every whole path",
         "plaudit": "`plaudit search`",
@@ -98,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    tables = [accuracy(), throughput(), programmes(), lanes()]
+    tables = [accuracy(), throughput(read("search_throughput.json")), programmes(), lanes()]
     if args.write:
         page = PAGE.read_text()
         for each in tables:

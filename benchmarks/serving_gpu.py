@@ -16,15 +16,16 @@ import argparse
 import json
 import tempfile
 import time
-from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from core_cpu import word_tokenizer
-from core_gpu import VOCABULARY, commit, draw_lengths, model
+from core_gpu import VOCABULARY, draw_lengths, model
 from serving import PYTHONS, SERVERS, Load, Sequences, Setting, running, under_load
+from stamp import processor, stamp
 from transformers import AutoModelForSequenceClassification
 
 from plaudit.core import Engine
@@ -117,10 +118,11 @@ def main() -> None:
                 f"{'':16} p50 {row['p50 ms']:.0f} ms, p99 {row['p99 ms']:.0f} ms, "
                 f"largest difference {row['largest difference']:.2g}"
             )
+    how = f"uvicorn {version('uvicorn')}, transformers {version('transformers')}, one forward a request, {dtype}"
+    fastapi = version("fastapi"), how
     record = {
-        "script": "benchmarks/serving_gpu.py", "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(), "machine": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__, "requests": options.requests, "rows": rows,
+        **stamp(__file__, torch.cuda.get_device_name() if device == "cuda" else processor(), {"fastapi": fastapi}),
+        "requests": options.requests, "rows": rows,
     }  # fmt: skip
     options.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -106,6 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     import torch
+    from stamp import stamp, versions
 
     from plaudit.config import load_recipe
 
@@ -113,9 +113,10 @@ def main() -> None:
         raise SystemExit("this needs a CUDA device: SmolLM2 learns for hours on a CPU; see recipes/sums-grpo.toml")
     recipe: Any = load_recipe(RECIPE, options.set)
     batch = recipe.train.prompts_per_step * recipe.train.samples_per_prompt
+    how = f"GRPOTrainer, generation by transformers, bf16 on float32 weights, update in {options.trl_parts} parts"
+    trl = versions(options.trl_python, ["trl"])["trl"], how
     record: dict[str, Any] = {
-        "script": "benchmarks/smollm2_vs_trl.py", "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": version("transformers"),
+        **stamp(__file__, torch.cuda.get_device_name(), {"trl": trl}), "transformers": version("transformers"),
         "set": options.set, "batch": batch, "target": options.target,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:

@@ -25,15 +25,14 @@ PLACED: dict[str, Any] = {
 STEPS = {"steps": [{"at": 1.0, "reward": 0.25}, {"at": 2.0, "reward": 0.5}]}
 RECORDS: dict[str, dict[str, Any]] = {
     "core_gpu": {
-        "date": "2026-11-15", "machine": {"gpu": "<GPU>"},
-        "vllm_0_26": {"score 1B": 225, "groups 1B": 260, "generate 1B": 50_000, "generate 135M": 90_000},
+        "date": "2026-11-15T01:02:03", "machine": "<GPU>",
         "results": {"score 1B": {"value": 450, "unit": "samples/s", "transformers": 90},
                     "groups 1B": {"value": 520, "unit": "samples/s"},
                     "generate 1B": {"value": 100_000, "unit": "tokens/s", "transformers": 10_000},
                     "generate 135M": {"value": 180_000, "unit": "tokens/s", "transformers": 18_000}},
     },
     "serving_gpu": {
-        "date": "2026-11-15T01:02:03", "machine": "GPU",
+        "date": "2026-11-15T01:02:03", "machine": "GPU", "rivals": {"fastapi": {}},
         "rows": [{"server": "core", "load": "ragged", "samples/s": 200.0},
                  {"server": "plaudit", "load": "ragged", "samples/s": 150.0, "p50 ms": 9.0, "p99 ms": 1e3},
                  {"server": "fastapi", "load": "ragged", "samples/s": 50.0, "p50 ms": 9.0, "p99 ms": 11.0}],
@@ -122,8 +121,12 @@ def test_bars_are_as_long_as_their_values(plots: ModuleType) -> None:
     # The aims are to the right of the bars: 450 of 520, 520 of 620, 100 of 130, 180 of 300.
     room = ours[0] * 520 / 450
     assert ours == pytest.approx([room * 450 / 520, room * 520 / 620, room * 100 / 130, room * 180 / 300], abs=0.2)
-    assert others[0] == pytest.approx(ours[0] / 2, abs=0.1)  # vLLM's score
-    assert others[1] == pytest.approx(ours[0] / 5, abs=0.1)  # transformers'
+    assert others[0] == pytest.approx(ours[0] / 5, abs=0.1)  # transformers' score
+
+
+def test_a_rival_without_a_version_is_not_drawn(plots: ModuleType) -> None:
+    assert "FastAPI" in plots.serving(RECORDS["serving_gpu"])
+    assert "FastAPI" not in plots.serving({**RECORDS["serving_gpu"], "rivals": {}})
 
 
 def test_memory_is_laid_by_kind_and_evaluations_are_no_part_of_a_step(plots: ModuleType) -> None:

