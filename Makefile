@@ -16,23 +16,23 @@ INSTALLED := $(VENV)/.installed
 .PHONY: run smollm2-ppo-rm smollm2-search test slow interop soak test-gpu check bench bench-gpu embedded clean install
 
 run: $(INSTALLED)
-	@$(BIN)/plaudit train recipes/sums-sft.toml --fresh
-	@$(BIN)/plaudit train recipes/sums-prm.toml --fresh --set model.path=runs/sums-sft
-	@$(BIN)/plaudit train recipes/sums-reward.toml --fresh --set model.path=runs/sums-prm
+	@$(BIN)/plaudit train sums-sft --fresh
+	@$(BIN)/plaudit train sums-prm --fresh --set model.path=runs/sums-sft
+	@$(BIN)/plaudit train sums-reward --fresh --set model.path=runs/sums-prm
 	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
 	echo "the reward model is served on http://127.0.0.1:$$port (log: runs/serve.log)"; \
 	$(BIN)/plaudit serve --model sums=runs/sums-reward --port $$port > runs/serve.log 2>&1 & server=$$!; \
 	trap "kill $$server" EXIT; \
-	$(BIN)/plaudit train recipes/sums-ppo.toml --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0
+	$(BIN)/plaudit train sums-ppo --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0
 	@$(BIN)/plaudit report runs/sums-ppo runs/sums-sft runs/sums-prm runs/sums-reward
 
 # With PLAUDIT='python3 -m plaudit' nothing is installed: the Python that is there has all that is needed.
 ifdef PLAUDIT
 smollm2-ppo-rm smollm2-search:
-	@PLAUDIT="$(PLAUDIT)" recipes/$@.sh
+	@PLAUDIT="$(PLAUDIT)" plaudit/recipes/$@.sh
 else
 smollm2-ppo-rm smollm2-search: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym
-	@PLAUDIT="$(BIN)/plaudit" recipes/$@.sh
+	@PLAUDIT="$(BIN)/plaudit" plaudit/recipes/$@.sh
 endif
 
 # One test process per core and one thread in each: the models of the tests are too small for more. A file's tests stay
@@ -71,7 +71,7 @@ bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed
 BENCHMARKS = async_vs_sync broadcast core_cpu failures nemo_load planner_own planner_validation rank_memory replicas \
 	rl_vs_trl search search_lanes search_throughput search_variants serving update_memory
 
-# The same on a GPU; the chains of recipes/ and benchmarks/smollm2_chain.py give the rest of docs/benchmarks/smollm2.md.
+# The same on a GPU; the chains of plaudit/recipes/ and benchmarks/smollm2_chain.py give the rest of docs/benchmarks/smollm2.md.
 bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
 	@for name in core_gpu core_ablation serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
@@ -84,7 +84,7 @@ embedded: $(INSTALLED)
 	$(call ship,sums-reward,sums)
 
 define ship
-	@$(BIN)/plaudit train recipes/$(1).toml --fresh --out build/$(1)
+	@$(BIN)/plaudit train $(1) --fresh --out build/$(1)
 	@rm -rf plaudit/embedded/$(2) && mkdir -p plaudit/embedded && cp -r build/$(1)/final plaudit/embedded/$(2)
 	@cp build/$(1)/recipe.toml build/$(1)/summary.json plaudit/embedded/$(2)/
 endef

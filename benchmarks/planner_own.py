@@ -89,7 +89,7 @@ def main() -> None:
             start = here / f"{name}-start"
             plaudit(
                 "train",
-                "recipes/sums-sft.toml",
+                "sums-sft",
                 "--set",
                 "train.steps=1",
                 "--set",
@@ -98,7 +98,7 @@ def main() -> None:
                 "--out",
                 str(start),
             )
-            found = trained(here / name, "recipes/sums-grpo.toml", "--set", f"model.path={start}", "--set",
+            found = trained(here / name, "sums-grpo", "--set", f"model.path={start}", "--set",
                             f"train.steps={options.steps}", "--set", "data.eval_items=10")  # fmt: skip
             shape = ModelShape.from_config(start / "final" / "config.json")
             cut = TrainingLayout(micro_tokens=8192, plain=True)

@@ -50,7 +50,7 @@ def curve(run: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, nargs="?", default=ROOT / "recipes" / "smollm2-grpo.toml")
+    parser.add_argument("recipe", type=Path, nargs="?", default=ROOT / "plaudit" / "recipes" / "smollm2-grpo.toml")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--out", type=Path)

@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_vs_trl.json"
-RECIPE = ROOT / "recipes" / "smollm2-grpo.toml"
+RECIPE = ROOT / "plaudit" / "recipes" / "smollm2-grpo.toml"
 RIVAL = ROOT / "benchmarks" / "rivals" / "trl_smollm2.py"
 WARMUP, WINDOW = 4, 5
 
@@ -110,7 +110,7 @@ def main() -> None:
     from plaudit.config import load_recipe
 
     if not torch.cuda.is_available():
-        raise SystemExit("this needs a CUDA device: SmolLM2 learns for hours on a CPU; see recipes/sums-grpo.toml")
+        raise SystemExit("this needs a CUDA device: SmolLM2 learns for hours on a CPU; see sums-grpo")
     recipe: Any = load_recipe(RECIPE, options.set)
     batch = recipe.train.prompts_per_step * recipe.train.samples_per_prompt
     how = f"GRPOTrainer, generation by transformers, bf16 on float32 weights, update in {options.trl_parts} parts"

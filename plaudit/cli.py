@@ -24,7 +24,9 @@ Out = Annotated[Path | None, typer.Option(help="Run directory. Default: runs/<re
 
 @app.command()
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="A TOML recipe, such as recipes/sums-sft.toml.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A TOML file, or a name of `plaudit recipes` such as sums-sft.")
+    ] = None,
     sets: Sets = [],  # noqa: B006 (typer copies it)
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
@@ -48,7 +50,7 @@ def train(
         _replay(replay, out or replay / "replay")
         return
     if recipe is None:
-        raise ConfigError("no recipe: name one, such as recipes/sums-sft.toml")
+        raise ConfigError("no recipe: name one, such as sums-sft; `plaudit recipes` lists them")
     tree = load_recipe(recipe, sets)
     if dry_run:
         typer.echo(to_toml(tree), nl=False)
@@ -123,6 +125,59 @@ def _replay(run: Path, out: Path) -> None:
     verdict = replay(run, out, LiveView(run.name))
     typer.echo(f"{run.name}: {verdict.text}")
     raise typer.Exit(0 if verdict.equal else 1)
+
+
+@app.command("recipes")
+def show_recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this one.")] = None,
+    copy: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to a file of your own instead.")] = None,
+) -> None:
+    """List the recipes that come with Plaudit, print one, or copy it."""
+    from plaudit.config.catalog import listings, recipe_text
+    from plaudit.errors import ConfigError
+
+    if name is not None:
+        text = recipe_text(name)
+        if copy is None:
+            typer.echo(text, nl=False)
+        else:
+            _write_new(copy, text)
+            typer.echo(f"{copy}: a copy of {name}")
+        return
+    if copy is not None:
+        raise ConfigError(f"--copy {copy}: name the recipe, such as plaudit recipes sums-grpo --copy {copy}")
+    rows = listings()
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        typer.echo(f"{row.name:<{width}}  {row.task:<6}  {row.description}")
+
+
+@app.command("init")
+def write_recipe(
+    file: Annotated[Path, typer.Argument(help="The recipe to write.")] = Path("recipe.toml"),
+    task: Annotated[str, typer.Option(help="sft, reward, prm, rl or search.")] = "sft",
+    data: Annotated[str, typer.Option(metavar="FILE", help="Your data: a .jsonl or .parquet file.")] = "data.jsonl",
+    model: Annotated[
+        str, typer.Option(metavar="NAME_OR_DIR", help="The model to start from, or the policy of a search.")
+    ] = "smollm2",
+) -> None:
+    """Write a commented recipe for your own data."""
+    from plaudit.config.template import new_recipe
+
+    _write_new(file, new_recipe(task, model, data))
+    verb = "search" if task == "search" else "train"
+    typer.echo(f"{file}: edit it, check it with plaudit {verb} {file} --dry-run, run it with plaudit {verb} {file}")
+
+
+def _write_new(file: Path, text: str) -> None:
+    from plaudit.errors import StorageError
+    from plaudit.output import check_writable, written
+
+    check_writable(file)
+    if file.is_file():
+        raise StorageError(f"{file} exists and is left as it is: name another file, or delete it first")
+    with written(file) as stream:
+        stream.write(text)
 
 
 @app.command("generate")
@@ -315,7 +370,9 @@ def serve_critic_model(
 
 @app.command("search")
 def search_questions(
-    recipe: Annotated[Path | None, typer.Argument(help="A TOML recipe, such as recipes/search-ets.toml.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A TOML file, or a name of `plaudit recipes` such as search-ets.")
+    ] = None,
     world: Annotated[str | None, typer.Option(help="A built-in task: sums, sums-hard.")] = None,
     input: Annotated[Path | None, typer.Option(help='A .jsonl or .parquet file of {"prompt"} or {"messages"}.')] = None,
     methods: Annotated[
@@ -442,7 +499,7 @@ def plan(
     compare: Annotated[str | None, typer.Option(metavar="A,B,C", help="Rank accelerators by time and by cost.")] = None,
     price: Annotated[str, typer.Option(help="low, mid, high, owned, or $ per device and hour.")] = "mid",
     hardware_file: Annotated[Path | None, typer.Option(help="TOML that overrides accelerators and constants.")] = None,
-    recipe: Annotated[Path | None, typer.Option("--for", metavar="RECIPE", help="Plan one of our own recipes.")] = None,
+    recipe: Annotated[Path | None, typer.Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None,
     out: Annotated[Path | None, typer.Option(help="--for: write the planned recipe here. Default: print it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data in place of tables.")] = False,
     explain: Annotated[
@@ -516,7 +573,7 @@ def bench_weight_channels(
 
 @bench.command("memory")
 def bench_memory_of_placements(
-    recipe: Annotated[Path, typer.Argument(help="An RL recipe, such as recipes/sums-grpo.toml.")],
+    recipe: Annotated[Path, typer.Argument(help="An RL recipe: a file or a name, such as sums-grpo.")],
     placements: Annotated[str, typer.Option(metavar="A,B,C", help="Placements to run. Default: all.")] = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps in each.")] = 2,
     sets: Sets = [],  # noqa: B006 (typer copies it)

@@ -84,7 +84,7 @@ def small(recipes: Path, tiny: Path) -> None:
 
 def run_chain(name: str, directory: Path, tiny: Path) -> str:
     here = Path.cwd()
-    shutil.copytree("recipes", directory / "recipes")
+    shutil.copytree("plaudit/recipes", directory / "recipes")
     small(directory / "recipes", tiny)
     environment = {
         **os.environ, "PYTHONPATH": str(here), "PLAUDIT": f"{sys.executable} -m plaudit", "OMP_NUM_THREADS": "1",

@@ -26,7 +26,7 @@ def test_help_and_version() -> None:
 
 def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
-    recipe.write_text(Path("recipes/sums-sft.toml").read_text())
+    recipe.write_text(Path("plaudit/recipes/sums-sft.toml").read_text())
     done = plaudit("train", str(recipe), "--set", "train.lr=0.125", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "lr = 0.125" in done.stdout
@@ -37,9 +37,9 @@ def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "recipes/none.toml"], "no recipe at recipes/none.toml"),
-        (["train", "recipes/sums-sft.toml", "--set", "train.stepz=1"], "did you mean 'steps'?"),
-        (["train", "recipes/sums-sft.toml", "--resume", "--fresh"], "contradict each other"),
+        (["train", "plaudit/recipes/none.toml"], "no recipe at plaudit/recipes/none.toml"),
+        (["train", "sums-sft", "--set", "train.stepz=1"], "did you mean 'steps'?"),
+        (["train", "sums-sft", "--resume", "--fresh"], "contradict each other"),
         (["report", "{tmp}"], "is no run directory"),
     ],
 )
@@ -55,8 +55,8 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "recipes/sums-reward.toml", "--set", "model.path=sums-polcy", "--out"], "no model 'sums-polcy'"),
-        (["train", "recipes/sums-sft.toml", "--set", "data.world=sum", "--out"], "did you mean 'sums'?"),
+        (["train", "sums-reward", "--set", "model.path=sums-polcy", "--out"], "no model 'sums-polcy'"),
+        (["train", "sums-sft", "--set", "data.world=sum", "--out"], "did you mean 'sums'?"),
         (["import", "none.gguf"], "none.gguf"),
     ],
 )

@@ -6,16 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plaudit.config import NewModel, Table, differences, load_recipe, parse_recipe, to_toml
+from plaudit.config.catalog import RECIPES as RECIPES_DIR
 from plaudit.config.reward import OutcomeTable
 from plaudit.config.search import load_search, parse_search
 from plaudit.config.serve import read_serve
 from plaudit.errors import ConfigError
 
-TASKS = {path: tomllib.loads(path.read_text()).get("task") for path in sorted(Path("recipes").glob("*.toml"))}
+TASKS = {path: tomllib.loads(path.read_text()).get("task") for path in sorted(RECIPES_DIR.glob("*.toml"))}
 RECIPES = [path for path, task in TASKS.items() if task not in (None, "search")]
 SEARCHES = [path for path, task in TASKS.items() if task == "search"]
 SERVERS = [path for path, task in TASKS.items() if task is None]
-SFT = Path("recipes/sums-sft.toml")
+SFT = RECIPES_DIR / "sums-sft.toml"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -33,7 +34,7 @@ def test_so_does_the_recipe_of_a_search(path: Path) -> None:
 @pytest.mark.parametrize("path", SERVERS, ids=lambda path: path.stem)
 def test_what_is_served_beside_a_recipe_is_a_model_that_one_makes(path: Path) -> None:
     for model in read_serve(path)["models"].values():
-        assert Path("recipes") / f"{Path(model['path']).name}.toml" in RECIPES
+        assert RECIPES_DIR / f"{Path(model['path']).name}.toml" in RECIPES
         assert set(model) <= set(OutcomeTable.model_fields)
 
 
@@ -72,6 +73,7 @@ def test_set_overrides_one_key(override: str, key: object, value: object) -> Non
         (["train.steps='many'"], "train.steps = 'many': input should be a valid integer"),
         (["train.batch=true"], "train.batch = True: input should be a valid integer"),
         (["train.lr=-1"], "train.lr = -1: input should be greater than 0"),
+        (["data.world=nope"], "[data.world] unknown world 'nope'; known: sums, sums-hard"),
         (["data.world=5"], "data.world = 5: input should be a valid string"),
         (["data.sums=3"], "data.sums = 3: expected a table"),
         (["task=reward", "algorithm=3"], "algorithm = 3: expected a table"),
@@ -93,8 +95,8 @@ def test_refusals_name_the_key_the_value_and_the_cure(overrides: list[str], mess
 
 
 def test_missing_key_file_and_syntax(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'recipes/sums-sft\.toml'"):
-        load_recipe(Path("recipes/sum-sft.toml"))
+    with pytest.raises(ConfigError, match=r"no recipe at sum-sft.toml, .*; did you mean 'sums-sft'"):
+        load_recipe(Path("sum-sft.toml"))
     recipe = tmp_path / "r.toml"
     recipe.write_text('task = "sft"\n[model]\npath = "x"\n[data]\nworld = "sums"\n[train]\nbatch = 1\nlr = 1.0\n')
     with pytest.raises(ConfigError, match=r"the key 'train\.steps' is missing"):

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the task of recipes/smollm2-grpo.toml, for benchmarks/smollm2_vs_trl.py. Reads its work as JSON.
+"""TRL's GRPOTrainer on the task of smollm2-grpo, for benchmarks/smollm2_vs_trl.py. Reads its work as JSON.
 
 transformers' generation of all samples at once, the update in as many parts as asked, bf16 arithmetic on float32
 weights (TRL's default), no checkpointing of activations, no logging but what is measured."""

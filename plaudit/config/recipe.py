@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from plaudit.config.catalog import find_recipe
 from plaudit.config.rl import RlRecipe
 from plaudit.config.supervised import BaseRecipe, PrmRecipe, RewardRecipe, SftRecipe
 from plaudit.config.table import apply, check, read_toml
@@ -24,8 +25,8 @@ TAGS = {*TASKS, "bradley-terry", "regression"}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in `path` with `a.b=c` overrides applied, checked."""
-    tree = read_toml(path)
+    """The recipe in `path`, or of that name, with `a.b=c` overrides applied, checked."""
+    tree = read_toml(find_recipe(path))
     for override in overrides:
         apply(tree, override)
     return parse_recipe(tree, str(path))
@@ -34,6 +35,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse_recipe(tree: Mapping[str, Any], source: str) -> Recipe:
     task = tree.get("task")
     if task not in TASKS:
+        if task == "search":
+            raise ConfigError(f"{source}: task is 'search'; run it with `plaudit search {source}`")
         found = "is missing" if task is None else f"is {task!r}"
         raise ConfigError(f"{source}: task {found}; expected one of {', '.join(TASKS)}")
     recipe: Recipe = check(_RECIPE, tree, source, TASKS[task], TAGS)

@@ -12,6 +12,7 @@ from plaudit.config.asking import AskingTable
 from plaudit.config.reward import KINDS, OutcomeTable, ProcessTable, RewardTable, RuleTable, parse_reward
 from plaudit.config.supervised import BaseRecipe, ModelTable, SumsTable, TrainTable
 from plaudit.config.table import NonNegative, Positive, Share, Table
+from plaudit.config.world import World
 from plaudit.errors import ConfigError, nearest
 
 
@@ -37,7 +38,7 @@ class RlDataTable(AskingTable):
     gym    the name of a reasoning-gym task (extra `verify`)
     """
 
-    world: str | None = None
+    world: World | None = None
     path: str | None = None
     eval_path: str | None = None
     """Held-out prompts; without it the last tenth of `path` (at most eval_items) is held out."""

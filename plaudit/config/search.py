@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
 
 from plaudit.config.asking import AskingTable
+from plaudit.config.catalog import find_recipe
 from plaudit.config.table import NonNegative, Positive, Table, apply, check, read_toml
+from plaudit.config.world import World
 from plaudit.errors import ConfigError
 
 Method = Literal["best-of-n", "beam", "dvts", "rebase", "ets", "mcts", "particles"]
@@ -28,7 +30,7 @@ class QuestionsTable(AskingTable):
     """Questions of a built-in world or a gym, which know the truth, or of a .jsonl or .parquet file of {"prompt"} or
     {"messages"}. Those of a world are none that RL with the same seed trains on; a gym makes them from another seed."""
 
-    world: str | None = None
+    world: World | None = None
     path: str | None = None
     truth: str = "answer"
     """path: the key of the right answer; questions may lack it."""
@@ -243,7 +245,7 @@ def load_search(path: Path | None, flags: Mapping[str, Any], overrides: Sequence
     """The recipe in `path`, or that of the embedded world; flags, given as {"a.b": value}, then overrides on top."""
     tree = {key: dict(v) if isinstance(v, dict) else v for key, v in EMBEDDED.items()} if path is None else {}
     if path is not None:
-        tree = read_toml(path)
+        tree = read_toml(find_recipe(path))
         if tree.get("task") != "search":
             raise ConfigError(f"{path}: task is {tree.get('task')!r}; `plaudit search` takes recipes of task 'search'")
     for key, value in flags.items():

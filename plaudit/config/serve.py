@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
 
+from plaudit.config.catalog import find_recipe
 from plaudit.config.reward import KINDS, RewardTable
 from plaudit.config.table import Positive, Table, check, read_toml
 from plaudit.errors import ConfigError
@@ -134,7 +135,7 @@ def parse_serve(tree: Mapping[str, Any], source: str) -> ServeTable:
 
 
 def read_serve(path: Path) -> dict[str, Any]:
-    tree = read_toml(path, "server configuration")
+    tree = read_toml(find_recipe(path, "server configuration"), "server configuration")
     if not isinstance(tree.get("models", {}), dict):
         raise ConfigError(f"{path}: models must be tables, such as [models.sums]")
     return tree

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
 from plaudit.config.table import NonNegative, Positive, Share, Table
+from plaudit.config.world import World
 
 
 class NewModel(Table):
@@ -70,7 +71,7 @@ class SumsTable(Table):
 
 
 class DataTable(Table):
-    world: str | None = None
+    world: World | None = None
     path: str | None = None
     """A .jsonl or .parquet file."""
     eval_path: str | None = None

@@ -29,7 +29,7 @@ def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = sorted(str(found) for found in (Path("recipes") if what == "recipe" else path.parent).glob("*.toml"))
+        known = sorted(str(found) for found in path.parent.glob("*.toml"))
         raise ConfigError(f"no {what} at {path}; {nearest(str(path), known)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}") from None

@@ -10,7 +10,7 @@ import torch
 from plaudit.errors import ConfigError
 
 LEAST = (8, 0)  # bfloat16, and torch's flash attention
-SMALLEST = "recipes/sums-grpo.toml"  # of all recipes that learn: a CPU is enough
+SMALLEST = "sums-grpo"  # of all recipes that learn: a CPU is enough
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def refused(name: str, told: str) -> WeightsRefused:
     """What a driver without IPC, such as that of some virtual machines and containers, is told as."""
     return WeightsRefused(
         f"the CUDA driver refused to share memory between processes ({name}: {told}): set placement.channel = "
-        '"disk" or "collective"; recipes of one process share nothing, and the smallest is recipes/sums-grpo.toml'
+        '"disk" or "collective"; recipes of one process share nothing, and the smallest is sums-grpo'
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plaudit.config.catalog import recipe_names
 from plaudit.errors import ConfigError
 from plaudit.models import load_policy
 from plaudit.models.gpu import SMALLEST, Gpu, Gpus, check_device, gpus_here, memory_ran_out
@@ -35,7 +36,7 @@ def test_what_cannot_be_used_is_refused_in_a_line(device: str, gpus: Gpus, said:
     with pytest.raises(ConfigError, match=said) as refusal:
         check_device(device, gpus)
     assert "\n" not in str(refusal.value)
-    assert 'set device = "cpu"; the smallest recipe that runs there is recipes/sums-grpo.toml' in str(refusal.value)
+    assert 'set device = "cpu"; the smallest recipe that runs there is sums-grpo' in str(refusal.value)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (13, 0)])
@@ -48,15 +49,15 @@ def test_a_cpu_needs_no_gpu() -> None:
 
 
 def test_the_smallest_recipe_is_there() -> None:
-    assert Path(SMALLEST).is_file()
+    assert SMALLEST in recipe_names()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_nothing_is_loaded(tmp_path: Path) -> None:
     assert gpus_here().there == ()
-    with pytest.raises(ConfigError, match=r"the smallest recipe that runs there is recipes/sums-grpo\.toml"):
+    with pytest.raises(ConfigError, match=r"the smallest recipe that runs there is sums-grpo"):
         load_policy("sums-policy", device="cuda")
-    asked = ["train", "recipes/sums-grpo.toml", "--set", "model.device=cuda", "--out", str(tmp_path / "run")]
+    asked = ["train", "sums-grpo", "--set", "model.device=cuda", "--out", str(tmp_path / "run")]
     told = plaudit_here(*asked)
     assert told.returncode == 2
     assert told.stderr.startswith("plaudit: device = 'cuda' is a GPU, and ")
@@ -76,5 +77,5 @@ def test_a_driver_without_ipc_is_told_with_what_needs_none() -> None:
     assert str(refused("cuIpcGetMemHandle", "operation not supported")) == (
         "the CUDA driver refused to share memory between processes (cuIpcGetMemHandle: operation not supported): set "
         'placement.channel = "disk" or "collective"; recipes of one process share nothing, and the smallest is '
-        "recipes/sums-grpo.toml"
+        "sums-grpo"
     )

@@ -83,11 +83,11 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
 
 def test_a_plan_for_a_recipe_is_a_recipe_that_reads(tmp_path: Path) -> None:
     out = tmp_path / "planned.toml"
-    run = plaudit("--for", "recipes/sums-ppo.toml", "--hardware", "1x1xH100", "--out", str(out))
+    run = plaudit("--for", "sums-ppo", "--hardware", "1x1xH100", "--out", str(out))
     assert run.returncode == 0, run.stderr
     recipe = load_recipe(out)
     assert recipe.task == "rl"
-    before, after = tomllib.loads((ROOT / "recipes/sums-ppo.toml").read_text()), tomllib.loads(out.read_text())
+    before, after = tomllib.loads((ROOT / "plaudit/recipes/sums-ppo.toml").read_text()), tomllib.loads(out.read_text())
     assert after["train"]["prompts_per_step"] == before["train"]["prompts_per_step"]
     assert out.read_text().startswith("# Planned: ")
 
@@ -101,7 +101,7 @@ def test_a_plan_for_a_recipe_is_a_recipe_that_reads(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wanted: tuple[int | None, ...]) -> None:
     """wanted: data and tensor parallel ranks, and rollout processes; None: however many."""
-    recipe = read_recipe(ROOT / "recipes/sums-grpo.toml")
+    recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(recipe, lambda name: ROOT / "plaudit/embedded" / name)
     asked = ask("smollm2-135m", hardware, placements=(placement,), channel="broadcast")
     text, prediction = recipe_for(recipe, replace(asked, workload=work, ours=True).answer())
@@ -117,9 +117,7 @@ def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wante
 @pytest.mark.parametrize(("hardware", "placement"), [("1x2xH100", "colocated"), ("1x2xH100", "async")])
 def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
     out = tmp_path / "planned.toml"
-    run = plaudit(
-        "--for", "recipes/sums-grpo.toml", "--hardware", hardware, "--placement", placement, "--out", str(out)
-    )
+    run = plaudit("--for", "sums-grpo", "--hardware", hardware, "--placement", placement, "--out", str(out))
     assert run.returncode == 0, run.stderr
     small = ["train.steps=1", "train.prompts_per_step=8", "data.eval_items=8"]
     done = subprocess.run(
@@ -136,7 +134,7 @@ def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
     [
         ((), "no model: give --model"), (("--model", "lama"), "unknown model 'lama'"),
         (("--model", "llama-3.1-8b", "--hardware", "1x1xL40S"), "smallest change that fits: 1x2xL40S (2 devices)"),
-        (("--for", "recipes/sums-sft.toml"), "--for plans recipes of task 'rl'"),
+        (("--for", "sums-sft"), "--for plans recipes of task 'rl'"),
         (("--model", "llama-3.1-8b", "--page", "/nowhere/x.html"), "there is no directory"),
         (("--model", "llama-3.1-8b", "--batch", "3", "--samples", "8"), "set it to 8 or more"),
     ],

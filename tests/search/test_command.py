@@ -55,7 +55,7 @@ def test_several_methods_have_a_directory_each(tmp_path: Path) -> None:
         (["--set", "search.widht=4"], "did you mean 'width'?"),
         (["--world", "sum", "--questions", "2"], "unknown world 'sum'; did you mean 'sums'?"),
         (["--resume", "--fresh"], "contradict each other"),
-        ([str(ROOT / "recipes" / "sums-sft.toml")], "task is 'sft'"),
+        ([str(ROOT / "plaudit" / "recipes" / "sums-sft.toml")], "task is 'sft'"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], told: str, tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_a_recipe(method: str) -> None:
-    found = load_search(Path(__file__).parents[2] / "recipes" / f"search-{method}.toml", {})
+    found = load_search(Path(__file__).parents[2] / "plaudit" / "recipes" / f"search-{method}.toml", {})
     assert found.search.method == method
     assert found.steps == recipe(method).steps
     assert parse_search(tomllib.loads(to_toml(found)), "again") == found

@@ -218,9 +218,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "message"),
     [
         ([], "no recipe: name one"),
-        (["recipes/sums-grpo.toml", "--replay", "runs/x"], "give it no recipe"),
-        (["recipes/sums-sft.toml", "--rollout-only"], "are for RL"),
-        (["recipes/sums-grpo.toml", "--rollout-only", "--train-only", "runs/x"], "contradict each other"),
+        (["sums-grpo", "--replay", "runs/x"], "give it no recipe"),
+        (["sums-sft", "--rollout-only"], "are for RL"),
+        (["sums-grpo", "--rollout-only", "--train-only", "runs/x"], "contradict each other"),
         (["--replay", "nowhere"], "no recipe of a run at nowhere"),
     ],
 )  # fmt: skip

@@ -73,7 +73,7 @@ def test_plain_transformers_loads_it_and_it_is_small(name: str) -> None:
 
 @pytest.mark.parametrize(("recipe", "name"), MADE)
 def test_its_recipe_is_the_one_in_the_repository_and_its_figures_are_good_enough(recipe: str, name: str) -> None:
-    assert recipe_of(name) == load_recipe(Path("recipes") / f"{recipe}.toml")
+    assert recipe_of(name) == load_recipe(Path("plaudit/recipes") / f"{recipe}.toml")
     check_targets(summary(resolve(name)))
 
 
@@ -105,7 +105,7 @@ def test_the_judges_agree_with_the_truth(name: str) -> None:
 def test_training_again_gives_the_same_quality(tmp_path: Path) -> None:
     trained: dict[str, Path] = {}
     for recipe, name in MADE:
-        start = load_recipe(Path("recipes") / f"{recipe}.toml").model.path
+        start = load_recipe(Path("plaudit/recipes") / f"{recipe}.toml").model.path
         sets = ["--set", f"model.path={trained[start]}"] if start else []
         trained[name] = tmp_path / recipe
         command = [
@@ -113,7 +113,7 @@ def test_training_again_gives_the_same_quality(tmp_path: Path) -> None:
             "-m",
             "plaudit",
             "train",
-            f"recipes/{recipe}.toml",
+            recipe,
             "--out",
             str(trained[name]),
             *sets,

@@ -34,7 +34,7 @@ SAMPLING = SamplingTable(max_tokens=64, stop=("=",))
 TABLE = EnvironmentTable(name="calculator", max_turns=12, timeout=5.0)
 LOADED = load_policy("sums-policy", "float32", "cpu")
 TOKENIZER = LOADED.tokenizer
-RECIPE = Path("recipes/sums-tool.toml")
+RECIPE = Path("sums-tool")
 
 
 def prompt(text: str) -> Prompt:

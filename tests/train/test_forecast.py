@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def recipe(*changes: str) -> RlRecipe:
-    found = load_recipe(ROOT / "recipes/sums-grpo.toml", list(changes))
+    found = load_recipe(ROOT / "plaudit/recipes/sums-grpo.toml", list(changes))
     assert isinstance(found, RlRecipe)
     return found
 

@@ -148,4 +148,4 @@ def test_optimizer_state_survives_as_plain_tensors() -> None:
 def test_recipes_of_the_house_parse() -> None:
     from pathlib import Path
 
-    assert {load_recipe(path).task for path in Path("recipes").glob("sums-*.toml")} >= {"sft", "reward", "prm"}
+    assert {load_recipe(path).task for path in Path("plaudit/recipes").glob("sums-*.toml")} >= {"sft", "reward", "prm"}

@@ -22,7 +22,7 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def encode(fields: dict[str, object], *overrides: str, longest: int = 64) -> Example:
-    recipe = load_recipe(Path("recipes/sums-sft.toml"), overrides)
+    recipe = load_recipe(Path("sums-sft"), overrides)
     return Encoder(recipe, TOKENIZER, longest)(Row(fields, "x.jsonl:1"))
 
 
@@ -144,7 +144,7 @@ def test_held_out_items_of_their_own_and_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ["sft", "reward", "prm"])
 def test_a_worlds_rows_encode(task: str) -> None:
-    recipe = load_recipe(Path("recipes/sums-sft.toml"), [f"task={task}"])
+    recipe = load_recipe(Path("sums-sft"), [f"task={task}"])
     rows = open_rows(recipe.data, task, 1)
     turn = Encoder(recipe, TOKENIZER, 256)
     for i in range(50):

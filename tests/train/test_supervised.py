@@ -44,7 +44,7 @@ def losses(run: Path) -> list[float]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy trained for 12 steps without a break."""
     run = tmp_path_factory.mktemp("runs") / "straight"
-    done = plaudit("recipes/sums-sft.toml", "--out", str(run), sets=[*TINY, "train.steps=12"])
+    done = plaudit("sums-sft", "--out", str(run), sets=[*TINY, "train.steps=12"])
     assert done.returncode == 0, done.stderr
     assert str(run / "final") in done.stdout
     return run
@@ -67,10 +67,10 @@ def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: s
     run = tmp_path / "broken"
     sets = [*TINY, "train.steps=12"]
     if how == "kill":
-        killed_at(run, 5, "recipes/sums-sft.toml", sets=sets)
+        killed_at(run, 5, "sums-sft", sets=sets)
     else:
         child = subprocess.Popen(
-            command("recipes/sums-sft.toml", "--out", str(run), sets=sets), env=ENV, stderr=subprocess.PIPE, text=True
+            command("sums-sft", "--out", str(run), sets=sets), env=ENV, stderr=subprocess.PIPE, text=True
         )
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and losses(run)):
@@ -80,7 +80,7 @@ def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: s
         assert child.returncode == 2
         assert "state saved: --resume goes on" in said
     assert not (run / "summary.json").exists(), "the run ended before it could be stopped"
-    done = plaudit("recipes/sums-sft.toml", "--out", str(run), "--resume", sets=sets)
+    done = plaudit("sums-sft", "--out", str(run), "--resume", sets=sets)
     assert done.returncode == 0, done.stderr
     assert losses(run) == losses(straight)
     expected, found = (load_file(path / "final" / "model.safetensors") for path in (straight, run))
@@ -96,7 +96,7 @@ def test_reward_and_process_models_start_from_a_policys_run(
     straight: Path, tmp_path: Path, recipe: str, figures: list[str]
 ) -> None:
     sets = [f"model.path={straight}", "train.batch=8", "train.steps=3", "data.eval_items=12", "train.warmup=1"]
-    done = plaudit(f"recipes/sums-{recipe}.toml", "--out", str(tmp_path / "run"), sets=sets)
+    done = plaudit(f"sums-{recipe}", "--out", str(tmp_path / "run"), sets=sets)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {*figures, "heldout_loss", "seconds", "parameters"} <= set(summary)
@@ -126,7 +126,7 @@ def test_regression_with_attributes_from_a_file(straight: Path, tmp_path: Path) 
 
 def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(straight: Path) -> None:
     def enter(*overrides: str, resume: bool) -> None:
-        recipe = load_recipe(Path("recipes/sums-sft.toml"), [*TINY, "train.steps=12", *overrides])
+        recipe = load_recipe(Path("sums-sft"), [*TINY, "train.steps=12", *overrides])
         with Run(straight, recipe, resume=resume):
             pass
 
@@ -143,7 +143,7 @@ def test_the_directory_of_a_run_is_used_by_one_process_and_never_overwritten(str
 
 
 def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path: Path) -> None:
-    first, second = (load_recipe(Path("recipes/sums-sft.toml"), [f"train.lr={lr}"]) for lr in (0.1, 0.2))
+    first, second = (load_recipe(Path("sums-sft"), [f"train.lr={lr}"]) for lr in (0.1, 0.2))
     for recipe in (first, second):
         with Run(tmp_path / "run", recipe) as run:
             assert load_recipe(tmp_path / "run" / "recipe.toml") == recipe
@@ -159,7 +159,7 @@ def test_a_finished_run_may_be_given_more_steps(straight: Path, tmp_path: Path) 
     run = tmp_path / "longer"
     shutil.copytree(straight, run)
     sets = [*TINY, "train.steps=14"]
-    done = plaudit("recipes/sums-sft.toml", "--out", str(run), "--resume", sets=sets)
+    done = plaudit("sums-sft", "--out", str(run), "--resume", sets=sets)
     assert done.returncode == 0, done.stderr
     assert losses(run)[:12] == losses(straight)
     assert len(losses(run)) == 14
@@ -172,12 +172,12 @@ def limited() -> None:
 
 def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        command("recipes/sums-sft.toml", "--out", str(tmp_path / "run"), sets=[*TINY, "train.steps=12"]),
+        command("sums-sft", "--out", str(tmp_path / "run"), sets=[*TINY, "train.steps=12"]),
         capture_output=True, text=True, timeout=240, env=ENV, preexec_fn=limited,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("plaudit: cannot write the checkpoint")
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
-    done = plaudit("recipes/sums-sft.toml", "--out", str(tmp_path / "run"), "--resume", sets=[*TINY, "train.steps=12"])
+    done = plaudit("sums-sft", "--out", str(tmp_path / "run"), "--resume", sets=[*TINY, "train.steps=12"])
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Solutions of SmolLM2 -> step values -> a process model -> three searches of equal width -> a report.
-# `make smollm2-search` runs it; by hand: PLAUDIT=plaudit recipes/smollm2-search.sh
+# `make smollm2-search` runs it; by hand: PLAUDIT=plaudit plaudit/recipes/smollm2-search.sh
 set -euo pipefail
 plaudit=${PLAUDIT:-plaudit}
 recipes=$(dirname "$0")

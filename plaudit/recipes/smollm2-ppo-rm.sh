@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Answers of SmolLM2 -> pairs -> a reward model -> a server -> PPO against it -> a report.
-# `make smollm2-ppo-rm` runs it; by hand: PLAUDIT=plaudit recipes/smollm2-ppo-rm.sh
+# `make smollm2-ppo-rm` runs it; by hand: PLAUDIT=plaudit plaudit/recipes/smollm2-ppo-rm.sh
 set -euo pipefail
 plaudit=${PLAUDIT:-plaudit}
 recipes=$(dirname "$0")
