@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plaudit.core import Engine, SamplingParams
+    from plaudit.search.api import search
     from plaudit.serve.client import AsyncRewardClient, RewardClient
 
 __version__ = "0.1.0"
-__all__ = ["AsyncRewardClient", "Engine", "RewardClient", "SamplingParams", "__version__"]
+__all__ = ["AsyncRewardClient", "Engine", "RewardClient", "SamplingParams", "__version__", "search"]
 
 # Some of these load torch; the planner, the clients and `--help` must not. So they are imported when first asked for.
 _HOMES = {
@@ -19,8 +20,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        from importlib import import_module
+    from importlib import import_module
 
+    if name == "search":  # the package, which can be called
+        return import_module("plaudit.search")
+    if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'plaudit' has no attribute {name!r}")

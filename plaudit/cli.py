@@ -416,12 +416,14 @@ def search_questions(
     directories = [base.with_name(f"{base.name}-{tree.search.method}") if named else base for tree in trees]
     from plaudit.search.progress import Bar
     from plaudit.search.search import run_searches
-    from plaudit.search.told import told
+    from plaudit.search.told import refuse_empty, told
 
-    found = run_searches(dict(zip(directories, trees, strict=True)), Bar, resume=resume, fresh=fresh)
-    for directory, figures in found:
+    searches = {}
+    for directory, figures in run_searches(dict(zip(directories, trees, strict=True)), Bar, resume=resume, fresh=fresh):
+        searches[directory] = figures
         typer.echo(told(figures))
         typer.echo(f"results: {directory / 'results.jsonl'}; summary: {directory / 'summary.json'}")
+    refuse_empty(searches)
 
 
 @app.command()

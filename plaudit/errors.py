@@ -7,6 +7,7 @@
     │   └── ProbeFailed    ... though all said so: trainer and engine give other log-probs for the same tokens
     ├── ConfigError        a recipe, an override or an option that cannot be
     ├── DataError          a data file, a line of it, or a world that cannot give what was asked
+    ├── NoAnswer           a search in which no path of any question gave an answer
     ├── ModelError         a model directory that cannot be loaded
     │   └── UnsafeModel    ... because loading it would run somebody's code
     ├── RequestError       a prompt, a score request or sampling options the engine refuses
@@ -74,6 +75,10 @@ class ConfigError(PlauditError):
 
 
 class DataError(PlauditError):
+    pass
+
+
+class NoAnswer(PlauditError):
     pass
 
 

@@ -138,5 +138,7 @@ def print_searches(runs: Sequence[Searched], console: Console | None = None) -> 
         )
     console.print(table)
     for run in runs:
+        if not run.figures.get("answered", 1):
+            console.print(f"[red]{run.name}: no path of any question gave an answer")
         if run.figures.get("failed"):
             console.print(f"[red]{run.name}: {count(run.figures['failed'], 'question')} failed; --resume tries again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Aggregate = Literal["last", "min", "mean", "prod"]
@@ -37,6 +37,13 @@ def tally(answers: Sequence[Answer], vote: Vote, alike: Alike) -> dict[str, floa
         else:
             votes[kind] = votes.get(kind, 0.0) + (answer.weight if vote == "weighted" else 1.0)
     return dict(sorted(votes.items(), key=lambda item: -item[1]))
+
+
+def as_odds(answers: Sequence[Answer]) -> list[Answer]:
+    """Weights of whole responses' scores: exp of the distance to the best. Such a score may be negative and has no zero
+    of its own, so that a sum of them says nothing; their differences are log-odds, as Bradley-Terry trains them."""
+    best = max((answer.weight for answer in answers), default=0.0)
+    return [replace(answer, weight=math.exp(answer.weight - best)) for answer in answers]
 
 
 def winner(answers: Sequence[Answer], vote: Vote, alike: Alike) -> Answer | None:

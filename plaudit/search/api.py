@@ -7,7 +7,7 @@ found = plaudit.search(
     engine="sums-policy", prm="sums-steps", rule="ets", width=16, stop=";", answer=r"#(\\d+)$",
 )
 for outcome in found:
-    print(outcome.question.text, outcome.answer.text, outcome.driver.costs.kv_tokens)
+    print(outcome.question.text, outcome.answer.text if outcome.answer else outcome.stopped)
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
 
 
 def search(
-    questions: Sequence[str | Mapping[str, Any]], *, engine: str | Engine, prm: str, rule: str = "ets", width: int = 16,
-    seed: int = 1, concurrent: int = 64, threads: int | None = None, options: Mapping[str, Any] | None = None,
-    **keys: Any,
+    questions: Sequence[str | Mapping[str, Any]], *, engine: str | Engine, prm: str | Mapping[str, Any],
+    rule: str = "ets", width: int = 16, seed: int = 1, concurrent: int = 64, threads: int | None = None,
+    options: Mapping[str, Any] | None = None, **keys: Any,
 ) -> list[Outcome]:  # fmt: skip
-    """An outcome for every question, in order.
+    """An outcome for every question, in order. One without an answer says in `stopped` why.
 
     questions   texts, or {"prompt" or "messages"[, "answer": the right one]}
     engine      a model directory or name, or an Engine with its tokenizer
-    prm         a process model's directory or name, or the URL of `plaudit serve`
+    prm         a process model's directory or name, the URL of `plaudit serve`, or the keys of a recipe's [prm] table,
+                such as {"url": ..., "model": ...}; with best-of-n an outcome model will do
     options     keys of a recipe's [search] table
     keys        of its tables [steps] and [budget]: stop, answer, max_tokens, ..., calls, lead
     """
@@ -51,7 +52,7 @@ def search(
         "concurrent": concurrent,
         "model": {"path": given},
         "data": {"path": "questions"},
-        "prm": {"url" if "://" in prm else "path": prm},
+        "prm": {"url" if "://" in prm else "path": prm} if isinstance(prm, str) else dict(prm),
         "search": {"method": rule, "width": width, **(options or {})},
         "steps": {key: keys[key] for key in _STEPS if key in keys},
         "budget": {key: keys[key] for key in _BUDGET if key in keys},

@@ -32,6 +32,7 @@ from plaudit.train.run_lock import locked
 MAY_CHANGE = (
     "concurrent", "lanes", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout", "model.device",
 )  # fmt: skip
+NO_ANSWER = "no answer"  # how a question ended of which every path failed
 TREES_SHOWN = 12  # trees that go into the event log, for the report
 
 
@@ -169,7 +170,8 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def summary(lines: Any) -> dict[str, Any]:
-    """What questions add up to: sums of their costs, and of peaks the greatest."""
+    """What questions add up to: sums of their costs, and of peaks the greatest. `no_answer`: for each reason, how many
+    questions have no answer mostly because of it."""
     found = sorted(lines, key=lambda line: line["index"])
     judged = [line["right"] for line in found if line["right"] is not None]
     spent = totals(line["costs"] for line in found)
@@ -178,11 +180,16 @@ def summary(lines: Any) -> dict[str, Any]:
         "answered": sum(line["answer"] is not None for line in found),
         "failed": sum(line["stopped"].startswith("failed") for line in found),
     }
-    if judged:
+    if judged and figures["answered"]:  # where nothing was answered there is nothing to be right or wrong
         accuracy = sum(judged) / len(judged)
         figures |= {"accuracy": accuracy, "accuracy_se": math.sqrt(accuracy * (1 - accuracy) / len(judged))}
     names = {"generated": "generated_tokens", "solver": "solver_seconds", "clustering": "cluster_seconds"}
     for name, value in spent.items():
         if name != "seconds":
             figures[names.get(name, name)] = value
+    none = Counter(
+        reason for kind, _, reason in (line["stopped"].partition(": ") for line in found) if kind == NO_ANSWER
+    )
+    if none:
+        figures["no_answer"] = dict(none.most_common())
     return figures | {"stopped": dict(Counter(line["stopped"].partition(":")[0] for line in found))}

@@ -17,7 +17,7 @@ import numpy as np
 from plaudit.config.search import SearchRecipe
 from plaudit.errors import PlauditError
 from plaudit.search import cluster
-from plaudit.search.answers import Answer, winner
+from plaudit.search.answers import Answer, as_odds, winner
 from plaudit.search.driver import Driver, Expand
 from plaudit.search.embedding import Embedder
 from plaudit.search.lookahead import look_ahead
@@ -31,7 +31,7 @@ from plaudit.search.tree import Node, Tree
 @dataclass
 class Outcome:
     """right     whether the answer is the truth, where that is known
-    stopped   why the question's search is over: done, lead, budget: ..., failed: ..., interrupted"""
+    stopped   why the question's search is over: done, lead, budget: ..., no answer: ..., failed: ..., interrupted"""
 
     question: Question
     tree: Tree
@@ -160,7 +160,9 @@ class Runner:
             limit = f"steps.max_tokens = {table.max_tokens}" if left <= table.max_step_tokens else "max_step_tokens"
             node.state = "cut"
             node.error = f"no {table.stop!r} ended the step within {len(step.tokens)} tokens ({limit})"
-        elif not content:
+        elif not content and step.ended == "end" and not before.strip():
+            node.state, node.error = "failed", "empty response: the policy ended it before it wrote a step"
+        elif not content and step.ended != "end" and not self.scorer.whole:
             node.state, node.error = "failed", "empty step: the policy wrote nothing but the step's end"
         elif step.ended == "end" or self.reading.final(before + step.text):
             node.state = "finished"
@@ -172,9 +174,8 @@ class Runner:
     def _score(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
         began, before = time.perf_counter(), self.scorer.computed
         hidden = self.recipe.search.clustered and self.recipe.search.clusters == "hidden"
-        wanted = [
-            (s, n) for s, nodes in made for n in nodes if n.twin == n.id and n.state in ("open", "finished")
-        ]  # fmt: skip
+        firsts = [(s, n) for s, nodes in made for n in nodes if n.twin == n.id]
+        wanted = [(s, n) for s, n in firsts if self._has_score(n)]
         scored = self.scorer.score([self._path(s, n) for s, n in wanted], hidden=hidden) if wanted else []
         for (searched, node), result in zip(wanted, scored, strict=True):
             searched.driver.costs.scored += 1
@@ -183,6 +184,9 @@ class Runner:
             if result.hidden is not None:
                 searched.hidden[node.id] = result.hidden
             _note(searched.driver, node, result)
+        for searched, node in firsts:
+            if node.state == "finished" and node.score is None:  # the steps before it say what the path is worth
+                node.value = searched.driver.value(node)
         for searched, nodes in made:
             for node in nodes:
                 first = searched.tree.nodes[node.twin]
@@ -193,6 +197,12 @@ class Runner:
         for searched, paths in Counter(searched for searched, _ in wanted).items():
             searched.driver.costs.prm_tokens += round(spent * (paths / len(wanted)))
         self.phases["score"] += time.perf_counter() - began
+
+    def _has_score(self, node: Node) -> bool:
+        """Whether a step is scored. A response that ends behind a complete step has no further one to score."""
+        if self.scorer.whole:
+            return node.state == "finished"
+        return node.state == "open" or (node.state == "finished" and bool(node.text.strip()))
 
     def _path(self, searched: _Open, node: Node) -> Path:
         return Path(searched.question.prompt, tuple(step.text for step in searched.tree.steps(node.id)))
@@ -259,10 +269,18 @@ class Runner:
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:
         driver, question = searched.driver, searched.question
-        answers = driver.answers()
+        answers = as_odds(driver.answers()) if self.scorer.whole else driver.answers()
+        if not answers and stopped == "done":
+            stopped = f"no answer: {_why_none(driver.tree)}"
         answer = winner(answers, self.recipe.search.vote, self.reading.alike)
         right = question.right(None if answer is None else answer.text, self.reading.alike)
         return Outcome(question, driver.tree, driver, answers, answer, right, stopped)
+
+
+def _why_none(tree: Tree) -> str:
+    """The commonest reason why a path has no answer."""
+    reasons = Counter(node.error for node in tree.nodes if node.error is not None)
+    return reasons.most_common(1)[0][0] if reasons else "no path came to its end"
 
 
 def common(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:

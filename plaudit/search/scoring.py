@@ -1,4 +1,5 @@
-"""Who scores steps: a process model of this process, or one behind `plaudit serve`. Both compute new tokens only."""
+"""Who scores steps: a process model of this process, or one behind `plaudit serve`. Both compute new tokens only.
+For best-of-n also an outcome model, here or there, which scores a response once it is finished."""
 
 from __future__ import annotations
 
@@ -6,17 +7,20 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from plaudit.config.search import PrmTable
-from plaudit.errors import ConfigError, Refused, RequestError, ServerError
-from plaudit.records import Item, StepScores
+from plaudit.config.search import Method, PrmTable, SearchRecipe
+from plaudit.errors import ConfigError, Refused, RequestError, RequestRefused
+from plaudit.records import Item, Score, StepScores
 
 if TYPE_CHECKING:
     from plaudit.core import Engine
+    from plaudit.reward.model import ModelReward
     from plaudit.reward.process import ProcessReading
+    from plaudit.reward.reward import Result
     from plaudit.serve.client import RewardClient
 
 
@@ -30,7 +34,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score from 0 to 1, or why there is none.
+    """A score, of a process model from 0 to 1, or why there is none.
 
     tokens   what was read, for giving its KV back; none where a server keeps it
     hidden   the model's state at the end of the step, where it was asked for
@@ -44,11 +48,15 @@ class Scored:
 
 class Scorer(Protocol):
     @property
+    def whole(self) -> bool:
+        """Whether it scores finished responses and not their steps."""
+
+    @property
     def computed(self) -> int:
         """Tokens computed so far; 0 where that is not known here."""
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
-        """The score of each path's last step. What fails for one path is that path's error."""
+        """The score of each path's last step, or of the whole path. What fails for one is that path's error."""
 
     def release(
         self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
@@ -58,6 +66,8 @@ class Scorer(Protocol):
 
 
 class LocalScorer:
+    whole = False
+
     def __init__(self, engine: Engine, reading: ProcessReading) -> None:
         self.engine = engine
         self.reading = reading
@@ -69,7 +79,7 @@ class LocalScorer:
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         works: list[Any] = []
-        items = [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
+        items = _items(paths)
         self.reading.foresee(items)
         for path, item in zip(paths, items, strict=True):
             try:
@@ -115,6 +125,30 @@ class LocalScorer:
         return found
 
 
+class OutcomeScorer:
+    """An outcome model of this process."""
+
+    whole = True
+
+    def __init__(self, reward: ModelReward) -> None:
+        self.reward = reward
+
+    @property
+    def computed(self) -> int:
+        return self.reward.engine.stats().tokens_computed
+
+    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
+        return [_scored(result) for result in self.reward.score(_items(paths))]
+
+    def release(
+        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """A response is read once, and nothing is kept of it."""
+
+    def close(self) -> None:
+        self.reward.close()
+
+
 class ServedScorer:
     """The server keeps the scores and the KV of earlier steps: of a path that has grown only the new step is read."""
 
@@ -123,19 +157,27 @@ class ServedScorer:
     def __init__(self, client: RewardClient) -> None:
         self.client = client
 
+    @cached_property
+    def whole(self) -> bool:
+        """The server says it when it is asked for the steps of anything."""
+        try:
+            self.client.score([Item(prompt="?", response="?")], steps=True)
+        except RequestRefused as error:
+            if error.type != "not_a_process_model":
+                raise
+            return True
+        return False
+
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         if hidden:
             raise ConfigError('a server gives no hidden states: set search.clusters to "text", "encoder" or "served"')
-        items = [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
-        results = self.client.score(items, steps=True)
+        if self.whole:
+            return [_scored(result) for result in self.client.score(_items(paths))]
         found = []
-        for path, result in zip(paths, results, strict=True):
-            if not isinstance(result, StepScores):
-                raise ServerError("the server's model scores whole responses, not steps: name a process model")
-            if result.error is None and len(result.values) != len(path.steps):
-                found.append(Scored(error=_mismatch(len(result.values), len(path.steps))))
-            else:
-                found.append(_scored(result, (), None))
+        for path, result in zip(paths, self.client.score(_items(paths), steps=True), strict=True):
+            steps = len(result.values) if isinstance(result, StepScores) else 1
+            fits = result.error is not None or steps == len(path.steps)
+            found.append(_scored(result) if fits else Scored(error=_mismatch(steps, len(path.steps))))
         return found
 
     def release(
@@ -147,7 +189,7 @@ class ServedScorer:
         self.client.close()
 
 
-def open_scorer(table: PrmTable, threads: int | None = None) -> Scorer:
+def open_scorer(table: PrmTable, threads: int | None = None, method: Method = "ets") -> Scorer:
     if table.url is not None:
         from plaudit.serve.client import RewardClient
 
@@ -155,9 +197,10 @@ def open_scorer(table: PrmTable, threads: int | None = None) -> Scorer:
             raise ConfigError(f"prm.key_env names the environment variable {table.key_env}, which is not set")
         key = os.environ[table.key_env] if table.key_env is not None else None
         return ServedScorer(RewardClient(table.url, model=table.model, api_key=key, timeout=table.timeout))
-    from plaudit.config.reward import ProcessTable
+    from plaudit.config.reward import OutcomeTable, ProcessTable
     from plaudit.reward.directory import complete
-    from plaudit.reward.load import load_worker
+    from plaudit.reward.load import load_reward, load_worker
+    from plaudit.reward.model import ModelReward
     from plaudit.reward.process import ProcessReading
 
     keys: dict[str, Any] = {
@@ -165,10 +208,40 @@ def open_scorer(table: PrmTable, threads: int | None = None) -> Scorer:
         "kv_bytes": table.kv_bytes, "threads": threads,
     }  # fmt: skip
     own = complete({key: value for key, value in keys.items() if value is not None}, f"prm.path {table.path}")
+    if isinstance(own, OutcomeTable):
+        _refuse_whole(table, method)  # before it is loaded
+        reward = load_reward(own)
+        assert isinstance(reward, ModelReward)
+        return OutcomeScorer(reward)
     if not isinstance(own, ProcessTable):
         raise ConfigError(f"prm.path {table.path} is a reward of kind {own.kind!r}: a search needs a process model")
     engine, facts, tokenizer, _ = load_worker(own)
     return LocalScorer(engine, ProcessReading(own, tokenizer, facts))
+
+
+def check_fits(scorer: Scorer, recipe: SearchRecipe) -> None:
+    """Refuses what a model of whole responses cannot do."""
+    if not scorer.whole:
+        return
+    _refuse_whole(recipe.prm, recipe.search.method)
+    if recipe.budget.lead and recipe.search.vote == "weighted":
+        raise ConfigError(
+            "budget.lead: the score of a whole response has no upper bound, so no lead in a weighted vote is safe; "
+            'set search.vote = "majority", or leave budget.lead out'
+        )
+
+
+def _refuse_whole(table: PrmTable, method: Method) -> None:
+    if method != "best-of-n":
+        name = table.path if table.url is None else f"{table.model or 'the first model'} at {table.url}"
+        raise ConfigError(
+            f"search.method = {method!r} chooses among steps, and {name} is an outcome model, which scores whole "
+            "responses: name a process model in [prm], or search with --method best-of-n"
+        )
+
+
+def _items(paths: Sequence[Path]) -> list[Item]:
+    return [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
 
 
 def _mismatch(found: int, made: int) -> str:
@@ -178,7 +251,7 @@ def _mismatch(found: int, made: int) -> str:
     )
 
 
-def _scored(result: StepScores, tokens: tuple[int, ...], hidden: np.ndarray | None) -> Scored:
+def _scored(result: Result, tokens: tuple[int, ...] = (), hidden: np.ndarray | None = None) -> Scored:
     if result.error is not None:
         return Scored(error=f"{result.error.type}: {result.error.message}")
-    return Scored(result.values[-1], None, tokens, hidden)
+    return Scored(result.value if isinstance(result, Score) else result.values[-1], None, tokens, hidden)

@@ -20,7 +20,7 @@ from plaudit.search.questions import GymChecker, Question, open_questions
 from plaudit.search.reading import AnswerReading
 from plaudit.search.record import Record
 from plaudit.search.runner import Outcome, Runner
-from plaudit.search.scoring import Scorer, open_scorer
+from plaudit.search.scoring import Scorer, check_fits, open_scorer
 from plaudit.search.tree import Tree
 
 Progress = Callable[[int, int], None]
@@ -40,11 +40,12 @@ class Search:
         if policy is None:
             policy, tokenizer = open_policy(recipe)
         self.policy, self.tokenizer = policy, tokenizer
-        self.scorer = scorer or open_scorer(recipe.prm, recipe.threads)
+        self.scorer = scorer or open_scorer(recipe.prm, recipe.threads, recipe.search.method)
         self.checker = GymChecker() if recipe.data.gym is not None else None
         self._begin(recipe)
 
     def _begin(self, recipe: SearchRecipe) -> None:
+        check_fits(self.scorer, recipe)
         self.recipe = recipe
         self.embedder = open_embedder(recipe.search)
         self.reading = AnswerReading(recipe.steps)
@@ -121,6 +122,8 @@ def run_searches(
             for directory, recipe in recipes.items()
         ]  # before the models: what is wrong with a directory is told at once
         search = opened.enter_context(closing(Search(records[0].recipe)))
+        for record in records:
+            check_fits(search.scorer, record.recipe)
         for record in records:
             if record.recipe is not search.recipe:
                 search.turn_to(record.recipe)

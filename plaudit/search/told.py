@@ -1,9 +1,12 @@
-"""A search's summary in a few lines for a person."""
+"""A search's summary in a few lines for a person, and the error of one that answered nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from plaudit.errors import NoAnswer
 
 
 def told(figures: Mapping[str, Any]) -> str:
@@ -11,14 +14,16 @@ def told(figures: Mapping[str, Any]) -> str:
     if "accuracy" in figures:
         lines.append(f"  accuracy          {figures['accuracy']:.3f} ± {figures['accuracy_se']:.3f}")
     else:
-        lines.append(f"  answered          {figures['answered']}")
+        lines.append(f"  answered          {figures['answered']} of {figures['questions']}")
     for name, key in (("KV tokens", "kv_tokens"), ("generated tokens", "generated_tokens"), ("calls", "calls")):
         lines.append(f"  {name:17} {figures.get(key, 0):,}")
     phases = ", ".join(f"{name} {spent:.1f}" for name, spent in figures["phases"].items())
     lines.append(f"  {'seconds':17} {figures['seconds']:.1f}: {phases}")
     if figures["programme_share"]:
         lines.append(f"  {'share':17} programmes and clusters take {figures['programme_share']:.1%} of the seconds")
-    over = {name: count for name, count in figures["stopped"].items() if name != "done"}
+    for reason, count in figures.get("no_answer", {}).items():
+        lines.append(f"  no answer         {count} of {figures['questions']} questions, most paths for: {reason}")
+    over = {name: count for name, count in figures["stopped"].items() if name not in ("done", "no answer")}
     if over:
         lines.append(f"  ended otherwise   {', '.join(f'{name}: {count}' for name, count in over.items())}")
     if figures.get("unsolved"):
@@ -26,3 +31,15 @@ def told(figures: Mapping[str, Any]) -> str:
     if figures.get("undecided"):
         lines.append(f"  answers that could not be compared: {figures['undecided']}")
     return "\n".join(lines)
+
+
+def refuse_empty(searches: Mapping[Path, Mapping[str, Any]]) -> None:
+    """NoAnswer, if one of these has answered none of its questions."""
+    for directory, figures in searches.items():
+        if figures["questions"] and not figures["answered"]:
+            reasons = list(figures.get("no_answer", {})) or [name for name in figures["stopped"] if name != "done"]
+            raise NoAnswer(
+                f"no path of any question gave an answer ({figures['method']}, {figures['questions']} questions): "
+                f"{reasons[0]}; see [steps] stop, answer, final and max_tokens, and every path in "
+                f"{directory / 'results.jsonl'}"
+            )

@@ -48,6 +48,55 @@ def test_several_methods_have_a_directory_each(tmp_path: Path) -> None:
         assert len(list(read_results(tmp_path / "runs" / f"both-{method}" / "results.jsonl"))) == 2
 
 
+def test_a_run_without_an_answer_is_an_error_that_says_why(tmp_path: Path) -> None:
+    flags = [
+        "search",
+        "--method",
+        "best-of-n",
+        "--width",
+        "2",
+        "--questions",
+        "2",
+        "--set",
+        r"steps.answer=answer: (\d+)",
+    ]
+    done = plaudit_here(*flags, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "accuracy" not in done.stdout
+    assert "answered          0 of 2" in done.stdout
+    said = r"no answer         2 of 2 questions, most paths for: ended without an answer that 'answer: (\\d+)' finds"
+    assert said in done.stdout
+    assert "no path of any question gave an answer (best-of-n, 2 questions): ended without" in done.stderr
+    assert done.stderr.count("\n") == 1
+    figures = json.loads((tmp_path / "runs" / "search-best-of-n" / "summary.json").read_text())
+    assert (figures["answered"], figures["questions"], "accuracy" in figures) == (0, 2, False)
+    report = plaudit_here("report", "runs/search-best-of-n", cwd=tmp_path)
+    assert (report.returncode, "no path of any question gave an answer" in report.stdout) == (0, True)
+
+
+def test_best_of_n_takes_an_outcome_model_and_the_others_say_why_not(tmp_path: Path) -> None:
+    flags = ["search", "--width", "4", "--questions", "2", "--set", "prm.path=sums"]
+    done = plaudit_here(*flags, "--method", "best-of-n", cwd=tmp_path)
+    assert (done.returncode, "accuracy" in done.stdout) == (0, True), done.stderr
+    both = plaudit_here(*flags, "--method", "best-of-n", "--method", "beam", "--out", "both", cwd=tmp_path)
+    assert both.returncode == 2
+    assert "search.method = 'beam' chooses among steps, and sums is an outcome model" in both.stderr
+    assert not (tmp_path / "both-best-of-n" / "results.jsonl").read_text(), "told before anything was searched"
+
+
+def test_import_plaudit_is_enough_to_search(tmp_path: Path) -> None:
+    """In a process of its own: here the package has been imported by somebody else."""
+    code = (
+        "import plaudit; [o] = plaudit.search(['8+6+5='], engine='sums-policy', prm='sums-steps', rule='rebase', "
+        "width=4, stop=';', answer=r'#(\\d+)$'); print(o.answer.text)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "19\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

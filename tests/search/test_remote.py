@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+import plaudit
 from plaudit.config.search import SearchRecipe, load_search
 from plaudit.core import Engine
-from plaudit.errors import BadReply, RequestRefused, RewardUnavailable, ServerError
+from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, ServerError
 from plaudit.search.embedding import ServedEncoder
 from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
@@ -81,7 +82,7 @@ def test_a_path_that_is_refused_fails_alone(engine: Engine) -> None:
     ]
     assert refused
     assert all(node.state == "failed" and "it answered 400" in str(node.error) for node in refused)
-    assert outcome.stopped == "done"
+    assert outcome.stopped.startswith(("done", "no answer: http://127.0.0.1"))
     # It has taken nothing yet: it may be the recipe that is wrong.
     with CompletionServer(engine, longest=4) as server, pytest.raises(RequestRefused, match="too long for this model"):
         searched(remote(server.url, questions=1))
@@ -150,26 +151,56 @@ def served_prm(server: ServerProcess) -> Any:
     return load_search(None, {"search.method": "rebase"}, [f'prm={{url="{server.url}"}}']).prm
 
 
-def test_a_prm_that_cannot_be_reached_is_told_and_answers_are_kept() -> None:
-    prm = load_search(
-        None, {"search.method": "rebase"}, [f'prm={{url="http://127.0.0.1:{free_port()}", timeout=1.0}}']
-    ).prm
-    search = Search(recipe(questions=1).model_copy(update={"prm": prm}))
-    found: list[Outcome] = []
+def prm_at(url: str) -> Any:
+    return load_search(None, {"search.method": "rebase"}, [f'prm={{url="{url}", timeout=1.0}}']).prm
+
+
+def test_a_prm_that_cannot_be_reached_is_told_before_anything_is_generated() -> None:
+    prm = prm_at(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(RewardUnavailable, match="no scores from"):
-        found.extend(search.run(search.questions()))
-    search.close()
+        Search(recipe(questions=1).model_copy(update={"prm": prm}))
+
+
+def test_a_prm_that_is_lost_is_told_and_answers_are_kept(engine: Engine) -> None:
+    class Lost(CompletionServer):
+        """Scores what it is asked first, and nothing else."""
+
+        def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            self.requests.append(body)
+            scored = {"model": "prm", "version": "1", "items": [{"scores": [0.5], "steps": [[0.5]]}]}
+            return (200, scored) if len(self.requests) == 1 else (503, {"error": {"type": "lost", "message": "lost"}})
+
+    with Lost(engine) as server:
+        search = Search(recipe(questions=1).model_copy(update={"prm": prm_at(server.url)}))
+        found: list[Outcome] = []
+        with pytest.raises(RewardUnavailable, match="no scores from"):
+            found.extend(search.run(search.questions()))
+        search.close()
     assert len(found) == 1
     assert found[0].stopped.startswith("failed: no scores from")
     assert len(found[0].tree.nodes) == 7, "what was generated is kept"
 
 
-def test_an_outcome_model_is_no_prm(server: ServerProcess) -> None:
+def test_a_served_outcome_model_is_for_best_of_n_alone(server: ServerProcess) -> None:
     prm = served_prm(server).model_copy(update={"model": "sums"})
-    search = Search(recipe(questions=1).model_copy(update={"prm": prm}))
-    with pytest.raises(ServerError, match="sums is no process model"):
-        list(search.run(search.questions()))
-    search.close()
+    with pytest.raises(ConfigError, match=r"'rebase' chooses among steps, and sums at http.* is an outcome model"):
+        Search(recipe(questions=1).model_copy(update={"prm": prm}))
+    asked = recipe(questions=2, **{"search.method": "best-of-n"})
+    served = searched(asked.model_copy(update={"prm": prm}))
+    local = searched(asked.model_copy(update={"prm": asked.prm.model_copy(update={"path": "sums"})}))
+    assert texts(served) == texts(local)
+    for one, other in zip(served, local, strict=True):
+        weights = [answer.weight for answer in other.answers]
+        assert [answer.weight for answer in one.answers] == pytest.approx(weights, abs=1e-4)
+        assert one.answer is not None
+
+
+def test_search_from_python_with_a_served_outcome_model(server: ServerProcess) -> None:
+    keys = {"engine": "sums-policy", "rule": "best-of-n", "width": 4, "stop": ";", "answer": r"#(\d+)$"}
+    prm = {"url": server.url, "model": "sums"}
+    here, there = (plaudit.search(["7+8+4="], prm=each, **keys) for each in ("sums", prm))
+    assert here[0].answer is not None
+    assert [o.answer and o.answer.text for o in there] == [here[0].answer.text]
 
 
 def test_embeddings_over_http(engine: Engine) -> None:

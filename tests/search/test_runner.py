@@ -1,10 +1,11 @@
 """Searches on the embedded world: what is counted, what is decided, and that batching decides nothing."""
 
 import json
+import math
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from plaudit.config.search import METHODS, SearchRecipe, load_search, parse_sear
 from plaudit.core import Engine
 from plaudit.core.cpu import CpuBackend
 from plaudit.errors import ConfigError, RunError, ServerError
+from plaudit.search.answers import AGGREGATES, Answer, as_odds, winner
 from plaudit.search.policy import CorePolicy, Step
 from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
@@ -185,6 +187,85 @@ def test_a_prm_that_sees_other_steps_is_told(engine: Engine) -> None:
     assert all("step_mismatch: the PRM sees 2 step(s) where the search made 1" in str(n.error) for n in failed)
 
 
+ENDS_BEHIND_A_STEP = {"steps.stop": "9", "prm.format": {"split": "9"}, "steps.answer": r"#(\d+)$"}
+"""The sums policy writes `6+2=8;8+1=9;#9` and ends: with "9" as a step's end, it ends behind a complete step."""
+
+
+def nines(tmp_path: Path, **flags: Any) -> dict[str, Any]:
+    (tmp_path / "nines.jsonl").write_text('{"prompt": "6+2+1=", "answer": "9"}\n')
+    return {**ENDS_BEHIND_A_STEP, "data.path": str(tmp_path / "nines.jsonl"), "data.limit": 1, **flags}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_path_that_ends_behind_a_complete_step_is_finished(method: str, engine: Engine, tmp_path: Path) -> None:
+    flags = {"search.method": method, "search.width": 4, "search.aggregate": "mean"}
+    asked = load_search(None, nines(tmp_path, **flags))
+    (outcome,) = searched(asked, engine, open_scorer(asked.prm, 1))
+    assert outcome.right
+    ends = [node for node in outcome.tree.having("finished") if not node.text]
+    assert ends
+    for node in ends:  # worth what its steps are worth, and nothing counts twice
+        assert node.score is None
+        assert node.value == AGGREGATES["mean"](outcome.tree.scores(node.parent))
+
+
+def test_a_response_that_ends_before_its_first_step_has_failed(engine: Engine, scorer: Scorer) -> None:
+    class Silent(CorePolicy):
+        def extend(self, asks: Any) -> list[list[Step]]:
+            return [[Step((2,), "", "end")] * ask.count for ask in asks]
+
+    asked = recipe("rebase", questions=1)
+    search = Search(asked, policy=Silent(engine, asked.steps), scorer=scorer, tokenizer=engine.tokenizer)
+    (outcome,) = search.run(search.questions())
+    assert {node.state for node in outcome.tree.nodes[1:]} == {"failed"}
+    assert outcome.stopped == "no answer: empty response: the policy ended it before it wrote a step"
+
+
+# An outcome model
+
+
+@pytest.fixture(scope="module")
+def outcome_model() -> Scorer:
+    return open_scorer(recipe("best-of-n", **{"prm.path": "sums"}).prm, 1, "best-of-n")
+
+
+def test_best_of_n_scores_each_finished_response_once(engine: Engine, outcome_model: Scorer) -> None:
+    from plaudit.records import Item, Score
+    from plaudit.reward import load_reward
+
+    reward = load_reward("sums")
+    for vote in ("best", "weighted"):
+        asked = recipe("best-of-n", width=8, **{"prm.path": "sums", "search.vote": vote})
+        found = searched(asked, engine, outcome_model)
+        for outcome in found:
+            nodes = outcome.tree.nodes[1:]
+            firsts = [node for node in nodes if node.twin == node.id]
+            ends = [node for node in firsts if node.state == "finished"]
+            assert outcome.driver.costs.scored == len(ends) > 1
+            assert all((node.score is not None) == (node.state == "finished") for node in firsts)
+            results = reward.score(
+                [Item(prompt=outcome.question.text, response=outcome.tree.response(node.id)) for node in ends]
+            )
+            assert all(isinstance(result, Score) for result in results)
+            assert [n.score for n in ends] == pytest.approx([getattr(r, "value", None) for r in results], abs=1e-4)
+            assert outcome.answer is not None
+            if vote == "best":
+                assert outcome.tree.nodes[outcome.answer.node].score == max(node.score or 0.0 for node in ends)
+            assert max(answer.weight for answer in outcome.answers) == 1.0
+
+
+def test_odds_are_a_weight_whatever_the_zero_of_the_scores() -> None:
+    answers = [Answer("19", -3.0, 1), Answer("18", -2.0, 2), Answer("19", -2.4, 3)]
+    shifted = [Answer(a.text, a.weight + 700.0, a.node) for a in answers]
+    for each in (answers, shifted):
+        odds = as_odds(each)
+        assert [a.weight for a in odds] == pytest.approx([math.exp(-1), 1.0, math.exp(-0.4)])
+        same = cast(Any, lambda one, other: one == other)
+        best, weighted = (winner(odds, vote, same) for vote in ("best", "weighted"))
+        assert (best and best.node, weighted and weighted.node) == (2, 3), "0.37 + 0.67 against 1"
+    assert as_odds([]) == []
+
+
 def test_an_empty_step_is_a_failed_node_and_the_rest_goes_on(engine: Engine, scorer: Scorer) -> None:
     asked = recipe("rebase", questions=2).model_copy(update={"lanes": 1})
     policy = FailingPolicy(engine, asked.steps, "empty", 1)
@@ -193,6 +274,7 @@ def test_an_empty_step_is_a_failed_node_and_the_rest_goes_on(engine: Engine, sco
         failed = list(outcome.tree.having("failed"))
         assert len(failed) == 8
         assert all("empty step" in str(node.error) for node in failed)
+        assert outcome.stopped == "no answer: empty step: the policy wrote nothing but the step's end"
 
 
 def test_a_server_lost_in_mid_search_keeps_what_was_found(engine: Engine, scorer: Scorer) -> None:
@@ -211,6 +293,8 @@ def test_a_server_lost_in_mid_search_keeps_what_was_found(engine: Engine, scorer
 
 class NoScores:
     """A PRM that gives no score for every third path."""
+
+    whole = False
 
     def __init__(self, inner: Scorer) -> None:
         self.inner = inner
@@ -319,8 +403,12 @@ def test_what_cannot_be_is_refused() -> None:
         load_search(None, {}, ['prm={url="http://127.0.0.1:5555"}'])
     with pytest.raises(ConfigError, match="has no group"):
         load_search(None, {"steps.answer": "#"})
-    with pytest.raises(ConfigError, match="needs a process model"):
+    with pytest.raises(
+        ConfigError, match=r"'ets' chooses among steps, and sums is an outcome model.*--method best-of-n"
+    ):
         open_scorer(recipe("ets").prm.model_copy(update={"path": "sums"}), 1)
+    with pytest.raises(ConfigError, match=r"budget\.lead: .*has no upper bound.*search\.vote = \"majority\""):
+        Search(recipe("best-of-n", **{"prm.path": "sums", "budget.lead": True}))
 
 
 @pytest.mark.parametrize("method", METHODS)
