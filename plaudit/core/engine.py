@@ -101,13 +101,13 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", kv_bytes: int | float | None = None,
+        cls, path: str | Path, *, device: str = "auto", dtype: str = "float32", kv_bytes: int | float | None = None,
         **options: Any,
     ) -> Engine:  # fmt: skip
-        """A model directory, or the name of a model that comes with Plaudit."""
-        from plaudit.models import load_any
+        """A model directory, or the name of a model that comes with Plaudit. `auto` is the GPU if there is one."""
+        from plaudit.models import choose_device, load_any
 
-        loaded = load_any(path, dtype=dtype, device=device)
+        loaded = load_any(path, dtype=dtype, device=choose_device(device))
         return cls(loaded.module, loaded.tokenizer, kv_bytes=kv_bytes, **options)
 
     # Generating

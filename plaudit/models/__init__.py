@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plaudit.models.catalog import embedded_names as embedded_names
     from plaudit.models.catalog import resolve as resolve
+    from plaudit.models.catalog import smollm2_gguf as smollm2_gguf
+    from plaudit.models.chat import has_chat_template as has_chat_template
     from plaudit.models.chat import render_chat as render_chat
     from plaudit.models.chat import render_chats as render_chats
     from plaudit.models.chat import render_text as render_text
     from plaudit.models.fresh import new_llama as new_llama
     from plaudit.models.gguf_import import import_gguf as import_gguf
-    from plaudit.models.gguf_import import smollm2_gguf as smollm2_gguf
     from plaudit.models.load import Kind as Kind
     from plaudit.models.load import Loaded as Loaded
     from plaudit.models.load import choose_device as choose_device
@@ -36,6 +37,7 @@ _HOMES = {
     "choose_device": "load",
     "embedded_names": "catalog",
     "encode": "text",
+    "has_chat_template": "chat",
     "import_gguf": "gguf_import",
     "load_any": "load",
     "load_policy": "load",
@@ -49,7 +51,7 @@ _HOMES = {
     "render_text": "chat",
     "resolve": "catalog",
     "save": "saving",
-    "smollm2_gguf": "gguf_import",
+    "smollm2_gguf": "catalog",
 }
 __all__ = sorted(_HOMES)
 

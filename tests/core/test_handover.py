@@ -67,11 +67,11 @@ def test_where_blocks_are_short_the_rest_is_computed_and_the_result_is_the_same(
 
 
 def test_stop_strings_and_least_lengths_go_on_from_where_they_were() -> None:
-    engine = Engine.load("sums-policy")
+    engine = Engine.load("sums-policy", device="cpu")
     asked = [engine.tokenizer.encode(text) for text in ("3+4+5=", "9+1=", "2+2+2+2=")]
     options = [params(i, stop=(";",), temperature=1.0, min_tokens=2) for i in range(3)]
     whole = engine.generate(asked, options)
-    found = split(Engine.load("sums-policy"), Engine.load("sums-policy"), asked, options)
+    found = split(Engine.load("sums-policy", device="cpu"), Engine.load("sums-policy", device="cpu"), asked, options)
     assert [(s.token_ids, s.text, s.finish_reason) for s in found] == [
         (s.token_ids, s.text, s.finish_reason) for s in whole
     ]

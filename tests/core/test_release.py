@@ -12,7 +12,7 @@ from plaudit.search.tree import distinct_tokens
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load("sums-policy")
+    return Engine.load("sums-policy", device="cpu")
 
 
 def paths(rng: random.Random) -> list[list[int]]:
@@ -46,7 +46,7 @@ def test_what_is_released_is_gone_and_the_rest_is_found(engine: Engine, seed: in
 def test_resident_tokens_are_the_distinct_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of one token the tree holds exactly the trie of what was computed."""
     monkeypatch.setattr(CpuBackend, "block_size", 1)
-    engine = Engine.load("sums-policy", kv_bytes=2**24)
+    engine = Engine.load("sums-policy", device="cpu", kv_bytes=2**24)
     sequences = paths(random.Random(9))
     engine.generate(sequences, SamplingParams(max_tokens=1, temperature=0))
     assert engine.stats().tokens_resident == distinct_tokens(sequences)
@@ -56,7 +56,7 @@ def test_resident_tokens_are_the_distinct_beginnings(monkeypatch: pytest.MonkeyP
 
 
 def test_hidden_rows_come_with_the_scores() -> None:
-    engine = Engine.load("sums-steps")
+    engine = Engine.load("sums-steps", device="cpu")
     texts = ["7+8=7+8=15;", "3+4+2=3+4=7;"]
     plain, cached = (engine.score(texts, cache=cache) for cache in (False, True))
     for cache in (False, True):

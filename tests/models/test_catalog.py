@@ -59,7 +59,7 @@ def test_the_reasons_name_what_was_looked_for(tmp_path: Path) -> None:
         catalog.resolve(tmp_path)
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="import_gguf"):
+    with pytest.raises(ModelError, match="import it first: plaudit import "):
         catalog.resolve(file)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("../../etc")

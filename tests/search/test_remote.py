@@ -22,7 +22,7 @@ from tests.serve.process import ServerProcess, free_port
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load("sums-policy")
+    return Engine.load("sums-policy", device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def scorer() -> Scorer:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load("sums-policy")
+    return Engine.load("sums-policy", device="cpu")
 
 
 def searched(asked: SearchRecipe, engine: Engine, scorer: Scorer, concurrent: int = 64) -> list[Outcome]:
@@ -106,7 +106,7 @@ def test_kv_tokens_are_what_the_core_holds(monkeypatch: pytest.MonkeyPatch) -> N
     """With blocks of one token the engine's own count is that of the tree. The last token that a sample draws has no
     KV until the sample is continued: so leaves count without theirs."""
     monkeypatch.setattr(CpuBackend, "block_size", 1)
-    engine = Engine.load("sums-policy", kv_bytes=2**24)
+    engine = Engine.load("sums-policy", device="cpu", kv_bytes=2**24)
     asked = recipe("ets", questions=1)
     scorer = open_scorer(asked.prm, 1)
     compared = []

@@ -172,7 +172,7 @@ def test_each_rank_killed_and_stopped_under_load(
 def test_the_ranks_are_a_rollout_engine() -> None:
     """Samples of one process; and a rank that dies is an error, not a wait."""
     prompts, params = ["7+8+4=", "3+9="], SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=40)
-    expected = Engine.load("sums-policy").generate(prompts, params)
+    expected = Engine.load("sums-policy", device="cpu").generate(prompts, params)
     with ranked_engine("sums-policy", 2, device="cpu") as engine:
         samples = engine.generate(prompts, params)
         assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]

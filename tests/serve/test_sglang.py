@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, module: Any) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def policy() -> Engine:
-    return Engine.load("sums-policy")
+    return Engine.load("sums-policy", device="cpu")
 
 
 def asked(server: ServerProcess, path: str, body: Any, method: str = "POST") -> Any:
