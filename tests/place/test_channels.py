@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from plaudit.errors import ReceiverLost, WeightsRefused
-from plaudit.place.channel import Channel
+from plaudit.place.channel import Channel, Publisher
 from plaudit.place.collective import CollectiveChannel
 from plaudit.place.disk import DiskChannel
 from plaudit.place.shared import SharedChannel
@@ -296,3 +296,32 @@ def test_the_example_of_the_guide_runs() -> None:
     example = guide.read_text().split("```python\n")[1].split("```")[0]
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "1 True 288\n"
+
+
+class LateWire:
+    """A receiver whose answer to an earlier publication is still on its way."""
+
+    name = "late"
+
+    def __init__(self, late: list[dict[str, object]]) -> None:
+        self.late = late
+        self.sent: list[dict[str, object]] = []
+
+    def tell(self, message: dict[str, object]) -> None:
+        self.sent.append(message)
+
+    def answer(self, seconds: float) -> dict[str, object]:
+        if self.late:
+            return self.late.pop(0)
+        return {"exchange": self.sent[-1]["exchange"], "version": self.sent[-1]["version"], "checksum": "new"}
+
+    def close(self) -> None: ...
+
+
+def test_a_late_answer_to_an_earlier_publication_is_not_taken_for_this_one() -> None:
+    publisher = Publisher(seconds=5)
+    first = publisher.begin(1)
+    late = {"exchange": first.id, "version": 1, "checksum": "old"}
+    wire = LateWire([late, {"exchange": "another publisher's-2", "version": 2, "checksum": "foreign"}])
+    (answer,) = publisher.begin(2).ask([wire], {"kind": "x"})
+    assert (answer["version"], answer["checksum"]) == (2, "new")

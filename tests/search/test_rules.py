@@ -269,3 +269,13 @@ def test_a_tree_counts_distinct_tokens() -> None:
     assert distinct_tokens([(1, 2), (1, 2, 3), (1, 4)]) == 4
     assert distinct_tokens([(-1, -1), (-1,)]) == 3  # tokens that nobody named are taken to differ
     assert even(3, 7) == [3, 2, 2]
+
+
+def test_under_a_kv_budget_branches_have_no_price() -> None:
+    """A budget stands in place of the price: both would charge for the same tokens twice."""
+    rng = random.Random(9)
+    for _ in range(20):
+        leaves = [Leaf(i + 3, rng.random(), (0, rng.choice([1, 2])), cluster=i % 3) for i in range(6)]
+        frontier = Frontier(2, 16, 16, leaves, {0: 5, 1: 9, 2: 4, **{leaf.id: rng.randint(3, 9) for leaf in leaves}})
+        free, priced = (Ets(branch_weight=weight, kv_budget=40)(frontier).counts for weight in (0.0, 50.0))
+        assert priced == free

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from plaudit.serve import frames
 from plaudit.serve.admission import Admission, Room
+from plaudit.serve.auth import NOBODY, Keys
 from plaudit.serve.cache import OVERHEAD, ScoreCache, step_keys, work_key
 from plaudit.serve.http import HttpError
 from plaudit.serve.logs import Log
@@ -173,3 +174,14 @@ def test_a_log_that_nobody_reads_blocks_nobody() -> None:
         while not log._lines.empty():
             time.sleep(0.01)
         os.close(writer)
+
+
+def test_a_path_that_protocols_share_is_open_only_if_all_of_them_are() -> None:
+    shared = frozenset({"openrlhf", "slime"})
+    one, both = (Keys({"a": "k"}, None, keyless=False, allow_open=frozenset(names)) for names in (["slime"], shared))
+    assert both.tenant("key", shared, None) == NOBODY
+    assert one.tenant("key", frozenset({"slime"}), None) == NOBODY
+    assert one.tenant("key", shared, b"Bearer k") == "a"
+    with pytest.raises(HttpError) as refused:
+        one.tenant("key", shared, None)
+    assert refused.value.status == 401

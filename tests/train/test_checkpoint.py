@@ -160,3 +160,34 @@ def test_the_manifest_covers_every_file(three: Path) -> None:
     directory = three / "step-000003"
     files = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()} - {"manifest.json"}
     assert set(json.loads((directory / "manifest.json").read_text())) == files
+
+
+def test_every_byte_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill cannot show a missing fsync, only a power cut can: so the order of the system calls is looked at."""
+    calls: list[tuple[str, Path]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def seen_fsync(handle: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{handle}").readlink()))
+        fsync(handle)
+
+    def seen_rename(source: Path, target: Path) -> None:
+        calls.append(("rename", Path(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "rename", seen_rename)
+
+    def save_model(path: Path) -> None:
+        path.mkdir()
+        (path / "weights").write_bytes(b"1234")
+
+    directory = tmp_path / "checkpoints"
+    final = Checkpoints(directory, keep=3).save(7, save_model, {"x": torch.ones(2)}, {"mark": 7})
+    temporary = final.with_name(f"{final.name}.tmp")
+    named = calls.index(("rename", temporary))
+    synced = {path for kind, path in calls[:named] if kind == "fsync"}
+    assert {temporary / path.relative_to(final) for path in (*final.rglob("*"), final)} <= synced
+    assert ("fsync", directory) in calls[named:]

@@ -9,11 +9,14 @@ import torch
 from plaudit.algo.kl import kl_estimate
 from plaudit.core import Engine, SamplingParams
 from plaudit.models import load_policy, new_llama
+from plaudit.records import Batch
 from plaudit.train.advantages import estimate
+from plaudit.train.clock import Clock
 from plaudit.train.critic import LocalCritic
 from plaudit.train.experience import Experience, flat, minibatches, own_tokens
 from plaudit.train.optimizer import Optimizer, spread
 from plaudit.train.policy import Policy
+from plaudit.train.rl_learner import RlLearner
 from tests.train.rl_world import gradients, made_up, policy, recipe, relative, tiny
 
 ALGORITHMS = [
@@ -252,3 +255,22 @@ def test_long_responses_have_the_same_bits_with_and_without_gradients() -> None:
     data = Experience(tuple(samples), own_tokens(samples), flat(samples, "logprobs"), torch.ones(len(old)), old)
     seen = learner.gradient(data, 0.0).metrics()
     assert seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0
+
+
+def test_with_two_minibatches_the_second_is_measured_against_the_policy_before_the_first() -> None:
+    """The commonest PPO setting. Without π_old the ratio would be 1 for both, and nothing would ever be clipped."""
+    module = tiny()
+    tree = recipe(algorithm={"name": "dapo", "dynamic": None}, train={"epochs": 1, "minibatches": 2, "lr": 3e-2})
+    learner_policy = policy(module, {"name": "dapo"})
+    learner = RlLearner(tree, learner_policy, Optimizer(module, tree.train), None, None, Clock())
+    samples = [replace(s, finish_reason="stop") for s in made_up()]
+    before = learner_policy.logprobs(samples)
+    metrics, experience, _ = learner.update(Batch(tuple(samples), 0), 0)
+    assert experience is not None
+    assert experience.old is not None
+    # In the micro-batches of the epoch, so not to the bit in these.
+    assert torch.allclose(experience.old, before, atol=1e-5)
+    moved = (learner_policy.logprobs(samples) - before).abs().max()
+    assert moved > 0.1
+    # The first mini-batch's ratio is 1 and the second's is not.
+    assert metrics["policy/kl_old"] != 0.0

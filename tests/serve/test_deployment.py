@@ -1,0 +1,164 @@
+"""A deployment on scripted workers: what a worker's death does to the works it held."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from plaudit.reward.work import Work
+from plaudit.serve import frames
+from plaudit.serve.cache import ScoreCache
+from plaudit.serve.deployment import Deployment
+from plaudit.serve.jobs import Job
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.replica import Replica
+
+
+class ScriptedWire:
+    """A worker that takes what it is sent and answers when the test says so."""
+
+    state = "ready"
+    reason = public_reason = ""
+    restarts = 0
+    writable = True
+    last_sign = last_result = 0.0
+
+    def __init__(self) -> None:
+        self.hello: frames.Hello | None = None
+        self.sent: list[list[int]] = []
+
+    async def loaded(self) -> frames.Hello:
+        return frames.Hello("0" * 12, {"causal": False}, 1000, b"", {})
+
+    def send(self, frame: frames.Frame) -> None:
+        if isinstance(frame, frames.Works):
+            self.sent.append(frame.ids)
+
+    def silent_for(self) -> float:
+        return 0.0
+
+    def kill(self, why: str | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def work(number: int, beginning: int = 0) -> Work:
+    """Works with one `beginning` go to the replica that has it, as far as routing alone decides."""
+    return Work([*[beginning] * 16, number, number + 1], (1,), None, 0, False)
+
+
+def deployment_on(*wires: ScriptedWire) -> Deployment:
+    arguments: dict[str, Any] = {"table": {}, "environment": {}, "load_seconds": 1.0, "on_change": lambda: None}
+    return Deployment(
+        "model", 0, cache=ScoreCache(0), metrics=Metrics(), replicas=len(wires),
+        connect=lambda number, owner: wires[number], **arguments,
+    )  # fmt: skip
+
+
+def die(deployment: Deployment, replica: Replica) -> list[Job]:
+    """A worker's death, as the deployment hears of it; another worker is there at once."""
+    held = list(replica.held.values())
+    for job in held:
+        replica.release(job)
+    deployment.take_back(held)
+    return held
+
+
+def answer(deployment: Deployment, replica: Replica, job: Job) -> None:
+    replica.release(job)
+    deployment.on_answer(replica, job, np.zeros((1, 1), dtype=np.float32))
+    deployment.on_room()
+
+
+async def turn() -> None:
+    """Let the deployment send what it has gathered."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_a_work_that_was_there_at_two_deaths_runs_alone() -> None:
+    asyncio.run(_runs_alone())
+
+
+async def _runs_alone() -> None:
+    wire = ScriptedWire()
+    deployment = deployment_on(wire)
+    await deployment.opened()
+    (replica,) = deployment.replicas
+    ticket = deployment.submit([work(10), work(20), work(30)], tenant="a", cached=False)
+    await turn()
+    assert [len(ids) for ids in wire.sent] == [3]
+
+    die(deployment, replica)
+    await turn()
+    assert [len(ids) for ids in wire.sent] == [3, 3]  # one death proves nothing: together once more
+    suspects = die(deployment, replica)
+    await turn()
+    # From now on each runs alone, and nothing is sent beside it, new work neither.
+    other = deployment.submit([work(40)], tenant="b", cached=False)
+    for job in suspects:
+        await turn()
+        assert wire.sent[-1] == [job.id]
+        assert list(replica.held.values()) == [job]
+        answer(deployment, replica, job)
+    await turn()
+    assert len(wire.sent) == 2 + 3 + 1
+    assert ticket.done.done()
+    assert not other.done.done()
+    await deployment.close()
+
+
+def test_a_suspect_goes_to_a_worker_that_holds_nothing_whatever_routing_prefers() -> None:
+    asyncio.run(_goes_to_the_idle_worker())
+
+
+async def _goes_to_the_idle_worker() -> None:
+    left, right = ScriptedWire(), ScriptedWire()
+    deployment = deployment_on(left, right)
+    await deployment.opened()
+    first, second = deployment.replicas
+    right.state = "loading"
+    deployment.submit([work(20, beginning=2)], tenant="a", cached=False)
+    await turn()
+    die(deployment, first)
+    await turn()
+    right.state, left.state = "ready", "loading"
+    deployment.submit([work(30, beginning=2)], tenant="b", cached=False)
+    await turn()
+    beside = list(second.held.values())
+    assert len(beside) == 1  # so the second worker has the beginning now, and routing prefers it
+    left.state = "ready"
+    (suspect,) = die(deployment, first)
+    await turn()
+    assert list(first.held.values()) == [suspect]
+    assert list(second.held.values()) == beside
+    await deployment.close()
+
+
+def test_a_suspect_waits_where_every_worker_holds_something() -> None:
+    asyncio.run(_waits_while_all_are_busy())
+
+
+async def _waits_while_all_are_busy() -> None:
+    left, right = ScriptedWire(), ScriptedWire()
+    deployment = deployment_on(left, right)
+    await deployment.opened()
+    first, second = deployment.replicas
+    right.state = "loading"
+    deployment.submit([work(20, beginning=2), work(30, beginning=2)], tenant="a", cached=False)
+    await turn()
+    die(deployment, first)
+    await turn()
+    right.state, left.state = "ready", "loading"
+    deployment.submit([work(50, beginning=5)], tenant="b", cached=False)
+    await turn()
+    (busy,) = second.held.values()
+    suspects = die(deployment, first)  # their second death, while the other worker is at work
+    await turn()
+    assert list(second.held.values()) == [busy]
+    answer(deployment, second, busy)
+    await turn()
+    assert list(second.held.values()) == suspects[:1]
+    await deployment.close()
