@@ -23,7 +23,7 @@ from plaudit.core.packing import use_packed_attention
 from plaudit.heap import heap_factor
 from plaudit.models import choose_device, new_llama
 from plaudit.plan import ModelShape
-from plaudit.plan.recipes import RESPONSE_SECONDS
+from plaudit.plan.own_trainer import RESPONSE_SECONDS
 from plaudit.records import Sample
 from plaudit.train.forward import hidden_of, pack_responses
 from plaudit.train.optimizer import local_master

@@ -42,7 +42,8 @@ def plan_data(prediction: Prediction) -> dict[str, Any]:
         },
         "channel": plan.channel,
         "staleness": plan.staleness,
-        "not_ours": plan.not_ours(),
+        "runnable": prediction.runnable,
+        "missing": list(prediction.missing),
         "phases": [
             {"name": phase.name, "pool": phase.pool, "start": phase.start, "seconds": phase.seconds.value,
              "bytes_per_gpu": phase.memory.value, "time": term_data(phase.seconds), "memory": term_data(phase.memory)}
@@ -62,7 +63,8 @@ def plan_data(prediction: Prediction) -> dict[str, Any]:
 
 
 def outcome_data(outcome: Outcome) -> dict[str, Any]:
-    work = outcome.question.workload
+    work, plans = outcome.question.workload, outcome.plans
+    order = {id(prediction): index for index, prediction in enumerate(plans)}
     return {
         "model": {"name": work.model.name, "parameters": work.model.parameters, "active": work.model.active_parameters},
         "workload": {"algorithm": work.algorithm, "prompt": work.prompt, "response": work.response,
@@ -70,8 +72,10 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
                      "batch": work.batch, "updates": work.updates, "steps": work.steps, "dtype": work.dtype,
                      "generation_dtype": work.engine_dtype, "kv_dtype": work.kv_dtype},
         "price": outcome.question.price,
-        "plans": [plan_data(prediction) for prediction in outcome.plans],
-        "frontier": [outcome.plans.index(prediction) for prediction in outcome.frontier()],
+        "headline": outcome.headline,
+        "runnable": len(outcome.runnable),
+        "plans": [plan_data(prediction) for prediction in plans],
+        "frontier": [order[id(prediction)] for prediction in outcome.frontier()],
         "rejected": [
             {"hardware": place, "placement": r.placement, "reason": r.reason, "factor": r.factor}
             for place, found in outcome.found.items()

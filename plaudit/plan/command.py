@@ -18,7 +18,7 @@ from plaudit.plan.explain import explain
 from plaudit.plan.listing import print_outcome
 from plaudit.plan.page import render_page
 from plaudit.plan.question import Outcome, Question, ask
-from plaudit.plan.recipes import own_constants, read_recipe, recipe_for, workload_of
+from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 
 MANY_DEVICES = 256
 """From here on a search takes seconds, and shows how far it is."""
@@ -79,11 +79,11 @@ def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable
         print()
     elif options.explain is not None:
         told = explain(outcome.best, options.explain)
-        print(f"{outcome.best.plan}\n{told}")
+        print(f"{outcome.headline}\n{outcome.best.plan}\n{told}")
     else:
         print_outcome(outcome, options.top)
     if options.recipe is not None and not options.as_json:
-        _print_recipe(options, _answer(replace(question, ours=True)))
+        _print_recipe(options, outcome)
     if options.page is not None and not options.as_json:
         print(f"page: {options.page}")
 
@@ -111,8 +111,7 @@ def _question(options: Options, resolve: Callable[[str], Path]) -> Question:
     if options.recipe is None:
         return question
     work = workload_of(read_recipe(options.recipe), resolve, options.prompt, options.response)
-    constants = own_constants(question.constants)
-    return replace(question, workload=work, channel=options.channel or "broadcast", constants=constants)
+    return replace(question, workload=work)
 
 
 def _answer(question: Question) -> Outcome:

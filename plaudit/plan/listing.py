@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from plaudit.plan.prediction import Prediction
 from plaudit.plan.question import Outcome
 
-WIDE = 160
+WIDE = 200
 
 
 def seconds(value: float) -> str:
@@ -29,8 +30,9 @@ def dollars(prediction: Prediction, price: str, what: str) -> str:
 def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = None) -> None:
     # A file or a pipe has no width: rows stay whole.
     console = console or Console(width=None if sys.stdout.isatty() else WIDE)
-    work, price = outcome.question.workload, outcome.question.price
+    work = outcome.question.workload
     critic = f", critic {work.value_model.name}" if work.value_model else ""
+    console.print(f"[bold]{escape(outcome.headline)}[/bold]", highlight=False, soft_wrap=True)
     console.print(
         f"{work.model.name}: {numbers(work.model.parameters)} parameters, "
         f"{numbers(work.model.active_parameters)} active; "
@@ -39,19 +41,52 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
     )  # fmt: skip
     if len(outcome.found) > 1:
         _print_comparison(outcome, console)
-    console.print(_ranked(outcome, top, price))
-    _print_phases(outcome.best, console)
+    if outcome.runnable:
+        _print_runnable(outcome, top, console)
+    if outcome.others:
+        _print_others(outcome, top, console)
     for place, found in outcome.found.items():
         for rejection in found.rejected:
             console.print(f"[dim]{place}[/dim] {rejection.placement}: {rejection.reason} "
                           f"({rejection.factor:.2f} times too much)", highlight=False, soft_wrap=True)  # fmt: skip
     tried = sum(found.tried for found in outcome.found.values())
-    lacks = outcome.best.plan.not_ours()
-    mark = f"; * not in Plaudit's own trainer, the first for {lacks}" if lacks else ""
-    console.print(f"[dim]{tried} plans tried{mark}[/dim]", highlight=False, soft_wrap=True)
+    console.print(f"[dim]{tried} plans tried[/dim]", highlight=False, soft_wrap=True)
 
 
-def _ranked(outcome: Outcome, top: int, price: str) -> Table:
+def _print_others(outcome: Outcome, top: int, console: Console) -> None:
+    """A row for each set of things that our trainer lacks."""
+    ours = outcome.runnable[0].step.value if outcome.runnable else None
+    title = "With other software: what Plaudit's own trainer does not run, and what it lacks for that"
+    table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False)
+    for heading, side in (
+        ("placement", "left"), ("generation", "left"), ("training", "left"), ("step s", "right"),
+        *([("against ours", "right")] if ours else []),
+        ("$/M tokens", "right"), ("peak GB", "right"), ("plans", "right"), ("missing", "left"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+    kinds = outcome.kinds_of_others()
+    for p, alike in kinds[:top]:
+        table.add_row(
+            *_names(p, outcome), seconds(p.step.value), *([f"{ours / p.step.value:.2f}×"] if ours else []),
+            dollars(p, outcome.question.price, "million_tokens"), f"{p.peak.value / 1e9:.0f}", str(alike),
+            ", ".join(p.missing),
+        )  # fmt: skip
+    console.print()
+    console.print(table)
+    if len(kinds) > top:
+        console.print(f"[dim]and {len(kinds) - top} more kinds, all slower; --json has them[/dim]", highlight=False)
+    if not outcome.runnable:
+        _print_phases(outcome.best, console)
+
+
+def _names(p: Prediction, outcome: Outcome) -> tuple[str, str, str]:
+    plan = p.plan
+    where = f"{plan.cluster.accelerator.name} " if len(outcome.found) > 1 else ""
+    split = "" if plan.shared else f" {plan.generation_cluster.devices}+{plan.cluster.devices}"
+    return f"{where}{plan.placement}{split}", f"{plan.replicas} × {plan.generation}", str(plan.training)
+
+
+def _print_runnable(outcome: Outcome, top: int, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for heading, side in (
         ("#", "right"), ("placement", "left"), ("generation", "left"), ("training", "left"), ("step s", "right"),
@@ -59,19 +94,16 @@ def _ranked(outcome: Outcome, top: int, price: str) -> Table:
         ("peak GB", "right"),
     ):  # fmt: skip
         table.add_column(heading, justify=side)  # type: ignore[arg-type]
-    several = len(outcome.found) > 1
-    for rank, p in enumerate(outcome.plans[:top], 1):
-        plan = p.plan
-        where = f"{plan.cluster.accelerator.name} " if several else ""
-        split = "" if plan.shared else f" {plan.generation_cluster.devices}+{plan.cluster.devices}"
-        mark = "*" if plan.not_ours() else ""
+    price = outcome.question.price
+    for rank, p in enumerate(outcome.runnable[:top], 1):
         megawatt = f"{p.cost.tokens_per_megawatt / 1e3:,.0f}k" if p.cost.tokens_per_megawatt else "—"
         table.add_row(
-            str(rank), f"{where}{plan.placement}{split}{mark}", f"{plan.replicas} × {plan.generation}",
-            str(plan.training), seconds(p.step.value), dollars(p, price, "step"), dollars(p, price, "million_tokens"),
-            f"{p.cost.tokens_per_device:,.0f}", megawatt, f"{p.peak.value / 1e9:.0f}",
+            str(rank), *_names(p, outcome), seconds(p.step.value), dollars(p, price, "step"),
+            dollars(p, price, "million_tokens"), f"{p.cost.tokens_per_device:,.0f}", megawatt,
+            f"{p.peak.value / 1e9:.0f}",
         )  # fmt: skip
-    return table
+    console.print(table)
+    _print_phases(outcome.best, console)
 
 
 def _print_comparison(outcome: Outcome, console: Console) -> None:
@@ -80,12 +112,13 @@ def _print_comparison(outcome: Outcome, console: Console) -> None:
     by_time = sorted(best, key=lambda p: p.step.value)
     priced = [p for p in best if price in p.cost.step]
     by_cost = sorted(priced, key=lambda p: p.cost.million_tokens[price].value)
-    console.print(
-        "by time: " + ", ".join(f"{p.plan.cluster.accelerator.name} {seconds(p.step.value)} s" for p in by_time)
-    )
+    console.print("by time: " + ", ".join(
+        f"{p.plan.cluster.accelerator.name} {seconds(p.step.value)} s{'' if p.runnable else ' (with other software)'}"
+        for p in by_time
+    ), highlight=False, soft_wrap=True)  # fmt: skip
     console.print("by cost: " + (", ".join(
         f"{p.plan.cluster.accelerator.name} ${p.cost.million_tokens[price].value:.2f}/M tokens" for p in by_cost
-    ) or "no public price of any of them; give one with --price"), highlight=False)  # fmt: skip
+    ) or "no public price of any of them; give one with --price"), highlight=False, soft_wrap=True)  # fmt: skip
     silent = [p.plan.cluster.accelerator.name for p in best if price not in p.cost.step]
     if silent and by_cost:
         console.print(f"[dim]no public price: {', '.join(silent)}[/dim]", highlight=False)
@@ -93,7 +126,7 @@ def _print_comparison(outcome: Outcome, console: Console) -> None:
 
 def _print_phases(best: Prediction, console: Console) -> None:
     table = Table(
-        title="the first plan, phase by phase", title_style="dim", title_justify="left", box=None, pad_edge=False
+        title="the first of these, phase by phase", title_style="dim", title_justify="left", box=None, pad_edge=False
     )
     for heading in ("phase", "on"):
         table.add_column(heading)

@@ -23,6 +23,39 @@ OWN_ENGINE_SHARE = 0.9
 """... and where the device is its own."""
 
 
+MOST_SEQUENCES = 1024
+"""That an engine schedules at once (vLLM's default for large devices)."""
+BYTE = 1.0
+"""Sums of the same parts in another order differ by far less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A constraint that the plan breaks, and by how much."""
+
+    what: str
+    needed: float
+    available: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: needs {self.needed / 1e9:.1f} GB, has {self.available / 1e9:.1f} GB"
+
+    @property
+    def factor(self) -> float:
+        return self.needed / max(self.available, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a device holds in each phase, and how many sequences a replica's cache has room for."""
+
+    generation: Term
+    scoring: Term
+    training: Term
+    sequences: float
+    shortages: tuple[Shortage, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     name: str
@@ -49,13 +82,16 @@ class Parts:
         )
         self.trainer = self._trainer(workload.model)
         self.critic = self._trainer(workload.value_model) if workload.value_model else None
-        self.reward = self._trainer(workload.reward) if workload.reward else None
+        self.reward = self._trainer(workload.reward, whole=plan.training.plain) if workload.reward else None
         self.one_module = plan.one_module(workload.dtype, workload.engine_dtype)
         # A sequence's room grows with it: on average half of the response is there.
         self.grown = workload.prompt + workload.response
 
-    def _trainer(self, model: ModelShape) -> Trainer:
+    def _trainer(self, model: ModelShape, whole: bool = False) -> Trainer:
+        """`whole`: not cut. In Plaudit's trainer every rank has the reward model."""
         layout = self.plan.training
+        if whole:
+            layout = replace(layout, tp=1, pp=1, cp=1, dp=layout.devices, zero=0)
         share = self.workload.trained_length / self.workload.length
         if share < 1:
             layout = replace(layout, micro_tokens=max(1, round(layout.micro_tokens * share)))
@@ -95,8 +131,8 @@ class Parts:
         used = [memory.activations(trainer, length), memory.workspace(trainer, length), memory.logits(trainer, length)]
         return used if self.constants.heap_factor == 1 else [*used, memory.holes(used, self.constants)]
 
-    def engine_memory(self) -> tuple[float, Term]:
-        """(bytes for the cache, what a device holds in generation besides it)"""
+    def engine_memory(self) -> tuple[float, Term, float]:
+        """(bytes for the cache, what a device holds in generation besides it, and in the fullest phase that has it)"""
         plan, chip = self.plan, self.plan.generation_cluster.accelerator
         engine = memory.engine_weights(self.replica)
         graphs = memory.graphs(self.constants)
@@ -109,11 +145,39 @@ class Parts:
         if plan.double_buffer:
             held.append(replace(engine, name="second buffer", formula="the next weights arrive beside those at work"))
         inside = total("generation", held, "B")
-        room = min(share * chip.memory - engine.value - graphs.value, chip.memory - inside.value)
+        fullest = inside.value
         if plan.placement == "colocated":
-            peak = sum(term.value for term in self._moment(self.trainer))
-            room = min(room, chip.memory - inside.value - peak)
-        return max(0.0, min(room, self.workload.cache_bytes or room)), inside
+            # The cache stays: what it takes is missing in every later phase.
+            fullest = max(fullest, self.training_memory(0.0).value, self.scoring_memory(0.0).value)
+        room = min(share * chip.memory - engine.value - graphs.value, chip.memory - fullest)
+        return max(0.0, min(room, self.workload.cache_bytes or room)), inside, fullest
+
+    def room(self) -> Room:
+        work, plan = self.workload, self.plan
+        groups = plan.generation.attention_groups
+        pool, inside, fullest = self.engine_memory()
+        one = memory.sequence_bytes(self.replica, self.grown) / groups
+        at_once = min(MOST_SEQUENCES * groups, memory.concurrency(self.replica, pool, self.grown))
+        shortages = []
+        if at_once < 1:
+            what = "generation, weights" if fullest == inside.value else "training, its states"
+            shortages.append(Shortage(f"{what} and the cache of one sequence", fullest + one, fullest + pool))
+        used = pool if work.cache_bytes else min(pool, one * min(at_once, work.batch / plan.replicas))
+        cache = Term("cache", used, "B", "sequences at once · bytes of one, no more than the pool", (("pool", pool),))
+        found = (
+            total("generation", [*inside.parts, cache], "B"),
+            self.scoring_memory(used),
+            self.training_memory(used),
+        )
+        for phase in found:
+            apart = phase.name == "generation" and not plan.shared
+            limit = (plan.generation_cluster if apart else plan.cluster).accelerator.memory
+            if phase.value > limit + BYTE:
+                shortages.append(Shortage(f"{phase.name}, per device", phase.value, limit))
+        host = self.host()
+        if host.value > plan.cluster.host_memory:
+            shortages.append(Shortage("host memory, per node", host.value, plan.cluster.host_memory))
+        return Room(*found, at_once, tuple(shortages))
 
     def training_memory(self, pool: float) -> Term:
         held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
@@ -121,12 +185,7 @@ class Parts:
         learners = [self.trainer, *([self.critic] if self.critic else [])]
         gradients = max((memory.gradients(learner) for learner in learners), key=lambda term: term.value)
         held = [*held, gradients, *self._moment(self.trainer), memory.reserve(self.constants)]
-        if self.plan.placement == "colocated":
-            held += [
-                Term("cache", pool, "B", "stays between steps"),
-                memory.graphs(self.constants),
-            ]
-            held += [] if self.one_module else [memory.engine_weights(self.replica)]
+        held += self._kept(pool)
         if self.plan.placement == "hybrid" and not self.one_module:
             held.append(Term("bucket", 2e9, "B", "weights on their way to the engine's cut, a bucket at a time"))
         return total("training", held, "B")
@@ -137,19 +196,23 @@ class Parts:
             return moment
         held = [part for part in moment.parts if part.name in ("activations", "logits", "reserve")] + self._resident()
         held += self._forward_only(parked=True)[:1]
-        if self.plan.placement == "colocated":
-            held.append(Term("cache", pool, "B", "stays between steps"))
-        return total("scoring", held, "B")
+        return total("scoring", held + self._kept(pool), "B")
+
+    def _kept(self, pool: float) -> list[Term]:
+        """Of the engine, beside whatever phase runs: everything in colocated, nothing in the others."""
+        if self.plan.placement != "colocated":
+            return []
+        kept = [Term("cache", pool, "B", "stays between steps"), memory.graphs(self.constants)]
+        return kept if self.one_module else [*kept, memory.engine_weights(self.replica)]
 
     def host(self) -> Term:
         """Of one node: what is offloaded, with the slack of pinned copies."""
         devices = self.plan.cluster.devices_per_node
-        moved = []
-        if self.plan.placement == "swapped":
-            moved = self._resident()
+        moved = self._resident() if self.plan.placement == "swapped" else []
         moved += self._forward_only(parked=True)
-        if self.trainer.layout.offload_optimizer:
-            moved = [term for term in moved if term.name != "optimizer"] + [memory.optimizer(self.trainer)]
+        if self.plan.training.offload_optimizer:
+            moved.append(memory.optimizer(self.trainer))
+            moved += [replace(memory.optimizer(self.critic), name="critic optimizer")] if self.critic else []
         parts = [
             replace(term, value=term.value * devices * memory.HOST_SLACK, parts=(),
                     formula=f"{term.formula}; × devices of a node × 1.5")
@@ -208,29 +271,18 @@ class Parts:
         work, plan = self.workload, self.plan
         return transfer(find(plan.channel), work.model, plan.cluster.accelerator, work.dtype, work.engine_dtype)
 
-    def timeline(
-        self, made: Generation, inside: Term, pool: float, at_once: float, simulate: bool
-    ) -> tuple[tuple[Phase, ...], Term, float]:
-        work, plan = self.workload, self.plan
-        used = min(pool, memory.sequence_bytes(self.replica, self.grown) * min(at_once, work.batch / plan.replicas)
-                   / plan.generation.attention_groups)  # fmt: skip
-        if work.cache_bytes:
-            used = pool
-        cache = Term("cache", used, "B", "sequences at once · bytes of one, no more than the pool", (("pool", pool),))
-        generating = total("generation", [*inside.parts, cache], "B")
+    def timeline(self, made: Generation, room: Room, simulate: bool) -> tuple[tuple[Phase, ...], Term, float]:
+        plan = self.plan
         scoring = total("scoring", [self.bookkeeping(), *self.scores()], "s")
         learning = total("training", self.learning(), "s")
         weights = self.weights()
-        train_memory, score_memory = self.training_memory(used), self.scoring_memory(used)
         on = ("all", "all") if plan.shared else ("generation", "training")
         if plan.placement == "async":
-            return self._overlapped(
-                made, generating, scoring, learning, weights, train_memory, score_memory, at_once, simulate
-            )
-        rows = [("generation", on[0], made.seconds, generating), ("scoring", on[1], scoring, score_memory),
-                ("training", on[1], learning, train_memory), ("weights", on[0], weights, generating)]  # fmt: skip
+            return self._overlapped(made, room, scoring, learning, weights, simulate)
+        rows = [("generation", on[0], made.seconds, room.generation), ("scoring", on[1], scoring, room.scoring),
+                ("training", on[1], learning, room.training), ("weights", on[0], weights, room.generation)]  # fmt: skip
         if plan.placement == "swapped":
-            rows.append(("transitions", "all", self._swaps(), train_memory))
+            rows.append(("transitions", "all", self._swaps(), room.training))
         phases, clock = [], 0.0
         for name, where, seconds, held in rows:
             phases.append(Phase(name, where, clock, seconds, held))
@@ -238,16 +290,16 @@ class Parts:
         return tuple(phases), total("step", [phase.seconds for phase in phases], "s"), 0.0
 
     def _overlapped(
-        self, made: Generation, generating: Term, scoring: Term, learning: Term, weights: Term, train_memory: Term,
-        score_memory: Term, at_once: float, simulate: bool,
-    ) -> tuple[tuple[Phase, ...], Term, float]:  # fmt: skip
+        self, made: Generation, room: Room, scoring: Term, learning: Term, weights: Term, simulate: bool
+    ) -> tuple[tuple[Phase, ...], Term, float]:
         work, plan = self.workload, self.plan
         busy = scoring.value + learning.value
         waits = 0.0
         if simulate:
             found = overlap(
-                self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants), max(1.0, at_once),
-                busy, 0.0 if plan.double_buffer else weights.value, plan.staleness, work.samples_per_prompt,
+                self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants),
+                max(1.0, room.sequences), busy, 0.0 if plan.double_buffer else weights.value, plan.staleness,
+                work.samples_per_prompt,
             )  # fmt: skip
             seconds, waits = found.step_seconds, found.trainer_waits
         else:
@@ -258,9 +310,9 @@ class Parts:
             (made.seconds, scoring, learning, weights),
         )  # fmt: skip
         phases = (
-            Phase("generation", "generation", 0.0, made.seconds, generating),
-            Phase("scoring", "training", max(0.0, seconds - busy - weights.value), scoring, score_memory),
-            Phase("training", "training", max(0.0, seconds - learning.value - weights.value), learning, train_memory),
-            Phase("weights", "generation", max(0.0, seconds - weights.value), weights, generating),
+            Phase("generation", "generation", 0.0, made.seconds, room.generation),
+            Phase("scoring", "training", max(0.0, seconds - busy - weights.value), scoring, room.scoring),
+            Phase("training", "training", max(0.0, seconds - learning.value - weights.value), learning, room.training),
+            Phase("weights", "generation", max(0.0, seconds - weights.value), weights, room.generation),
         )
         return phases, step, waits

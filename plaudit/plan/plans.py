@@ -40,6 +40,14 @@ class Plan:
     def devices(self) -> int:
         return self.cluster.devices + (0 if self.shared else self.generation_cluster.devices)
 
+    @property
+    def hardware(self) -> str:
+        apart = not self.shared and self.generation_cluster.accelerator != self.cluster.accelerator
+        return f"{self.devices} {self.cluster.accelerator.name}" if not apart else (
+            f"{self.generation_cluster.devices} {self.generation_cluster.accelerator.name} and "
+            f"{self.cluster.devices} {self.cluster.accelerator.name}"
+        )  # fmt: skip
+
     def check(self, model: ModelShape) -> None:
         if self.placement not in PLACEMENTS:
             raise ConfigError(f"unknown placement {self.placement!r}; {nearest(self.placement, PLACEMENTS)}")
@@ -68,22 +76,6 @@ class Plan:
         alike = generation.tp == training.tp and generation.pp == training.pp == 1 and training.zero < 3
         experts = training.ep == 1 and generation.ep == 1
         return self.shared and alike and experts and training.cp == 1 and dtype == engine_dtype
-
-    def not_ours(self) -> str:
-        """Why Plaudit's own trainer cannot run this plan; empty where it can."""
-        generation, training = self.generation, self.training
-        lacks = {
-            "pipeline parallel": training.pp > 1 or generation.pp > 1,
-            "expert parallel": training.ep > 1 or generation.ep > 1,
-            "context parallel": training.cp > 1,
-            "an engine over several devices": generation.tp > 1,
-            "data parallel without FSDP": training.dp > 1 and training.zero < 3,
-            "offloaded optimizer": training.offload_optimizer,
-            "parked reference": training.park,
-            f"{self.placement} over several ranks": self.placement in ("swapped", "async") and self.cluster.devices > 1,
-            f"channel {self.channel}": self.channel not in ("", "shared", "ipc", "broadcast", "disk"),
-        }
-        return ", ".join(name for name, true in lacks.items() if true)
 
     def __str__(self) -> str:
         where = "" if self.shared else f" {self.generation_cluster.devices}+{self.cluster.devices}"

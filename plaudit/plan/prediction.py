@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from plaudit.plan import memory
 from plaudit.plan.constants import Constants
 from plaudit.plan.cost import Cost, cost
 from plaudit.plan.generation import Generation, generate
 from plaudit.plan.hardware import Cluster, cluster
 from plaudit.plan.layouts import GenerationLayout, TrainingLayout
 from plaudit.plan.model_shape import ModelShape
-from plaudit.plan.parts import Parts, Phase
+from plaudit.plan.own_trainer import missing
+from plaudit.plan.parts import Parts, Phase, Shortage
 from plaudit.plan.plans import Plan
 from plaudit.plan.term import Term
 from plaudit.plan.workload import Workload
-
-MOST_SEQUENCES = 1024
-"""That an engine schedules at once (vLLM's default for large devices)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """A constraint that the plan breaks, and by how much."""
-
-    what: str
-    needed: float
-    available: float
-
-    def __str__(self) -> str:
-        return f"{self.what}: needs {self.needed / 1e9:.1f} GB, has {self.available / 1e9:.1f} GB"
-
-    @property
-    def factor(self) -> float:
-        return self.needed / max(self.available, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +38,15 @@ class Prediction:
     @property
     def peak(self) -> Term:
         return max((phase.memory for phase in self.phases), key=lambda found: found.value)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What Plaudit's own trainer lacks for the plan."""
+        return missing(self.workload, self.plan)
+
+    @property
+    def runnable(self) -> bool:
+        return not self.missing
 
     def phase(self, name: str) -> Phase:
         return next(phase for phase in self.phases if phase.name == name)
@@ -101,26 +91,13 @@ def predict_plan(
     """`generated` may be handed in where many plans share it. Without `simulate` async is the slower of its sides."""
     plan.check(workload.model)
     run = Parts(workload, plan, constants)
-    pool, engine_memory = run.engine_memory()
-    at_once = min(MOST_SEQUENCES * plan.generation.attention_groups, memory.concurrency(run.replica, pool, run.grown))
-    shortages = []
-    if at_once < 1:
-        one = memory.sequence_bytes(run.replica, run.grown) / plan.generation.attention_groups
-        short = engine_memory.value + one
-        shortages.append(
-            Shortage("generation, weights and the cache of one sequence", short, engine_memory.value + pool)
-        )
+    room = run.room()
     made = generated or generate(
-        run.replica, plan.replicas, workload.batch, workload.prompt, workload.lengths(constants), max(1.0, at_once),
-        workload.samples_per_prompt,
+        run.replica, plan.replicas, workload.batch, workload.prompt, workload.lengths(constants),
+        max(1.0, room.sequences), workload.samples_per_prompt,
     )  # fmt: skip
-    phases, step, waits = run.timeline(made, engine_memory, pool, at_once, simulate)
-    for phase in phases:
-        limit = (plan.generation_cluster if phase.pool == "generation" else plan.cluster).accelerator.memory
-        if phase.memory.value > limit:
-            shortages.append(Shortage(f"{phase.name}, per device", phase.memory.value, limit))
-    host = run.host()
-    if host.value > plan.cluster.host_memory:
-        shortages.append(Shortage("host memory, per node", host.value, plan.cluster.host_memory))
+    phases, step, waits = run.timeline(made, room, simulate)
     spent = cost(plan, step.value, workload.generated_tokens, workload.steps)
-    return Prediction(workload, plan, phases, step, spent, host, at_once, made.waves, tuple(shortages), waits)
+    return Prediction(
+        workload, plan, phases, step, spent, run.host(), room.sequences, made.waves, room.shortages, waits
+    )

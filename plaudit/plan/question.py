@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,9 +11,13 @@ from plaudit.errors import ConfigError, nearest
 from plaudit.plan.channel import find
 from plaudit.plan.constants import Constants
 from plaudit.plan.cost import PRICES
+from plaudit.plan.decode import Replica
 from plaudit.plan.hardware import Cluster, Overrides, Price, accelerator, catalogue, cluster
+from plaudit.plan.layouts import GenerationLayout
 from plaudit.plan.model_shape import ModelShape
-from plaudit.plan.plans import PLACEMENTS
+from plaudit.plan.own_trainer import CHANNEL, CHANNELS, own_constants, unsupported
+from plaudit.plan.parts import OWN_ENGINE_SHARE
+from plaudit.plan.plans import PLACEMENTS, SHARED
 from plaudit.plan.prediction import Prediction
 from plaudit.plan.search import Found, Progress, Search, smallest_that_fits, some_plan_fits
 from plaudit.plan.workload import Workload
@@ -30,39 +34,84 @@ class Question:
     staleness: int = 1
     generation_cluster: Cluster | None = None
     price: str = "mid"
-    ours: bool = False
-    """Only plans that Plaudit's own trainer runs."""
 
     def answer(self, progress: Progress | None = None) -> Outcome:
-        found = {}
+        found, own = {}, {}
         for place in self.clusters:
-            found[place.name] = Search(
-                self.workload, place, self.constants, placements=self.placements, channel=self.channel,
-                staleness=self.staleness, generation_cluster=self.generation_cluster, progress=progress,
-                ours=self.ours,
-            ).run()  # fmt: skip
-        outcome = Outcome(self, found)
-        if not outcome.plans:
-            raise ConfigError(self._nothing_fits(outcome))
-        return outcome
+            own[place.name] = self._search(place, progress, ours=True)
+            found[place.name] = _merged(own[place.name], self._search(place, progress, ours=False))
+        cure = ""
+        if not any(p.runnable for of in found.values() for p in of.plans):
+            if not any(of.plans for of in found.values()):
+                raise ConfigError(self._nothing_fits(found))
+            cure = self._cure(own)
+        return Outcome(self, found, cure)
 
-    def _nothing_fits(self, outcome: Outcome) -> str:
+    def _search(self, place: Cluster, progress: Progress | None, ours: bool) -> Found:
+        """Plans that our trainer runs, by its own figures; or those of any software."""
+        return Search(
+            replace(self.workload, plain=ours), place, own_constants(self.constants) if ours else self.constants,
+            placements=self.placements, channel=self.channel, staleness=self.staleness,
+            generation_cluster=self.generation_cluster, progress=progress, ours=ours,
+        ).run()  # fmt: skip
+
+    def _nothing_fits(self, found: Mapping[str, Found]) -> str:
         """One line: what comes nearest, and the smallest change that fits."""
         place = self.clusters[0]
-        near = min(
-            (r for found in outcome.found.values() for r in found.rejected), key=lambda r: r.factor, default=None
-        )
-        whose = " that Plaudit's trainer runs" if self.ours else ""
-        told = f"{self.workload.model.name} fits on {place.name} in no plan{whose}"
-        told += f"; nearest: {near.placement}, {near.reason}" if near else ""
-        larger = smallest_that_fits(self.workload, place, self.constants, self.placements)
-        roomier = _roomier(self.workload, place, self.constants, self.placements)
+        told = f"{self.workload.model.name} fits on {place.name} in no plan{_nearest(found)}"
+        return f"{told}; smallest change that fits: {self._smallest_change(ours=False)}"
+
+    def _cure(self, own: Mapping[str, Found]) -> str:
+        """Where plans fit and our trainer runs none: why, and the smallest change that it runs."""
+        if lacks := unsupported(self.workload):
+            return "; ".join(f"it has no {name}: {cure}" for name, cure in lacks.items())
+        if self.channel not in (None, *CHANNELS) and not set(self.placements) & set(SHARED):
+            return f"it has no {self.channel} channel: take --channel {CHANNEL}"
+        place, work = self.clusters[0], self.workload
+        why = _nearest(own).removeprefix("; ")
+        if not self._one_device_holds_the_weights(place):
+            size = self._engine(place).weight_bytes()
+            why = (f"its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
+                   f"{place.accelerator.memory / 1e9:.1f} GB there")  # fmt: skip
+        return f"{why}; smallest change that it runs: {self._smallest_change(ours=True)}"
+
+    def _smallest_change(self, ours: bool) -> str:
+        place, constants = self.clusters[0], own_constants(self.constants) if ours else self.constants
+        work = replace(self.workload, plain=ours)
+        more = not ours or self._one_device_holds_the_weights(place)
+        larger = smallest_that_fits(work, place, constants, self.placements, ours) if more else None
+        roomier = _roomier(work, place, constants, self.placements, ours)
         ways = [f"{larger.name} ({larger.devices} devices)"] if larger else []
         ways += [roomier.name] if roomier else []
-        return f"{told}; smallest change that fits: {' or '.join(ways) or 'a smaller model or shorter responses'}"
+        return " or ".join(ways) or "a smaller model or shorter responses"
+
+    def _engine(self, place: Cluster) -> Replica:
+        """On one device, as ours are."""
+        work = self.workload
+        return Replica(work.model, place, GenerationLayout(), work.engine_dtype, work.kv_dtype, self.constants)
+
+    def _one_device_holds_the_weights(self, place: Cluster) -> bool:
+        """If not, more devices do not help."""
+        return self._engine(place).weight_bytes() < OWN_ENGINE_SHARE * place.accelerator.memory
 
 
-def _roomier(workload: Workload, place: Cluster, constants: Constants, placements: Sequence[str]) -> Cluster | None:
+def _merged(own: Found, others: Found) -> Found:
+    """Ours first; of the others those that it lacks something for."""
+    fitting = {p.plan.placement for p in own.plans}
+    return Found(
+        (*own.plans, *(p for p in others.plans if not p.runnable)),
+        tuple(r for r in others.rejected if r.placement not in fitting), own.tried + others.tried,
+    )  # fmt: skip
+
+
+def _nearest(found: Mapping[str, Found]) -> str:
+    near = min((r for of in found.values() for r in of.rejected), key=lambda r: r.factor, default=None)
+    return f"; nearest: {near.placement}, {near.reason}" if near else ""
+
+
+def _roomier(
+    workload: Workload, place: Cluster, constants: Constants, placements: Sequence[str], ours: bool
+) -> Cluster | None:
     """As many devices of the same maker with the least more memory that do."""
     now = place.accelerator
     alike = [chip for chip in catalogue().values() if chip.vendor == now.vendor and chip.memory > now.memory]
@@ -73,7 +122,7 @@ def _roomier(workload: Workload, place: Cluster, constants: Constants, placement
             continue
         tried.add(chip.memory)
         other = replace(place, accelerator=chip)
-        if some_plan_fits(workload, other, constants, placements):
+        if some_plan_fits(workload, other, constants, placements, ours):
             return other
     return None
 
@@ -83,25 +132,66 @@ class Outcome:
     question: Question
     found: dict[str, Found]
     """By cluster."""
+    cure: str = ""
+    """Where Plaudit's trainer runs none of the plans: why, and what would change that."""
+
+    @property
+    def runnable(self) -> list[Prediction]:
+        """Plans that Plaudit's own trainer runs, of all clusters, the fastest first."""
+        return self._ranked(True)
+
+    @property
+    def others(self) -> list[Prediction]:
+        """Plans that it lacks something for, the fastest first."""
+        return self._ranked(False)
+
+    def _ranked(self, runnable: bool) -> list[Prediction]:
+        plans = (p for found in self.found.values() for p in found.plans if p.runnable is runnable)
+        return sorted(plans, key=lambda p: p.step.value)
+
+    def kinds_of_others(self) -> list[tuple[Prediction, int]]:
+        """Of the others that lack the same things the fastest, and how many they are."""
+        kinds: dict[tuple[str, ...], list[Prediction]] = {}
+        for prediction in self.others:
+            kinds.setdefault(prediction.missing, []).append(prediction)
+        return [(alike[0], len(alike)) for alike in kinds.values()]
 
     @property
     def plans(self) -> list[Prediction]:
-        """Of all clusters, the fastest first."""
-        return sorted((p for found in self.found.values() for p in found.plans), key=lambda p: p.step.value)
+        """Those that can be run first."""
+        return self.runnable + self.others
 
     @property
     def best(self) -> Prediction:
         return self.plans[0]
 
+    @property
+    def headline(self) -> str:
+        """One line: what our trainer does here, and what others would gain; or why it does nothing."""
+        runnable, others = self.runnable, self.others
+        if not runnable:
+            return f"Plaudit's own trainer runs none of these plans; {self.cure}"
+        best = runnable[0]
+        told = f"Plaudit's trainer takes {best.step.value:.3g} s a step on {best.plan.hardware}: {best.plan}"
+        if others and others[0].step.value < best.step.value:
+            gain = best.step.value / others[0].step.value
+            told += f". {gain:.2f} times as fast with other software: {others[0].plan.placement}, "
+            told += f"for which ours lacks {', '.join(others[0].missing)}"
+        return told
+
     def best_of_each(self) -> list[Prediction]:
-        """The fastest plan of each cluster."""
-        return [found.plans[0] for found in self.found.values() if found.plans]
+        """The fastest plan of each cluster that can be run, or else the fastest."""
+        return [
+            min(found.plans, key=lambda p: (not p.runnable, p.step.value))
+            for found in self.found.values()
+            if found.plans
+        ]
 
     def frontier(self) -> list[Prediction]:
-        """Plans that no other beats in both time and cost, the fastest first."""
+        """Plans that no other beats in both time and cost, the fastest first: of those that can be run, if any can."""
         kept: list[Prediction] = []
         cheapest = float("inf")
-        for plan in self.plans:
+        for plan in self.runnable or self.others:
             dollars = plan.cost.step.get(self.question.price)
             value = dollars.value if dollars else float(plan.plan.devices) * plan.step.value
             if value < cheapest * (1 - 1e-9):

@@ -12,7 +12,6 @@ from plaudit.config.recipe import load_recipe
 from plaudit.config.rl import RlRecipe
 from plaudit.config.table import to_toml
 from plaudit.errors import ConfigError
-from plaudit.plan.constants import Constants
 from plaudit.plan.model_shape import ModelShape
 from plaudit.plan.prediction import Prediction
 from plaudit.plan.question import Outcome
@@ -21,15 +20,6 @@ from plaudit.plan.workload import Workload
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 PROMPT, ANSWERED = 64.0, 0.5
 """Where the command line does not say: tokens of a prompt, and the part of max_tokens that a response takes."""
-
-RESPONSE_SECONDS = 0.15e-3
-"""In which our trainer rewards a response by a rule and takes its advantage, on a CPU as beside a GPU."""
-
-
-def own_constants(constants: Constants) -> Constants:
-    """Those of our trainer, where they are known and nothing else is said: others' do more for each response."""
-    said = constants.response_seconds != Constants().response_seconds
-    return constants if said else replace(constants, response_seconds=RESPONSE_SECONDS)
 
 
 def read_recipe(path: Path) -> RlRecipe:
@@ -66,17 +56,16 @@ def workload_of(
 
 
 def recipe_for(recipe: RlRecipe, outcome: Outcome) -> tuple[str, Prediction]:
-    """The recipe with the fastest plan that it can have, as TOML."""
+    """The recipe with the fastest plan that our trainer runs, as TOML."""
     refused = ""
-    for prediction in outcome.plans:
-        if prediction.plan.not_ours():
-            continue
+    question = outcome.question
+    several_nodes = question.clusters[0].nodes > 1 or question.generation_cluster is not None
+    for prediction in outcome.runnable:
         try:
-            return _planned(recipe, prediction, outcome.question.clusters[0].nodes > 1), prediction
+            return _planned(recipe, prediction, several_nodes), prediction
         except ValidationError as error:  # an adapter on several ranks, say: the next plan may do without
             refused = error.errors()[0]["msg"]
-    wants = refused or f"the fastest wants {outcome.best.plan.not_ours()}"
-    raise ConfigError(f"no plan that fits can be run by Plaudit's trainer; {wants}")
+    raise ConfigError(f"no recipe was written: {refused}" if refused else f"no recipe was written. {outcome.headline}")
 
 
 def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> str:
@@ -91,6 +80,8 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
     if plan.placement == "async":
         placement["staleness"] = plan.staleness
     resources = {**tables.get("resources", {}), "data_parallel": plan.training.dp, "tensor_parallel": plan.training.tp}
+    if several_nodes:  # on one the command starts its processes itself
+        resources.setdefault("ray", "auto")
     rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in ("processes", "devices")}
     if apart:
         rollout["processes"] = plan.replicas

@@ -14,9 +14,10 @@ from plaudit.errors import ConfigError
 from plaudit.plan.constants import Constants
 from plaudit.plan.hardware import Cluster
 from plaudit.plan.layouts import GenerationLayout, TrainingLayout
-from plaudit.plan.parts import Parts
+from plaudit.plan.own_trainer import CHANNEL, missing
+from plaudit.plan.parts import Parts, Shortage
 from plaudit.plan.plans import PLACEMENTS, SHARED, Plan
-from plaudit.plan.prediction import Prediction, Shortage, default_channel, predict_plan
+from plaudit.plan.prediction import Prediction, default_channel, predict_plan
 from plaudit.plan.workload import Workload
 
 Progress = Callable[[int, int], None]
@@ -154,20 +155,22 @@ class Search:
             yield whole.part(whole.devices - 1), whole.part(1)
 
     def _predict(self, plan: Plan, simulate: bool = False) -> Prediction | None:
-        if self.ours and plan.not_ours():
+        # The asked channel is for weights that travel; on shared devices they change hands.
+        asked = self.channel if not plan.shared or self.channel in ("shared", "ipc", "host") else None
+        own = CHANNEL if self.ours and not plan.shared else None
+        plan = replace(plan, channel=asked or own or default_channel(plan, self.workload))
+        if self.ours and missing(self.workload, plan):
             return None
         self.tried += 1
         try:
-            # The asked channel is for weights that travel; on shared devices they change hands.
-            asked = self.channel if not plan.shared or self.channel in ("shared", "ipc", "host") else None
-            plan = replace(plan, channel=asked or default_channel(plan, self.workload))
-            prediction = predict_plan(self.workload, plan, self.constants, simulate=simulate)
+            plan.check(self.workload.model)
         except ConfigError:
             return None
-        if prediction.fits:
-            return prediction
-        self._reject(plan.placement, plan, max(prediction.shortages, key=lambda shortage: shortage.factor))
-        return None
+        # Memory is known before anything is simulated.
+        if shortages := Parts(self.workload, plan, self.constants).room().shortages:
+            self._reject(plan.placement, plan, max(shortages, key=lambda shortage: shortage.factor))
+            return None
+        return predict_plan(self.workload, plan, self.constants, simulate=simulate)
 
     def _generations(self, cluster: Cluster) -> list[GenerationLayout]:
         return [self.generation] if self.generation else list(generation_layouts(self.workload, cluster))
@@ -200,7 +203,7 @@ class Search:
                 continue
             cut = replace(layout, recompute=recompute, park=park, offload_optimizer=offload)
             plan = Plan(placement, trainers, trainers, GenerationLayout(), cut, "ipc", 0)
-            if self.ours and plan.not_ours():
+            if self.ours and missing(self.workload, plan):
                 continue
             self.tried += 1
             try:
@@ -252,31 +255,46 @@ class Search:
                            self.constants).training_memory(0.0).value for cut in trained}  # fmt: skip
         # The leanest cuts leave the most room for the cache, the fastest cost the least: some of both.
         lean = sorted(trained, key=lambda cut: held[cut])[:PAIRED]
-        found = [
-            self._predict(Plan(placement, self.cluster, self.cluster, generation, training, ""))
-            for training in dict.fromkeys([*trained[:PAIRED], *lean])
-            for generation in self._generations(self.cluster)
-        ]
-        return sorted(filter(None, found), key=lambda p: p.step.value)[:3]
+        cuts = dict.fromkeys([*trained[:PAIRED], *lean])
+        found = [p for cut in cuts for generation in self._generations(self.cluster)
+                 for p in self._with_room(placement, cut, generation)]  # fmt: skip
+        return sorted(found, key=lambda p: p.step.value)[:3]
+
+    def _with_room(self, placement: str, cut: TrainingLayout, generation: GenerationLayout) -> Iterator[Prediction]:
+        """The cut with this engine beside it, and thriftier ones while they gain from a larger cache:
+        training may fit alone and leave the engine no room."""
+        levels = [(cut.recompute, cut.park, cut.offload_optimizer)]
+        if self.training is None:
+            levels = list(THRIFT[THRIFT.index(levels[0]) :])
+        before = float("inf")
+        for recompute, park, offload in levels:
+            training = replace(cut, recompute=recompute, park=park, offload_optimizer=offload)
+            found = self._predict(Plan(placement, self.cluster, self.cluster, generation, training, ""))
+            if found is not None:
+                yield found
+                if found.waves <= 1 or found.step.value > before:
+                    return
+                before = found.step.value
 
 
 def smallest_that_fits(
-    workload: Workload, cluster: Cluster, constants: Constants | None = None, placements: Sequence[str] = PLACEMENTS
-) -> Cluster | None:
+    workload: Workload, cluster: Cluster, constants: Constants | None = None, placements: Sequence[str] = PLACEMENTS,
+    ours: bool = False,
+) -> Cluster | None:  # fmt: skip
     """The fewest devices of the same kind on which some plan fits: first a node filled up, then more nodes."""
-    return next(
-        (larger for larger in _larger(cluster) if some_plan_fits(workload, larger, constants, placements)), None
-    )
+    fits = (larger for larger in _larger(cluster) if some_plan_fits(workload, larger, constants, placements, ours))
+    return next(fits, None)
 
 
 def some_plan_fits(
-    workload: Workload, cluster: Cluster, constants: Constants | None, placements: Sequence[str] = PLACEMENTS
-) -> bool:
+    workload: Workload, cluster: Cluster, constants: Constants | None, placements: Sequence[str] = PLACEMENTS,
+    ours: bool = False,
+) -> bool:  # fmt: skip
     # What fits colocated fits hybrid, and what fits async fits disaggregated: the kin need not be tried.
     wanted = (
         tuple(dict.fromkeys(KIN.get(name, name) for name in placements)) if set(placements) - {*KIN} else placements
     )
-    return bool(Search(workload, cluster, constants, placements=wanted).run().plans)
+    return bool(Search(workload, cluster, constants, placements=wanted, ours=ours).run().plans)
 
 
 def _larger(cluster: Cluster) -> Iterator[Cluster]:

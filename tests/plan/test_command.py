@@ -14,15 +14,13 @@ from plaudit.config import load_recipe
 from plaudit.plan.explain import explain
 from plaudit.plan.question import ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from tests.command import plaudit_here
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def plaudit(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "plaudit", "plan", *words], capture_output=True, text=True, timeout=120, cwd=cwd or ROOT,
-        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def plaudit(*words: str) -> subprocess.CompletedProcess[str]:
+    return plaudit_here("plan", *words, cwd=ROOT)
 
 
 def test_the_promised_names_are_in_the_json() -> None:
@@ -60,6 +58,7 @@ def test_every_number_has_its_formula() -> None:
     run = plaudit("--model", "llama-3.1-8b", "--hardware", "1x8xH100", "--explain", "all")
     assert run.returncode == 0, run.stderr
     assert "  = " in run.stdout
+    assert run.stdout.startswith("Plaudit's trainer takes ")
     best = ask("llama-3.1-8b", "1x4xH100", placements=("hybrid",)).answer().best
     for what in ("step", "memory", "cost", "optimizer"):
         assert "  = " in explain(best, what)
@@ -103,12 +102,13 @@ def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wante
     """wanted: data and tensor parallel ranks, and rollout processes; None: however many."""
     recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(recipe, lambda name: ROOT / "plaudit/embedded" / name)
-    asked = ask("smollm2-135m", hardware, placements=(placement,), channel="broadcast")
-    text, prediction = recipe_for(recipe, replace(asked, workload=work, ours=True).answer())
+    asked = ask("smollm2-135m", hardware, placements=(placement,))
+    text, prediction = recipe_for(recipe, replace(asked, workload=work).answer())
     tree = tomllib.loads(text)
     assert tree["placement"]["name"] == placement == prediction.plan.placement
     assert tree["placement"].get("channel") == ("collective" if hardware.startswith("2") else None)
     found = tree["resources"]
+    assert found.get("ray") == ("auto" if hardware.startswith("2") else None)
     cut = (found["data_parallel"], found["tensor_parallel"], found.get("rollout", {}).get("processes") or 0)
     assert all(want in (None, have) for want, have in zip(wanted, cut, strict=True)), cut
 

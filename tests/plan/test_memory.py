@@ -4,8 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from plaudit.errors import ConfigError
 from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, Workload, cluster, memory, predict
 from plaudit.plan.decode import Replica
+from plaudit.plan.parts import Parts
+from plaudit.plan.plans import Plan
+from plaudit.plan.question import ask
+from plaudit.plan.search import Search
 from plaudit.plan.training import Trainer
 
 GIB = 2**30
@@ -65,6 +70,83 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert here.host.value == 0
     assert there.host.value > 0
     assert there.phase("generation").memory.value < here.phase("generation").memory.value
+
+
+def test_both_optimizers_of_ppo_go_to_the_host() -> None:
+    """70.55 B parameters, 12 bytes each for policy and critic, the reference's 2 bytes with two gathered layers on each
+    of 8 devices, and half as much again for pinned copies: 2.8 TB, of which a node of eight H200 has 2.0."""
+    cut = TrainingLayout(dp=8, zero=3, recompute="full", park=True, offload_optimizer=True)
+    found = predict(
+        "llama-3.1-70b", "1x8xH200", "hybrid", generation=GenerationLayout(4), training=cut, algorithm="ppo"
+    )
+    held = {part.name: part.value / 1e9 for part in found.host.parts}
+    assert held["optimizer"] == pytest.approx(1.5 * 12 * 70.55, rel=1e-3)
+    assert held["critic optimizer"] == pytest.approx(1.5 * 12 * 70.55, rel=1e-3)
+    assert held["reference"] == pytest.approx(1.5 * 2 * 70.55 * (1 + 8 * 2 / 80), rel=1e-3)
+    assert found.host.value / 1e9 == pytest.approx(2794, abs=1)
+    assert [shortage.what for shortage in found.shortages] == ["host memory, per node"]
+    with pytest.raises(ConfigError, match="fits on 1x8xH200 SXM in no plan"):
+        ask("llama-3.1-70b", "1x8xH200", algorithm="ppo").answer()
+
+
+def test_a_colocated_cache_takes_what_training_leaves() -> None:
+    """GB of a device in training, 7.616 B parameters over 8 ranks: three models of 2 bytes with two of 28 layers whole,
+    two optimizers of 12 bytes, gradients of 4; the engine's half of the weights, graphs 1.0, reserve 3.9; of 4,096
+    tokens, 28 inputs of 3,584 numbers, one whole layer, its gradients, and ten bytes for each of 152,064 logits."""
+    cut = TrainingLayout(dp=8, zero=3, recompute="full")
+    found = predict(
+        "qwen2.5-7b", "1x8xH100", "colocated", generation=GenerationLayout(2), training=cut, algorithm="ppo", batch=4096
+    )
+    billions, tokens, layer = 7.6156, 4096 / 1e9, 165_888
+    models = 3 * 2 * billions * (1 / 8 + 2 / 28) + 2 * 12 * billions / 8 + 4 * billions / 8
+    moment = tokens * (2 * 3584 * 28 + 2 * layer + 10 * 152_064)
+    left = 80 - (models + 2 * billions / 2 + 1.0 + 3.9 + moment)
+    cache = {phase.name: next(p for p in phase.memory.parts if p.name == "cache") for phase in found.phases}
+    for phase in ("generation", "scoring", "training"):
+        assert cache[phase].value / 1e9 == pytest.approx(left, abs=0.02)
+    assert found.phase("training").memory.value == pytest.approx(80e9, abs=1)
+    assert found.fits
+
+
+COLOCATED = (
+    # model, algorithm, generation tp, training
+    ("qwen2.5-7b", "ppo", 2, TrainingLayout(dp=8, zero=3)),
+    ("qwen2.5-14b", "grpo", 4, TrainingLayout(tp=2, dp=4, zero=3)),
+    ("qwen2.5-32b", "ppo", 4, TrainingLayout(dp=8, zero=3, recompute="full", park=True, offload_optimizer=True)),
+    ("llama-3.1-70b", "grpo", 8, TrainingLayout(tp=8, recompute="full", park=True, offload_optimizer=True)),
+    ("qwen3-30b-a3b", "grpo", 1, TrainingLayout(dp=8, zero=3, recompute="full")),
+)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "hybrid", "swapped"])
+@pytest.mark.parametrize(("model", "algorithm", "tp", "training"), COLOCATED, ids=[case[0] for case in COLOCATED])
+def test_a_larger_device_never_needs_more(
+    placement: str, model: str, algorithm: str, tp: int, training: TrainingLayout
+) -> None:
+    """Refused, a plan needs as much of every device; once it fits it goes on fitting, with a cache that only grows."""
+    here = replace(cluster("1x8xH100"), host_memory=1e15)
+    needed, room, fitted = set(), 0.0, False
+    for gigabytes in range(16, 400, 16):
+        place = replace(here, accelerator=replace(here.accelerator, memory=gigabytes * 1e9))
+        plan = Plan(placement, place, place, GenerationLayout(tp), training, "ipc")
+        found = Parts(Workload(ModelShape.named(model), algorithm), plan, Constants()).room()
+        assert found.sequences >= room
+        assert not (fitted and found.shortages), f"{gigabytes} GB: {found.shortages[0]}"
+        room, fitted = found.sequences, not found.shortages
+        needed |= {round(s.needed) for s in found.shortages if s.what == "training, per device"}
+    assert fitted
+    assert len(needed) <= 1, needed
+
+
+@pytest.mark.parametrize(("model", "algorithm"), [("qwen2.5-7b", "ppo"), ("qwen2.5-14b", "grpo"),
+                                                  ("qwen2.5-32b", "ppo"), ("llama-3.1-70b", "grpo")])  # fmt: skip
+def test_what_fits_colocated_on_eight_devices_fits_on_larger_ones(model: str, algorithm: str) -> None:
+    """Also where a larger device could train without recomputation, and would leave the engine no room."""
+    for gigabytes in (80, 96, 141, 192):
+        place = cluster("1x8xH100")
+        place = replace(place, accelerator=replace(place.accelerator, memory=gigabytes * 1e9))
+        found = Search(Workload(ModelShape.named(model), algorithm), place, placements=("colocated",)).run()
+        assert found.plans, f"{gigabytes} GB: {found.rejected[0].reason}"
 
 
 def test_our_own_trainer_packs_prompts_once_and_takes_no_log_probabilities_for_a_single_update() -> None:

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from plaudit.errors import ConfigError, PlauditError
@@ -13,11 +11,12 @@ from plaudit.plan.search import Search
     [
         ("llama-3.1-70b", "8x8xH100", 1_000),
         ("qwen3-235b-a22b", "8x8xH100", 3_000),
-        ("deepseek-v3", "128x8xH100", 6_000),
+        ("deepseek-v3", "128x8xH100", 8_000),
     ],
 )
 def test_a_full_search_tries_few_plans(model: str, hardware: str, most: int) -> None:
-    """Sides are cut alone: pairs of all cuts would be a hundred times as many. A try takes some half a millisecond."""
+    """Sides are cut alone: pairs of all cuts would be a hundred times as many. A try takes some half a millisecond,
+    and less where memory refuses it."""
     work = Workload(ModelShape.named(model), "ppo", 512, 1024, 0, 1024)
     seen = []
     found = Search(work, cluster(hardware), progress=lambda done, total: seen.append((done, total))).run()
@@ -28,13 +27,14 @@ def test_a_full_search_tries_few_plans(model: str, hardware: str, most: int) -> 
 
 def test_plans_are_ranked_and_the_frontier_is_not_beaten() -> None:
     outcome = ask("qwen2.5-7b", "1x8xH100", compare=("H100", "H200", "A100")).answer()
-    times = [p.step.value for p in outcome.plans]
-    assert times == sorted(times)
+    for ranked in (outcome.runnable, outcome.others):
+        times = [p.step.value for p in ranked]
+        assert times == sorted(times)
     assert {p.plan.cluster.accelerator.name for p in outcome.best_of_each()} == {"H100 SXM", "H200 SXM", "A100-80G SXM"}
     for kept in outcome.frontier():
         assert not [
             p
-            for p in outcome.plans
+            for p in outcome.runnable
             if p.step.value < kept.step.value and p.cost.step["mid"].value < kept.cost.step["mid"].value
         ]
 
@@ -71,26 +71,6 @@ def test_isolated_pools_scale_apart() -> None:
     )
     assert large.phase("generation").seconds.value < small.phase("generation").seconds.value
     assert large.phase("training").seconds.value == small.phase("training").seconds.value
-
-
-def test_pipeline_parallel_is_marked_as_not_ours() -> None:
-    outcome = ask("llama-3.1-70b", "8x8xH100").answer()
-    for prediction in outcome.plans:
-        piped = prediction.plan.training.pp > 1
-        assert ("pipeline parallel" in prediction.plan.not_ours()) is (piped or prediction.plan.generation.pp > 1)
-
-
-def test_only_what_our_trainer_runs_is_searched_where_that_is_asked() -> None:
-    """One rank learns in swapped and async, FSDP or tensor parallel in the others, engines have a device each."""
-    found = replace(ask("llama-3.2-1b", "1x8xH100", channel="broadcast"), ours=True).answer().plans
-    assert {prediction.plan.placement for prediction in found} == {"colocated", "hybrid", "disaggregated", "async"}
-    for prediction in found:
-        plan = prediction.plan
-        assert plan.not_ours() == ""
-        assert plan.generation.devices == 1
-        assert plan.placement != "async" or plan.cluster.devices == 1
-    one = replace(ask("llama-3.2-1b", "1x1xH100"), ours=True).answer().plans
-    assert "swapped" in {prediction.plan.placement for prediction in one}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""What Plaudit's own trainer runs of the plans there are, and the figures that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from plaudit.plan.constants import Constants
+from plaudit.plan.hardware import DTYPE_BYTES
+from plaudit.plan.plans import Plan
+from plaudit.plan.workload import Workload
+
+CHANNELS = ("", "shared", "ipc", "broadcast", "disk")
+CHANNEL = "broadcast"
+"""Between pools, where no other is chosen."""
+RESPONSE_SECONDS = 0.15e-3
+"""In which our trainer rewards a response by a rule and takes its advantage, on a CPU as beside a GPU."""
+
+
+def own_constants(constants: Constants) -> Constants:
+    """Those of our trainer, where they are known and nothing else is said: others' do more for each response."""
+    said = constants.response_seconds != Constants().response_seconds
+    return constants if said else replace(constants, response_seconds=RESPONSE_SECONDS)
+
+
+def unsupported(workload: Workload) -> Mapping[str, str]:
+    """What a run wants that no plan of ours has, whatever the hardware, with the cure."""
+    model, dtype, engine = workload.model, workload.dtype, workload.engine_dtype
+    lacks = {
+        f"training in {dtype}": (dtype not in ("bf16", "fp32"), "take --dtype bf16"),
+        f"rollouts in {engine} of a policy in {dtype}": (engine != dtype, "leave out --generation-dtype"),
+        f"cache in {workload.kv_dtype}": (DTYPE_BYTES[workload.kv_dtype] < 2, "take --kv-dtype bf16"),
+        "cache of latents": (model.latent, "take a model with grouped or full attention"),
+    }
+    return {name: cure for name, (true, cure) in lacks.items() if true}
+
+
+def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
+    """What Plaudit's own trainer lacks for this plan; empty where it runs it."""
+    model, generation, training = workload.model, plan.generation, plan.training
+    lacks = {
+        "pipeline parallelism": training.pp > 1 or generation.pp > 1,
+        "expert parallelism": training.ep > 1 or generation.ep > 1,
+        "context parallelism": training.cp > 1,
+        "engine over several devices": generation.tp > 1,
+        "data parallelism without FSDP": training.dp > 1 and training.zero < 3,
+        "tensor parallelism of experts": training.tp > 1 and model.experts > 0,
+        "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
+        "optimizer on the host": training.offload_optimizer,
+        "reference on the host": training.park,
+        f"{plan.placement} over several ranks": plan.placement in ("swapped", "async") and plan.cluster.devices > 1,
+        f"{plan.channel} channel": plan.channel not in CHANNELS,
+    }
+    return (*unsupported(workload), *(name for name, true in lacks.items() if true))

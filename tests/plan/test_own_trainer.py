@@ -1,0 +1,176 @@
+"""Plans that Plaudit's own trainer runs come first, everywhere; the others say what it lacks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plaudit.config.recipe import load_recipe
+from plaudit.errors import ConfigError
+from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
+from plaudit.plan.own_trainer import missing
+from plaudit.plan.question import Outcome, ask
+from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from tests.command import plaudit_here
+
+ROOT = Path(__file__).parent.parent.parent
+OTHERS = "With other software: what Plaudit's own trainer does not run"
+
+
+@pytest.fixture(scope="module")
+def eight() -> Outcome:
+    return ask("llama-3.1-8b", "1x8xH100").answer()
+
+
+@pytest.fixture(scope="module")
+def none_runnable() -> Outcome:
+    return ask("llama-3.1-70b", "1x8xH100", placements=("hybrid", "colocated")).answer()
+
+
+def plan(placement: str, devices: int, engine: GenerationLayout, training: TrainingLayout, channel: str = "") -> Plan:
+    place = cluster(f"1x{devices}xH100")
+    return Plan(placement, place, place, engine, training, channel)
+
+
+FSDP = TrainingLayout(dp=8, zero=3)
+
+
+@pytest.mark.parametrize(
+    ("told", "of"),
+    [
+        ((), plan("hybrid", 8, GenerationLayout(), FSDP)),
+        ((), plan("colocated", 8, GenerationLayout(), TrainingLayout(tp=2, dp=4, zero=3))),
+        ((), plan("disaggregated", 8, GenerationLayout(), FSDP, "broadcast")),
+        ((), plan("swapped", 1, GenerationLayout(), TrainingLayout())),
+        (("engine over several devices",), plan("hybrid", 8, GenerationLayout(2), FSDP)),
+        (("async over several ranks",), plan("async", 8, GenerationLayout(), FSDP, "disk")),
+        (("swapped over several ranks",), plan("swapped", 8, GenerationLayout(), FSDP)),
+        (("reshard channel",), plan("disaggregated", 8, GenerationLayout(), FSDP, "reshard")),
+        (("data parallelism without FSDP",), plan("hybrid", 8, GenerationLayout(), TrainingLayout(dp=8))),
+        (("pipeline parallelism",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(pp=2))),
+        (("context parallelism",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(cp=2))),
+        (("optimizer on the host", "reference on the host"),
+         plan("hybrid", 8, GenerationLayout(), replace(FSDP, offload_optimizer=True, park=True))),
+        (("tensor parallelism that cuts key-value heads",),
+         plan("hybrid", 16, GenerationLayout(), TrainingLayout(tp=16))),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(told: tuple[str, ...], of: Plan) -> None:
+    assert missing(Workload(ModelShape.named("llama-3.1-8b")), of) == told
+
+
+def test_experts_are_not_cut_by_tensor_parallelism() -> None:
+    of = plan("hybrid", 2, GenerationLayout(), TrainingLayout(tp=2))
+    assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), of) == ("tensor parallelism of experts",)
+
+
+def test_runnable_plans_come_first_and_the_others_say_why_not(eight: Outcome) -> None:
+    assert eight.runnable
+    assert eight.others
+    assert eight.plans == eight.runnable + eight.others
+    assert eight.best is eight.runnable[0]
+    assert not any(p.missing for p in eight.runnable)
+    assert all(p.missing for p in eight.others)
+    assert set(map(id, eight.frontier())) <= set(map(id, eight.runnable))
+    assert {p.plan.placement for p in eight.runnable} >= {"colocated", "hybrid", "disaggregated"}
+    assert all(p.plan.cluster.devices == 1 for p in eight.runnable if p.plan.placement == "async")
+    kinds = eight.kinds_of_others()
+    assert sum(alike for _, alike in kinds) == len(eight.others)
+    assert len({p.missing for p, _ in kinds}) == len(kinds)
+
+
+def test_what_can_be_run_is_planned_with_our_trainer_in_mind(eight: Outcome) -> None:
+    """Plain modules, no log-probabilities before a single update; published runs do otherwise."""
+    assert all(p.workload.plain and p.plan.training.plain for p in eight.runnable)
+    assert not any(p.workload.plain for p in eight.others)
+    scored = [part.name for part in eight.best.phase("scoring").seconds.parts]
+    assert "old log-probabilities" not in scored
+    assert "old log-probabilities" in [part.name for part in eight.others[0].phase("scoring").seconds.parts]
+
+
+def test_every_view_has_the_runnable_plan_first(tmp_path: Path) -> None:
+    words = ("plan", "--model", "llama-3.1-8b", "--hardware", "1x8xH100")
+    page = tmp_path / "plan.html"
+    lines = plaudit_here(*words, "--page", str(page)).stdout.splitlines()
+    assert lines[0].startswith("Plaudit's trainer takes ")
+    (heading,) = (at for at, line in enumerate(lines) if line.startswith(OTHERS))
+    assert "#  placement" in "".join(lines[1:heading])
+    assert "missing" not in "".join(lines[1:heading])
+    assert "against ours" in lines[heading + 1]
+    assert "engine over several devices" in "".join(lines[heading:])
+
+    data = json.loads(plaudit_here(*words, "--json").stdout)
+    runnable = [p["runnable"] for p in data["plans"]]
+    assert runnable == [True] * data["runnable"] + [False] * (len(runnable) - data["runnable"])
+    assert [bool(p["missing"]) for p in data["plans"]] == [not flag for flag in runnable]
+    assert all(data["plans"][index]["runnable"] for index in data["frontier"])
+    assert lines[0] == data["headline"]
+
+    text = page.read_text()
+    shown = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert shown["headline"] == data["headline"]
+    assert shown["plans"][0] == data["plans"][0]
+    assert "Plans that Plaudit's trainer runs" in text
+    assert "With other software" in text
+
+    told = plaudit_here(*words, "--explain", "step").stdout.splitlines()
+    assert told[0] == data["headline"]
+    assert told[2].startswith(f"step: {data['plans'][0]['step_seconds']:,.2f} s")
+
+
+def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_runnable: Outcome) -> None:
+    assert not none_runnable.runnable
+    assert none_runnable.best is none_runnable.others[0]
+    told = none_runnable.headline
+    assert told.startswith("Plaudit's own trainer runs none of these plans; its engine has one device")
+    assert "141.1 GB of the 80.0 GB" in told
+    named = told.split("smallest change that it runs: ")[1]
+    assert ask("llama-3.1-70b", named.removesuffix(" SXM"), placements=("hybrid", "colocated")).answer().runnable
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"generation_dtype": "fp8"}, "no rollouts in fp8 of a policy in bf16: leave out --generation-dtype"),
+        ({"dtype": "fp8"}, "no training in fp8: take --dtype bf16"),
+        ({"kv_dtype": "fp8"}, "no cache in fp8: take --kv-dtype bf16"),
+        ({"channel": "reshard", "placements": ("disaggregated",)}, "no reshard channel: take --channel broadcast"),
+    ],
+)  # fmt: skip
+def test_what_no_hardware_cures_is_said_with_the_option_that_does(asked: dict[str, object], told: str) -> None:
+    asked = {"placements": ("hybrid",), **asked}
+    assert told in ask("llama-3.1-8b", "1x2xH100", **asked).answer().headline  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hardware", ["1x1xH100", "1x8xH100", "2x8xH100"])
+@pytest.mark.parametrize("recipe", ["sums-grpo", "sums-ppo"])
+def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str, hardware: str) -> None:
+    own = read_recipe(ROOT / f"recipes/{recipe}.toml")
+    work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
+    outcome = replace(ask("smollm2-135m", hardware), workload=work).answer()
+    assert outcome.runnable
+    planned = tmp_path / "planned.toml"
+    for index, prediction in enumerate(outcome.runnable):
+        only = {place: replace(found, plans=(prediction,)) for place, found in outcome.found.items()}
+        text, _ = recipe_for(own, replace(outcome, found=only))
+        planned.write_text(text)
+        assert load_recipe(planned).task == "rl", index
+
+
+def test_no_recipe_is_written_that_cannot_be_run(none_runnable: Outcome) -> None:
+    own = read_recipe(ROOT / "recipes/sums-grpo.toml")
+    with pytest.raises(ConfigError, match=r"no recipe was written\. Plaudit's own trainer runs none of these plans"):
+        recipe_for(own, none_runnable)
+
+
+def test_a_reward_model_is_whole_on_every_rank_of_ours() -> None:
+    """Llama 3.1 8B: 8.03 B parameters of two bytes, where FSDP would leave an eighth and two layers of 32."""
+    held = {}
+    for plain in (True, False):
+        cut = TrainingLayout(dp=8, zero=3, plain=plain)
+        work = Workload(ModelShape.named("llama-3.2-1b"), reward=ModelShape.named("llama-3.1-8b"), plain=plain)
+        parts = predict(work, "1x8xH100", "hybrid", training=cut).phase("scoring").memory.parts
+        held[plain] = next(part.value for part in parts if part.name == "reward model") / 1e9
+    assert held[True] == pytest.approx(16.06, abs=0.01)
+    assert held[False] == pytest.approx(16.06 * (1 / 8 + 2 / 32), rel=0.05)
