@@ -107,21 +107,29 @@ def _print_runnable(outcome: Outcome, top: int, console: Console) -> None:
 
 
 def _print_comparison(outcome: Outcome, console: Console) -> None:
+    """Accelerators side by side, by one trainer at a time."""
     price = outcome.question.price
+    lines = []
+    if ours := outcome.best_of_each(runnable=True):
+        lines += _by_time_and_cost(ours, price, "")
+        without = [name for name, found in outcome.found.items() if not any(p.runnable for p in found.plans)]
+        lines += [f"with none that our trainer runs: {', '.join(without)}"] if without else []
     best = outcome.best_of_each()
+    lines += _by_time_and_cost(best, price, " with any software")
+    silent = [p.plan.cluster.accelerator.name for p in best if price not in p.cost.step]
+    lines += [f"no public price: {', '.join(silent)}"] if silent else []
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _by_time_and_cost(best: list[Prediction], price: str, how: str) -> list[str]:
     by_time = sorted(best, key=lambda p: p.step.value)
     priced = [p for p in best if price in p.cost.step]
     by_cost = sorted(priced, key=lambda p: p.cost.million_tokens[price].value)
-    console.print("by time: " + ", ".join(
-        f"{p.plan.cluster.accelerator.name} {seconds(p.step.value)} s{'' if p.runnable else ' (with other software)'}"
-        for p in by_time
-    ), highlight=False, soft_wrap=True)  # fmt: skip
-    console.print("by cost: " + (", ".join(
-        f"{p.plan.cluster.accelerator.name} ${p.cost.million_tokens[price].value:.2f}/M tokens" for p in by_cost
-    ) or "no public price of any of them; give one with --price"), highlight=False, soft_wrap=True)  # fmt: skip
-    silent = [p.plan.cluster.accelerator.name for p in best if price not in p.cost.step]
-    if silent and by_cost:
-        console.print(f"[dim]no public price: {', '.join(silent)}[/dim]", highlight=False)
+    times = (f"{p.plan.cluster.accelerator.name} {seconds(p.step.value)} s" for p in by_time)
+    costs = (f"{p.plan.cluster.accelerator.name} ${p.cost.million_tokens[price].value:.2f}/M tokens" for p in by_cost)
+    none = "no public price of any of them; give one with --price"
+    return [f"by time{how}: {', '.join(times)}", f"by cost{how}: {', '.join(costs) or none}"]
 
 
 def _print_phases(best: Prediction, console: Console) -> None:

@@ -179,13 +179,10 @@ class Outcome:
             told += f"for which ours lacks {', '.join(others[0].missing)}"
         return told
 
-    def best_of_each(self) -> list[Prediction]:
-        """The fastest plan of each cluster that can be run, or else the fastest."""
-        return [
-            min(found.plans, key=lambda p: (not p.runnable, p.step.value))
-            for found in self.found.values()
-            if found.plans
-        ]
+    def best_of_each(self, runnable: bool = False) -> list[Prediction]:
+        """The fastest plan of each cluster that has one; `runnable`: by our trainer, else by any software."""
+        plans = ([p for p in found.plans if p.runnable or not runnable] for found in self.found.values())
+        return [min(of, key=lambda p: p.step.value) for of in plans if of]
 
     def frontier(self) -> list[Prediction]:
         """Plans that no other beats in both time and cost, the fastest first: of those that can be run, if any can."""
