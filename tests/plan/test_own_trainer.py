@@ -10,6 +10,7 @@ from plaudit.config.recipe import load_recipe
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
 from plaudit.plan.own_trainer import missing
+from plaudit.plan.page import render_page
 from plaudit.plan.question import Outcome, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 from tests.command import plaudit_here
@@ -117,6 +118,15 @@ def test_every_view_has_the_runnable_plan_first(tmp_path: Path) -> None:
     told = plaudit_here(*words, "--explain", "step").stdout.splitlines()
     assert told[0] == data["headline"]
     assert told[2].startswith(f"step: {data['plans'][0]['step_seconds']:,.2f} s")
+
+
+def test_a_page_of_many_plans_shows_both_kinds(eight: Outcome) -> None:
+    """Of four accelerators fifteen plans each: as many as can be run, or as others are, must not crowd out the rest."""
+    outcome = replace(eight, found={name: next(iter(eight.found.values())) for name in "abcd"})
+    text = render_page(outcome)
+    shown = json.loads(text.split('type="application/json">')[1].split("</script>")[0])["plans"]
+    assert {p["runnable"] for p in shown} == {True, False}
+    assert shown[0]["runnable"]
 
 
 def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_runnable: Outcome) -> None:
