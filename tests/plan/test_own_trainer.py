@@ -156,7 +156,7 @@ def test_what_no_hardware_cures_is_said_with_the_option_that_does(asked: dict[st
 @pytest.mark.parametrize("hardware", ["1x1xH100", "1x8xH100", "2x8xH100"])
 @pytest.mark.parametrize("recipe", ["sums-grpo", "sums-ppo"])
 def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str, hardware: str) -> None:
-    own = read_recipe(ROOT / f"recipes/{recipe}.toml")
+    own = read_recipe(ROOT / f"plaudit/recipes/{recipe}.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
     outcome = replace(ask("smollm2-135m", hardware), workload=work).answer()
     assert outcome.runnable
@@ -169,7 +169,7 @@ def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str
 
 
 def test_no_recipe_is_written_that_cannot_be_run(none_runnable: Outcome) -> None:
-    own = read_recipe(ROOT / "recipes/sums-grpo.toml")
+    own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     with pytest.raises(ConfigError, match=r"no recipe was written\. Plaudit's own trainer runs none of these plans"):
         recipe_for(own, none_runnable)
 
