@@ -5,7 +5,7 @@ Each line is one JSON object: `t` (seconds since the log was opened, monotonic),
 
     metric  values: {name: number}              span    name, seconds
     memory  phase, bytes: {owner: count}, ...   sample  prompt, response, ...
-    note    text, ...                           plan    steps, memory: {phase: {owner: count}}
+    note    text, ...                           plan    task, algorithm, steps, clip_norm, memory: {phase: ...}
 
 Of a phase's memory, `bytes` are those at its fullest, by owner; `start` and `end` what was different at its ends,
 `taken` what the device says (start, end, peak), `capacity` what the device has.
@@ -31,7 +31,7 @@ from plaudit.errors import StorageError
 Kind = Literal["metric", "span", "memory", "sample", "note", "plan"]
 Event = dict[str, Any]
 
-START, RESUME, WARNING = "start", "resume", "warning"
+START, RESUME, WARNING, END = "start", "resume", "warning", "end"
 
 
 class EventLog:

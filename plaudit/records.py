@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NEXT = -1  # among the tokens whose log-probs are read: the one that follows
+Z_95 = 1.96  # standard errors to either side of a mean: its 95 % interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.browser import MISSING
+
 if not torch.cuda.is_available():  # set before anything imports Triton: its kernels are interpreted
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -23,6 +25,12 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`--no-loadscope-reorder` keeps this order where several processes share the files."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)]
+    if MISSING and skipped:
+        terminalreporter.write_line(f"skipped: {MISSING}", yellow=True)
 
 
 @pytest.fixture(autouse=True)

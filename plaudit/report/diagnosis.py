@@ -33,29 +33,36 @@ def diagnose(run: History) -> list[Finding]:
     return sorted(found, key=lambda finding: WORST_FIRST.index(finding.severity))
 
 
-def verdict(run: History, findings: Sequence[Finding]) -> tuple[Severity, str]:
-    """The run in one line: how it stands, and what it learned."""
-    told = _progress(run)
+def verdict(run: History, findings: Sequence[Finding], held_out: bool = True) -> tuple[Severity, str]:
+    """The run in one line: how it stands, and what it learned; without held-out answers where a headline tells them."""
+    told = _progress(run, held_out)
     bad = [finding for finding in findings if finding.severity == "bad"]
     watch = [finding for finding in findings if finding.severity == "watch"]
     if bad:
         more = f", and {count(len(bad) - 1, 'more problem')}" if len(bad) > 1 else ""
         return "bad", f"Not well: {bad[0].rule}{more}. {told}"
     if watch:
-        return "watch", f"Running, with {count(len(watch), 'thing')} to watch: {watch[0].rule}. {told}"
+        things = f"{count(len(watch), 'thing')} to watch: {watch[0].rule}"
+        if run.finished:
+            things = f"Finished, with {things}"
+        elif run.planned_steps:
+            # Whether its process still works is not in the log: the step it came to is.
+            things = f"At step {run.steps} of {run.planned_steps}, with {things}"
+        return "watch", f"{things}. {told}"
     if not findings:
         return "watch", f"Too little was logged to judge this run. {told}"
     return "fine", f"Healthy. {told}"
 
 
-def _progress(run: History) -> str:
+def _progress(run: History, held_out: bool) -> str:
     parts = []
     if run.reinforced:
         if score := run.curve("reward/mean"):
             parts.append(f"reward {number(score.early())} → {number(score.late())}")
         held = run.held_out().get("accuracy")
         if held and len(held.finite) > 1:
-            parts.append(f"held-out answers right {percent(held.finite[0])} → {percent(held.finite[-1])}")
+            if held_out:
+                parts.append(f"held-out answers right {percent(held.finite[0])} → {percent(held.finite[-1])}")
         elif truth := run.truth:
             parts.append(f"answers right {percent(truth.early())} → {percent(truth.late())}")
     elif loss := run.curve("loss"):

@@ -24,7 +24,8 @@ class Finding:
 
 
 def percent(share: float) -> str:
-    digits = 1 if 0 < share < 0.0995 else 0
+    # Neither a small share nor a small rest is rounded away.
+    digits = 1 if 0 < share < 0.0995 or 0.99 < share < 1 else 0
     return "nan" if math.isnan(share) else f"{100 * share:.{digits}f} %"
 
 

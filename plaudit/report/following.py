@@ -10,12 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from plaudit.events import RESUME, START, WARNING, Event
+from plaudit.events import END, RESUME, START, WARNING, Event
 from plaudit.report.history import HELD_OUT
 from plaudit.report.live import LiveView
 from plaudit.report.source import event_log
-
-END = "end"
 
 
 class Following:

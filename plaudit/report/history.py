@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plaudit.events import Event
+from plaudit.events import END, START, Event
 from plaudit.report.curve import Curve
 from plaudit.report.memory import Timeline, timelines
 from plaudit.report.source import run_events
@@ -18,12 +18,20 @@ _REST = "other"
 
 @dataclass(frozen=True, slots=True)
 class History:
+    """task, algorithm, planned_steps and clip_norm are the recipe's, where the run logged them."""
+
     name: str
     curves: Mapping[str, Curve]
     seconds: float = 0.0
     spans: Mapping[str, float] = field(default_factory=dict)
     memory: Sequence[Timeline] = ()
     samples: Sequence[Event] = ()
+    task: str | None = None
+    algorithm: str | None = None
+    planned_steps: int | None = None
+    clip_norm: float | None = None
+    finished: bool = False
+    """Whether its last process came to the end; else it is at work still, or was stopped."""
 
     @property
     def steps(self) -> int:
@@ -33,6 +41,25 @@ class History:
     def reinforced(self) -> bool:
         """Whether this is a run against rewards; else it learned from examples."""
         return "reward/mean" in self.curves
+
+    @property
+    def right(self) -> Curve | None:
+        """The share of samples that are right, where it is known."""
+        return self.curve("accuracy", f"{HELD_OUT}accuracy")
+
+    @property
+    def level(self) -> float | None:
+        """How good the samples are at the end, from 0 to 1: the share that is right, else where the mean reward lies
+        between the least and the greatest; None where rewards never differed."""
+        if right := self.right:
+            return right.late()
+        mean, greatest, least = self.curve("reward/mean"), self.curve("reward/max"), self.curve("reward/min")
+        if mean is None or greatest is None or least is None:
+            return None
+        bottom, top = min(least.finite), max(greatest.finite)
+        if bottom >= 0 and top <= 1:  # what rules pay: where nobody got 1, the greatest that was seen says little
+            return mean.late()
+        return (mean.late() - bottom) / (top - bottom) if top > bottom else None
 
     @property
     def truth(self) -> Curve | None:
@@ -86,8 +113,14 @@ def read_history(run: Path) -> History:
 def history_of(name: str, events: Sequence[Event]) -> History:
     points: dict[str, dict[int, float]] = {}
     spans: dict[str, float] = {}
+    plan: Event = {}
+    finished = False
     for event in events:
-        if event["kind"] == "metric" and "step" in event:
+        if event["kind"] == "plan":
+            plan = event
+        elif event["kind"] == "note" and "role" not in event and event["text"] in (START, END):
+            finished = event["text"] == END
+        elif event["kind"] == "metric" and "step" in event:
             for metric, value in event["values"].items():
                 points.setdefault(metric, {})[event["step"]] = float(value)
         elif event["kind"] == "span":
@@ -106,4 +139,9 @@ def history_of(name: str, events: Sequence[Event]) -> History:
             [event for event in events if event["kind"] == "plan"],
         ),
         samples=[event for event in events if event["kind"] == "sample"],
+        task=plan.get("task"),
+        algorithm=plan.get("algorithm"),
+        planned_steps=plan.get("steps"),
+        clip_norm=plan.get("clip_norm"),
+        finished=finished,
     )

@@ -14,6 +14,7 @@ from typing import Any
 from plaudit.events import Event
 from plaudit.report.diagnosis import diagnose, verdict
 from plaudit.report.figures import FIGURES
+from plaudit.report.headline import headline, kind, method
 from plaudit.report.history import History
 from plaudit.report.memory import Held, Timeline
 
@@ -60,9 +61,14 @@ def _plain(value: Any) -> Any:
 
 def _run(run: History) -> dict[str, Any]:
     findings = diagnose(run)
-    severity, told = verdict(run, findings)
+    severity, told = verdict(run, findings, held_out=False)
+    first = headline(run)
     return {
         "name": run.name,
+        "kind": kind(run),
+        "method": method(run),
+        "headline": first.words if first else (),
+        "headlined": first.metric if first else None,
         "steps": run.steps,
         "seconds": run.seconds,
         "severity": severity,

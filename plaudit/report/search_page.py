@@ -12,7 +12,7 @@ from plaudit.report.searches import Searched
 MOST_NODES = 20_000  # of all trees on one page
 _TEMPLATE = Path(__file__).with_name("search_page.html")
 _FIGURES = (
-    "method", "width", "questions", "answered", "failed", "accuracy", "accuracy_se", "kv_tokens", "kv_peak",
+    "method", "width", "questions", "answered", "failed", "accuracy", "kv_tokens", "kv_peak",
     "generated_tokens", "calls", "seconds", "solver_seconds", "cluster_seconds", "unsolved", "phases", "stopped",
 )  # fmt: skip
 _NODE = ("id", "parent", "text", "tokens", "state", "score", "value", "cluster", "error", "twin")
@@ -31,7 +31,7 @@ def _run(run: Searched, room: int) -> dict[str, Any]:
             break
         trees.append(_tree(tree))
     figures = {name: run.figures[name] for name in _FIGURES if name in run.figures}
-    return {"name": run.name, "label": run.label, "figures": figures, "trees": trees}
+    return {"name": run.name, "label": run.label, "margin": run.margin, "figures": figures, "trees": trees}
 
 
 def _tree(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from plaudit.errors import RunError
 from plaudit.events import Event
+from plaudit.records import Z_95
 from plaudit.report.source import run_events
 
 NOTE = "search"  # the note with which a search's run ends
@@ -25,6 +26,11 @@ class Searched:
     @property
     def label(self) -> str:
         return f"{self.figures['method']}, {self.figures['width']}"
+
+    @property
+    def margin(self) -> float | None:
+        """How far the 95 % interval of the accuracy reaches to either side."""
+        return Z_95 * float(self.figures["accuracy_se"]) if "accuracy_se" in self.figures else None
 
     def per_question(self, name: str) -> float:
         return float(self.figures.get(name, 0)) / max(1, int(self.figures["questions"]))

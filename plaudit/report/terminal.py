@@ -127,11 +127,11 @@ def print_searches(runs: Sequence[Searched], console: Console | None = None) -> 
     console = console or Console()
     table = Table(title="per question", title_style="dim", title_justify="left", box=None, pad_edge=False)
     table.add_column("run")
-    for heading in ("method", "questions", "right", "KV tokens", "generated", "calls", "seconds"):
+    for heading in ("method", "questions", "right (± 95 %)", "KV tokens", "generated", "calls", "seconds"):
         table.add_column(heading, justify="right")
     for run in runs:
         figures = run.figures
-        right = "–" if "accuracy" not in figures else f"{figures['accuracy']:.3f} ± {figures['accuracy_se']:.3f}"
+        right = "–" if "accuracy" not in figures else f"{figures['accuracy']:.3f} ± {run.margin:.3f}"
         costs = [f"{run.per_question(name):,.0f}" for name in ("kv_tokens", "generated_tokens", "calls")]
         table.add_row(
             run.name, run.label, str(figures["questions"]), right, *costs, f"{run.per_question('seconds'):.2f}"

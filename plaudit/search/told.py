@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.errors import NoAnswer
+from plaudit.records import Z_95
 
 
 def told(figures: Mapping[str, Any]) -> str:
     lines = [f"{figures['method']}, width {figures['width']}: {figures['questions']} questions"]
     if "accuracy" in figures:
-        lines.append(f"  accuracy          {figures['accuracy']:.3f} ± {figures['accuracy_se']:.3f}")
+        lines.append(f"  accuracy          {figures['accuracy']:.3f} ± {Z_95 * figures['accuracy_se']:.3f} (95 %)")
     else:
         lines.append(f"  answered          {figures['answered']} of {figures['questions']}")
     for name, key in (("KV tokens", "kv_tokens"), ("generated tokens", "generated_tokens"), ("calls", "calls")):

@@ -25,7 +25,7 @@ from plaudit.errors import (
     RunError,
     VersionChanged,
 )
-from plaudit.events import RESUME, WARNING
+from plaudit.events import END, RESUME, WARNING
 from plaudit.place.build import new_placement
 from plaudit.place.ledger import new_ledger
 from plaudit.place.placement import Stage
@@ -176,7 +176,10 @@ class RlTraining:
             response=max(1.0, self.before["length"]) if "length" in self.before else None,
             cache=local.stats().kv_bytes if local and local.decoder.device.type == "cuda" else 0,
         )  # fmt: skip
-        self.run.events.write("plan", steps=self.recipe.train.steps, memory=memory)
+        self.run.events.write(
+            "plan", task="rl", algorithm=self.recipe.algorithm.name, steps=self.recipe.train.steps,
+            clip_norm=self.recipe.train.clip_norm, memory=memory,
+        )  # fmt: skip
 
     def _loop(self, interrupted: list[int]) -> None:
         train = self.recipe.train
@@ -298,7 +301,7 @@ class RlTraining:
         }
         self.ledger.write(self.run.events, self.step, self.version)
         self.run.summarise(summary)
-        self.run.events.note("end")
+        self.run.events.note(END)
         return summary
 
     # State

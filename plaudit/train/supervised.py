@@ -12,7 +12,7 @@ import torch
 from plaudit.config import NewModel, PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.core.packing import use_packed_attention
 from plaudit.errors import ConfigError
-from plaudit.events import RESUME
+from plaudit.events import END, RESUME
 from plaudit.models import Kind, Loaded, choose_device, load_policy, load_reward, load_steps, new_llama, save
 from plaudit.train import randomness
 from plaudit.train.encode import Encoder
@@ -67,6 +67,7 @@ class SupervisedTraining:
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the model, and return the final figures."""
         steps = self.recipe.train.steps
+        self.run.events.write("plan", task=self.recipe.task, steps=steps, clip_norm=self.recipe.train.clip_norm)
         begin = time.monotonic() - self.seconds
         with interruptible() as interrupted, self.progress.bar(self.step, steps):
             while self.step < steps:
@@ -87,6 +88,7 @@ class SupervisedTraining:
         summary = {"task": self.recipe.task, "seed": self.recipe.seed, "steps": steps, **figures}
         summary |= {"seconds": round(self.seconds, 1), "parameters": _parameters(self.loaded)}
         self.run.summarise(summary)
+        self.run.events.note(END)
         return summary
 
     def evaluate(self, quick: bool) -> dict[str, float]:

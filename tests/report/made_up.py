@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from plaudit.events import EventLog
+from plaudit.events import END, EventLog
 from plaudit.report.curve import Curve
 from plaudit.report.history import History
 
@@ -105,12 +105,13 @@ def history(shapes: Mapping[str, Shape] = HEALTHY, steps: int = 120, seed: int =
 
 
 def write_run(
-    directory: Path, shapes: Mapping[str, Shape] = HEALTHY, steps: int = 120, seed: int = 0, total: int | None = None
-) -> Path:
+    directory: Path, shapes: Mapping[str, Shape] = HEALTHY, steps: int = 120, seed: int = 0, total: int | None = None,
+    algorithm: str = "grpo",
+) -> Path:  # fmt: skip
     """The event log of such a run in this directory: metrics, held-out figures, spans, memory and samples."""
     directory.mkdir(parents=True, exist_ok=True)
     log = EventLog(directory)
-    log.write("plan", steps=total or steps)
+    log.write("plan", task="rl", algorithm=algorithm, steps=total or steps, clip_norm=1.0)
     chance = random.Random(seed)
     held_out(log, shapes, 0, 0.0)
     for step in range(1, steps + 1):
@@ -124,6 +125,25 @@ def write_run(
         if step % 10 == 1:
             for index in range(4):
                 write_sample(log, step, index, chance)
+    if total is None:
+        log.note(END)
+    log.close()
+    return directory
+
+
+def write_examples(directory: Path, task: str, steps: int, figure: str) -> Path:
+    """The event log of a run on examples: the loss of every step, two evaluations."""
+    directory.mkdir(parents=True)
+    log = EventLog(directory)
+    log.write("plan", task=task, steps=steps, clip_norm=1.0)
+    chance = random.Random(steps)
+    for step in range(1, steps + 1):
+        loss = 2 * math.exp(-4 * step / steps) * (1 + 0.05 * chance.gauss(0, 1))
+        log.metric({"loss": loss, "grad_norm": 0.8 + 0.1 * chance.random(), "lr": 1e-3, "tokens": 900.0}, step=step)
+        if step in (steps // 2, steps):
+            log.metric({"heldout/heldout_loss": loss, f"heldout/{figure}": 0.5 + 0.4 * step / steps}, step=step)
+            log.write("span", step=step, name="evaluate", seconds=1.5)
+    log.note(END)
     log.close()
     return directory
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from plaudit.events import RESUME, EventLog
 from plaudit.report.curve import Curve
 from plaudit.report.diagnosis import RULES, diagnose, verdict
-from plaudit.report.history import History
-from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, Shape, history
+from plaudit.report.history import History, read_history
+from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, Shape, history, write_run
 
 EVERYTHING = {**HEALTHY, **CRITIC, **ASYNCHRONOUS}
 
@@ -96,6 +98,93 @@ def test_a_rule_speaks(severity: str, rule: str, words: str, changed: dict[str, 
     if severity != "fine":
         assert rule not in spoken(history(EVERYTHING), severity)
         assert verdict(run, diagnose(run))[0] in ("bad", severity)
+
+
+# Equal rewards within groups: what helps depends on how good the samples are
+
+EQUAL = {"reward__zero_std_groups": flat(0.9)}
+
+
+def equal_cure(run: History) -> str:
+    return next(found.cure for found in diagnose(run) if found.rule == "equal rewards within groups")
+
+
+@pytest.mark.parametrize(
+    ("level", "helps", "hurts"),
+    [(0.05, "easier", "harder"), (0.2, "easier", "harder"), (0.75, "harder", "easier"), (0.97, "harder", "easier")],
+)
+@pytest.mark.parametrize("known", ["answers", "rewards"])
+def test_equal_rewards_want_easier_prompts_where_they_are_low_and_harder_ones_where_they_are_high(
+    level: float, helps: str, hurts: str, known: str
+) -> None:
+    run = history(**EQUAL, reward__mean=flat(level), accuracy=flat(level))
+    if known == "rewards":
+        run = replace(run, curves={name: curve for name, curve in run.curves.items() if name != "accuracy"})
+    assert helps in equal_cure(run)
+    assert hurts not in equal_cure(run)
+    if helps == "easier":
+        assert "more samples per prompt" in equal_cure(run)
+
+
+def test_equal_rewards_in_the_middle_want_neither() -> None:
+    cure = equal_cure(history(**EQUAL, accuracy=flat(0.5)))
+    assert "dynamic sampling" in cure
+    assert "harder" not in cure
+    assert "easier" not in cure
+    # Of a reward of its own scale the place between its ends counts.
+    scaled = history(**EQUAL, reward__min=flat(-4), reward__max=flat(4), reward__mean=flat(-3.5))
+    scaled = replace(scaled, curves={name: curve for name, curve in scaled.curves.items() if name != "accuracy"})
+    assert "easier" in equal_cure(scaled)
+
+
+def test_a_greatest_reward_that_is_low_is_no_ceiling() -> None:
+    low = {"reward__mean": flat(0.2), "reward__max": flat(0.2), "reward__min": flat(0.0)}
+    run = history(**low, accuracy=flat(0.1))
+    said = spoken(run, "watch")
+    assert "easier prompts" in said["the same low reward for all"]
+    assert not [words for words in said.values() if "harder prompts" in words]
+    unknown = replace(run, curves={name: curve for name, curve in run.curves.items() if name != "accuracy"})
+    assert "the same low reward for all" in spoken(unknown, "watch")
+    assert "the same low reward for all" not in spoken(history(reward__mean=flat(0.99), accuracy=flat(0.99)), "watch")
+
+
+# Clipping is advised where it is not on
+
+
+def test_clipping_is_advised_only_where_the_norm_is_above_what_is_usual() -> None:
+    spike = history(policy__grad_norm=lambda x: 50.0 if abs(x - 0.5) < 1e-9 else 0.5)
+    clipped = spoken(replace(spike, clip_norm=1.0), "watch")["a spike of the gradient"]
+    assert "was clipped to train.clip_norm = 1." in clipped
+    assert "lower train.lr." in clipped
+    loose = spoken(replace(spike, clip_norm=100.0), "watch")["a spike of the gradient"]
+    assert "was clipped" not in loose
+    assert "lower train.lr or train.clip_norm (100; the gradient norm is 0.499 as a rule)" in loose
+    grows = history(policy__grad_norm=lambda x: 0.5 * math.exp(6 * x))
+    assert "clip" not in spoken(replace(grows, clip_norm=1.0), "bad")["exploding gradient"]
+    assert "train.clip_norm (500" in spoken(replace(grows, clip_norm=500.0), "bad")["exploding gradient"]
+    broken = history(policy__loss=lambda x: math.nan if x > 0.5 else 0.0)
+    assert "clip" not in spoken(replace(broken, clip_norm=1.0), "bad")["a number that is none"]
+
+
+def test_nothing_clipped_is_explained_by_one_update_only_where_there_is_one() -> None:
+    assert "with one update per batch" in spoken(history(), "fine")["clipping"]
+    several = history(policy__updates=flat(4), policy__kl_old=flat(1e-3))
+    assert "one update" not in spoken(several, "fine")["clipping"]
+
+
+# Whether a run is over
+
+
+def test_a_finished_run_is_not_said_to_be_running(tmp_path: Path) -> None:
+    cut = {**HEALTHY, "length/truncated": flat(0.2)}
+    over = read_history(write_run(tmp_path / "over", cut, steps=40))
+    assert verdict(over, diagnose(over))[1].startswith("Finished, with 1 thing to watch: cut-off samples.")
+    stopped = read_history(write_run(tmp_path / "stopped", cut, steps=40, total=90))
+    assert verdict(stopped, diagnose(stopped))[1].startswith("At step 40 of 90, with 1 thing to watch")
+    log = EventLog(tmp_path / "over")  # it is taken up again
+    log.note(RESUME, step=40)
+    log.close()
+    assert not read_history(tmp_path / "over").finished
 
 
 def exact(curve: Curve) -> Curve:

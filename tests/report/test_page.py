@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from plaudit.events import EventLog
 from plaudit.report.history import history_of, read_history
 from plaudit.report.page import MOST_POINTS, MOST_SAMPLE_TOKENS, render_page
-from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, HOSTILE, write_run
+from tests.browser import PATIENCE, chromium, expect, in_browser
+from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, HOSTILE, write_examples, write_run
 
-CHROMIUM = shutil.which("chromium")
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
 HACKED = {
     **HEALTHY,
     **CRITIC,
@@ -24,7 +26,6 @@ HACKED = {
     "reward/mean": lambda x: -2 + 5 * x,
     "accuracy": lambda x: 0.3 + 0.9 * x - 1.1 * x * x,
 }
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium for the tests of the page: apt install chromium")
 
 
 def data_of(page: str) -> dict[str, list[dict[str, object]]]:
@@ -45,11 +46,8 @@ def two(one: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    expect.set_options(timeout=10_000)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -59,14 +57,14 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[object]:
     complaints: list[str] = []
     asked: list[str] = []
 
-    def show(*runs: Path, scheme: str = "light", width: int = 1280) -> Page:
+    def show(*runs: Path, scheme: str = "light", width: int = 1280, height: int = 900) -> Page:
         file = tmp_path / "report.html"
         file.write_text(render_page([read_history(run) for run in runs]), encoding="utf-8")
-        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(PATIENCE)
         page.goto(file.as_uri())
         opened.append(page)
         return page
@@ -94,11 +92,11 @@ def test_curves_are_drawn_and_tell_their_values(open_page, one: Path) -> None:  
     expect(page.get_by_text("The same at every step: policy/loss 0", exact=False)).to_be_visible()
     before = first.locator(".key b").first.inner_text()
     first.locator("svg[role=img]").hover(position={"x": 100, "y": 100})
-    expect(page.locator("#at")).to_contain_text("step ")
+    expect(page.locator(".at").first).to_contain_text("step ")
     assert first.locator(".key b").first.inner_text() != before
     first.locator("svg[role=img]").focus()
     page.keyboard.press("ArrowLeft")
-    expect(page.locator("#at")).to_have_text(re.compile(r"step \d+"))
+    expect(page.locator(".at").first).to_have_text(re.compile(r"step \d+"))
     page.mouse.move(5, 5)
     smooth = first.locator("path.raw").count()
     page.get_by_label("smoothed").uncheck()
@@ -109,55 +107,55 @@ def test_curves_are_drawn_and_tell_their_values(open_page, one: Path) -> None:  
 def test_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: ignore[no-untyped-def]
     page = open_page(two)
     expect(page.locator(".verdict")).to_contain_text("Not well: over-optimisation")
-    expect(page.locator("#diagnosis > .finding").first).to_contain_text("the truth falls")
-    began = re.search(r"Since step (\d+)", page.locator("#diagnosis > .finding").first.inner_text())
+    expect(page.locator(".diagnosis > .finding").first).to_contain_text("the truth falls")
+    began = re.search(r"Since step (\d+)", page.locator(".diagnosis > .finding").first.inner_text())
     assert began is not None
     expect(page.locator("figure path.begins")).to_have_count(1)  # where it began, in the plot of the reward
     expect(page.locator("figure").first).to_contain_text(f"over-optimisation from step {began[1]}")
-    page.locator("#diagnosis summary").click()
-    expect(page.locator("#diagnosis details .finding").first).to_be_visible()
+    page.locator(".diagnosis summary").click()
+    expect(page.locator(".diagnosis details .finding").first).to_be_visible()
     expect(page.get_by_role("heading", name="Explained variance")).to_be_visible()
     expect(page.get_by_role("heading", name="Staleness")).to_be_visible()
-    assert page.locator("#time path.layer").count() == 7
-    expect(page.locator("#time tbody tr").first).to_contain_text("generate")
-    assert page.locator("#memory path.layer").count() == 10  # of one step, and along the run
-    expect(page.locator("#memory .about")).to_contain_text("Memory is fullest in update of step 1: 53.4 MiB. Most have")
-    expect(page.locator("#memory figure").first).to_contain_text("peak 53.4 MiB")
-    expect(page.locator("#memory figure").first.locator("svg[role=img]")).to_contain_text("generateupdate")
-    expect(page.locator("#memory tbody")).to_contain_text("update53.4 MiB")
-    page.locator("#memory svg[role=img]").first.hover(position={"x": 900, "y": 100})
-    expect(page.locator("#memory .key").first).to_contain_text("update at its fullest")
-    expect(page.locator("#memory label")).to_be_hidden()
-    page.locator("#time svg[role=img]").hover()
-    expect(page.locator("#time .key")).to_contain_text("step ")
+    assert page.locator(".time path.layer").count() == 7
+    expect(page.locator(".time tbody tr").first).to_contain_text("generate")
+    assert page.locator(".memory path.layer").count() == 10  # of one step, and along the run
+    expect(page.locator(".memory .about")).to_contain_text("Memory is fullest in update of step 1: 53.4 MiB. Most have")
+    expect(page.locator(".memory figure").first).to_contain_text("peak 53.4 MiB")
+    expect(page.locator(".memory figure").first.locator("svg[role=img]")).to_contain_text("generateupdate")
+    expect(page.locator(".memory tbody")).to_contain_text("update53.4 MiB")
+    page.locator(".memory svg[role=img]").first.hover(position={"x": 900, "y": 100})
+    expect(page.locator(".memory .key").first).to_contain_text("update at its fullest")
+    expect(page.locator(".memory label")).to_be_hidden()
+    page.locator(".time svg[role=img]").hover()
+    expect(page.locator(".time .key")).to_contain_text("step ")
 
 
 @in_browser
 def test_samples_by_step_and_colour(open_page, one: Path) -> None:  # type: ignore[no-untyped-def]
     page = open_page(one)
-    tokens = page.locator("#response .token")
+    tokens = page.locator(".response .token")
     expect(page.get_by_label("Step", exact=True)).to_have_value("111")
-    expect(page.locator("#facts")).to_contain_text("reward 1truth rightended by the token limit")
+    expect(page.locator(".facts")).to_contain_text("reward 1truth rightended by the token limit")
     assert tokens.count() == 16
     advantage = tokens.first.evaluate("node => getComputedStyle(node).backgroundColor")
     for what in ("token_rewards", "kl", "logprobs"):
         page.get_by_label("Coloured by").select_option(what)
-        expect(page.locator("#scale i")).to_be_visible()
+        expect(page.locator(".scale i")).to_be_visible()
         assert tokens.first.evaluate("node => getComputedStyle(node).backgroundColor") != advantage
     tokens.nth(4).hover()
-    expect(page.locator("#numbers")).to_contain_text('token 5 "15" · advantage 0.6')
-    expect(page.locator("#numbers")).to_contain_text("probability")
+    expect(page.locator(".numbers")).to_contain_text('token 5 "15" · advantage 0.6')
+    expect(page.locator(".numbers")).to_contain_text("probability")
     page.get_by_role("button", name="Earlier step").click()
     expect(page.get_by_label("Step", exact=True)).to_have_value("101")
-    expect(page.locator("#facts")).to_contain_text("policy version 100")
-    page.locator("#choice button").nth(1).click()
+    expect(page.locator(".facts")).to_contain_text("policy version 100")
+    page.locator(".choice button").nth(1).click()
     assert page.locator(".token.masked").count() == 3
     page.get_by_label("Coloured by").select_option("kl")
-    expect(page.locator("#scale")).to_contain_text("no KL to the reference")
-    page.locator("#choice button").nth(2).click()
-    expect(page.locator("#facts")).to_contain_text("timeout: no answer")
+    expect(page.locator(".scale")).to_contain_text("no KL to the reference")
+    page.locator(".choice button").nth(2).click()
+    expect(page.locator(".facts")).to_contain_text("timeout: no answer")
     page.get_by_label("Step", exact=True).select_option("11")
-    expect(page.locator("#choice button[aria-pressed=true]")).to_contain_text("0.2")
+    expect(page.locator(".choice button[aria-pressed=true]")).to_contain_text("0.2")
 
 
 @in_browser
@@ -169,13 +167,13 @@ def test_hostile_text_stays_text(open_page, tmp_path: Path) -> None:  # type: ig
     log.close()
     page = open_page(run)
     page.get_by_label("Step", exact=True).select_option("1")
-    page.locator("#choice button").nth(3).click()
-    expect(page.locator("#prompt")).to_have_text(f"7+8+4= {HOSTILE}")
-    expect(page.locator("#response .token").first).to_have_text(HOSTILE)
-    page.locator("#response .token").last.hover()
-    expect(page.locator("#numbers")).to_contain_text("<b>bold</b>")
-    page.locator("#choice button").nth(2).click()
-    expect(page.locator("#facts")).to_contain_text(HOSTILE)
+    page.locator(".choice button").nth(3).click()
+    expect(page.locator(".prompt")).to_have_text(f"7+8+4= {HOSTILE}")
+    expect(page.locator(".response .token").first).to_have_text(HOSTILE)
+    page.locator(".response .token").last.hover()
+    expect(page.locator(".numbers")).to_contain_text("<b>bold</b>")
+    page.locator(".choice button").nth(2).click()
+    expect(page.locator(".facts")).to_contain_text(HOSTILE)
     assert page.locator("img, b b, main script").count() == 0
     assert page.title() == "<img src=x onerror=alert(1)> – Plaudit report"
     assert page.locator("script").count() == 2
@@ -196,6 +194,81 @@ def test_several_runs_lie_over_each_other_and_fit_a_phone(open_page, one: Path, 
     assert (int(re.findall(r"\d+", paper)[0]) > 128) == (scheme == "light")
 
 
+# The page that `make run` ends with: four kinds of run of very different lengths
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    runs = tmp_path_factory.mktemp("make-run")
+    return [
+        write_run(runs / "sums-ppo", {**HEALTHY, **CRITIC}, steps=70, algorithm="ppo"),
+        write_examples(runs / "sums-sft", "sft", 1300, "accuracy/sums/sampled"),
+        write_examples(runs / "sums-prm", "prm", 1800, "step_auc"),
+        write_examples(runs / "sums-reward", "reward", 450, "pair_accuracy"),
+    ]
+
+
+def box(part: Locator) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom, in pixels of the window."""
+    found = part.bounding_box()
+    assert found is not None
+    return found["x"], found["y"], found["x"] + found["width"], found["y"] + found["height"]
+
+
+@in_browser
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (390, 844)])
+def test_the_first_screen_has_the_headline_and_its_curve(open_page, four: list[Path], width: int, height: int) -> None:  # type: ignore[no-untyped-def]
+    page = open_page(*four, width=width, height=height)
+    headline, plot = page.locator(".headline").first, page.locator("figure").first.locator("svg[role=img]")
+    expect(headline).to_have_text(
+        "Before training 28 % of its answers to new problems were right; after 70 steps of PPO 73 % are."
+    )
+    assert (
+        page.locator("figure").first.locator("svg[role=img] circle").count() == 10
+    )  # five evaluations, reward and truth
+    for part in (headline, plot):
+        left, top, right, bottom = box(part)
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+@in_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_curve_takes_the_width_of_its_plot(open_page, four: list[Path], width: int) -> None:  # type: ignore[no-untyped-def]
+    page = open_page(*four, width=width)
+    figures = page.locator("article > .lead figure, .curves > .plots > figure").all()
+    assert len(figures) > 20
+    for figure in figures:
+        left, _, right, _ = box(figure.locator("svg[role=img]"))
+        curves = [box(curve) for curve in figure.locator("path.curve").all()]
+        spread = max(curve[2] for curve in curves) - min(curve[0] for curve in curves)
+        # What is left has the numbers of the axes: 46 pixels, and 40 where there are two.
+        assert spread >= right - left - 92, figure.inner_text()
+
+
+@in_browser
+def test_kinds_of_run_have_sections_of_their_own(open_page, four: list[Path]) -> None:  # type: ignore[no-untyped-def]
+    page = open_page(*four)
+    expect(page.locator("article .kind")).to_have_text(
+        ["Reinforcement learning", "Supervised fine-tuning", "Process reward model", "Reward model"]
+    )
+    for article, run in zip(page.locator("article").all(), four, strict=True):
+        expect(article.locator("h1")).to_contain_text(f"{run.name} · ")
+        expect(article.locator(".verdict")).to_contain_text("Healthy. ")
+        cells = article.locator(".figures td").all_inner_texts()
+        assert cells
+        assert "–" not in cells
+    page.get_by_role("link", name="sums-prm").click()
+    assert box(page.locator("article").nth(2))[1] < 100
+    # Pointing at one kind leaves the others alone: their steps are not the same steps.
+    page.locator("article").nth(2).locator("svg[role=img]").first.hover()
+    expect(page.locator("article").nth(2).locator(".at").first).to_have_text(re.compile(r"step \d+"))
+    expect(page.locator("article").first.locator(".at").first).to_have_text("")
+    # Runs of one kind still lie over each other.
+    assert open_page(four[0], four[0]).locator("article").count() == 1
+
+
 @in_browser
 def test_a_run_of_examples_and_one_that_has_hardly_begun(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     log = EventLog(tmp_path)
@@ -209,8 +282,9 @@ def test_a_run_of_examples_and_one_that_has_hardly_begun(open_page, tmp_path: Pa
     log.close()
     page = open_page(tmp_path)
     expect(page.locator(".verdict")).to_contain_text("Not well: a number that is none")
-    expect(page.locator("#figures tbody")).to_contain_text("answers right, greedy0.3331")
-    assert page.locator("figure").first.locator("svg[role=img] circle").count() == 3
+    expect(page.locator(".figures tbody")).to_contain_text("answers right, greedy0.3331")
+    # Three evaluations: the loss, and on an axis of its own the figure of the headline.
+    assert page.locator("figure").first.locator("svg[role=img] circle").count() == 6
     expect(page.get_by_role("heading", name="answers right, greedy")).to_be_visible()
 
 
@@ -225,12 +299,12 @@ def test_a_log_with_gaps_is_shown_as_far_as_it_goes(open_page, tmp_path: Path) -
     log.write("memory", phase="empty", bytes={})
     log.close()
     page = open_page(tmp_path)
-    expect(page.locator("#response")).to_have_text("abc")
-    page.locator("#response .token").last.hover()
+    expect(page.locator(".response")).to_have_text("abc")
+    page.locator(".response .token").last.hover()
     page.get_by_role("button", name="Earlier step").click()
-    expect(page.locator("#response")).to_have_text("no tokens")
-    page.locator("#response .token").hover()
-    expect(page.locator("#prompt")).to_contain_text("hello")
+    expect(page.locator(".response")).to_have_text("no tokens")
+    page.locator(".response .token").hover()
+    expect(page.locator(".prompt")).to_contain_text("hello")
 
 
 def test_a_long_run_gives_a_page_of_bounded_size() -> None:
@@ -263,13 +337,13 @@ def test_the_program_of_a_small_model_is_told_and_drawn_when_asked_for(open_page
         log.write("memory", step=step, phase="update", device="cpu", bytes={**held, "KV": 0}, start={}, end={})
     log.close()
     page = open_page(tmp_path)
-    expect(page.locator("#memory .about")).to_contain_text("Most have activations 3 MiB, policy weights 2 MiB")
-    expect(page.locator("#memory .about")).to_contain_text("500 MiB are the program itself")
-    expect(page.locator("#memory figure").first).to_contain_text("peak 6 MiB")
-    assert page.locator("#memory path.layer").count() == 6
+    expect(page.locator(".memory .about")).to_contain_text("Most have activations 3 MiB, policy weights 2 MiB")
+    expect(page.locator(".memory .about")).to_contain_text("500 MiB are the program itself")
+    expect(page.locator(".memory figure").first).to_contain_text("peak 6 MiB")
+    assert page.locator(".memory path.layer").count() == 6
     page.get_by_label("with the program").check()
-    expect(page.locator("#memory figure").first).to_contain_text("peak 506 MiB")
-    assert page.locator("#memory path.layer").count() == 8
+    expect(page.locator(".memory figure").first).to_contain_text("peak 506 MiB")
+    assert page.locator(".memory path.layer").count() == 8
 
 
 def test_text_cannot_leave_the_data(tmp_path: Path) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from rich.console import Console
 
 from plaudit.errors import RunError
 from plaudit.events import EventLog
 from plaudit.report.search_page import MOST_NODES, render_search_page
 from plaudit.report.searches import is_search, read_searches
+from plaudit.report.terminal import print_searches
+from plaudit.search.told import told
+from tests.browser import chromium, expect, in_browser
 from tests.report.made_up import HOSTILE, write_run
 
-CHROMIUM = shutil.which("chromium")
 FIGURES = {
     "method": "ets", "width": 4, "questions": 2, "answered": 2, "failed": 0, "accuracy": 0.5, "accuracy_se": 0.35,
     "kv_tokens": 400, "kv_peak": 90, "generated_tokens": 300, "calls": 40, "seconds": 3.0, "solver_seconds": 0.1,
@@ -75,20 +78,35 @@ def test_a_page_stays_small(tmp_path: Path) -> None:
     assert len(run["trees"]) == 1
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium for the tests of the page: apt install chromium")
+def test_an_interval_is_the_same_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
+    searches = read_searches([write_search(tmp_path / "a")])  # of standard error 0.35
+    out = io.StringIO()
+    print_searches(searches, Console(file=out, width=160))
+    assert "right (± 95 %)" in out.getvalue()
+    assert "0.500 ± 0.686" in out.getvalue()
+    assert "0.500 ± 0.686 (95 %)" in told({**FIGURES, "programme_share": 0})
+    (run,) = data_of(render_search_page(searches))["runs"]
+    assert run["margin"] == 0.686
+    (unjudged,) = read_searches([write_search(tmp_path / "b")])
+    figures = {name: value for name, value in unjudged.figures.items() if not name.startswith("accuracy")}
+    assert replace(unjudged, figures=figures).margin is None
+
+
+@in_browser
 def test_the_page_draws_trees_and_budgets(tmp_path: Path) -> None:
     runs = [write_search(tmp_path / "a"), write_search(tmp_path / "b", method="rebase", width=16, kv_tokens=900)]
     file = tmp_path / "page.html"
     file.write_text(render_search_page(read_searches(runs)))
     complaints: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         page = browser.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda asked: complaints.append(asked.url) if "file:" not in asked.url else None)
         page.goto(file.as_uri())
         expect(page.locator("#figures tbody tr")).to_have_count(2)
+        expect(page.locator("#figures")).to_contain_text("right (± 95 %)")
+        expect(page.locator("#figures tbody tr").first).to_contain_text("0.500 ± 0.686")
         expect(page.locator("#scatter circle")).to_have_count(2)
         expect(page.locator("#tree .node")).to_have_count(5)  # the twin is drawn with its first
         page.locator("#tree rect.node").hover()
@@ -98,5 +116,4 @@ def test_the_page_draws_trees_and_budgets(tmp_path: Path) -> None:
         page.select_option("#run", "1")
         page.select_option("#question", "1")
         expect(page.locator("#told")).to_contain_text("answer 15 right")
-        browser.close()
     assert not [text for text in complaints if not text.startswith("data:")]

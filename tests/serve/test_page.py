@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
+from tests.browser import MISSING, PATIENCE, chromium, expect
 from tests.serve.process import ServerProcess
 
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("no chromium for the tests of the page: apt install chromium", allow_module_level=True)
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+if MISSING:
+    pytest.skip(MISSING, allow_module_level=True)
 
 KEY = "a-key-for-tests"
-PATIENCE = 30_000
 RIGHT, WRONG = "3+4=7;7+5=12;#12", "3+4=9;9+5=14;#14"
 MARKUP = "<img src=x onerror=\"document.title='run'\">"
 
@@ -31,11 +32,8 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    expect.set_options(timeout=PATIENCE)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 class Seen:

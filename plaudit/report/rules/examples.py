@@ -18,7 +18,7 @@ def loss_falls(run: History) -> Finding | None:
     return Finding(
         "nothing learned",
         "watch",
-        f"The loss does not fall: {moved}, with ±{number(curve.noise())} of noise.",
+        f"The loss does not fall: {moved}; three standard errors are {number(curve.noise())}.",
         "Raise train.lr, train longer, or look at the data.",
     )
 

@@ -7,6 +7,8 @@ from statistics import median
 from plaudit.report.finding import ENOUGH, Finding, number, percent
 from plaudit.report.history import History
 
+_NEAR = 4  # times the usual gradient norm: a clip_norm within that holds spikes
+
 
 def not_finite(run: History) -> Finding | None:
     watched = ("policy/loss", "policy/grad_norm", "reward/mean", "kl/reference", "value/loss", "loss", "grad_norm")
@@ -22,7 +24,7 @@ def not_finite(run: History) -> Finding | None:
         "a number that is none",
         "bad",
         says,
-        "Go back to a checkpoint before it; lower train.lr or clip the gradient harder.",
+        f"Go back to a checkpoint before it, and lower train.lr{_or_clip(run)}.",
     )
 
 
@@ -35,18 +37,23 @@ def gradient(run: History) -> Finding | None:
     step = curve.steps[curve.values.index(peak)]
     if usual > 0 and late > 10 * max(curve.early(), usual / 10):
         says = f"The gradient norm grew from {number(curve.early())} to {number(late)}."
-        return Finding(
-            "exploding gradient", "bad", says, "Lower train.lr, clip the gradient harder, or warm up for longer."
-        )
+        return Finding("exploding gradient", "bad", says, f"Lower train.lr{_or_clip(run)}, or warm up for longer.")
     if usual > 0 and peak > 20 * usual:
         says = f"The gradient norm jumped to {number(peak)} at step {step}; it is {number(usual)} as a rule."
-        return Finding(
-            "a spike of the gradient",
-            "watch",
-            says,
-            "Look at the samples of that step; clip the gradient if it comes again.",
-        )
+        if run.clip_norm is not None and peak > run.clip_norm:
+            says += f" The update was clipped to train.clip_norm = {number(run.clip_norm)}."
+        cure = f"Look at the samples of that step; if it comes again, lower train.lr{_or_clip(run)}."
+        return Finding("a spike of the gradient", "watch", says, cure)
     return Finding("gradient", "fine", f"The gradient norm stays near {number(usual)}, at most {number(peak)}.")
+
+
+def _or_clip(run: History) -> str:
+    """Advice to clip, where clipping does not yet hold the gradient at what it is as a rule."""
+    curve = run.curve("policy/grad_norm", "grad_norm")
+    usual = median(curve.finite) if curve else 0.0
+    if run.clip_norm is None or usual <= 0 or run.clip_norm <= _NEAR * usual:
+        return ""
+    return f" or train.clip_norm ({number(run.clip_norm)}; the gradient norm is {number(usual)} as a rule)"
 
 
 def entropy(run: History) -> Finding | None:
@@ -119,9 +126,10 @@ def clipping(run: History) -> Finding | None:
         if updates and updates.late() > 1 and kl and abs(kl.late()) < 1e-6:
             says = f"Nothing is ever clipped and the policy hardly moves within a batch (KL {number(kl.late())})."
             return Finding("tiny updates", "watch", says, "Raise train.lr.")
-        return Finding(
-            "clipping", "fine", "Nothing is clipped: with one update per batch the ratio is 1, and nothing can be."
-        )
+        says = "Nothing is clipped"
+        if updates is None or updates.late() <= 1:
+            says += ": with one update per batch the ratio is 1, and nothing can be"
+        return Finding("clipping", "fine", f"{says}.")
     return Finding("clipping", "fine", f"{percent(share)} of tokens are clipped.")
 
 

@@ -18,11 +18,31 @@ def equal_groups(run: History) -> Finding | None:
     says = f"{percent(share)} of groups have equal rewards at the end"
     if share < 0.5:
         return Finding("groups differ", "fine", f"{says}; the others give a gradient.")
-    cure = "Raise the temperature or the difficulty of the prompts, or set dynamic sampling."
-    if (truth := run.truth) and truth.late() > 0.9:
-        cure = "Most prompts are solved: give harder ones, or stop here."
     return Finding(
-        "equal rewards within groups", "bad" if share >= 0.8 else "watch", f"{says}: no gradient from them.", cure
+        "equal rewards within groups",
+        "bad" if share >= 0.8 else "watch",
+        f"{says}: no gradient from them.",
+        _unequal(run),
+    )
+
+
+def _unequal(run: History) -> str:
+    """What makes rewards of a group differ: it depends on whether the samples are all good or all bad."""
+    level = run.level
+    if level is None:
+        return "Raise the sampling temperature, take more samples per prompt, or set dynamic sampling."
+    if level > 0.9:
+        return "Most prompts are solved: give harder ones, or stop here."
+    if level > 0.6:
+        return "Many prompts are solved by every sample: give harder ones, or set dynamic sampling."
+    if level < 0.4:
+        return (
+            "Most prompts are failed by every sample: give easier ones, take more samples per prompt, "
+            "raise the sampling temperature, or fine-tune on examples first."
+        )
+    return (
+        "Some prompts are solved by every sample and others by none: set dynamic sampling, "
+        "or take more samples per prompt."
     )
 
 
@@ -40,14 +60,15 @@ def learning(run: History) -> Finding | None:
             "Lower train.lr; check the sign of the reward and of the advantages.",
         )
     if after <= before + noise and not run.saturated:
-        says = f"No learning beyond chance: {moved}, with ±{number(noise)} of noise."
+        says = f"No learning beyond chance: {moved}; three standard errors are {number(noise)}."
         return Finding(
             "nothing learned",
             "watch",
             says,
             "Raise train.lr or train longer; look whether groups differ in reward and samples are cut off.",
         )
-    return Finding("learning", "fine", f"Reward {number(before)} → {number(after)}, with ±{number(noise)} of noise.")
+    says = f"Reward {number(before)} → {number(after)}; three standard errors are {number(noise)}."
+    return Finding("learning", "fine", says)
 
 
 def early_dip(run: History) -> Finding | None:
@@ -131,6 +152,12 @@ def saturated(run: History) -> Finding | None:
     if not run.saturated:
         return Finding("room to learn", "fine", "The reward is not at its ceiling.")
     late = run.curves["reward/mean"].late()
+    if (level := run.level) is not None and level < 0.5:
+        says = f"Samples get the greatest reward seen, {number(late)}: none shows what would get more."
+        if right := run.right:
+            says += f" {percent(right.late())} of them are right."
+        cure = "Give easier prompts or more samples of each; see that a right answer is paid more than others."
+        return Finding("the same low reward for all", "watch", says, cure)
     says = f"The reward is at its ceiling ({number(late)}): little is left to learn from these prompts."
     return Finding("saturated reward", "watch", says, "Stop here, or go on with harder prompts.")
 

@@ -1,0 +1,44 @@
+"""Debian's Chromium through playwright, for the tests of pages. Where either is missing they are skipped, loudly.
+
+Nothing here imports playwright before a test asks for a browser: the other tests are collected without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+CHROMIUM = shutil.which("chromium")
+PATIENCE = 30_000  # milliseconds; only a page that hangs takes as long
+MISSING = (
+    "no playwright for the tests of pages: pip install playwright" if importlib.util.find_spec("playwright") is None
+    else "no chromium for the tests of pages: apt install chromium" if CHROMIUM is None
+    else ""
+)  # fmt: skip
+in_browser = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    from playwright.sync_api import expect as expects
+    from playwright.sync_api import sync_playwright
+
+    expects.set_options(timeout=PATIENCE)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def expect(what: Any) -> Any:
+    from playwright.sync_api import expect as expects
+
+    return expects(what)

@@ -1,0 +1,25 @@
+"""Tests are collected, and the others run, where there is no playwright."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("tests/report/test_page.py", "tests/report/test_search_page.py", "tests/serve/test_page.py")
+HIDE = "import sys\nsys.modules['playwright'] = None\n"
+
+
+def test_pages_are_skipped_and_said_to_be_where_playwright_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "no_playwright.py").write_text(HIDE)
+    command = [sys.executable, "-m", "pytest", "-p", "no_playwright", "-p", "no:cacheprovider", *PAGES]
+    chosen = "draws or cannot_leave"  # one that needs a browser, one that does not, and a file that is skipped whole
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [*command, "-k", chosen], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped: no playwright for the tests of pages: pip install playwright" in done.stdout
+    assert "1 passed, 2 skipped" in done.stdout
