@@ -56,6 +56,7 @@ def method(run: History) -> str:
 
 
 def headline(run: History) -> Headline | None:
+    words: tuple[str, ...]
     figures = {name: curve for name, curve in run.held_out().items() if curve.finite}
     for name, (counted, said) in _SHARES.items():
         if curve := figures.get(name):

@@ -19,6 +19,7 @@ from plaudit.errors import ConfigError, DataError, RunError
 from plaudit.events import read_events
 from plaudit.models import load_policy
 from plaudit.records import Item, ItemError, Score
+from plaudit.report.history import read_history
 from plaudit.train import overdue
 from plaudit.train.rl import RlTraining
 from plaudit.train.run import Run
@@ -56,6 +57,8 @@ def test_grpo_raises_the_true_accuracy(tmp_path: Path) -> None:
     assert all(seen["policy/ratio_min"] == seen["policy/ratio_max"] == 1.0 for seen in viewer.seen)
     shown = [e for e in read_events(tmp_path / "run") if e["kind"] == "sample"]
     assert {e["step"] for e in shown} == {1, 6, 12}
+    noted = read_history(tmp_path / "run")
+    assert (noted.task, noted.algorithm, noted.planned_steps, noted.finished) == ("rl", "grpo", 12, True)
     assert all(len(e["tokens"]) == len(e["advantages"]) == len(e["logprobs"]) for e in shown)
 
 

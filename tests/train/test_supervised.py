@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from plaudit.config import load_recipe
 from plaudit.errors import RunBusy, RunError
 from plaudit.events import read_events
+from plaudit.report.history import read_history
 from plaudit.train.run import Run
 from tests.command import plaudit_here
 
@@ -48,6 +49,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert str(run / "final") in done.stdout
     return run
+
+
+def test_the_log_says_what_the_run_is_and_that_it_ended(straight: Path) -> None:
+    run = read_history(straight)
+    assert (run.task, run.planned_steps, run.clip_norm, run.finished) == ("sft", 12, 1.0, True)
 
 
 def killed_at(run: Path, step: int, *arguments: str, sets: list[str]) -> None:
