@@ -188,14 +188,20 @@ def smollm2_vs_trl(record: Record) -> str:
 
 def vllm_gpu(record: Record) -> str:
     settings = list(dict.fromkeys(x["setting"] for x in record["rows"] if x["engine"] == "vllm"))
-    heads = ("shape", "work", *(f"vLLM, {setting}" for setting in settings), "Plaudit", "Plaudit to vLLM's best")
+    heads = (
+        "shape",
+        "work, tokens/s",
+        *(f"vLLM, {setting}" for setting in settings),
+        "Plaudit",
+        "Plaudit to vLLM's best",
+    )
     rates = {(x["shape"], x["work"], x["engine"], x["setting"]): x["tokens/s"] for x in record["rows"]}
     rows = []
     for shape, work in dict.fromkeys((shape, work) for shape, work, _, _ in rates):
         vllm = [rates.get((shape, work, "vllm", setting)) for setting in settings]
-        ours, best = rates[shape, work, "plaudit", ""], max((rate for rate in vllm if rate), default=None)
+        ours, best = rates.get((shape, work, "plaudit", "")), max((rate for rate in vllm if rate), default=None)
         cells = [f"{rate:,.0f}" if rate else "–" for rate in (*vllm, ours)]
-        rows.append((shape, work, *cells, f"{ours / best:.2f}×" if best else "–"))
+        rows.append((shape, work, *cells, f"{ours / best:.2f}×" if ours and best else "–"))
     return table(heads, rows)
 
 
@@ -208,6 +214,8 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file: th
     "nemo_load": ("protocols/nemo-aligner.md", nemo_load),
     "search_throughput": ("benchmarks/search.md", throughput),
     "rl_vs_trl": ("benchmarks/rl.md", rl_vs_trl),
+    "update_memory": ("benchmarks/rl.md", update_memory),
+    "vllm_gpu": ("benchmarks/core.md", vllm_gpu),
     "smollm2_vs_trl": ("benchmarks/smollm2.md", smollm2_vs_trl),
 }
 

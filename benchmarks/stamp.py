@@ -27,9 +27,9 @@ def stamp(script: str, machine: str, rivals: Mapping[str, tuple[str, str]]) -> d
 
 
 def commit() -> str:
-    """Of the working tree; COMMIT names it where the tree was copied without its history."""
+    """Of the working tree; COMMIT names it where the tree was copied without its history, or with another's."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    number = done.stdout.strip() or os.environ.get("COMMIT", "")
+    number = os.environ.get("COMMIT") or done.stdout.strip()
     if not number:
         raise SystemExit("this copy of the tree has no git history: set COMMIT to the commit that it was copied from")
     return number
