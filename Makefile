@@ -66,7 +66,7 @@ check: $(INSTALLED)
 bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed .venv-interop/.installed
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/plaudit bench weights --out benchmarks/results
-	@$(BIN)/python benchmarks/plots.py
+	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
 BENCHMARKS = async_vs_sync broadcast core_cpu failures nemo_load planner_own planner_validation rank_memory replicas \
 	rl_vs_trl search search_lanes search_throughput search_variants serving update_memory
@@ -75,7 +75,7 @@ BENCHMARKS = async_vs_sync broadcast core_cpu failures nemo_load planner_own pla
 bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
 	@for name in core_gpu core_ablation serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
-	@$(BIN)/python benchmarks/plots.py
+	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
 # The models shipped in the package, made again from their recipes.
 embedded: $(INSTALLED)
