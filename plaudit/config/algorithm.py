@@ -131,8 +131,9 @@ class RlAlgorithm(Table):
     advantage: AdvantageTable = AdvantageTable()
     gamma: Share = 1.0
     lam: Share = 0.95
-    bootstrap: bool = True
-    """gae: a response that was cut off is worth its critic's value after the cut; else 0, as if it had ended."""
+    bootstrap: bool = False
+    """gae: add the critic's value after the cut to a response that was cut off. Only for rewards of single turns, which
+    say nothing of what was cut; a reward of the whole response covers it, and would count twice."""
     mask_truncated: bool = False
     """Leave responses that were cut off out of the loss."""
     clip: ClipTable = ClipTable()

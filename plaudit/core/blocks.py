@@ -12,9 +12,13 @@ class BlockPool:
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.refs = [0] * blocks
-        self._free = list(range(blocks - 1, -1, -1))  # a stack: the block freed last is warm and goes out first
         self.reached = 0  # blocks from the first to the last that was ever taken
+        self.reset()
+
+    def reset(self) -> None:
+        """Free every block, whoever holds it."""
+        self.refs = [0] * self.blocks
+        self._free = list(range(self.blocks - 1, -1, -1))  # a stack: the block freed last is warm and goes out first
 
     @property
     def free(self) -> int:

@@ -90,7 +90,6 @@ class Engine:
         self._runner.version = version
         self._intake = Intake(self.decoder, tokenizer, blocks, self.backend.block_size, seed)
         self._requests: dict[int, Request] = {}
-        self._outbox: list[Update] = []
         self._checked = float("-inf")
         self._paused = False
         self._asleep = False
@@ -123,16 +122,13 @@ class Engine:
                 new ones
         """
         self._ready()
-        with _uncollected():
-            return self._generate(self._enqueue_all(prompts, params, begun))
-
-    def _generate(self, requests: list[Request]) -> list[Sample]:
-        wanted = [(r.number, s.index) for r in requests for s in r.sequences]
-        finished: dict[tuple[int, int], Sample] = {}
-        for update in self._drain(requests, alone=True):
-            if update.sample is not None:
-                finished[update.request, update.index] = update.sample
-        return [finished[each] for each in wanted]
+        with _uncollected(), self._call(self._requested(prompts, params, begun)) as requests:
+            wanted = [(r.number, s.index) for r in requests for s in r.sequences]
+            finished: dict[tuple[int, int], Sample] = {}
+            for update in self._drain(requests, alone=True):
+                if update.sample is not None:
+                    finished[update.request, update.index] = update.sample
+            return [finished[each] for each in wanted]
 
     def submit_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -140,9 +136,10 @@ class Engine:
     ) -> list[int]:  # fmt: skip
         """Queue what `generate` would, and return the numbers. Stepped to its end with nothing else in the queue, it
         gives the samples of `generate` to the bit."""
-        return [request.number for request in self._enqueue_all(prompts, params, begun)]
+        with self._call(self._requested(prompts, params, begun)) as requests:
+            return [request.number for request in requests]
 
-    def _enqueue_all(
+    def _requested(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
         begun: Sequence[Sequence[Sample]] | None,
     ) -> list[Request]:  # fmt: skip
@@ -151,16 +148,11 @@ class Engine:
         if len(options) != len(asked):
             raise RequestError(f"{len(asked)} prompts and {len(options)} SamplingParams: give one for all, or one each")
         going_on: Sequence[Sequence[Sample] | None] = [None] * len(asked) if begun is None else begun
-        requests = [
+        return [
             self._intake.generation(prompt, option, group=group, begun=samples)
             for group, (prompt, option, samples) in enumerate(zip(asked, options, going_on, strict=True))
             if samples is None or samples
         ]
-        for request in requests:
-            self._enqueue(request)
-            if begun is not None:
-                self._adopt(request)
-        return requests
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *,
@@ -187,31 +179,32 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Compute one step for whatever is queued, and report what is new. Empty if there is nothing to do."""
-        return self._step(alone=False)
+        self._step(alone=False)
+        return self._collect()
 
-    def _step(self, alone: bool) -> list[Update]:
+    def _step(self, alone: bool) -> None:
         if self._paused or self._asleep:
-            return self._collect()
+            return
+        self._runner.mend()
         self._expire()
         training = self.decoder.module.training
-        if training:
-            self.decoder.module.eval()
         try:
+            if training:
+                self.decoder.module.eval()
             with torch.inference_mode():
-                self._outbox += self._runner.step(self._key(), alone)
+                self._runner.step(self._key(), alone)
         finally:
             if training:
                 self.decoder.module.train()
         if self._runner.scheduler.idle and time.monotonic() - self._checked > CHECK_EVERY:
             self._runner.check()
             self._checked = time.monotonic()
-        return self._collect()
 
     def abort(self, number: int) -> None:
         """End a request now; its samples come with the next step, finish_reason "abort". Unknown numbers are over."""
         request = self._requests.get(number)
         if request is not None:
-            self._outbox += self._stop(request, None)
+            self._stop(request, None)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -285,14 +278,13 @@ class Engine:
         if not ids:
             return []
         if cache:
-            requests = [self._intake.scoring(s, r, SamplingParams()) for s, r in zip(ids, reads, strict=True)]
-            for request in requests:
-                self._enqueue(request)
-            by_number = {u.request: u for u in self._drain(requests)}
-            return [_values(by_number[r.number]) for r in requests]
+            asked = [self._intake.scoring(s, r, SamplingParams()) for s, r in zip(ids, reads, strict=True)]
+            with self._call(asked) as requests:
+                by_number = {u.request: u for u in self._drain(requests)}
+                return [_values(by_number[r.number]) for r in requests]
         training = self.decoder.module.training
-        self.decoder.module.eval()
         try:
+            self.decoder.module.eval()
             with torch.inference_mode():
                 values, computed, shared = read_rows(self.backend, ids, reads, self.budget)
         finally:
@@ -355,7 +347,7 @@ class Engine:
     ) -> int:  # fmt: skip
         """Give back at once the KV that `sequences` have in the tree and `keep` do not need, and with `below` that of
         whatever continues them; returns the blocks freed. Without it they go when somebody needs the room."""
-        return self._runner.tree.drop((self._key(), salt), sequences, keep, below)
+        return self._runner.drop((self._key(), salt), sequences, keep, below)
 
     def shrink(self, smallest: int) -> None:
         """Halve the tokens of a step, for memory has run out; not below `smallest`, nor above what they were."""
@@ -398,40 +390,50 @@ class Engine:
         if self._paused or self._asleep:
             state, cure = ("asleep", "wake()") if self._asleep else ("paused", "resume()")
             raise RequestError(f"the engine is {state}: call {cure} first")
+        self._runner.mend()
 
     def _enqueue(self, request: Request) -> None:
         self._requests[request.number] = request
-        for sequence in request.sequences:
-            self._runner.scheduler.add(sequence)
+        self._runner.add(request.sequences)
 
-    def _adopt(self, request: Request) -> None:
-        with torch.inference_mode():
-            for sequence in request.sequences:
-                self._runner.adopt(self._key(), sequence)
+    @contextmanager
+    def _call(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Queue the requests of one call. If the call fails, none of them stays: nobody would take what they give."""
+        try:
+            for request in requests:
+                self._enqueue(request)
+                for sequence in request.sequences:
+                    if sequence.generated:  # begun elsewhere
+                        with torch.inference_mode():
+                            self._runner.adopt(self._key(), sequence)
+            yield requests
+        except BaseException:
+            self._runner.discard([sequence for request in requests for sequence in request.sequences])
+            gone = {request.number for request in requests}
+            self._requests = {number: request for number, request in self._requests.items() if number not in gone}
+            self._runner.outbox = [update for update in self._runner.outbox if update.request not in gone]
+            raise
 
     def _drain(self, requests: Sequence[Request], alone: bool = False) -> Iterator[Update]:
         """Step until these requests are over; news of others stays for step(). A step that fails raises here. `alone`:
         the caller reads nothing before all of it is there, so nobody has anything to say in between."""
         mine = {r.number for r in requests}
-        others: list[Update] = []
-        try:
-            while any(r.number in self._requests for r in requests):
-                self._ready()  # somebody may have paused the engine between two updates
-                updates = self._step(alone)
-                others += [u for u in updates if u.request not in mine]
-                yield from (u for u in updates if u.request in mine)
-                if self._runner.failure is not None:
-                    raise self._runner.failure
-        finally:
-            self._outbox[:0] = others
+        while any(r.number in self._requests for r in requests):
+            self._ready()  # somebody may have paused the engine between two updates
+            self._step(alone)
+            yield from self._collect(mine)
+            if self._runner.failure is not None:
+                raise self._runner.failure
 
-    def _collect(self) -> list[Update]:
-        updates, self._outbox = self._outbox, []
+    def _collect(self, numbers: set[int] | None = None) -> list[Update]:
+        """What is new, of these requests or of all."""
+        updates, left = self._runner.outbox, list[Update]()
+        if numbers is not None and (left := [update for update in updates if update.request not in numbers]):
+            updates = [update for update in updates if update.request in numbers]
+        self._runner.outbox = left
         for update in updates:
-            if update.sample is None and update.values is None:
-                continue
-            request = self._requests.get(update.request)
-            if request is not None:
+            over = update.sample is not None or update.values is not None
+            if over and (request := self._requests.get(update.request)) is not None:
                 request.open -= 1
                 if request.open == 0:
                     del self._requests[update.request]
@@ -446,12 +448,12 @@ class Engine:
             now = time.monotonic() if now is None else now
             if now > request.deadline:
                 seconds = request.params.deadline
-                self._outbox += self._stop(request, ItemError("Aborted", f"ran past its deadline of {seconds} s"))
+                self._stop(request, ItemError("Aborted", f"ran past its deadline of {seconds} s"))
 
-    def _stop(self, request: Request, error: ItemError | None) -> list[Update]:
-        scheduler = self._runner.scheduler
-        live = [s for s in request.sequences if s in scheduler.running or s in scheduler.waiting]
-        return [self._runner.end(s, error, abort=True) for s in live]
+    def _stop(self, request: Request, error: ItemError | None) -> None:
+        for sequence in request.sequences:
+            if sequence in self._runner.scheduler.live:
+                self._runner.abort(sequence, error)
 
 
 def backend_of(decoder: Decoder) -> Backend:

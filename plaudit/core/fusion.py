@@ -44,15 +44,15 @@ class Fusion:
     @contextmanager
     def applied(self) -> Iterator[None]:
         originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
-        for module, forward in self.forwards:
-            module.__dict__["forward"] = forward
-        for home, name, function in self.functions:
-            setattr(home, name, function)
         try:
+            for module, forward in self.forwards:
+                module.__dict__["forward"] = forward
+            for home, name, function in self.functions:
+                setattr(home, name, function)
             yield
         finally:
             for module, _ in self.forwards:
-                del module.__dict__["forward"]
+                module.__dict__.pop("forward", None)
             for home, name, original in originals:
                 setattr(home, name, original)
 

@@ -171,8 +171,10 @@ class Leader(Backend):
             try:
                 self.channel.tell(kind, *parts)
                 yield
-            except Exception as error:
+            except BaseException as error:
                 self._lost = f"the ranks of this model are no longer together: {one_line(error)}"
+                if not isinstance(error, Exception):  # Ctrl-C, for whoever pressed it
+                    raise
                 raise RankLost(self._lost) from error
             self._told = time.monotonic()
 

@@ -51,11 +51,15 @@ class PrefixTree:
         self.pool = pool
         self.block_size = block_size
         self.evictions = 0
+        self._clock = count(1)
+        self._order = count()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every key, in whatever state the tree is. The pool must be reset with it."""
         self.tokens = 0  # tokens that nodes hold
         self._roots: dict[Hashable, Node] = {}
-        self._clock = count(1)
         self._leaves: list[tuple[int, int, Node]] = []  # a heap of eviction candidates; stale entries are skipped
-        self._order = count()
 
     def match(self, key: Hashable, tokens: Sequence[int], limit: int) -> Match:
         """The longest stored beginning of tokens[:limit]."""

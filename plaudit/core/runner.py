@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,12 @@ from plaudit.records import ItemError
 
 
 class Runner:
-    """Owns the scheduler, the blocks and the tree; computes on the back end. `version` is the weights' version."""
+    """Owns the scheduler, the blocks and the tree; computes on the back end. `version` is the weights' version.
+
+    Prompts are entered in the tree and copies counted before they are computed, so an exception between (Ctrl-C raises
+    one anywhere) would leave books that promise what is not there. Whatever changes them does so in `_changing`, which
+    after an exception sets them up again from the sequences' tokens.
+    """
 
     def __init__(
         self, decoder: Decoder, backend: Backend, blocks: int, *, budget: int, max_running: int, look_every: int,
@@ -42,15 +49,51 @@ class Runner:
         self.tokens_computed = 0
         self.steps = 0
         self.failure: Exception | None = None  # of the last step
+        self.outbox: list[Update] = []  # what is new, until somebody takes it
         self._opened = False
         self._hashes = token_hashes(decoder.vocab_size, decoder.device)
         self._sampler: tuple[list[Seq], Sampler] | None = None
+        self._unfinished = False  # a change of the books has begun and not come to its end
 
-    def step(self, key: Hashable, alone: bool = False) -> list[Update]:
+    def step(self, key: Hashable, alone: bool = False) -> None:
+        """Advance what is queued; what is new goes to `outbox`. An exception of the computation ends what the step was
+        to compute, and is `failure`; after any other the sequences stand where they were last reported."""
         self.failure = None
+        with self._changing():
+            self._step(key, alone)
+
+    def mend(self) -> None:
+        """Between two changes: set up the books, if a second exception came while the first was being dealt with."""
+        if self._unfinished:
+            self._rebuild()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        inside, self._unfinished = self._unfinished, True
+        try:
+            yield
+        except BaseException:
+            if not inside:
+                self._rebuild()
+            raise
+        self._unfinished = inside
+
+    def _rebuild(self) -> None:
+        """Empty blocks and tree, and let every sequence that has not ended wait, to be read again from its tokens.
+        Asks nothing of the state that it finds, and can itself be broken off and begun again."""
+        self._unfinished = True
+        reported = {(u.request, u.index) for u in self.outbox if u.sample is not None or u.values is not None}
+        left = [s for s in self.scheduler.live if (s.request.number, s.index) not in reported]
+        self.tree.reset()
+        self.pool.reset()
+        self.scheduler.restart(left)
+        self._sampler = None  # nor does a decode window go on without it
+        self._unfinished = False
+
+    def _step(self, key: Hashable, alone: bool) -> None:
         plan = self.scheduler.plan(key, alone)
         if not plan.chunks:
-            return []
+            return
         self._open()
         self.steps += 1
         try:
@@ -59,12 +102,14 @@ class Runner:
             else:
                 self._forward(plan)
         except Exception as error:
-            return self._failed(plan, error)
+            self._failed(plan, error)
+            return
         self.scheduler.done(plan)
-        updates = [update for chunk in plan.chunks if (update := self._settle(chunk.sequence, key)) is not None]
+        for chunk in plan.chunks:
+            if chunk.sequence in self.scheduler.running:  # a callback of one before it may have aborted it
+                self._settle(chunk.sequence, key)
         if self.scheduler.idle:
             self._sampler = None  # it holds on to the sequences it was made for
-        return updates
 
     def give(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
         """A copy of the KV that there is of these tokens."""
@@ -75,11 +120,16 @@ class Runner:
         """KV of another engine; how many of its tokens there was room for, beside a block for each that runs."""
         self._open()
         handover.check(given, self.backend, self.version)
-        return handover.take_in(self.tree, self.backend, key, given, reserve=len(self.scheduler.running))
+        with self._changing():
+            return handover.take_in(self.tree, self.backend, key, given, reserve=len(self.scheduler.running))
 
     def adopt(self, key: Hashable, sequence: Seq) -> None:
         """Let a waiting sequence decode from the next step on, as if it had been read here, if the tree has all that it
         needs. Otherwise it waits for its turn."""
+        with self._changing():
+            self._adopt(key, sequence)
+
+    def _adopt(self, key: Hashable, sequence: Seq) -> None:
         scheduler, size = self.scheduler, self.backend.block_size
         match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
         have = len(match.nodes) * size + match.partial_tokens
@@ -112,27 +162,47 @@ class Runner:
 
     def requeue(self) -> None:
         """Send every running sequence back to wait: its tokens will be read again."""
-        for sequence in list(self.scheduler.running):
-            self.scheduler.preempt(sequence)
+        with self._changing():
+            for sequence in list(self.scheduler.running):
+                self.scheduler.preempt(sequence)
 
     def forget(self) -> None:
         """The same, and empty the tree."""
-        self.requeue()
-        self.tree.clear()
+        with self._changing():
+            self.requeue()
+            self.tree.clear()
 
     def detach(self) -> None:
         """Empty the tree, but let running sequences keep their KV, which the tree must then never see again."""
-        for sequence in self.scheduler.running:
-            sequence.cacheable = False
-            sequence.chain.nodes.clear()
-        self.tree.clear()
+        with self._changing():
+            for sequence in self.scheduler.running:
+                sequence.cacheable = False
+                sequence.chain.nodes.clear()
+            self.tree.clear()
 
-    def end(self, sequence: Seq, error: ItemError | None, *, abort: bool = False) -> Update:
+    def drop(
+        self, key: Hashable, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]], below: bool
+    ) -> int:  # fmt: skip
+        """See PrefixTree.drop."""
+        with self._changing():
+            return self.tree.drop(key, sequences, keep, below)
+
+    def abort(self, sequence: Seq, error: ItemError | None) -> None:
         """End a sequence now."""
-        sequence.finish = "abort" if abort else "error"
-        sequence.error = error
-        self.scheduler.release(sequence)
-        return self._update(sequence)
+        with self._changing():
+            sequence.finish, sequence.error = "abort", error
+            self._report(sequence)
+
+    def add(self, sequences: Iterable[Seq]) -> None:
+        with self._changing():
+            for sequence in sequences:
+                self.scheduler.add(sequence)
+
+    def discard(self, sequences: Iterable[Seq]) -> None:
+        """End them without a word: nobody is left who would listen."""
+        with self._changing():
+            for sequence in sequences:
+                self.scheduler.end(sequence)
 
     def _forward(self, plan: Plan) -> None:
         spans = [_span(chunk) for chunk in plan.chunks]
@@ -201,6 +271,8 @@ class Runner:
                 drawn = tuple(each[:count] for each in drawn)
             accept = self._accept_all if sound and sequence.plain else self._accept
             taken = accept(sequence, *drawn)
+            if sequence not in self.scheduler.running:  # aborted by its own stop test
+                continue
             sequence.computed += taken
             self.tokens_computed += taken
             self._enter(sequence, key)
@@ -274,22 +346,21 @@ class Runner:
             sequence.error = ItemError(type(error).__name__, f"the stop test failed: {error}")
             return True
 
-    def _settle(self, sequence: Seq, key: Hashable) -> Update | None:
-        """After a step: enter full blocks in the tree, let a finished sequence go, and say what is new."""
+    def _settle(self, sequence: Seq, key: Hashable) -> None:
+        """After a step: enter full blocks in the tree, say what is new, and let a finished sequence go."""
         done = sequence.request.read is not None and sequence.pending == 0
         finished = sequence.finish is not None or done
         self._enter(sequence, key, partial=finished)
-        if finished:
-            self.scheduler.release(sequence)
         if done:
             values = np.concatenate(sequence.values or [np.empty(0, dtype=np.float32)])
             if np.isfinite(values).all():
-                return Update(sequence.request.number, 0, (), "", values=values)
+                self.outbox.append(Update(sequence.request.number, 0, (), "", values=values))
+                self.scheduler.end(sequence)
+                return
             sequence.finish = "error"
             sequence.error = ItemError("NotANumber", f"{self.decoder.name} gave scores that are not finite numbers")
-        if not finished and sequence.generated == sequence.seen:
-            return None
-        return self._update(sequence)
+        if finished or sequence.generated != sequence.seen:
+            self._report(sequence)
 
     def _enter(self, sequence: Seq, key: Hashable, partial: bool = False) -> None:
         """Put what a sequence has computed in the tree once there is a full block of it, or what there is."""
@@ -298,24 +369,31 @@ class Runner:
             under = (key, sequence.request.params.salt)
             self.tree.extend(under, sequence.chain, sequence.tokens, sequence.computed, stored=True)
 
-    def _update(self, sequence: Seq) -> Update:
+    def _report(self, sequence: Seq) -> None:
+        """What is new of a sequence goes out; if it has finished, it is over."""
         request, stream = sequence.request, sequence.stream
         new = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :])
-        sequence.seen = sequence.generated
         finished = sequence.finish is not None
         whole = self._text(sequence) if finished else ""
         piece = stream.give(last=finished) if stream is not None else ""
         update = Update(request.number, sequence.index, new, piece, sample=sequence.sample(whole) if finished else None)
+        # Out before the sequence ends: one that had ended with nothing said would be lost to an interruption.
+        at = len(self.outbox)
+        self.outbox.append(update)
+        sequence.seen = sequence.generated
+        if finished:
+            self.scheduler.end(sequence)
         if request.on_update is None or sequence.error is not None:
-            return update
+            return
         try:
             request.on_update(update)
         except Exception as error:
+            if not finished and sequence not in self.scheduler.live:
+                return  # it has aborted its request before it failed
             sequence.finish = "error"
             sequence.error = ItemError(type(error).__name__, f"the callback failed: {error}")
-            self.scheduler.release(sequence)
-            return Update(request.number, sequence.index, new, piece, sample=sequence.sample(self._text(sequence)))
-        return update
+            self.outbox[at] = replace(update, sample=sequence.sample(self._text(sequence)))
+            self.scheduler.end(sequence)
 
     def _text(self, sequence: Seq) -> str:
         if sequence.stream is not None:
@@ -326,18 +404,20 @@ class Runner:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
         return text
 
-    def _failed(self, plan: Plan, error: Exception) -> list[Update]:
+    def _failed(self, plan: Plan, error: Exception) -> None:
         """The device failed in the middle of a step: what it was to compute ends with the error, the rest starts
         again, and nothing that may be half-written can be found in the tree."""
-        self.scheduler.done(plan)
         self.failure = error
-        failure = ItemError(type(error).__name__, f"the step failed: {error}")
-        updates = [self.end(chunk.sequence, failure) for chunk in plan.chunks]
-        self.forget()
-        return updates
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence in self.scheduler.live:
+                sequence.finish, sequence.error = "error", ItemError(type(error).__name__, f"the step failed: {error}")
+                self._report(sequence)
+        self._rebuild()
 
     def check(self) -> None:
         """Blocks, tree and sequences agree."""
+        self.mend()
         holders = [s.chain.blocks for s in (*self.scheduler.running, *self.scheduler.waiting)]
         self.pool.check([*holders, [node.block for node in self.tree.nodes()]])
         self.tree.check()

@@ -9,7 +9,7 @@ order of submission and on the step count, never on the clock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from plaudit.core.backend import Copy
@@ -49,6 +49,7 @@ class Scheduler:
         self.max_running = max_running
         self.look_every = look_every
         self.window = window
+        self.live: dict[Sequence, None] = {}  # all that have not ended: those that wait and those that run
         self.waiting: dict[Sequence, None] = {}
         self.running: dict[Sequence, None] = {}
         self.preemptions = 0
@@ -60,6 +61,22 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, sequence: Sequence) -> None:
+        self.live[sequence] = None
+        self._wait(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """It comes no more."""
+        self.release(sequence)
+        self.live.pop(sequence, None)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Have these alone, all waiting, in whatever state the books are. Tree and pool must be reset with it."""
+        self.live = dict.fromkeys(sequences)
+        self.waiting, self.running = dict(self.live), {}
+        for sequence in self.live:
+            sequence.restart()
+
+    def _wait(self, sequence: Sequence) -> None:
         sequence.since = self.step
         self.waiting[sequence] = None
 
@@ -94,10 +111,12 @@ class Scheduler:
         self.tree.released(chain.nodes)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to waiting, tokens kept. It waits from now on: its turn comes by order, not by size."""
+        """Back to waiting, tokens kept. It waits from now on: its turn comes by order, not by size. What scoring has
+        read of it is read again."""
         self.release(sequence)
+        sequence.values.clear()
         self.preemptions += 1
-        self.add(sequence)
+        self._wait(sequence)
 
     def _read_prompts(self, key: Hashable, plan: Plan, left: int) -> None:
         for sequence in self._queue():
@@ -174,7 +193,7 @@ class Scheduler:
             self._unpin(plan.pinned.pop())
         since = sequence.since
         self.release(sequence)
-        self.add(sequence)
+        self._wait(sequence)
         sequence.since = since
 
     def _read_on(self, sequence: Sequence, left: int) -> Chunk | None:
@@ -247,6 +266,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Every sequence has the blocks its tokens need, and its nodes are those of its first blocks."""
+        if self.live.keys() != self.waiting.keys() ^ self.running.keys():
+            raise RuntimeError(f"{len(self.live)} sequences live, {len(self.waiting)} wait and {len(self.running)} run")
         for sequence in self.running:
             chain = sequence.chain
             if len(chain.blocks) * self.tree.block_size < sequence.computed:

@@ -81,6 +81,18 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
 
+    def restart(self) -> None:
+        """As it was when it was last reported, with nothing computed. Who calls this has taken care of the blocks."""
+        self.chain, self.computed, self.values = Chain(), 0, []
+        self.finish = self.error = None
+        if self.request.read is not None:
+            return
+        del self.tokens[self.prompt_len + self.seen :]
+        for column in (self.logprobs, self.raw_logprobs, self.versions):
+            del column[self.seen :]
+        if self.stream is not None:
+            self.stream.rewind(self.tokens[self.prompt_len :])
+
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len

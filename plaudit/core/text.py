@@ -14,12 +14,18 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = stops
         self._minimum = minimum
+        self._given = 0  # characters already given out
+        self.rewind(())
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """To where these tokens, and no others, have been pushed. What was given out stays so."""
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text is in `text`
         self._context = 0  # where decoding begins, so that leading spaces come out as they do in the whole
         self.text = ""
-        self._given = 0  # characters already given out
         self.stopped = False
+        for token in tokens:
+            self.push(token)
 
     def push(self, token: int) -> bool:
         """Add a token. True if a stop string is now complete; the text then ends before it."""

@@ -49,6 +49,7 @@ class WantedRows:
         self.decoder = decoder
         self.last = len(decoder.layers) - 1
         self.layer = _last_layer(decoder)
+        self._narrowing: _Narrow | None = None
         with torch.inference_mode():
             if self.layer is not None and decoder.lean is None and not self._works():
                 self.layer = None
@@ -65,20 +66,26 @@ class WantedRows:
         assert self.layer is not None
         layer, tokens = self.layer, input_ids.shape[1]
         narrow = _Narrow(layout, wanted, self.last)
+        handle = None
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if self._narrowing is not narrow:  # an interruption has kept it from being removed
+                return args, kwargs
             with suppress(_BrokenOff):
                 layer.forward(*args, **kwargs)
             cut = _Cut(wanted, tokens)
             return tuple(cut(a) for a in args), {name: cut(value) for name, value in kwargs.items()}
 
-        handle = layer.register_forward_pre_hook(before, with_kwargs=True)
         try:
+            self._narrowing = narrow
+            handle = layer.register_forward_pre_hook(before, with_kwargs=True)
             return self.decoder.hidden(input_ids, position_ids, narrow)
         finally:
-            handle.remove()
+            self._narrowing = None
+            if handle is not None:
+                handle.remove()
 
     def _works(self) -> bool:
         ids = [[t % self.decoder.vocab_size for t in part] for part in ([3, 1, 4, 1, 5, 9], [2, 6, 5])]

@@ -51,8 +51,9 @@ from plaudit.train.showing import failed_events, sample_events
 from plaudit.train.signals import Interrupted, interruptible
 from plaudit.train.trainee import Trainee
 
+NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
 # Nothing was learned from a step that ends like this: it can be made again.
-NO_SAMPLES = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged, EngineError, ChannelError)
+NO_SAMPLES = (*NO_REWARDS, EngineError, ChannelError)
 
 
 class Viewer(Protocol):
@@ -212,7 +213,7 @@ class RlTraining:
                 self.save_checkpoint()
                 raise Interrupted(f"stopped at step {self.step} of {train.steps}, state saved: --resume goes on")
             if self.step % train.eval_every == 0 and self.step < train.steps:
-                self.evaluate()
+                self._look("training goes on")
             if self.step % train.checkpoint.every == 0:
                 self.save_checkpoint()
             self.seconds = time.monotonic() - begin
@@ -254,6 +255,23 @@ class RlTraining:
         train = self.recipe.train
         return train.show > 0 and (self.step % train.eval_every == 0 or self.step in (1, train.steps))
 
+    def _look(self, then: str) -> dict[str, float]:
+        """Evaluate, with what was learned out of danger: whatever ends an evaluation, the state is saved. One without
+        rewards gives no figures, and ends the run where the recipe halts on errors."""
+        try:
+            return self.evaluate()
+        except BaseException as error:
+            if isinstance(error, NO_SAMPLES) or self.ranks.everyone.size == 1:  # else the others know nothing of it
+                self.save_checkpoint()
+            if not isinstance(error, NO_SAMPLES):
+                raise
+            halts = any(of is not None and of.on_error == "halt" for of in (self.recipe.reward, self.recipe.truth))
+            what = f"step {self.step}: the evaluation failed: {error}"
+            if halts or not isinstance(error, NO_REWARDS):
+                raise RunError(f"{what}; the state is saved: --resume goes on") from error
+            self.warn(f"{what}; {then}")
+            return {}
+
     def evaluate(self) -> dict[str, float]:
         """Held-out figures: the reward of the run and, where it is known, the truth."""
         with self.clock("evaluate"):
@@ -281,9 +299,9 @@ class RlTraining:
         return [sample.reward for sample in judged if sample.reward is not None]
 
     def _finish(self) -> dict[str, Any]:
-        after = self.evaluate()
-        if self.ranks.main:
+        if self.ranks.main:  # first: nothing that was learned depends on whether it can be measured
             self.trainee.save_model(self.run.final)
+        after = self._look(f"the model is in {self.run.final}, and --resume evaluates it")
         summary: dict[str, Any] = {
             "task": "rl",
             "algorithm": self.recipe.algorithm.name,

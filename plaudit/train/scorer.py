@@ -64,8 +64,7 @@ class Scorer:
             limit = "on_error = halt" if self.table.on_error == "halt" else f"max_errors = {self.table.max_errors:g}"
             most, count = errors.most_common(1)[0]
             raise RewardFailed(
-                f"{failed} of {len(samples)} responses have no reward ({limit}); {count} times: {most}; "
-                "mend it and --resume"
+                f"{failed} of {len(samples)} responses have no reward ({limit}); {count} times: {most}; mend the reward"
             )
 
 

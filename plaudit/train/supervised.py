@@ -83,8 +83,8 @@ class SupervisedTraining:
                     self.evaluate(quick=True)
                 if self.step % self.recipe.train.checkpoint.every == 0:
                     self.save_checkpoint()
+        self.save_model(self.run.final)  # first: nothing that was learned depends on whether it can be measured
         figures = self.evaluate(quick=False)
-        self.save_model(self.run.final)
         summary = {"task": self.recipe.task, "seed": self.recipe.seed, "steps": steps, **figures}
         summary |= {"seconds": round(self.seconds, 1), "parameters": _parameters(self.loaded)}
         self.run.summarise(summary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,18 @@ FAMILIES = sorted(tiny.CONFIGS)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
-def close(got: np.ndarray, expected: np.ndarray) -> None:
-    error = np.abs(got - expected).max() / max(np.abs(expected).max(), 1e-6)
+NAT = 1.0  # log-probs round as logits do, however near 0 they are
+
+
+def close(got: np.ndarray, expected: np.ndarray, scale: float) -> None:
+    """`scale`: how large such values are. One of them may be next to 0 by chance, and its rounding is still theirs."""
+    error = np.abs(got - expected).max() / max(np.abs(expected).max(), scale)
     assert error < 1e-4, f"relative error {error}"
+
+
+def spread(rows: Sequence[np.ndarray]) -> float:
+    """How far all values that a head gave lie apart."""
+    return float(np.ptp(np.concatenate([row.ravel() for row in rows])))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,7 +40,7 @@ def test_logprobs_alone_batched_and_cached(family: str) -> None:
     expected = [tiny.plain_logprobs(module, s) for s in ids]
     for got in (engine.logprobs(ids), engine.logprobs(ids, cache=True), [engine.logprobs([s])[0] for s in ids]):
         for g, e in zip(got, expected, strict=True):
-            close(g, e)
+            close(g, e, NAT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +54,7 @@ def test_long_sequences_are_attended_to_alone_and_short_ones_in_groups(family: s
     expected = [tiny.plain_logprobs(module, s) for s in ids]
     for got in (engine.logprobs(ids), engine.logprobs(ids, cache=True), engine.logprobs(ids, cache=True)):
         for g, e in zip(got, expected, strict=True):
-            close(g, e)
+            close(g, e, NAT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,9 +79,9 @@ def test_logprobs_of_chosen_tokens_at_chosen_positions(family: str) -> None:
     read = engine.score(ids, positions=positions, columns=columns, logprobs=True)
     last = engine.score(ids, columns=[5, 11], logprobs=True, cache=True)
     for i, e in enumerate(expected):
-        close(read[i], e)
-        close(stepped[numbers[i]], e)
-        close(last[i], tables[i][-1][[5, 11]])
+        close(read[i], e, NAT)
+        close(stepped[numbers[i]], e, NAT)
+        close(last[i], tables[i][-1][[5, 11]], NAT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +104,7 @@ def test_raw_logprobs_of_samples_are_the_models(family: str) -> None:
     engine = Engine(module)
     for sample in engine.generate(tiny.sequences(3, 4, 3, 20), SamplingParams(max_tokens=12, seed=5)):
         whole = [*sample.prompt_ids, *sample.token_ids]
-        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, whole)[len(sample.prompt_ids) - 1 :])
+        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, whole)[len(sample.prompt_ids) - 1 :], NAT)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_neox"])
@@ -108,7 +118,7 @@ def test_sequence_scores(family: str, labels: int) -> None:
     for cache in (False, True, True):
         for got, e in zip(engine.score(groups, cache=cache), expected, strict=True):
             assert got.dtype == np.float32
-            close(got, e)
+            close(got, e, spread(expected))
     assert engine.stats().tokens_shared > 0
 
 
@@ -118,9 +128,10 @@ def test_step_scores_at_positions(family: str) -> None:
     engine = Engine(module)
     ids = tiny.sequences(6, 6, 8, 40)
     positions = [[2, len(s) // 2, len(s) - 1] for s in ids]
+    expected = [tiny.plain(module, s)[at].numpy() for s, at in zip(ids, positions, strict=True)]
     for cache in (False, True):
-        for got, s, at in zip(engine.score(ids, positions=positions, cache=cache), ids, positions, strict=True):
-            close(got, tiny.plain(module, s)[at].numpy())
+        for got, e in zip(engine.score(ids, positions=positions, cache=cache), expected, strict=True):
+            close(got, e, spread(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
@@ -128,11 +139,12 @@ def test_vocabulary_columns(family: str) -> None:
     module = tiny.model(family)
     engine = Engine(module)
     ids = tiny.sequences(7, 5, 8, 40)
-    for got, s in zip(engine.score(ids, columns=[5, 11]), ids, strict=True):
-        close(got, tiny.plain(module, s)[-1, [5, 11]].numpy())
+    expected = [tiny.plain(module, s)[:, [5, 11]].numpy() for s in ids]
+    for got, e in zip(engine.score(ids, columns=[5, 11]), expected, strict=True):
+        close(got, e[-1], spread(expected))
     cached = engine.score(ids, positions=[[0, 3]] * 5, columns=[5, 11], cache=True)
-    for g, s in zip(cached, ids, strict=True):
-        close(g, tiny.plain(module, s)[[0, 3]][:, [5, 11]].numpy())
+    for g, e in zip(cached, expected, strict=True):
+        close(g, e[[0, 3]], spread(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
@@ -146,9 +158,10 @@ def test_gradients_flow_through_the_packed_row(family: str) -> None:
     module.zero_grad()
     for s, share in zip(ids, torch.split(weights, [len(s) for s in ids]), strict=True):
         torch.autograd.backward((hidden_rows(module, pack([s])) * share).sum())
+    largest = max(float(gradient.abs().max()) for gradient in together.values())
     for name, parameter in module.named_parameters():
         if name in together and parameter.grad is not None:
-            close(together[name].numpy(), parameter.grad.numpy())
+            close(together[name].numpy(), parameter.grad.numpy(), 1e-3 * largest)
     assert len(together) > 5
 
 

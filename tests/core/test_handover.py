@@ -45,8 +45,9 @@ def test_prefill_and_decode_apart_give_the_tokens_of_one_engine(family: str) -> 
     assert [s.token_ids for s in found] == [s.token_ids for s in whole]
     assert [s.finish_reason for s in found] == [s.finish_reason for s in whole]
     for ours, theirs in zip(found, whole, strict=True):
-        assert np.allclose(ours.logprobs, theirs.logprobs, atol=1e-6, rtol=0)
-        assert np.allclose(ours.raw_logprobs, theirs.raw_logprobs, atol=1e-6, rtol=0)
+        # Two roundings of a log-prob of -9, whose batches may have had other shapes.
+        assert np.allclose(ours.logprobs, theirs.logprobs, atol=5e-6, rtol=0)
+        assert np.allclose(ours.raw_logprobs, theirs.raw_logprobs, atol=5e-6, rtol=0)
         assert ours.versions == theirs.versions
     # The second engine computed one token of a sample at a time, and of the prompts nothing.
     drawn = sum(len(s.token_ids) for s in found)

@@ -60,10 +60,10 @@ def test_the_gradient_is_the_same_however_the_batch_is_split(name: str, splits: 
     budget = next(b for b in range(whole, 0, -1) if len(micro_batches(examples, b)) >= splits)
     loss, expected = gradients(name, whole)
     split_loss, found = gradients(name, budget)
-    assert split_loss == pytest.approx(loss, rel=1e-6)
+    assert split_loss == pytest.approx(loss, rel=5e-6)
     for parameter, gradient in expected.items():
         difference = (found[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
-        assert difference < 1e-6, parameter
+        assert difference < 5e-6, parameter
 
 
 @pytest.mark.parametrize("name", ["sft", "pairs", "steps"])

@@ -1,6 +1,7 @@
 """The learner's numbers: where a log-prob belongs, what the temperature does, and that nothing depends on batching."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,8 +84,10 @@ def test_the_gradient_is_the_same_however_a_batch_is_split(algorithm: dict, budg
     module.zero_grad()
     split = policy(module, algorithm, micro_batch_tokens=budget)
     loss = split.gradient(data, 0.1).metrics()["policy/loss"]
-    assert loss == pytest.approx(whole_loss, rel=1e-5, abs=1e-7)
-    assert relative(gradients(module), expected) < 1e-6
+    assert loss == pytest.approx(
+        whole_loss, rel=1e-5, abs=1e-6
+    )  # a mean of terms of the size of 1, which nearly cancel
+    assert relative(gradients(module), expected) < 5e-6
 
 
 def test_the_critics_gradient_is_the_same_however_a_batch_is_split() -> None:
@@ -94,7 +97,7 @@ def test_the_critics_gradient_is_the_same_however_a_batch_is_split() -> None:
         critic = LocalCritic(model, None, Optimizer(model, recipe().train), clip=0.2, micro_batch_tokens=budget)  # type: ignore[arg-type]
         critic.gradient(experience(policy(tiny(), {"name": "ppo"})))
         found.append(gradients(model))
-    assert max(relative(other, found[0]) for other in found[1:]) < 1e-6
+    assert max(relative(other, found[0]) for other in found[1:]) < 5e-6
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -224,13 +227,27 @@ def test_the_kl_in_the_reward_and_gae_by_hand() -> None:
     assert torch.allclose(found.advantages, torch.tensor([1.5, 1.1]))
     assert found.returns is not None
     assert torch.allclose(found.returns, torch.tensor([2.0, 2.1]))
-    cut = estimate(
-        algorithm, [replace(sample, finish_reason="length")], torch.tensor([2.0]), kl_coef=0.0,
-        values=torch.tensor([0.5, 1.0]), after=torch.tensor([7.0]),
-    )  # fmt: skip
-    assert cut.returns is not None
-    assert torch.allclose(cut.returns, torch.tensor([9.0, 9.0]))  # a cut response is worth what its critic expects
     assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-2.0]), "k1").item() == 1.0
+
+
+def test_the_reward_of_a_cut_response_counts_once() -> None:
+    """It covers the whole response, the cut included: a critic that has learned it is right, and stays so. With the
+    critic's value behind the cut on top there is no such critic: what it should have said is always more."""
+    sample = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
+                     versions=(0, 0), reward=2.0, finish_reason="length")  # fmt: skip
+
+    def returns(value: float, **keys: Any) -> list[float]:
+        algorithm = recipe(algorithm={"name": "ppo", "lam": 1.0, **keys}).algorithm
+        says = torch.full((2,), value)
+        found = estimate(algorithm, [sample], torch.tensor([2.0]), values=says, after=says[:1]).returns
+        assert found is not None
+        return found.tolist()
+
+    assert returns(0.5) == [2.0, 2.0]
+    assert returns(2.0) == [2.0, 2.0]
+    assert returns(0.5, bootstrap=True) == [2.5, 2.5]
+    assert returns(2.0, bootstrap=True) == [4.0, 4.0]
+    assert returns(4.0, bootstrap=True) == [6.0, 6.0]
 
 
 def test_long_responses_have_the_same_bits_with_and_without_gradients() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from plaudit.config import RlRecipe, to_toml
 from plaudit.errors import ConfigError, DataError, RunError
-from plaudit.events import read_events
+from plaudit.events import WARNING, read_events
 from plaudit.models import load_policy
 from plaudit.records import Item, ItemError, Score
 from plaudit.report.history import read_history
@@ -209,6 +209,48 @@ def test_too_many_failed_rewards_end_the_run_with_its_state_saved(tmp_path: Path
     assert (tmp_path / "run" / "checkpoints" / "step-000001").exists()
     summary, _ = train(tmp_path / "run", tree, resume=True)
     assert summary["samples"] == 4 * 16
+
+
+def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: Path) -> None:
+    """Calls of the reward: the first evaluation, steps 1 and 2, the second evaluation, steps 3 and 4, the last one."""
+    second, last = 4, 7
+
+    def tree(**reward: Any) -> RlRecipe:
+        return recipe(train={"steps": 4, "eval_every": 2}, reward={**EXACT, **reward})
+
+    def fail_at(run: Path, *calls: int, **reward: Any) -> dict[str, Any]:
+        return with_reward(run, tree(**reward), Flaky(lambda call, _: call in calls))
+
+    whole = fail_at(tmp_path / "whole")
+    expected = weights(tmp_path / "whole")
+
+    masked = fail_at(tmp_path / "masked", second, last)
+    assert masked["samples"] == whole["samples"]
+    assert "reward_after" in whole
+    assert "reward_after" not in masked
+    warnings = [e["message"] for e in read_events(tmp_path / "masked") if e.get("text") == WARNING]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("step 2: the evaluation failed: 8 of 8 responses have no reward")
+    assert warnings[0].endswith("training goes on")
+    assert warnings[1].endswith(f"the model is in {tmp_path / 'masked' / 'final'}, and --resume evaluates it")
+    assert "reward_after" in train(tmp_path / "masked", tree(), resume=True)[0]
+
+    for call, step in ((second, 2), (last, 4)):
+        run = tmp_path / f"halted-{call}"
+        with pytest.raises(
+            RunError, match=rf"step {step}: the evaluation failed: .*the state is saved: --resume goes on"
+        ):
+            fail_at(run, call, on_error="halt")
+        assert (run / "checkpoints" / f"step-00000{step}").exists()
+        assert (run / "final").exists() == (call == last)
+        with Run(run, tree(on_error="halt"), resume=True) as opened:
+            training = RlTraining(tree(on_error="halt"), opened, Silent())
+            training.scorer.close()
+            training.scorer.source = Flaky(lambda *_: False)
+            assert training.fit()["reward_after"] == whole["reward_after"]
+    for name in ("masked", f"halted-{second}", f"halted-{last}"):
+        assert weights(tmp_path / name).keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(tmp_path / name).items()), name
 
 
 def lengths(asked: Asked) -> dict[str, Any]:
