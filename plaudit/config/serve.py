@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
+from pydantic import Field, PositiveInt, PrivateAttr, TypeAdapter, field_validator, model_validator
 
 from plaudit.config.catalog import find_recipe
 from plaudit.config.reward import KINDS, RewardTable
@@ -90,6 +90,12 @@ class ServeTable(ListenTable):
     """Workers are kept by Ray Serve: "local" starts a Ray on this machine, else the address of one, such as "auto"."""
     model_root: str | None = None
     """Models that are swapped in must lie under this directory."""
+    _explicit: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+
+    def explicit(self, name: str) -> dict[str, Any]:
+        """The keys of a model that the operator set, in the file or by flags. The rest of its table comes from the
+        model's directory, and goes with it when another is swapped in."""
+        return dict(self._explicit.get(name, {}))
 
     @model_validator(mode="after")
     def _aliases(self) -> Self:
@@ -129,8 +135,13 @@ def checked_key(key: str, what: str) -> str:
 _SERVE: TypeAdapter[ServeTable] = TypeAdapter(ServeTable)
 
 
-def parse_serve(tree: Mapping[str, Any], source: str) -> ServeTable:
+def parse_serve(
+    tree: Mapping[str, Any], source: str, explicit: Mapping[str, Mapping[str, Any]] | None = None
+) -> ServeTable:
+    """`explicit`: of each model what the operator set, where the tree has more; without it the tree's own entries."""
     table: ServeTable = check(_SERVE, tree, source, ServeTable, KINDS)
+    entries = tree["models"] if explicit is None else explicit
+    table._explicit.update({name: dict(entry) for name, entry in entries.items()})
     return table
 
 

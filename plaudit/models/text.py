@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -46,6 +47,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> tuple[bytes, dict[str, Any]]:
+    """All that a tokenizer is for us, as bytes and JSON: its backend; the names of its tokens and its chat template."""
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return tokenizer.backend_tokenizer.to_str().encode(), {**names, "chat_template": template}
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str, control: bool = False) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from plaudit.config.reward import BlendTable
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward.reward import Result, Reward
+from plaudit.reward.version import joined
 
 
 def combine(table: BlendTable, results: Mapping[str, Result]) -> Score:
@@ -25,7 +26,7 @@ def combine(table: BlendTable, results: Mapping[str, Result]) -> Score:
     if not math.isfinite(blended):
         return Score(error=ItemError("nonfinite_score", "the blend of finite scores is not a finite number"))
     return Score(
-        blended, attributes=values, version="+".join(r.version for r in results.values() if r.version),
+        blended, attributes=values, version=joined((r.version for r in results.values() if r.version), table),
         truncated=any(r.truncated for r in results.values()), tokens=sum(r.tokens for r in results.values()),
     )  # fmt: skip
 

@@ -32,6 +32,7 @@ from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
 from plaudit.models.catalog import CONFIG
 from plaudit.models.part import fill, outline
+from plaudit.models.text import tokenizer_parts
 from plaudit.reward.ask import EngineAsk, HttpAsk
 from plaudit.reward.blend import BlendReward
 from plaudit.reward.directory import complete
@@ -41,6 +42,7 @@ from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reward import Reward
 from plaudit.reward.rule import RuleReward
+from plaudit.reward.version import model_digest
 from plaudit.reward.work import Facts
 
 
@@ -99,12 +101,13 @@ class Ranks(Protocol):
 def load_worker(
     table: RewardTable, ranks: Ranks | None = None
 ) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:  # fmt: skip
-    """The engine, what its model is, its tokenizer, and the first 12 hex digits of the SHA-256 of its weights. With
-    `ranks` this is rank 0, which has the engine."""
+    """The engine, what its model is, its tokenizer, and the hash in its version (`reward.version`). With `ranks` this
+    is rank 0, which has the engine."""
     if isinstance(table, JudgeTable) and table.path is not None:
         loaded = load_policy(table.path, dtype=table.dtype, device=choose_device(table.device))
         engine = Engine(loaded.module, loaded.tokenizer)
-        return engine, _facts(loaded, engine), loaded.tokenizer, weights_hash(loaded.path)
+        digest = model_digest(table, file_hashes(model_files(loaded.path)), tokenizer_parts(loaded.tokenizer))
+        return engine, _facts(loaded, engine), loaded.tokenizer, digest
     if not isinstance(table, ReadByEngine):
         raise ConfigError(f"a reward of kind {table.kind!r} has no model to load")
     if table.threads is not None:
@@ -112,47 +115,36 @@ def load_worker(
     channel = None
     if ranks is None:
         loaded = load_any(table.path, dtype=table.dtype, device=choose_device(table.device))
-        digest = weights_hash(loaded.path)
+        hashes = file_hashes(model_files(loaded.path))
     else:
-        loaded, digest, channel = load_part(table, ranks)
+        loaded, hashes, channel = load_part(table, ranks)
     if isinstance(table, ProcessTable) and table.format.tiled:
         _check_tiled(loaded.module, table.format)
     engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, budget=table.budget, channel=channel)
+    digest = model_digest(table, hashes, tokenizer_parts(loaded.tokenizer))
     return engine, _facts(loaded, engine), loaded.tokenizer, digest
 
 
-def load_part(table: ReadByEngine, ranks: Ranks) -> tuple[Loaded, str, Channel]:
-    """One rank's part of a model, and nothing else of it in memory."""
+def load_part(table: ReadByEngine, ranks: Ranks) -> tuple[Loaded, dict[str, str], Channel]:
+    """One rank's part of a model, and nothing else of it in memory; the hashes of the files that it read."""
     place, whole = ranks.place, outline(table.path, table.dtype, ranks.device)
     module = deepcopy(whole.module)
     cuts = keep_part(module, place)
     fill(module, whole.read, cuts, ranks.device)
     # Rank 0 has looked at every file, and each of the others at those that its part comes from.
-    files = weight_files(whole.path) if place.rank == 0 else whole.files(module)
-    hashes = file_hashes([*files, whole.path / CONFIG])
+    files = model_files(whole.path) if place.rank == 0 else [*whole.files(module), whole.path / CONFIG]
+    hashes = file_hashes(files)
     channel = ranks.meet(hashes)
     check_split(whole.module, place, whole.read, channel.tensors, ranks.device)
     join(module, channel.tensors)
     if channel.stages is not None:
         connect(trunk(module), place, channel.stages)
-    digest = joined_hash({name: found for name, found in hashes.items() if name != CONFIG})
-    return Loaded(module, whole.tokenizer, whole.path, whole.kind), digest, channel
+    return Loaded(module, whole.tokenizer, whole.path, whole.kind), hashes, channel
 
 
-def weights_hash(directory: Path) -> str:
-    return joined_hash(file_hashes(weight_files(directory)))
-
-
-def weight_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.safetensors"))
-
-
-def joined_hash(hashes: Mapping[str, str]) -> str:
-    """Of one file its own hash, of several the hash of theirs."""
-    if len(hashes) == 1:
-        (only,) = hashes.values()
-        return only[:12]
-    return hashlib.sha256("".join(hashes[name] for name in sorted(hashes)).encode()).hexdigest()[:12]
+def model_files(directory: Path) -> list[Path]:
+    """Weights and config."""
+    return [*sorted(directory.glob("*.safetensors")), directory / CONFIG]
 
 
 def file_hashes(files: Iterable[Path]) -> dict[str, str]:

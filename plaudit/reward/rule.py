@@ -26,9 +26,11 @@ from plaudit.errors import ConfigError
 from plaudit.models.renderer import exchange, exchange_lines
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.reward import Result
+from plaudit.reward.version import digest
 
 WORKER = Path(__file__).with_name("rule_worker.py")
 START_SECONDS = 60.0
+LIBRARIES = {"math": ("math-verify", "latex2sympy2_extended", "sympy"), "gym": ("reasoning-gym", "sympy")}
 TOGETHER = 64  # items that a process is handed at once: a slow one keeps few others waiting
 
 
@@ -37,7 +39,7 @@ class RuleReward:
 
     def __init__(self, table: RuleTable) -> None:
         self.table = table
-        self.version = f"0-{_fingerprint(table)}"
+        self.version = f"0-{_digest(table)}"
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers = [_Worker(table) for _ in range(table.processes)]
         for worker in self._workers:
@@ -187,9 +189,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _fingerprint(table: RuleTable) -> str:
-    digest = hashlib.sha256(table.model_dump_json().encode())
+def _digest(table: RuleTable) -> str:
     file = Path((table.function or "").rpartition(":")[0])
-    if file.suffix == ".py" and file.is_file():
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+    own = hashlib.sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" and file.is_file() else ""
+    return digest(table, own, libraries=LIBRARIES.get(table.rule, ()))

@@ -75,8 +75,8 @@ class Deployment:
         for replica, other in zip(self.replicas[1:], others, strict=True):
             if other.digest != hello.digest:
                 raise ModelError(
-                    f"cannot serve {self.name}: replica {replica.number} found weights {other.digest}, replica "
-                    f"{self.replicas[0].number} {hello.digest}: copy the same model everywhere"
+                    f"cannot serve {self.name}: replica {replica.number} is of version {other.digest}, replica "
+                    f"{self.replicas[0].number} of {hello.digest}: the same model and the same code must be everywhere"
                 )
         self._digest = hello.digest
         self.version = f"{self.number}-{hello.digest}"

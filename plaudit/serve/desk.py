@@ -23,6 +23,9 @@ SCORED = ("outcome", "process")
 # The names that protocols without a model's name in them ask for.
 REWARD_MODEL, PROCESS_MODEL, LOGPROBS_MODEL = "reward_model", "process_model", "logprobs_model"
 EMBEDDING_MODEL = "embedding_model"
+DEFAULT_KINDS = {
+    REWARD_MODEL: "outcome", PROCESS_MODEL: "process", LOGPROBS_MODEL: "logprobs", EMBEDDING_MODEL: "embedding",
+}  # fmt: skip
 
 
 class Desk:
@@ -36,17 +39,24 @@ class Desk:
         self.models = models
         self.most_items = most_items
         self._salted = salted
-        self.aliases = {alias: name.removesuffix(ATTRIBUTES) for alias, name in aliases.items()}
+        self._set = {alias: name.removesuffix(ATTRIBUTES) for alias, name in aliases.items()}
+        self._aliases = self._with_defaults()
+        self._swaps = models.swaps
         self.unmerged = {alias for alias, name in aliases.items() if name.endswith(ATTRIBUTES)}
-        for alias, kind in (
-            (REWARD_MODEL, "outcome"),
-            (PROCESS_MODEL, "process"),
-            (LOGPROBS_MODEL, "logprobs"),
-            (EMBEDDING_MODEL, "embedding"),
-        ):
-            first = next((name for name, served in models.served.items() if served.kind == kind), None)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        if self._swaps != self.models.swaps:  # a model may have come back as another kind
+            self._aliases, self._swaps = self._with_defaults(), self.models.swaps
+        return self._aliases
+
+    def _with_defaults(self) -> dict[str, str]:
+        aliases = dict(self._set)
+        for alias, kind in DEFAULT_KINDS.items():
+            first = next((name for name, served in self.models.served.items() if served.kind == kind), None)
             if first is not None:
-                self.aliases.setdefault(alias, first)
+                aliases.setdefault(alias, first)
+        return aliases
 
     def find(self, name: str | None) -> Served:
         """A model by its name or alias; the first one if None."""

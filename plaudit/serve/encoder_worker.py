@@ -23,10 +23,11 @@ from plaudit.core.memory import limit_memory
 from plaudit.errors import PlauditError
 from plaudit.models import choose_device
 from plaudit.models.encoder import Encoder, load_encoder
-from plaudit.reward.load import weights_hash
+from plaudit.models.text import tokenizer_parts
+from plaudit.reward.load import file_hashes, model_files
+from plaudit.reward.version import model_digest
 from plaudit.reward.work import Facts
 from plaudit.serve import frames
-from plaudit.serve.text import tokenizer_parts
 from plaudit.serve.worker import ALIVE_EVERY, fail, first_frame
 
 
@@ -132,10 +133,10 @@ def main(fd: int) -> None:
         fail(sock, error)
     with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
         worker = EncoderWorker(sock, encoder, table.budget)
-        digest = weights_hash(encoder.path)
-        worker.send(
-            frames.Hello(digest, msgspec.to_builtins(facts), table.budget, *tokenizer_parts(encoder.tokenizer))
-        )  # fmt: skip
+        parts = tokenizer_parts(encoder.tokenizer)
+        pooling = f"{encoder.pool} {encoder.normalise} {encoder.limit}"
+        digest = model_digest(table, file_hashes(model_files(encoder.path)), parts, pooling)
+        worker.send(frames.Hello(digest, msgspec.to_builtins(facts), table.budget, *parts))
         worker.send(frames.Ready())
         worker.run()
 

@@ -31,7 +31,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 class Hello(msgspec.Struct, tag=True, array_like=True):
     """Loaded. The tokenizer travels as it was loaded, so that both sides split text alike."""
 
-    digest: str  # first 12 hex digits of the SHA-256 of the weights
+    digest: str  # of all that can change a score: reward.version
     facts: dict[str, Any]
     budget: int  # tokens of one step
     tokenizer: bytes

@@ -184,7 +184,10 @@ class Link:
             case frames.Hello():
                 if self.hello is not None and frame.digest != self.hello.digest:
                     # Scores of these under the name of those would be wrong, and so would be what the cache holds.
-                    connection.end("its weights have changed on disk: swap them in, or start the server again")
+                    connection.end(
+                        "its files, or the code that reads them, have changed on disk: swap it in, or start the server "
+                        "again"
+                    )
                     return
                 self.hello = frame
             case frames.Ready():

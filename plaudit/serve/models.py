@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plaudit.config.serve import ServeTable
+from plaudit.config.reward import RewardTable, parse_reward
+from plaudit.config.serve import NO_SCORE, ServeTable
 from plaudit.errors import ConfigError, nearest
 from plaudit.reward.process import ProcessReading
 from plaudit.serve.admission import Admission
@@ -17,7 +18,8 @@ from plaudit.serve.cache import ScoreCache
 from plaudit.serve.http import HttpError
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.served import Served, ServedModel, Shop, new_served
+from plaudit.serve.served import Served, ServedModel, Shop, Table, new_served
+from plaudit.serve.setup import completed
 
 if TYPE_CHECKING:
     from plaudit.serve.ray_serve import Cluster
@@ -28,6 +30,8 @@ class Models:
         self.metrics = metrics
         self.admission = admission
         self.changed = asyncio.Event()
+        self.swaps = 0
+        self._explicit = {name: table.explicit(name) for name in table.models}
         self._root = None if table.model_root is None else Path(table.model_root).resolve()
         self._log = log
         self._swapping = asyncio.Lock()
@@ -60,8 +64,10 @@ class Models:
         directory = self._confined(path)
         if self._swapping.locked():
             raise ConfigError("another swap is under way; wait for it")
+        table = self._table(served, {**self._explicit[name], "path": str(directory)})
         async with self._swapping:
-            version = await served.swap(served.table.model_copy(update={"path": str(directory)}))
+            version = await served.swap(table)
+        self.swaps += 1
         self._log("swapped", model=name, version=version)
         return version
 
@@ -70,7 +76,20 @@ class Models:
         if not isinstance(served, ServedModel):
             raise ConfigError(f"{name} is a {served.kind}; only models with workers have replicas")
         served.scale(count)
+        self._explicit[name]["replicas"] = count
         self._log("scaled", model=name, replicas=count)
+
+    def _table(self, served: ServedModel, entry: Mapping[str, Any]) -> Table:
+        """As a new server would read the directory, with what the operator set for this name."""
+        source = f"models.{served.name}"
+        table: RewardTable = parse_reward(completed(entry, source), source)
+        if table.kind in NO_SCORE and served.kind not in NO_SCORE:
+            raise ConfigError(
+                f"the new model would be of kind {table.kind!r} and give no score, and {served.name} is a "
+                f"{served.kind} model; put a reward.toml beside it, or set kind and format for this name"
+            )
+        assert isinstance(table, Table)
+        return table
 
     def _confined(self, path: str) -> Path:
         """`path` under the root, links followed: nothing outside is opened, whatever is asked for."""

@@ -35,6 +35,7 @@ from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reward import Reward
 from plaudit.reward.rule import RuleReward
+from plaudit.reward.version import digest, joined
 from plaudit.reward.work import Facts, Work
 from plaudit.serve.admission import Admission
 from plaudit.serve.autoscale import Autoscale
@@ -383,7 +384,7 @@ class ServedBlend:
         finally:
             for task in tasks:
                 task.cancel()
-        version = "+".join(s.version for s in scored.values())
+        version = joined((s.version for s in scored.values()), self._table)
         results = [combine(self._table, {name: s.results[i] for name, s in scored.items()}) for i in range(len(items))]
         return Scored(version, list(results), sum(s.tokens for s in scored.values()))
 
@@ -494,5 +495,5 @@ def new_served(name: str, table: RewardTable, shop: Shop, known: Mapping[str, Se
         return ServedCalls(name, table.kind, rule, rule.version, shop, table.processes)
     if isinstance(table, JudgeTable) and table.url is not None:
         judge = JudgeReward(Judge(table), HttpAsk(table))
-        return ServedCalls(name, table.kind, judge, f"0-{table.model}", shop, table.concurrency)
+        return ServedCalls(name, table.kind, judge, f"0-{digest(table)}", shop, table.concurrency)
     return ServedModel(name, table, shop)

@@ -30,11 +30,13 @@ def serve_table(
         if name in entries:
             raise ConfigError(f"two models are named {name!r}; name one of them: --model OTHER={path}")
         entries[name] = {"path": path}
-    tree["models"] = {name: _completed(entry, f"{source}: models.{name}") for name, entry in entries.items()}
+    tree["models"] = {name: completed(entry, f"{source}: models.{name}") for name, entry in entries.items()}
     spread = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "replicas": replicas}
-    for entry in tree["models"].values():
+    flags = {key: value for key, value in spread.items() if value is not None}
+    for name, entry in tree["models"].items():
         if isinstance(entry, dict) and entry.get("kind") in ENGINE_KINDS:
-            entry.update({key: value for key, value in spread.items() if value is not None})
+            entry.update(flags)
+            entries[name] = {**entries[name], **flags}
     if ray is not None:
         tree["ray"] = ray
     if host is not None:
@@ -51,7 +53,7 @@ def serve_table(
         tree["protocols"] = split_names(protocols)
     if aliases:
         tree["aliases"] = {**tree.get("aliases", {}), **dict(map(_alias, aliases))}
-    return parse_serve(tree, source)
+    return parse_serve(tree, source, entries)
 
 
 def _named(given: str) -> tuple[str, str]:
@@ -63,7 +65,7 @@ def _named(given: str) -> tuple[str, str]:
     return (directory.parent.name if directory.name == "final" else directory.name) or given, given
 
 
-def _completed(entry: Any, source: str) -> Any:
+def completed(entry: Any, source: str) -> Any:
     """What a model's directory says about how it is read, added to what the user says."""
     if not isinstance(entry, dict) or entry.get("kind") in set(KINDS) - {"outcome", "process"}:
         return entry

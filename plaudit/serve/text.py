@@ -8,14 +8,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 
-def tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> tuple[bytes, dict[str, Any]]:
-    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    return tokenizer.backend_tokenizer.to_str().encode(), {**names, "chat_template": template}
-
-
 def tokenizer_of(data: bytes, options: dict[str, Any]) -> PreTrainedTokenizerFast:
     options = {name: value for name, value in options.items() if value is not None}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(data.decode()), **options)

@@ -30,11 +30,11 @@ from plaudit.core.memory import limit_memory
 from plaudit.core.sequence import Update
 from plaudit.errors import ModelError, PlauditError, RankLost, RequestError
 from plaudit.models import choose_device
+from plaudit.models.text import tokenizer_parts
 from plaudit.records import ItemError
 from plaudit.reward.load import load_worker
 from plaudit.serve import frames
 from plaudit.serve.ranks import lead, leave
-from plaudit.serve.text import tokenizer_parts
 
 ALIVE_EVERY = 1.0  # seconds
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")

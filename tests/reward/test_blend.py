@@ -1,6 +1,7 @@
 """Blends, by hand."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -29,7 +30,13 @@ def test_by_hand() -> None:
     total = combine(blend(members=weights), RESULTS)
     assert total.value == 2.0 + 4 * 0.5 - 3.0
     assert total.attributes == {"a": 2.0, "b": 0.5, "c": -1.0}
-    assert (total.version, total.tokens, total.truncated) == ("0-aa+0-bb", 12, True)
+    assert (total.tokens, total.truncated) == (12, True)
+    lighter = combine(blend(members={**weights, "b": 3.0}), RESULTS)
+    swapped = combine(blend(members=weights), {**RESULTS, "a": Score(2.0, version="1-ab")})
+    assert re.fullmatch("0-[0-9a-f]{12}", total.version)
+    assert re.fullmatch("0-[0-9a-f]{12}", lighter.version)
+    assert re.fullmatch("1-[0-9a-f]{12}", swapped.version)
+    assert lighter.version != total.version
     assert combine(blend(members=weights, combine="min"), RESULTS).value == -3.0
     mean = (2.0 + 2.0 - 3.0) / 8
     deviation = math.sqrt((1 * (2 - mean) ** 2 + 4 * (0.5 - mean) ** 2 + 3 * (-1 - mean) ** 2) / 8)

@@ -1,18 +1,21 @@
 """A reward model in this process: the same score alone, in a batch, in a group and from the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from plaudit.records import Item, Score, StepScores
-from plaudit.reward import ModelReward, complete, load_reward, load_worker
+from plaudit.reward import ModelReward, complete, load_reward, load_worker, version
 from plaudit.worlds import Sums, get_world
 from plaudit.worlds.sums import judge
 
+from ..models.builders import byte_tokenizer
 from . import tiny
 
 RESULT = Score | StepScores
@@ -68,19 +71,54 @@ def test_one_bad_item_costs_the_others_nothing(path_and_keys: dict[str, Any]) ->
     assert reward.score(bad[:1])[0].error is not None
 
 
-def test_the_version_is_that_of_the_weights(tmp_path: Path) -> None:
+def test_the_version_covers_all_that_can_change_a_score(tmp_path: Path) -> None:
+    """Weights, config, tokenizer, template, reward table and dtype; not where and in which batches it runs."""
     tokenizer = tiny.chatml()
     module = tiny.model("outcome", tokenizer, ("reward",))
-    first = load_worker(complete({"path": tiny.write(tmp_path / "a", module, tokenizer)}, "test"))[3]
-    again = load_worker(complete({"path": tiny.write(tmp_path / "b", module, tokenizer)}, "test"))[3]
-    with torch.no_grad():
-        module.score.weight[0, 0] += 1
-    other = load_worker(complete({"path": tiny.write(tmp_path / "c", module, tokenizer)}, "test"))[3]
-    assert first == again != other
+    path = Path(tiny.write(tmp_path / "a", module, tokenizer))
+
+    def digest(directory: Path = path, **keys: Any) -> str:
+        return load_worker(complete({"path": str(directory), **keys}, "test"))[3]
+
+    def changed(name: str, edit: Callable[[Path], object]) -> str:
+        edit(copytree(path, tmp_path / name))
+        return digest(tmp_path / name)
+
+    def weighed(copy: Path) -> None:
+        weights = load_file(copy / "model.safetensors")
+        save_file(
+            {**weights, "score.weight": weights["score.weight"] + 1}, copy / "model.safetensors", {"format": "pt"}
+        )
+
+    first = digest()
     assert len(first) == 12
     assert int(first, 16) >= 0
-    (score,) = load_reward(tmp_path / "a").score([Item(prompt="hello", response="x")])
+    assert changed("same", lambda copy: None) == first
+    assert digest(budget=64, threads=1, max_replicas=2, device="cpu") == first
+    others = [
+        changed("weights", weighed),
+        changed("config", lambda copy: tiny.rotate(copy, 77.0)),
+        changed("tokenizer", byte_tokenizer(eos="<|im_start|>").save_pretrained),
+        changed("template", byte_tokenizer(chat_template="{{ messages[0]['content'] }}").save_pretrained),
+        changed("table", lambda copy: (copy / "reward.toml").write_text('kind = "outcome"\nend = false\n')),
+        digest(standardise={"mean": 1.0}),
+        digest(dtype="bfloat16"),
+    ]
+    assert len({first, *others}) == 8
+    (score,) = load_reward(path).score([Item(prompt="hello", response="x")])
     assert score.version == f"0-{first}"
+
+
+def test_code_is_part_of_the_version(tmp_path: Path) -> None:
+    for package in version.COMPUTING:
+        copytree(version.PACKAGE / package, tmp_path / package, ignore=ignore_patterns("*.pyc"))
+    assert version.code(tmp_path) == version.code()
+    version.code.cache_clear()
+    with (tmp_path / "core" / "engine.py").open("a") as source:
+        source.write("# newer\n")
+    assert version.code(tmp_path) != version.code()
+    table = complete({"path": "sums"}, "test")
+    assert version.digest(table, libraries=["torch"]) != version.digest(table, libraries=["tokenizers"])
 
 
 def test_scores_that_are_not_finite(tmp_path: Path) -> None:

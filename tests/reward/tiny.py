@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,14 @@ def write(directory: Path, module: Any, tokenizer: PreTrainedTokenizerFast) -> s
     module.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+def rotate(directory: Path, theta: float) -> None:
+    """The same weights with positions turned by other angles."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"}
+    file.write_text(json.dumps(config))
 
 
 @torch.inference_mode()

@@ -1,0 +1,74 @@
+"""What stands behind a number in a score's version: the hash of all that can change the score.
+
+Weights, config, tokenizer and chat template, the reward table, dtype, and the code that computes. Not what only says
+where and how fast it is computed (`PLACE`): devices, ranks and batches change the last digits at most, and servers that
+differ in them may share a client.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+PACKAGE = Path(__file__).resolve().parent.parent
+PLACE = frozenset(
+    (
+        "path", "device", "threads", "kv_bytes", "budget", "memory_fraction", "replicas", "max_replicas",
+        "replica_tokens", "tensor_parallel", "pipeline_parallel", "rank_seconds", "join_seconds", "processes",
+        "concurrency", "retries", "key_env",
+    )
+)  # fmt: skip
+COMPUTING = ("core", "models", "reward")  # packages of ours
+LIBRARIES = ("torch", "transformers", "tokenizers")
+
+
+def digest(table: BaseModel, *parts: str, libraries: Iterable[str] = ()) -> str:
+    """The first 12 hex digits of the SHA-256 of a reward's table, of the code and of `parts`."""
+    keys = table.model_dump(mode="json", exclude=set(PLACE))
+    return _short(json.dumps(keys, sort_keys=True), code(), *map(_installed, libraries), *parts)
+
+
+def model_digest(
+    table: BaseModel, files: Mapping[str, str], tokenizer: tuple[bytes, Mapping[str, Any]], *others: str
+) -> str:  # fmt: skip
+    """files      SHA-256 by name, of the weights and the config
+    tokenizer  as it was loaded: `models.text.tokenizer_parts`
+    """
+    backend, options = tokenizer
+    texts = (json.dumps(dict(each), sort_keys=True) for each in (files, options))
+    return digest(table, *texts, hashlib.sha256(backend).hexdigest(), *others, libraries=LIBRARIES)
+
+
+def joined(versions: Iterable[str], table: BaseModel) -> str:
+    """The version of a reward that is made of others: the sum of their numbers, and the hash of theirs and its own."""
+    known = sorted(versions)
+    number = sum(int(first) for first in (each.partition("-")[0] for each in known) if first.isdigit())
+    return f"{number}-{digest(table, *known)}"
+
+
+@cache
+def code(root: Path = PACKAGE) -> str:
+    """Of our own source, since between two releases the number of the release does not change."""
+    found = hashlib.sha256()
+    for package in COMPUTING:
+        for file in sorted((root / package).rglob("*.py")):
+            found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def _installed(library: str) -> str:
+    try:
+        return f"{library} {version(library).partition('+')[0]}"  # +cpu, +cu128: the place again
+    except PackageNotFoundError:
+        return library
+
+
+def _short(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]

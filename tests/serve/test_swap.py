@@ -1,0 +1,109 @@
+"""A swap gives the scores of a new server on the new directory, and no score comes from another model's cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+
+from plaudit.records import Item, StepScores
+from plaudit.reward import complete, load_reward
+
+from ..reward import tiny
+from .process import ServerProcess
+
+ADMIN = "admin-key-of-this-test"
+PROMPT, RESPONSES = "hello?", ("hell one\n\ntwo", "he; ll; o\n\nhe", "x" * 40)
+EXPLICIT = {"max_tokens": 40, "threads": 1}  # what the operator set; directories below say otherwise
+OUTCOME = 'kind = "outcome"\nmax_tokens = 300\n'
+
+
+@dataclass(frozen=True)
+class Root:
+    path: Path
+
+    def fresh(self, name: str) -> tuple[str, list[Any]]:
+        """Version and scores of the directory, loaded anew with the operator's keys."""
+        reward = load_reward(complete({"path": str(self.path / name), **EXPLICIT}, "test"))
+        results = reward.score([Item(prompt=PROMPT, response=text) for text in RESPONSES])
+        scores = [
+            r.error.type if r.error else list(r.values) if isinstance(r, StepScores) else r.value for r in results
+        ]
+        return results[0].version.partition("-")[2], scores
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    path, tokenizer = tmp_path_factory.mktemp("models"), tiny.chatml()
+    tiny.write(path / "plain", tiny.model("outcome", tokenizer, ("reward",)), tokenizer)
+    (path / "plain" / "reward.toml").write_text(OUTCOME)
+    scaled = copytree(path / "plain", path / "scaled") / "reward.toml"
+    scaled.write_text(f"{OUTCOME}end = false\nstandardise = {{ mean = 10.0, std = 0.5 }}\n")
+    tiny.rotate(copytree(path / "plain", path / "rotated"), 77.0)
+    tiny.write(path / "steps", tiny.model("steps", tokenizer, ("wrong", "right")), tokenizer)
+    (path / "steps" / "reward.toml").write_text(
+        'kind = "process"\nmax_tokens = 300\naggregate = "min"\n[format]\nsplit = "; "\nkeep = false\n'
+    )
+    tiny.write(path / "policy", tiny.model("causal", tokenizer), tokenizer)
+    return Root(path)
+
+
+@pytest.fixture(scope="module")
+def server(root: Root) -> Iterator[ServerProcess]:
+    models = {name: {"path": str(root.path / name), **EXPLICIT} for name in ("plain", "rotated")}
+    with ServerProcess({"models": models, "admin_key": ADMIN, "model_root": str(root.path)}) as running:
+        yield running
+
+
+def swap(server: ServerProcess, path: str) -> Any:
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    return server.http.post("/admin/swap", json={"model": "plain", "path": path}, headers=headers, timeout=240).json()
+
+
+def served(server: ServerProcess, model: str, steps: bool = False) -> tuple[str, list[Any]]:
+    item = {"prompt": PROMPT, "responses": RESPONSES}
+    reply = server.rewards([item], model, steps=steps).json()
+    (group,) = reply["items"]
+    errors = group.get("errors") or [None] * len(RESPONSES)
+    values = group["steps" if steps else "scores"]
+    found = [value if error is None else error["type"] for value, error in zip(values, errors, strict=True)]
+    return reply["version"].partition("-")[2], found
+
+
+def same(found: tuple[str, list[Any]], expected: tuple[str, list[Any]]) -> None:
+    assert found[0] == expected[0]
+    for value, right in zip(found[1], expected[1], strict=True):
+        assert value == (right if isinstance(right, str) else pytest.approx(right, abs=1e-4))
+
+
+def test_models_with_the_same_weights_do_not_share_scores(server: ServerProcess, root: Root) -> None:
+    plain, rotated = served(server, "plain"), served(server, "rotated")
+    same(plain, root.fresh("plain"))
+    same(rotated, root.fresh("rotated"))
+    assert plain[0] != rotated[0]
+    assert plain[1][0] != pytest.approx(rotated[1][0], abs=1e-3)
+    assert served(server, "plain") == plain  # from the cache
+    assert served(server, "rotated") == rotated
+
+
+def test_a_swap_is_a_fresh_start_with_the_operators_keys(server: ServerProcess, root: Root) -> None:
+    before = served(server, "plain")
+    refused = swap(server, "policy")
+    assert "would be of kind 'logprobs' and give no score" in refused["error"]["message"]
+    assert served(server, "plain") == before
+
+    version = swap(server, "scaled")["version"]  # another normalisation
+    expected = root.fresh("scaled")
+    assert version == f"1-{expected[0]}"
+    same(served(server, "plain"), expected)
+    assert expected[1][0] < -10
+    assert expected[1][2] == "too_long"  # 40 tokens at most, whatever the directories say
+
+    swap(server, "steps")  # another kind, its format and its way to one score
+    expected = root.fresh("steps")
+    same(served(server, "plain", steps=True), expected)
+    assert [len(steps) for steps in expected[1][:2]] == [1, 3]
+    assert served(server, "plain")[1][1] == pytest.approx(min(expected[1][1]), abs=1e-4)
+    assert server.http.get("/v1/models").json()["data"][0]["kind"] == "process"
