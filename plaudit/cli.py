@@ -259,12 +259,16 @@ def score_file(
         typer.Option(help="The side that may be cut; without it too long is an error."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Responses that are scored together.")] = 256,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for a server that is not up yet.")
+    ] = 0.0,
 ) -> None:
     """Score the responses of a file. Exit code 1: some could not be scored; their lines say why."""
     from plaudit.score import score
 
     tally = score(
-        file, model=model, urls=url, api_key=api_key, out=out, steps=steps, truncate=truncate, batch=batch
+        file, model=model, urls=url, api_key=api_key, out=out, steps=steps, truncate=truncate, batch=batch,
+        wait=wait,
     )  # fmt: skip
     typer.echo(f"plaudit: {tally}", err=True)
     raise typer.Exit(1 if tally.failed else 0)
@@ -304,7 +308,7 @@ def serve_rewards(
     ] = None,
 ) -> None:
     """Serve reward models over HTTP."""
-    from plaudit.serve.setup import serve_table
+    from plaudit.serve.setup import loading, serve_table
 
     table = serve_table(
         config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
@@ -314,6 +318,7 @@ def serve_rewards(
 
     if launched():
         sys.exit(serve_launched(table))
+    typer.echo(f"plaudit serve: {loading(table)}", err=True)
     from plaudit.serve.server import serve
 
     sys.exit(serve(table))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -12,19 +13,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from plaudit.errors import ConfigError, DataError, RequestError
+from plaudit.errors import ConfigError, DataError, RequestError, RewardUnavailable, one_line
 from plaudit.output import check_writable, written
 from plaudit.records import Item, Score, StepScores
-from plaudit.serve.client import InProcess, RewardClient, Side
+from plaudit.serve.client import CONNECT_SECONDS, InProcess, RewardClient, Side
 from plaudit.serve.client_items import items_of
 from plaudit.train.rows import Row, stream_rows
 
 Result = Score | StepScores
 AHEAD = 2  # batches that are scored while the lines of an earlier one are written
 SERVER_SECONDS = 600.0  # for one batch
+OUTAGE_EVERY = 30.0  # seconds between two lines about a server that does not answer
+LOOK_SECONDS = 0.5
 
 
 @dataclass(slots=True)
@@ -47,14 +51,15 @@ class _Line:
 
 def score(
     file: Path, *, model: str | None, urls: Sequence[str], api_key: str | None, out: Path | None, steps: bool,
-    truncate: Side | None, batch: int,
+    truncate: Side | None, batch: int, wait: float = 0.0,
 ) -> Tally:  # fmt: skip
-    """Scored lines go to `out`, or to the standard output. Memory holds a few batches, however long the file is."""
+    """Scored lines go to `out`, or to the standard output. Memory holds a few batches, however long the file is. For a
+    server that is not up `wait` seconds are waited; one that goes away later is asked again, and said so."""
     if out is not None:
         check_writable(out)
     tally = Tally()
     with ExitStack() as stack:
-        client = stack.enter_context(_client(model, urls, api_key))
+        client = stack.enter_context(_client(model, urls, api_key, wait))
         sink = sys.stdout if out is None else stack.enter_context(written(out))
         bar = stack.enter_context(_progress())
         task = bar.add_task(file.name, total=None)
@@ -145,9 +150,12 @@ def _told(result: Result) -> dict[str, Any]:
 
 
 @contextmanager
-def _client(model: str | None, urls: Sequence[str], api_key: str | None) -> Iterator[RewardClient]:
+def _client(model: str | None, urls: Sequence[str], api_key: str | None, wait: float) -> Iterator[RewardClient]:
     if urls:
-        with RewardClient(urls, model=model, api_key=api_key, timeout=SERVER_SECONDS) as client:
+        with RewardClient(
+            urls, model=model, api_key=api_key, timeout=SERVER_SECONDS, on_retry=_Outage().tell
+        ) as client:  # fmt: skip
+            _reach(client.urls, wait)
             yield client
         return
     if model is None:
@@ -160,6 +168,50 @@ def _client(model: str | None, urls: Sequence[str], api_key: str | None) -> Iter
             yield client
     finally:
         reward.close()
+
+
+class _Outage:
+    """Says that a server is asked again: at once, and then every so often."""
+
+    def __init__(self) -> None:
+        self._said = -OUTAGE_EVERY
+
+    def tell(self, cause: str, seconds: float | None) -> None:
+        now = time.monotonic()
+        if now - self._said >= OUTAGE_EVERY:
+            self._said = now
+            limit = "" if seconds is None else f", for {seconds:.0f} s at most"
+            print(f"plaudit: {cause}; trying again{limit}", file=sys.stderr, flush=True)
+
+
+def _reach(urls: Sequence[str], wait: float) -> None:
+    """Until one of the servers takes a connection. Before anything is scored nothing is lost: a wrong address is told
+    at once, and not after as many attempts as an outage is worth."""
+    until = time.monotonic() + wait
+    said = False
+    while (refusals := _refusals(urls)) and len(refusals) == len(urls):
+        if time.monotonic() >= until:
+            raise RewardUnavailable(
+                f"{'; '.join(refusals)}; start it with plaudit serve, or give --wait SECONDS if it is on its way"
+            )
+        if not said:
+            print(f"plaudit: {'; '.join(refusals)}; waiting for it, for {wait:g} s", file=sys.stderr, flush=True)
+            said = True
+        time.sleep(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
+
+
+def _refusals(urls: Sequence[str]) -> list[str]:
+    """Of the servers that take no connection, why. What they answer, and how late, is not asked here."""
+    refusals = []
+    with httpx.Client(trust_env=False, timeout=CONNECT_SECONDS) as http:
+        for url in urls:
+            try:
+                http.get(f"{url}/health/live")
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                refusals.append(f"no server answers at {url} ({one_line(error) or type(error).__name__})")
+            except httpx.HTTPError:
+                pass  # it took the connection
+    return refusals
 
 
 def _progress() -> Progress:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ from plaudit.reward import load_reward
 from plaudit.score import Tally, score, scored_lines
 from plaudit.serve.client import InProcess, RewardClient
 from plaudit.train.rows import Row
+from tests.command import plaudit_here
 from tests.serve.process import free_port
-from tests.serve.scripted import Answer, Scripted, right
+from tests.serve.scripted import Answer, Asked, Scripted, right
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "3+4+5=", "response": "3+4=7;7+5=12;#12", "id": 7},
@@ -70,7 +74,8 @@ def test_a_file_is_scored_in_process_and_failed_items_are_counted(tmp_path: Path
 
 def test_a_bad_line_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [ROWS[0], {"prompt": "1+2="}])
-    done = command(str(rows), "--url", f"http://127.0.0.1:{free_port()}", "--out", str(tmp_path / "out.jsonl"))
+    with Scripted() as scripted:
+        done = plaudit_here("score", str(rows), "--url", scripted.url, "--out", str(tmp_path / "out.jsonl"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("plaudit: rows.jsonl:2: an Item with a prompt needs a response")
     assert done.stderr.count("\n") == 1
@@ -159,9 +164,56 @@ def test_refusals_leave_no_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
-def test_a_dead_server_is_an_error_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", numbers(3))
+    url = f"http://127.0.0.1:{free_port()}"
+    done = plaudit_here("score", str(rows), "--url", url, "--out", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"plaudit: no server answers at {url} \(.*\); start it with plaudit serve, or give --wait SECONDS .*\n",
+        done.stderr,
+    )
+    assert list(tmp_path.iterdir()) == [rows]
+    with Scripted() as there:  # one of two is enough
+        assert score(rows, **options(urls=[url, there.url], out=tmp_path / "out.jsonl")).scored == 3
+
+
+def test_a_server_that_is_on_its_way_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write(tmp_path / "rows.jsonl", numbers(3))
+    port = free_port()
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(
+            score, rows, **options(urls=[f"http://127.0.0.1:{port}"], out=tmp_path / "out.jsonl", wait=120.0)
+        )
+        said = ""
+        until = time.monotonic() + 60
+        while "waiting for it, for 120 s" not in said and time.monotonic() < until:
+            said += capsys.readouterr().err
+            time.sleep(0.05)
+        assert f"no server answers at http://127.0.0.1:{port}" in said
+        with Scripted(port=port):
+            assert scoring.result(120).scored == 3
+
+
+def test_an_outage_is_told_when_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first batch is scored, the second meets a server that is not ready three times."""
+
+    def script(number: int, asked: Asked) -> Answer:
+        return Answer(b"{}", 503) if 1 <= number <= 3 else Answer(right(asked))
+
+    rows = write(tmp_path / "rows.jsonl", numbers(4))
+    with Scripted(script) as scripted:
+        assert score(rows, **options(urls=[scripted.url], out=tmp_path / "out.jsonl", batch=2)).scored == 4
+        told = capsys.readouterr().err
+    assert re.fullmatch(rf"plaudit: {scripted.url} answered 503; trying again, for \d+ s at most\n", told)
+
+
+def test_a_server_that_goes_away_is_an_error_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plaudit.score.SERVER_SECONDS", 0.5)
     rows = write(tmp_path / "rows.jsonl", numbers(3))
-    with pytest.raises(RewardUnavailable, match="no scores from http://127"):
-        score(rows, **options(urls=[f"http://127.0.0.1:{free_port()}"], out=tmp_path / "out.jsonl"))
+    with (
+        Scripted(lambda _, __: Answer(b"{}", 503)) as scripted,
+        pytest.raises(RewardUnavailable, match="no scores from"),
+    ):
+        score(rows, **options(urls=[scripted.url], out=tmp_path / "out.jsonl"))
     assert list(tmp_path.iterdir()) == [rows]

@@ -30,6 +30,10 @@ class NoTruth(Exception):
     """The item has nothing to compare with."""
 
 
+class RefusedTask(Exception):
+    """A task that would run code of the item's."""
+
+
 def new_rule(table: dict[str, Any]) -> Rule:
     right, wrong = float(table["right"]), float(table["wrong"])
     answer = None if table["answer"] is None else re.compile(table["answer"])
@@ -79,6 +83,8 @@ def _gym(answer: re.Pattern[str] | None) -> Rule:
     """The truth names the task and its options and holds the item, as `data.gym` gives it."""
     import reasoning_gym
 
+    from plaudit.config.gym import refusal
+
     @lru_cache(maxsize=8)
     def task(name: str, options: str) -> Any:
         return reasoning_gym.create_dataset(name, size=1, **json.loads(options))
@@ -86,6 +92,8 @@ def _gym(answer: re.Pattern[str] | None) -> Rule:
     def score(_: Any, response: str, truth: Any) -> Any:
         if not isinstance(truth, dict) or not {"task", "options", "item"} <= truth.keys():
             raise NoTruth
+        if why := refusal(str(truth["task"])):  # whoever sends an item chooses its task
+            raise RefusedTask(why)
         asked = task(truth["task"], json.dumps(truth["options"]))
         return asked.score_answer(_answer(answer, response), entry=_with_tuples(truth["item"]))
 
@@ -135,6 +143,8 @@ def answer_to(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
         score = float(value)
     except NoTruth:
         return _error("no_truth", "the rule compares with a truth, and the item has none")
+    except RefusedTask as error:
+        return _error("refused", str(error))
     except BaseException as error:  # also what a function raises to leave the program
         return _error("rule_failed", described(error))
     if not math.isfinite(score):

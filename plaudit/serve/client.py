@@ -9,7 +9,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 RESCORES = 2  # of the part of a call that an older version scored, before it is given up
 
 Side = Literal["left", "right"]
+OnRetry = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,19 @@ class AsyncRewardClient:
     timeout    seconds that one `score` may take, waiting and retries included; None: as long as it takes
     retries    attempts after the first for each request of a call
     transport  in place of the network: `InProcess(reward)`, or `httpx.ASGITransport(app)`
+    on_retry   hears of every attempt that failed and is repeated: why, and how many seconds are left (None: no limit)
     """
 
     def __init__(
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
         timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
+        on_retry: OnRetry | None = None,
     ) -> None:  # fmt: skip
         self.urls = _checked_urls(urls)
         self.model = model
         self.timeout = timeout
         self.retries = retries
+        self._on_retry = on_retry
         self._replicas = Replicas(self.urls)
         connections = CONNECTIONS * len(self.urls)
         self._free = asyncio.Semaphore(connections)
@@ -147,6 +151,8 @@ class AsyncRewardClient:
                     return await self._attempt(request, body, deadline, version)
             except _TryAgain as failure:
                 cause = str(failure)
+                if self._on_retry is not None and attempts <= self.retries:
+                    self._on_retry(cause, None if deadline is None else max(0.0, deadline - time.monotonic()))
             # Full jitter: of many that were turned away together, few come back together.
             pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempts - 1, 20)))
         raise RewardUnavailable(
@@ -232,10 +238,13 @@ class RewardClient:
     def __init__(
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
         timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
+        on_retry: OnRetry | None = None,
     ) -> None:  # fmt: skip
         self._client = AsyncRewardClient(
-            urls, model=model, api_key=api_key, timeout=timeout, retries=retries, transport=transport
-        )
+            urls, model=model, api_key=api_key, timeout=timeout, retries=retries, transport=transport,
+            on_retry=on_retry,
+        )  # fmt: skip
+        self.urls = self._client.urls
         self._closed = False
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(

@@ -56,6 +56,14 @@ def serve_table(
     return parse_serve(tree, source, entries)
 
 
+def loading(table: ServeTable) -> str:
+    """The line that is said at once: the one that says that all is ready may be long in coming."""
+    models = ", ".join(f"{name} ({entry.kind})" for name, entry in table.models.items())
+    host = f"[{table.host}]" if ":" in table.host else table.host
+    place = f"http://{host}:{table.port}" if table.port else f"a free port of {table.host}"
+    return f"loading {models}; will listen on {place}"
+
+
 def _named(given: str) -> tuple[str, str]:
     name, equals, path = given.partition("=")
     if equals and name and path and "/" not in name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import struct
 from collections.abc import Iterator
@@ -123,4 +124,15 @@ def test_identical_items_of_one_request_are_computed_once(server: ServerProcess)
 def test_the_documentation_names_every_route(server: ServerProcess) -> None:
     paths = server.http.get("/openapi.json").json()["paths"]
     assert {"/v1/rewards", "/v1/models", "/admin/swap", "/health/live", "/health/ready", "/metrics", "/"} <= set(paths)
-    assert "/v1/rewards" in server.http.get("/docs").text
+    page = server.http.get("/docs").text
+    for path, methods in paths.items():
+        assert f"<code>{path}</code>" in page
+        for method, about in methods.items():
+            assert len(about["summary"].split()) >= 4, f"{method} {path}: {about['summary']}"
+            for summary in about["summary"].split("; or "):
+                assert html.escape(summary) in page
+    generate = paths["/generate"]["post"]
+    assert "ETS and REBASE: a score for every step" in generate["summary"]
+    assert "SGLang: log-probabilities of a text's tokens" in generate["summary"]
+    assert "logits_require_id" in page
+    assert paths["/v2/models/sums/versions/1"]["get"]["summary"].startswith("Triton: inputs and outputs of the model")

@@ -252,7 +252,7 @@ def test_the_tasks_own_scorer_decides(gym: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["arc_1d", "rearc", "countdown", "gcd", "graph_color", "mini_sudoku"])
+@pytest.mark.parametrize("task", ["arc_1d", "rearc", "rush_hour", "gcd", "graph_color", "mini_sudoku"])
 def test_an_item_survives_the_way_to_the_rules_process(gym: Any, task: str) -> None:
     """Some tasks hold tuples, which JSON has not: the score must be the one that the task gives at home."""
     prompts = prompts_of(None, gym=task, eval_items=2)

@@ -34,18 +34,53 @@ class NativeDoor:
 
     def routes(self) -> list[Route]:
         return [
-            Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary="Score items"),
-            Route("GET", "/v1/models", "key", self.list_models, summary="The models served"),
-            Route("POST", "/admin/swap", "admin", self.swap, summary="Put another version of a model in service"),
-            Route("POST", "/admin/scale", "admin", self.scale, summary="Change the number of a model's replicas"),
-            Route("GET", "/health/live", "open", self.live, summary="The process answers"),
-            Route("GET", "/health/ready", "open", self.ready, summary="Every model computes, and work is taken"),
-            Route("GET", "/health", "open", self.ready, summary="The same, where other systems look for it"),
-            Route("GET", "/metrics", "key", self.metrics, summary="Prometheus metrics"),
-            Route("GET", "/stats", "key", self.stats, summary="The last minutes, for the page"),
-            Route("GET", "/", "open", self.page, summary="The live page"),
-            Route("GET", "/docs", "open", self.docs, summary="This documentation"),
-            Route("GET", "/openapi.json", "open", self.openapi, summary="OpenAPI"),
+            Route(
+                "POST",
+                "/v1/rewards",
+                "key",
+                self.rewards,
+                work=True,
+                summary="Score responses: one score for each, or step scores of a process model",
+            ),
+            Route(
+                "GET",
+                "/v1/models",
+                "key",
+                self.list_models,
+                summary="List the models served, with kind, version, state and limits",
+            ),
+            Route(
+                "POST",
+                "/admin/swap",
+                "admin",
+                self.swap,
+                summary="Replace a model by another directory under model_root, without a break in service",
+            ),
+            Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
+            Route("GET", "/health/live", "open", self.live, summary="Liveness: 200 while the process answers"),
+            Route(
+                "GET",
+                "/health/ready",
+                "open",
+                self.ready,
+                summary="Readiness: 200 if every model computes and requests are accepted",
+            ),
+            Route(
+                "GET", "/health", "open", self.ready, summary="Readiness, at the path where load balancers look for it"
+            ),
+            Route("GET", "/metrics", "key", self.metrics, summary="Metrics in the format of Prometheus"),
+            Route(
+                "GET", "/stats", "key", self.stats, summary="Figures of the last minutes, as the live page shows them"
+            ),
+            Route("GET", "/", "open", self.page, summary="The live page: models, load and a form to try them"),
+            Route("GET", "/docs", "open", self.docs, summary="This page: every route of the server"),
+            Route(
+                "GET",
+                "/openapi.json",
+                "open",
+                self.openapi,
+                summary="Every route of the server as an OpenAPI 3.1 document",
+            ),
         ]
 
     async def rewards(self, request: Request) -> Reply:
@@ -116,7 +151,7 @@ class NativeDoor:
         return _html(PAGE)
 
     async def docs(self, request: Request) -> Reply:
-        return _html(docs_page())
+        return _html(docs_page([*self.routes(), *self.others]))
 
     async def openapi(self, request: Request) -> Reply:
         return Reply.json(openapi([*self.routes(), *self.others], __version__))

@@ -19,7 +19,11 @@ class OpenRLHFDoor:
         self.desk = desk
 
     def routes(self) -> list[Route]:
-        return [Route("POST", "/get_reward", "key", self.get_reward, "openrlhf", True, "OpenRLHF: rewards of queries")]
+        return [
+            Route(
+                "POST", "/get_reward", "key", self.get_reward, "openrlhf", True, "OpenRLHF: rewards of rendered texts"
+            )
+        ]
 
     async def get_reward(self, request: Request) -> Reply:
         asked = openrlhf.read(request.content, request.parameters())
@@ -45,7 +49,17 @@ class SlimeDoor:
         self.desk = desk
 
     def routes(self) -> list[Route]:
-        return [Route("POST", "/remote_rm", "key", self.remote_rm, "slime", True, "slime: the reward of a sample")]
+        return [
+            Route(
+                "POST",
+                "/remote_rm",
+                "key",
+                self.remote_rm,
+                "slime",
+                True,
+                "slime: the reward of one prompt and response",
+            )
+        ]
 
     async def remote_rm(self, request: Request) -> Reply:
         asked = slime.read(request.content, request.parameters())

@@ -32,18 +32,42 @@ class SGLangDoor:
 
     def routes(self) -> list[Route]:
         routes = [
-            _work("POST", "/v1/classify", self.classify, "SGLang: class probabilities"),
-            _work("POST", "/v1/score", self.score, "SGLang: chances of label tokens", sglang.claims_scoring),
-            _work("POST", "/generate", self.step_scores, "ETS and REBASE: step scores", ets.claims),
-            _work("POST", "/generate", self.generate, "SGLang: log-probs of a text's tokens"),
-            _route("GET", "/health_generate", self.health, "SGLang: every model computes", open=True),
+            _work("POST", "/v1/classify", self.classify, "SGLang: probabilities of a classifier's labels"),
+            _work(
+                "POST",
+                "/v1/score",
+                self.score,
+                "SGLang: probabilities of label tokens after a text",
+                sglang.claims_scoring,
+            ),
+            _work(
+                "POST",
+                "/generate",
+                self.step_scores,
+                "ETS and REBASE: a score for every step of a path (forward_only)",
+                ets.claims,
+            ),
+            _work("POST", "/generate", self.generate, "SGLang: log-probabilities of a text's tokens"),
+            _route("GET", "/health_generate", self.health, "SGLang: 200 if every model computes", open=True),
         ]
         for method in ("POST", "PUT"):
-            routes.append(_work(method, "/v1/rerank", self.rerank, "SGLang: documents by score", sglang.claims_rerank))
+            routes.append(
+                _work(
+                    method,
+                    "/v1/rerank",
+                    self.rerank,
+                    "SGLang: documents sorted by their score for a query",
+                    sglang.claims_rerank,
+                )
+            )
             for path in ("/classify", "/encode"):
-                routes.append(_work(method, path, self.encode, "SGLang: the raw reward", sglang.claims_inputs))
+                routes.append(
+                    _work(method, path, self.encode, "SGLang: the raw reward of a text", sglang.claims_inputs)
+                )
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
-            routes.append(_route("GET", path, self.info, "SGLang: the model that /generate reads"))
+            routes.append(
+                _route("GET", path, self.info, "SGLang: name, version and limits of the model behind /generate")
+            )
         return routes
 
     async def encode(self, request: Request) -> Reply:
@@ -147,29 +171,31 @@ class SGLangDoor:
                 )  # fmt: skip
         rows = await self._tokens(served, asked.inputs, places)
         scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows])
-        self.desk.values(scored.results, asked.inputs.field)
-        return {
-            place: (len(row), result.values)
-            for place, row, result in zip(places, rows, scored.results, strict=True)
-            if isinstance(result, StepScores)
-        }
+        scores: dict[int, tuple[int, Sequence[float]]] = {}
+        for place, row, result in zip(places, rows, scored.results, strict=True):
+            assert isinstance(result, StepScores)
+            if result.error is None or result.error.type != "no_steps":
+                self.desk.values([result], asked.inputs.field)
+            scores[place] = len(row), result.values
+        return scores
 
     async def _scores_of_pairs(self, request: Request, asked: ets.Asked) -> dict[int, tuple[int, Sequence[float]]]:
         served = self._reader(None, PROCESS_MODEL, LOGPROBS_MODEL)
         places = [i for i, require in enumerate(asked.requires) if require.pair is not None]
         rows = await self._tokens(served, asked.inputs, places)
-        works = []
+        scores: dict[int, tuple[int, Sequence[float]]] = {}
+        works: dict[int, Work] = {}
         for place, row in zip(places, rows, strict=True):
             require = asked.requires[place]
             assert require.pair is not None
             _check_ids(served, require.pair, ets.FIELD)
-            positions = _positions(row, require.at, f"{asked.inputs.field}[{place}]")
-            works.append(Work(row, positions, require.pair, len(positions), False))
-        found = await self._read(request, served, works, asked.inputs.field, path=True)
-        return {
-            place: (len(row), [sglang.softmax(pair)[0] for pair in values.tolist()])
-            for place, row, values in zip(places, rows, found, strict=True)
-        }
+            scores[place] = len(row), []
+            if positions := _positions(row, require.at):
+                works[place] = Work(row, positions, require.pair, len(positions), False)
+        found = await self._read(request, served, list(works.values()), asked.inputs.field, path=True) if works else []
+        for place, values in zip(works, found, strict=True):
+            scores[place] = scores[place][0], [sglang.softmax(pair)[0] for pair in values.tolist()]
+        return scores
 
     async def health(self, request: Request) -> Reply:
         return Reply(503 if await self.desk.models.unready() else 200, b"")
@@ -260,15 +286,12 @@ def _generate_works(tokens: list[int], wish: Wish) -> tuple[Work | None, Work | 
     return first, last if wish.tokens else None
 
 
-def _positions(tokens: Sequence[int], at: int, what: str) -> tuple[int, ...]:
+def _positions(tokens: Sequence[int], at: int) -> tuple[int, ...]:
+    """None where no token is the tag, or where the text is shorter than the position: it is then answered with an empty
+    list, as the fork answers it. Its client has no handler for an error and would wait for ever."""
     if at >= 0:
-        found = tuple(i for i, token in enumerate(tokens) if token == at)
-        if not found:
-            raise HttpError(422, "no_steps", f"{what}: no token is {at}, the step tag in {ets.FIELD}")
-        return found
-    if len(tokens) + at < 0:
-        raise HttpError(422, "no_steps", f"{what}: it has {len(tokens)} tokens, and {ets.FIELD} asks for position {at}")
-    return (len(tokens) + at,)
+        return tuple(i for i, token in enumerate(tokens) if token == at)
+    return (len(tokens) + at,) if len(tokens) + at >= 0 else ()
 
 
 def _sound(rows: Sequence[list[int] | ItemError], field: str) -> list[list[int]]:

@@ -20,7 +20,12 @@ from plaudit.serve.served import Result, ServedModel
 WORTH_PACKING = 1024  # bytes
 MOST_NAMED = 20  # models in an error
 
-Answer = Callable[[str, Request], Awaitable[Reply]]
+
+METADATA = "Triton: inputs and outputs of the model in the path"
+CONFIG = "Triton: configuration of the model in the path"
+STATS = "Triton: counts and times of the model in the path"
+READY = "Triton: 200 if the model in the path computes"
+INFER = "Triton and NeMo-Aligner: rewards of sentences or tokens by the model in the path"
 
 
 class TritonDoor:
@@ -34,20 +39,22 @@ class TritonDoor:
 
     def routes(self) -> list[Route]:
         routes = [
-            self._route("GET", "/v2", self.server, "Triton: what the server is"),
-            self._route("GET", "/v2/health/live", self.live, "Triton: the process answers", open=True),
-            self._route("GET", "/v2/health/ready", self.ready, "Triton: every model computes", open=True),
-            self._route("POST", "/v2/repository/index", self.index, "Triton: the models"),
+            self._route("GET", "/v2", self.server, "Triton: name, release and extensions of the server"),
+            self._route("GET", "/v2/health/live", self.live, "Triton: 200 while the process answers", open=True),
+            self._route("GET", "/v2/health/ready", self.ready, "Triton: 200 if every model computes", open=True),
+            self._route(
+                "POST", "/v2/repository/index", self.index, "Triton: list the models and whether they are ready"
+            ),
             self._route("GET", "/v2/models/stats", self.all_stats, "Triton: statistics of all models"),
         ]
         for name in self.names:
             for start in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
                 routes += [
-                    self._model_route("GET", name, start, self.metadata),
-                    self._model_route("GET", name, f"{start}/config", self.config),
-                    self._model_route("GET", name, f"{start}/stats", self.stats),
-                    self._model_route("GET", name, f"{start}/ready", self.model_ready, open=True),
-                    self._model_route("POST", name, f"{start}/infer", self.infer, work=True),
+                    self._route("GET", start, partial(self.metadata, name), METADATA),
+                    self._route("GET", f"{start}/config", partial(self.config, name), CONFIG),
+                    self._route("GET", f"{start}/stats", partial(self.stats, name), STATS),
+                    self._route("GET", f"{start}/ready", partial(self.model_ready, name), READY, open=True),
+                    self._route("POST", f"{start}/infer", partial(self.infer, name), INFER, work=True),
                 ]
         return routes
 
@@ -61,12 +68,6 @@ class TritonDoor:
     ) -> Route:  # fmt: skip
         access = "open" if open else "key"
         return Route(method, path, access, handler, "triton", work, summary, triton.write_error)  # type: ignore[arg-type]
-
-    def _model_route(
-        self, method: str, name: str, path: str, answer: Answer, *, open: bool = False, work: bool = False
-    ) -> Route:
-        what = path.rpartition("/")[2]
-        return self._route(method, path, partial(answer, name), f"Triton: {what} of {name}", open=open, work=work)
 
     async def server(self, request: Request) -> Reply:
         return Reply.json(triton.server_metadata(__version__))

@@ -29,17 +29,25 @@ class VllmDoor:
 
     def routes(self) -> list[Route]:
         return [
-            _route("/classify", self.classify, "vLLM: class probabilities or logits"),
-            _route("/pooling", self.pooling, "vLLM: what the head says of a text, its tokens or its steps"),
-            _route("/v1/embeddings", self.embeddings, "OpenAI: vectors of an encoder, or the raw reward as one"),
-            *(_route(path, self.score, "vLLM: scores of pairs") for path in ("/score", "/v1/score")),
+            _route(
+                "/classify",
+                self.classify,
+                "vLLM: probabilities of a classifier's labels, or its logits (the raw reward)",
+            ),
+            _route("/pooling", self.pooling, "vLLM: the head's output for a text, for each token or for each step"),
+            _route(
+                "/v1/embeddings",
+                self.embeddings,
+                "OpenAI and verl: vectors of a sentence encoder, or the raw reward as a vector",
+            ),
+            *(_route(path, self.score, "vLLM: scores of pairs of texts") for path in ("/score", "/v1/score")),
             *(
-                _route(path, self.rerank, "vLLM: documents by score")
+                _route(path, self.rerank, "vLLM: documents sorted by their score for a query")
                 for path in ("/rerank", "/v1/rerank", "/v2/rerank")
             ),
             _route("/tokenize", self.tokenize, "vLLM: text or messages to token ids"),
             _route("/detokenize", self.detokenize, "vLLM: token ids to text"),
-            Route("GET", "/version", "open", self.version, "vllm", summary="The server's version"),
+            Route("GET", "/version", "open", self.version, "vllm", summary="vLLM: the release of this server"),
         ]
 
     async def classify(self, request: Request) -> Reply:

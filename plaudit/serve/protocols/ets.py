@@ -11,7 +11,8 @@
     [PLUS, MINUS, TAG]   the chance of PLUS against MINUS at every token TAG
     [PLUS, MINUS, -k]    the same at the k-th token from the end
 
-Lists of texts are answered with lists; both fields may also stand at the top level, where a list has one for each text.
+A text in which nothing ends with the tag gets `"scores": []`, for which the search drops the node. Lists of texts are
+answered with lists; both fields may also stand at the top level, where a list has one for each text.
 """
 
 from __future__ import annotations

