@@ -121,6 +121,12 @@ def test_identical_items_of_one_request_are_computed_once(server: ServerProcess)
     assert server.metric("plaudit_tokens_total", model="sums", kind="deduplicated") - before == 4 * tokens
 
 
+def test_it_says_at_once_what_it_loads_and_where(server: ServerProcess) -> None:
+    loading, ready = (line for line in server.log().splitlines() if line.startswith("plaudit serve: "))
+    assert loading == f"plaudit serve: loading sums (outcome), sums-steps (process); will listen on {server.url}"
+    assert ready.startswith(f"plaudit serve: sums (outcome), sums-steps (process) on {server.url} ")
+
+
 def test_the_documentation_names_every_route(server: ServerProcess) -> None:
     paths = server.http.get("/openapi.json").json()["paths"]
     assert {"/v1/rewards", "/v1/models", "/admin/swap", "/health/live", "/health/ready", "/metrics", "/"} <= set(paths)
@@ -132,7 +138,7 @@ def test_the_documentation_names_every_route(server: ServerProcess) -> None:
             for summary in about["summary"].split("; or "):
                 assert html.escape(summary) in page
     generate = paths["/generate"]["post"]
-    assert "ETS and REBASE: a score for every step" in generate["summary"]
+    assert "ETS and REBASE: scores of a path's steps" in generate["summary"]
     assert "SGLang: log-probabilities of a text's tokens" in generate["summary"]
     assert "logits_require_id" in page
     assert paths["/v2/models/sums/versions/1"]["get"]["summary"].startswith("Triton: inputs and outputs of the model")

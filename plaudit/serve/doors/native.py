@@ -40,47 +40,21 @@ class NativeDoor:
                 "key",
                 self.rewards,
                 work=True,
-                summary="Score responses: one score for each, or step scores of a process model",
+                summary="Score responses, or the steps of responses",
             ),
             Route(
-                "GET",
-                "/v1/models",
-                "key",
-                self.list_models,
-                summary="List the models served, with kind, version, state and limits",
+                "GET", "/v1/models", "key", self.list_models, summary="List the models, with kind, version and state"
             ),
-            Route(
-                "POST",
-                "/admin/swap",
-                "admin",
-                self.swap,
-                summary="Replace a model by another directory under model_root, without a break in service",
-            ),
+            Route("POST", "/admin/swap", "admin", self.swap, summary="Load another directory in a model's place"),
             Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
             Route("GET", "/health/live", "open", self.live, summary="Liveness: 200 while the process answers"),
-            Route(
-                "GET",
-                "/health/ready",
-                "open",
-                self.ready,
-                summary="Readiness: 200 if every model computes and requests are accepted",
-            ),
-            Route(
-                "GET", "/health", "open", self.ready, summary="Readiness, at the path where load balancers look for it"
-            ),
+            Route("GET", "/health/ready", "open", self.ready, summary="Readiness: 200 if every model computes"),
+            Route("GET", "/health", "open", self.ready, summary="Readiness, where load balancers look for it"),
             Route("GET", "/metrics", "key", self.metrics, summary="Metrics in the format of Prometheus"),
-            Route(
-                "GET", "/stats", "key", self.stats, summary="Figures of the last minutes, as the live page shows them"
-            ),
-            Route("GET", "/", "open", self.page, summary="The live page: models, load and a form to try them"),
+            Route("GET", "/stats", "key", self.stats, summary="Figures of the last minutes, for the live page"),
+            Route("GET", "/", "open", self.page, summary="The live page: load, models, a form to try them"),
             Route("GET", "/docs", "open", self.docs, summary="This page: every route of the server"),
-            Route(
-                "GET",
-                "/openapi.json",
-                "open",
-                self.openapi,
-                summary="Every route of the server as an OpenAPI 3.1 document",
-            ),
+            Route("GET", "/openapi.json", "open", self.openapi, summary="This documentation as an OpenAPI document"),
         ]
 
     async def rewards(self, request: Request) -> Reply:

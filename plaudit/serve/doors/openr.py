@@ -26,30 +26,17 @@ class OpenRDoor:
 
     def routes(self) -> list[Route]:
         routes = [
-            _route("/get_worker_address", self.address, "OpenR: the address under which a model's worker answers"),
+            _route("/get_worker_address", self.address, "OpenR: the address at which a model's worker answers"),
             _route("/list_models", self.models, "OpenR: list the process models"),
-            _route("/register_worker", self.register, "OpenR: always refused, the server takes no workers of others"),
-            _route(
-                "/receive_heart_beat", self.register, "OpenR: always refused, the server takes no workers of others"
-            ),
+            _route("/register_worker", self.register, "OpenR: always refused, no other workers are taken"),
+            _route("/receive_heart_beat", self.register, "OpenR: always refused, no other workers are taken"),
         ]
         # A worker has one model and its requests do not name it; so each model is a worker with an address of its own.
         for name, start in ((PROCESS_MODEL, ""), *((name, f"/openr/{name}") for name in self.names)):
             routes.append(
-                _route(
-                    start + VALUE,
-                    partial(self.value, name),
-                    "OpenR: scores of the steps of one or more texts",
-                    work=True,
-                )
+                _route(start + VALUE, partial(self.value, name), "OpenR: scores of a text's steps", work=True)
             )
-            routes.append(
-                _route(
-                    start + STATUS,
-                    partial(self.status, name),
-                    "OpenR: what the worker serves and how much waits for it",
-                )
-            )
+            routes.append(_route(start + STATUS, partial(self.status, name), "OpenR: what waits for the worker"))
         return routes
 
     async def address(self, request: Request) -> Reply:

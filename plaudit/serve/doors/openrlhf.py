@@ -19,11 +19,7 @@ class OpenRLHFDoor:
         self.desk = desk
 
     def routes(self) -> list[Route]:
-        return [
-            Route(
-                "POST", "/get_reward", "key", self.get_reward, "openrlhf", True, "OpenRLHF: rewards of rendered texts"
-            )
-        ]
+        return [Route("POST", "/get_reward", "key", self.get_reward, "openrlhf", True, "OpenRLHF: rewards of texts")]
 
     async def get_reward(self, request: Request) -> Reply:
         asked = openrlhf.read(request.content, request.parameters())
@@ -49,17 +45,7 @@ class SlimeDoor:
         self.desk = desk
 
     def routes(self) -> list[Route]:
-        return [
-            Route(
-                "POST",
-                "/remote_rm",
-                "key",
-                self.remote_rm,
-                "slime",
-                True,
-                "slime: the reward of one prompt and response",
-            )
-        ]
+        return [Route("POST", "/remote_rm", "key", self.remote_rm, "slime", True, "slime: reward of a response")]
 
     async def remote_rm(self, request: Request) -> Reply:
         asked = slime.read(request.content, request.parameters())

@@ -32,42 +32,19 @@ class SGLangDoor:
 
     def routes(self) -> list[Route]:
         routes = [
-            _work("POST", "/v1/classify", self.classify, "SGLang: probabilities of a classifier's labels"),
-            _work(
-                "POST",
-                "/v1/score",
-                self.score,
-                "SGLang: probabilities of label tokens after a text",
-                sglang.claims_scoring,
-            ),
-            _work(
-                "POST",
-                "/generate",
-                self.step_scores,
-                "ETS and REBASE: a score for every step of a path (forward_only)",
-                ets.claims,
-            ),
+            _work("POST", "/v1/classify", self.classify, "SGLang: probabilities of labels"),
+            _work("POST", "/v1/score", self.score, "SGLang: probabilities of label tokens", sglang.claims_scoring),
+            _work("POST", "/generate", self.step_scores, "ETS and REBASE: scores of a path's steps", ets.claims),
             _work("POST", "/generate", self.generate, "SGLang: log-probabilities of a text's tokens"),
             _route("GET", "/health_generate", self.health, "SGLang: 200 if every model computes", open=True),
         ]
+        rerank = "SGLang: documents sorted by score"
         for method in ("POST", "PUT"):
-            routes.append(
-                _work(
-                    method,
-                    "/v1/rerank",
-                    self.rerank,
-                    "SGLang: documents sorted by their score for a query",
-                    sglang.claims_rerank,
-                )
-            )
+            routes.append(_work(method, "/v1/rerank", self.rerank, rerank, sglang.claims_rerank))
             for path in ("/classify", "/encode"):
-                routes.append(
-                    _work(method, path, self.encode, "SGLang: the raw reward of a text", sglang.claims_inputs)
-                )
+                routes.append(_work(method, path, self.encode, "SGLang: raw reward of a text", sglang.claims_inputs))
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
-            routes.append(
-                _route("GET", path, self.info, "SGLang: name, version and limits of the model behind /generate")
-            )
+            routes.append(_route("GET", path, self.info, "SGLang: the model behind /generate, and its limits"))
         return routes
 
     async def encode(self, request: Request) -> Reply:
@@ -171,13 +148,13 @@ class SGLangDoor:
                 )  # fmt: skip
         rows = await self._tokens(served, asked.inputs, places)
         scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows])
-        scores: dict[int, tuple[int, Sequence[float]]] = {}
-        for place, row, result in zip(places, rows, scored.results, strict=True):
-            assert isinstance(result, StepScores)
-            if result.error is None or result.error.type != "no_steps":
-                self.desk.values([result], asked.inputs.field)
-            scores[place] = len(row), result.values
-        return scores
+        results = [StepScores((), 0.0) if r.error and r.error.type == "no_steps" else r for r in scored.results]
+        self.desk.values(results, asked.inputs.field)
+        return {
+            place: (len(row), result.values)
+            for place, row, result in zip(places, rows, results, strict=True)
+            if isinstance(result, StepScores)
+        }
 
     async def _scores_of_pairs(self, request: Request, asked: ets.Asked) -> dict[int, tuple[int, Sequence[float]]]:
         served = self._reader(None, PROCESS_MODEL, LOGPROBS_MODEL)

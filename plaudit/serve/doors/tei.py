@@ -37,24 +37,10 @@ class TeiDoor:
 
     def routes(self) -> list[Route]:
         return [
-            _tei("/predict", self.predict, "TEI: every label of a text or pair with its score"),
-            _tei(
-                "/rerank",
-                self.rerank,
-                "TEI: texts sorted by their score for a query",
-                claims=lambda body: "texts" in body,
-            ),
+            _tei("/predict", self.predict, "TEI: every label with its score"),
+            _tei("/rerank", self.rerank, "TEI: texts sorted by score", claims=lambda body: "texts" in body),
             _tei("/", self.pipeline, "huggingface_hub: text classification by InferenceClient"),
-            Route(
-                "GET",
-                "/info",
-                "key",
-                self.info,
-                "tei",
-                False,
-                "TEI: name, version and limits of the model",
-                tei.write_error,
-            ),
+            Route("GET", "/info", "key", self.info, "tei", False, "TEI: the model and its limits", tei.write_error),
         ]
 
     async def predict(self, request: Request) -> Reply:
@@ -100,32 +86,15 @@ class InfinityDoor:
         self.began = int(time.time())
 
     def routes(self) -> list[Route]:
-        classify, rerank = (
-            "Infinity: every label of a text with its score",
-            "Infinity: documents sorted by their score for a query",
-        )
+        classify, rerank = "Infinity: every label with its score", "Infinity: documents sorted by score"
         return [
             _infinity("/classify", self.classify, classify, claims=lambda body: "raw_scores" in body),
             _infinity("/infinity/classify", self.classify, classify),
             _infinity("/rerank", self.rerank, rerank, claims=_infinity_rerank),
             _infinity("/infinity/rerank", self.rerank, rerank),
-            Route("GET", "/models", "key", self.models, "infinity", summary="Infinity: list the classifiers served"),
-            Route(
-                "GET",
-                "/infinity/models",
-                "key",
-                self.models,
-                "infinity",
-                summary="Infinity: list the classifiers served",
-            ),
-            Route(
-                "GET",
-                "/infinity/health",
-                "open",
-                self.health,
-                "infinity",
-                summary="Infinity: 200 while the process answers",
-            ),
+            Route("GET", "/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
+            Route("GET", "/infinity/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
+            Route("GET", "/infinity/health", "open", self.health, "infinity", summary="Infinity: 200 while it answers"),
         ]
 
     async def classify(self, request: Request) -> Reply:

@@ -42,9 +42,7 @@ class TritonDoor:
             self._route("GET", "/v2", self.server, "Triton: name, release and extensions of the server"),
             self._route("GET", "/v2/health/live", self.live, "Triton: 200 while the process answers", open=True),
             self._route("GET", "/v2/health/ready", self.ready, "Triton: 200 if every model computes", open=True),
-            self._route(
-                "POST", "/v2/repository/index", self.index, "Triton: list the models and whether they are ready"
-            ),
+            self._route("POST", "/v2/repository/index", self.index, "Triton: list the models and their state"),
             self._route("GET", "/v2/models/stats", self.all_stats, "Triton: statistics of all models"),
         ]
         for name in self.names:

@@ -29,20 +29,12 @@ class VllmDoor:
 
     def routes(self) -> list[Route]:
         return [
-            _route(
-                "/classify",
-                self.classify,
-                "vLLM: probabilities of a classifier's labels, or its logits (the raw reward)",
-            ),
-            _route("/pooling", self.pooling, "vLLM: the head's output for a text, for each token or for each step"),
-            _route(
-                "/v1/embeddings",
-                self.embeddings,
-                "OpenAI and verl: vectors of a sentence encoder, or the raw reward as a vector",
-            ),
+            _route("/classify", self.classify, "vLLM: probabilities of labels, or raw rewards"),
+            _route("/pooling", self.pooling, "vLLM: the head's output for a text, its tokens or its steps"),
+            _route("/v1/embeddings", self.embeddings, "OpenAI: vectors of a text, or its raw reward as one"),
             *(_route(path, self.score, "vLLM: scores of pairs of texts") for path in ("/score", "/v1/score")),
             *(
-                _route(path, self.rerank, "vLLM: documents sorted by their score for a query")
+                _route(path, self.rerank, "vLLM: documents sorted by score")
                 for path in ("/rerank", "/v1/rerank", "/v2/rerank")
             ),
             _route("/tokenize", self.tokenize, "vLLM: text or messages to token ids"),
