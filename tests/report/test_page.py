@@ -241,7 +241,7 @@ def test_every_curve_takes_the_width_of_its_plot(open_page, four: list[Path], wi
     assert len(figures) > 20
     for figure in figures:
         left, _, right, _ = box(figure.locator("svg[role=img]"))
-        curves = [box(curve) for curve in figure.locator("path.curve").all()]
+        curves = [box(curve) for curve in figure.locator("svg[role=img] path.curve").all()]
         spread = max(curve[2] for curve in curves) - min(curve[0] for curve in curves)
         # What is left has the numbers of the axes: 46 pixels, and 40 where there are two.
         assert spread >= right - left - 92, figure.inner_text()
