@@ -1,0 +1,96 @@
+"""The code blocks of README, CONTRIBUTING and docs/, and the commands in them.
+
+A comment right before a block says what the block itself cannot:
+
+    <!-- not run: needs a GPU -->          it is read and parsed, not run, for this reason
+    <!-- slow: starts two processes -->    it is run by the slow tests
+    <!-- added to: sums-grpo -->           TOML: tables that take the place of that recipe's
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTES = ("not run", "slow", "added to")
+_NOTE = re.compile(r"<!-- ([a-z ]+?): *(.*?) *-->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """after   the block that follows on the page, where it is one of text: what this one prints"""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    notes: dict[str, str] = field(default_factory=dict)
+    after: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def not_run(self) -> bool:
+        return "not run" in self.notes
+
+
+def blocks_of(text: str, page: str) -> list[Block]:
+    """ValueError for a comment before a block that says nothing, or something that nobody reads."""
+    found: list[Block] = []
+    lines = text.split("\n")
+    at = 0
+    while at < len(lines):
+        if not lines[at].startswith("```"):
+            at += 1
+            continue
+        end = lines.index("```", at + 1)
+        body = "".join(f"{line}\n" for line in lines[at + 1 : end])
+        found.append(Block(page, at + 1, lines[at][3:].strip(), body, _notes(lines, at, page)))
+        at = end + 1
+    return [
+        Block(b.page, b.line, b.language, b.text, b.notes, n.text if n is not None and n.language == "text" else None)
+        for b, n in zip(found, [*found[1:], None], strict=False)
+    ]
+
+
+def _notes(lines: list[str], at: int, page: str) -> dict[str, str]:
+    notes: dict[str, str] = {}
+    above = at - 1
+    while above >= 0 and (lines[above].startswith("<!--") or not lines[above].strip()):
+        if lines[above].startswith("<!--"):
+            match = _NOTE.fullmatch(lines[above])
+            if match is None or match[1] not in NOTES or not match[2]:
+                raise ValueError(
+                    f"{page}:{above + 1}: expected <!-- {' or '.join(NOTES)}: ... -->, found {lines[above]}"
+                )
+            notes[match[1]] = match[2]
+        above -= 1
+    return notes
+
+
+def commands(text: str) -> Iterator[str]:
+    """The commands of a shell block, each with its continued lines in one; comments are left in."""
+    held = ""
+    for line in text.splitlines():
+        held = f"{held}\n{line}" if held else line
+        if held.endswith("\\"):
+            held = held[:-1]
+            continue
+        try:
+            words = shlex.split(held, comments=True)
+        except ValueError:  # a quotation that goes on in the next line
+            continue
+        if words:
+            yield held
+        held = ""
+    if held:
+        raise ValueError(f"a command that does not end: {held}")
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text("utf-8"), str(page.relative_to(ROOT)))]
