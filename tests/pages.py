@@ -9,6 +9,7 @@ A comment right before a block says what the block itself cannot:
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -94,3 +95,24 @@ def commands(text: str) -> Iterator[str]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text("utf-8"), str(page.relative_to(ROOT)))]
+
+
+def furnished(place: Path) -> Path:
+    """A directory with what the commands of the pages name: models at made-up paths, rows to score."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    for name in {name for block in BLOCKS for name in re.findall(r"(?:path/to|my|models)/[a-z0-9-]+", block.text)}:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).symlink_to(ROOT / "plaudit" / "embedded" / stand_in(name))
+    rows = [{"prompt": "7+8+4=", "response": f"7+8=15;15+4={n};#{n}"} for n in (19, 18)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), place / "rows.parquet")
+    return place
+
+
+def stand_in(name: str) -> str:
+    """The embedded model that is like a made-up one."""
+    if re.search("prm|process|llemma", name):
+        return "sums-steps"
+    return "sums" if re.search("reward|rm", name) else "sums-policy"

@@ -30,7 +30,7 @@ from plaudit.config.reward import parse_reward
 from plaudit.config.serve import parse_serve
 from plaudit.plan.hardware import Overrides
 from tests.command import plaudit_here
-from tests.pages import BLOCKS, ROOT, Block, blocks_of, commands
+from tests.pages import BLOCKS, ROOT, Block, blocks_of, commands, furnished
 from tests.serve.process import ServerProcess
 
 LANGUAGES = ("python", "bash", "toml", "json", "text", "")
@@ -52,25 +52,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what the commands of the pages name: models at made-up paths, rows to score."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    place = tmp_path_factory.mktemp("reader")
-    for name in {name for block in BLOCKS for name in re.findall(r"(?:path/to|my|models)/[a-z0-9-]+", block.text)}:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).symlink_to(ROOT / "plaudit" / "embedded" / stand_in(name))
-    rows = [{"prompt": "7+8+4=", "response": f"7+8=15;15+4={n};#{n}"} for n in (19, 18)]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parquet.write_table(pa.Table.from_pylist(rows), place / "rows.parquet")
-    return place
-
-
-def stand_in(name: str) -> str:
-    """The embedded model that is like a made-up one."""
-    if re.search("prm|process|llemma", name):
-        return "sums-steps"
-    return "sums" if re.search("reward|rm", name) else "sums-policy"
+    return furnished(tmp_path_factory.mktemp("reader"))
 
 
 # The pages themselves

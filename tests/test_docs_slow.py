@@ -1,0 +1,93 @@
+"""The commands of the pages that train, search, serve, plan and measure, for as short as they can.
+
+A training takes one step and a search a few questions. Servers with --config name models that only their owner has;
+tests/test_docs.py reads their settings. What torchrun starts is tested by tests/train/test_ranks.py and its like.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.command import plaudit_here
+from tests.pages import BLOCKS, Block, commands, furnished
+from tests.serve.process import ServerProcess
+from tests.test_docs import ADDRESS, parsed
+
+pytestmark = pytest.mark.slow
+HEAVY = ("train", "search", "serve", "plan", "bench", "pairs", "steps", "report")
+ONE_STEP = ["--set", "train.steps=1"]
+
+
+def words_of(block: Block) -> list[list[str]]:
+    found = []
+    for command in commands(block.text):
+        words = [w for w in shlex.split(re.sub(r"\$\w+", "1", command), comments=True) if w != "&"]
+        if words[:1] == ["plaudit"] and words[1] in HEAVY and not {"--help", "--dry-run"} & set(words):
+            found.append(words[1:])
+    return found
+
+
+BLOCKS_RUN = [pytest.param(b, id=str(b)) for b in BLOCKS if b.language == "bash" and not b.not_run and words_of(b)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return furnished(tmp_path_factory.mktemp("reader"))
+
+
+@pytest.mark.parametrize("block", BLOCKS_RUN)
+def test_the_commands_of_a_page(block: Block, place: Path, server: ServerProcess) -> None:
+    for words in words_of(block):
+        if words[0] == "serve":
+            serve(words)
+            continue
+        prepare(words, place)
+        words = shortened([ADDRESS.sub(server.url, word) for word in words], server)
+        done = plaudit_here(*words, cwd=place)
+        assert done.returncode == 0, f"plaudit {shlex.join(words)}: {done.stderr}"
+
+
+def serve(words: list[str]) -> None:
+    options = parsed(words)
+    models = [name for name in options["model"] if "/" not in name]
+    if options["config"] is not None or len(models) < len(options["model"]):
+        return  # models that only their owner has
+    at = words.index("--port") if "--port" in words else len(words)
+    with ServerProcess(None, *words[1:at], *words[at + 2 :]) as started:
+        assert started.ready()
+
+
+def prepare(words: list[str], place: Path) -> None:
+    """The runs that a command takes for there."""
+    for before, name in pairwise(words):
+        if not name.startswith("runs/") or before == "--out" or (place / name).exists():
+            continue
+        method = re.fullmatch(r"runs/search-(.*)", name)
+        made = ["train", "sums-grpo", *ONE_STEP, "--set", "train.dump=true"]
+        if method:
+            made = ["search", "--method", method[1], "--questions", "2", "--width", "4"]
+        done = plaudit_here(*made, "--out", name, cwd=place)
+        assert done.returncode == 0, done.stderr
+
+
+def shortened(words: list[str], server: ServerProcess) -> list[str]:
+    if words[0] == "train" and "--replay" not in words:
+        address = ["--set", f"reward.url={server.url}"] if "sums-ppo" in words else []
+        again = [] if {"--resume", "--fresh"} & set(words) else ["--fresh"]
+        return [*words, *ONE_STEP, *address, *again]
+    if words[0] == "search":
+        at = words.index("--questions") if "--questions" in words else len(words)
+        return [*words[:at], *words[at + 2 :], "--questions", "2", "--fresh"]
+    return ["bench", "weights", "--parameters", "1M"] if words[:2] == ["bench", "weights"] else words
