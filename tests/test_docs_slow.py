@@ -54,6 +54,9 @@ def test_the_commands_of_a_page(block: Block, place: Path, server: ServerProcess
             serve(words)
             continue
         prepare(words, place)
+        if "--resume" in words:  # what it goes on with
+            first = ["--fresh" if word == "--resume" else word for word in words]
+            assert plaudit_here(*shortened(first, server), cwd=place).returncode == 0
         words = shortened([ADDRESS.sub(server.url, word) for word in words], server)
         done = plaudit_here(*words, cwd=place)
         assert done.returncode == 0, f"plaudit {shlex.join(words)}: {done.stderr}"
