@@ -61,7 +61,7 @@ test-gpu: $(INSTALLED)
 check: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . || { echo "make check: '$(BIN)/ruff check --fix . && $(BIN)/ruff format .' mends most of this"; exit 1; }
 	@$(BIN)/mypy plaudit
-	@$(BIN)/python -m pytest tests/test_imports.py
+	@$(BIN)/python -m pytest tests/test_structure.py tests/test_modules.py
 
 bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed .venv-interop/.installed
 	@for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -52,9 +52,9 @@ def tree(placement: dict[str, Any], seed: int, steps: int, cores: tuple[int, int
 def side(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
     """One run, in this process."""
     from plaudit.config import RlRecipe, parse_recipe
-    from plaudit.train.follower import NoViewer
-    from plaudit.train.rl import RlTraining
-    from plaudit.train.run import Run
+    from plaudit.rl.follower import NoViewer
+    from plaudit.rl.loop import RlTraining
+    from plaudit.train.run.run import Run
 
     seen: list[dict[str, float]] = []
 

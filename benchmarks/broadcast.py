@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from plaudit.core.backend import Span
-from plaudit.core.lockstep import FORWARD, Channel, packed_spans, unpacked_spans
+from plaudit.core.device.backend import Span
+from plaudit.core.device.lockstep import FORWARD, RankGroups, packed_spans, unpacked_spans
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "broadcast.json"
@@ -42,7 +42,7 @@ def step() -> list[Span]:
 def rank(number: int, file: str, count: int) -> None:
     store = dist.FileStore(file, 2)
     dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=60))
-    channel = Channel(number, 2, dist.group.WORLD, dist.group.WORLD)
+    channel = RankGroups(number, 2, dist.group.WORLD, dist.group.WORLD)
     spans = step()
     for i in range(count):
         channel.barrier()

@@ -24,8 +24,8 @@ from stamp import processor, stamp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.packing import pack
-from plaudit.core.sampler import Sampler, row_key, token_hashes
+from plaudit.core.model.packing import pack
+from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -129,11 +129,11 @@ def scoring(module: Any) -> list[dict[str, Any]]:
 @torch.inference_mode()
 def decode_eagerly(engine: Engine, prompts: list[list[int]], new: int) -> None:
     """The same kernels without graphs: every launch and every token goes through the host."""
-    from plaudit.core.cuda import DecodeLayout
+    from plaudit.core.device.cuda import DecodeLayout
 
     backend: Any = engine.backend
     rows, blocks = len(prompts), -(-(len(prompts[0]) + new) // engine.backend.block_size)
-    from plaudit.core.backend import Span
+    from plaudit.core.device.backend import Span
 
     tables = np.arange(rows * blocks).reshape(rows, blocks)
     for start in range(0, rows, 128):

@@ -142,9 +142,9 @@ def measured(run: Path) -> dict[str, Any]:
 
 def planned(here: Path, name: str, found: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
     from plaudit.plan import Constants, TrainingLayout
-    from plaudit.plan.hardware import Overrides, cluster
-    from plaudit.plan.prediction import predict
+    from plaudit.plan.cost.prediction import predict
     from plaudit.plan.recipes import read_recipe, workload_of
+    from plaudit.plan.shape.hardware import Overrides, cluster
 
     own = Overrides.read(here / "machine.toml")
     place, constants = cluster("1x1xthis-machine", own), Constants().changed(own.constants)

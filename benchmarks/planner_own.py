@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from plaudit.plan import Constants, ModelShape, TrainingLayout, predict
-from plaudit.plan.hardware import Overrides, cluster
+from plaudit.plan.shape.hardware import Overrides, cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planner_own.json"

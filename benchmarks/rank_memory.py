@@ -47,8 +47,8 @@ def resident_bytes() -> int:
 
 
 def measure(path: str, rank: int, ranks: int, stages: int) -> None:
-    from plaudit.core.split import keep_part
-    from plaudit.core.stages import Place
+    from plaudit.core.model.split import keep_part
+    from plaudit.core.model.stages import RankPosition
     from plaudit.models import load_any
     from plaudit.models.part import fill, outline
 
@@ -67,7 +67,7 @@ def measure(path: str, rank: int, ranks: int, stages: int) -> None:
     else:
         whole = outline(path, "float32")
         module = deepcopy(whole.module)
-        fill(module, whole.read, keep_part(module, Place(rank, ranks, stages)), "cpu")
+        fill(module, whole.read, keep_part(module, RankPosition(rank, ranks, stages)), "cpu")
     for parameter in module.parameters():
         parameter.sum()
     time.sleep(0.01)

@@ -126,8 +126,8 @@ class Reached(Exception):
 def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
     """Inside a process of its own."""
     from plaudit.config import RlRecipe, parse_recipe
-    from plaudit.train.rl import RlTraining
-    from plaudit.train.run import Run
+    from plaudit.rl.loop import RlTraining
+    from plaudit.train.run.run import Run
 
     with tempfile.TemporaryDirectory() as place:
         data = Path(place) / "sums.jsonl"

@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace, table: dict[str, dict[str, Any]], until: f
     """All rows: those that were kept, and those of this shard's questions that the minutes allowed."""
     from plaudit.config.search import load_search
     from plaudit.models import load_tokenizer, resolve
-    from plaudit.search.questions import open_questions
+    from plaudit.search.questions.questions import open_questions
 
     rows = kept_rows(args.rows)
     if args.merge:
@@ -256,9 +256,9 @@ def timing() -> list[dict[str, Any]]:
 
     import plaudit.search.rules.ets as rule
     from plaudit.config.search import load_search
-    from plaudit.search.cluster import by_vector
-    from plaudit.search.programme import solve
+    from plaudit.search.backends.cluster import by_vector
     from plaudit.search.search import Search
+    from plaudit.search.tree.programme import solve
 
     lines = []
     for width, questions in ((16, 12), (64, 6), (256, 2)):
@@ -269,7 +269,7 @@ def timing() -> list[dict[str, Any]]:
                 posed.append(programme)
                 return super().solve(programme)
 
-        import plaudit.search.methods as methods
+        import plaudit.search.drivers.methods as methods
 
         methods.Ets = Posing  # type: ignore[misc]
         search = Search(load_search(None, {"search.width": width, "data.limit": questions}))

@@ -30,7 +30,7 @@ from typing import Any
 from search import Remembering
 
 from plaudit.config.search import load_search
-from plaudit.search.policy import path_seed
+from plaudit.search.backends.policy import path_seed
 from plaudit.search.search import Search
 
 OUT = Path(__file__).parent / "results" / "search-lanes.json"

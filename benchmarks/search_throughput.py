@@ -32,7 +32,7 @@ def loop(questions: list[str], width: int, seed: int) -> dict[str, Any]:
     import torch
 
     from plaudit.models import load_policy, load_steps
-    from plaudit.search.apportion import rebase
+    from plaudit.search.tree.apportion import rebase
 
     policy, judge = load_policy("sums-policy"), load_steps("sums-steps")
     tokenizer = policy.tokenizer

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from plaudit.search.apportion import apportion, rebase
-from plaudit.search.cluster import by_key
-from plaudit.search.frontier import Choice, Frontier
+from plaudit.search.backends.cluster import by_key
 from plaudit.search.rules.ets import Ets
+from plaudit.search.tree.apportion import apportion, rebase
+from plaudit.search.tree.frontier import Choice, Frontier
 
 
 @dataclass(frozen=True, slots=True)

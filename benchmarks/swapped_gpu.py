@@ -116,7 +116,7 @@ def digest(tensors: Any) -> list[int]:
 
 
 def held_by(training: Any) -> dict[str, list[Any]]:
-    from plaudit.place.holdings import copies_of, moments_of, reward_engines
+    from plaudit.place.memory.owners import copies_of, moments_of, reward_engines
 
     trainee = training.trainee
     return {
@@ -136,8 +136,8 @@ def child(options: argparse.Namespace) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     from plaudit.events import read_events
-    from plaudit.train.rl import RlTraining
-    from plaudit.train.run import Run
+    from plaudit.rl.loop import RlTraining
+    from plaudit.train.run.run import Run
 
     tree = recipe_of(options, options.child)
     directory, viewer = Path(options.work) / f"run-{options.child}", Quiet()

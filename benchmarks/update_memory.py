@@ -38,11 +38,11 @@ def update(side: str, vocabulary: int, length: int) -> tuple[Callable[[], None],
     import torch
 
     from plaudit.config import RlAlgorithm
-    from plaudit.core.support import inspect
+    from plaudit.core.model.support import inspect
     from plaudit.models import new_llama
     from plaudit.records import Sample
-    from plaudit.train.experience import Experience, flat, own_tokens
-    from plaudit.train.policy import Policy
+    from plaudit.train.policy.experience import Experience, flat, own_tokens
+    from plaudit.train.policy.policy import Policy
 
     module: Any = new_llama(
         "policy", vocab_size=vocabulary, hidden_size=128, layers=2, heads=4, intermediate_size=352,

@@ -3,18 +3,18 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from plaudit.client.client import AsyncRewardClient, RewardClient
     from plaudit.core import Engine, SamplingParams
     from plaudit.search.api import search
-    from plaudit.serve.client import AsyncRewardClient, RewardClient
 
 __version__ = "0.1.0"
 __all__ = ["AsyncRewardClient", "Engine", "RewardClient", "SamplingParams", "__version__", "search"]
 
 # Some of these load torch; the planner, the clients and `--help` must not. So they are imported when first asked for.
 _HOMES = {
-    "AsyncRewardClient": "plaudit.serve.client",
+    "AsyncRewardClient": "plaudit.client.client",
     "Engine": "plaudit.core",
-    "RewardClient": "plaudit.serve.client",
+    "RewardClient": "plaudit.client.client",
     "SamplingParams": "plaudit.core",
 }
 

@@ -1,3 +1,5 @@
+"""`python -m plaudit`."""
+
 from plaudit.cli import main
 
 main()

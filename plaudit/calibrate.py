@@ -18,15 +18,15 @@ from torch import nn
 
 from plaudit.config.table import to_toml
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.cpu_decode import WORKSPACE
-from plaudit.core.packing import use_packed_attention
+from plaudit.core.device.cpu_decode import WORKSPACE
+from plaudit.core.model.packing import use_packed_attention
 from plaudit.heap import heap_factor
 from plaudit.models import choose_device, new_llama
 from plaudit.plan import ModelShape
 from plaudit.plan.own_trainer import RESPONSE_SECONDS
 from plaudit.records import Sample
-from plaudit.train.forward import hidden_of, pack_responses
-from plaudit.train.optimizer import local_master
+from plaudit.train.optim.optimizer import local_master
+from plaudit.train.policy.forward import hidden_of, pack_responses
 
 FEW, MANY = 16, 48
 """Tokens of two responses, whose difference leaves out what a call costs once."""

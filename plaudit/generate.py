@@ -10,10 +10,10 @@ from typing import Any
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import DataError
 from plaudit.models import bos_ids, choose_device, encode, has_chat_template, load_policy, render_chats
-from plaudit.models.chat import Message
+from plaudit.models.chat.chat import Message
 from plaudit.output import check_writable, written
 from plaudit.records import Sample
-from plaudit.train.rows import Row, read_rows
+from plaudit.train.data.rows import Row, read_rows
 
 
 def given_prompts(texts: Sequence[str], file: Path | None) -> list[Row]:

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from plaudit.core.packing import use_packed_attention
+from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import RunError
 from plaudit.models import new_llama
 from plaudit.records import Sample
-from plaudit.train.forward import hidden_of, pack_responses
+from plaudit.train.policy.forward import hidden_of, pack_responses
 
 HIDDEN, LAYERS, ROUNDS = 96, 4, 3
 MICRO_BATCHES = (320, 190)

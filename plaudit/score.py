@@ -17,12 +17,12 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from plaudit.client.client import CONNECT_SECONDS, InProcess, RewardClient, Side
+from plaudit.client.items import items_of
 from plaudit.errors import ConfigError, DataError, RequestError, RewardUnavailable, one_line
 from plaudit.output import check_writable, written
 from plaudit.records import Item, Score, StepScores
-from plaudit.serve.client import CONNECT_SECONDS, InProcess, RewardClient, Side
-from plaudit.serve.client_items import items_of
-from plaudit.train.rows import Row, stream_rows
+from plaudit.train.data.rows import Row, stream_rows
 
 Result = Score | StepScores
 AHEAD = 2  # batches that are scored while the lines of an earlier one are written

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.plan import Constants, cluster
-from plaudit.plan.hardware import Overrides
+from plaudit.plan.shape.hardware import Overrides
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import pytest
 
 from plaudit.config import SftRecipe, parse_recipe
 from plaudit.errors import ModelError
-from plaudit.train.progress import Progress
-from plaudit.train.run import Run
-from plaudit.train.supervised import SupervisedTraining
+from plaudit.train.run.progress import Progress
+from plaudit.train.run.run import Run
+from plaudit.train.supervised.supervised import SupervisedTraining
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plaudit.config import NewModel, Table, differences, load_recipe, parse_recipe, to_toml
-from plaudit.config.catalog import RECIPES as RECIPES_DIR
 from plaudit.config.reward import OutcomeTable
 from plaudit.config.search import load_search, parse_search
 from plaudit.config.serve import read_serve
+from plaudit.config.shipped.catalog import RECIPES as RECIPES_DIR
 from plaudit.errors import ConfigError
 
 TASKS = {path: tomllib.loads(path.read_text()).get("task") for path in sorted(RECIPES_DIR.glob("*.toml"))}

@@ -25,10 +25,10 @@ import typer.main
 
 from plaudit.cli import app
 from plaudit.config import parse_recipe
-from plaudit.config.catalog import recipe_text
 from plaudit.config.reward import parse_reward
 from plaudit.config.serve import parse_serve
-from plaudit.plan.hardware import Overrides
+from plaudit.config.shipped.catalog import recipe_text
+from plaudit.plan.shape.hardware import Overrides
 from tests.command import plaudit_here
 from tests.pages import BLOCKS, ROOT, Block, blocks_of, commands, furnished
 from tests.serve.process import ServerProcess
@@ -169,8 +169,8 @@ def parsed(words: list[str]) -> dict[str, Any]:
 
 
 def run_plaudit(words: list[str], place: Path) -> str:
-    from plaudit.serve.setup import serve_table
-    from plaudit.train.critic_server import critic_table
+    from plaudit.critic.server import critic_table
+    from plaudit.serve.options import serve_table
 
     words = words[: words.index(">")] if ">" in words else words
     options = parsed(words)

@@ -13,7 +13,7 @@ from plaudit.core import Engine
 from plaudit.errors import DataError, ModelError
 from plaudit.generate import given_prompts, prompt_ids
 from plaudit.models import choose_device, load_tokenizer, resolve
-from plaudit.train.rows import Row
+from plaudit.train.data.rows import Row
 from tests.command import plaudit_here
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from plaudit.config import load_recipe
-from plaudit.config.catalog import find_recipe, listings, recipe_names
 from plaudit.config.search import load_search
-from plaudit.config.template import template_tasks
+from plaudit.config.shipped.catalog import find_recipe, listings, recipe_names
+from plaudit.config.shipped.template import template_tasks
 from plaudit.errors import ConfigError
 from tests.command import plaudit_here
 

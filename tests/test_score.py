@@ -16,12 +16,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from plaudit.client.client import InProcess, RewardClient
 from plaudit.errors import ConfigError, DataError, RewardUnavailable, StorageError, VersionChanged
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward import load_reward
 from plaudit.score import Tally, score, scored_lines
-from plaudit.serve.client import InProcess, RewardClient
-from plaudit.train.rows import Row
+from plaudit.train.data.rows import Row
 from tests.command import plaudit_here
 from tests.serve.process import free_port
 from tests.serve.scripted import Answer, Asked, Scripted, right

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from plaudit.config.catalog import recipe_names
+from plaudit.config.shipped.catalog import recipe_names
 from tests.serve.process import READY_SECONDS, free_port
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from plaudit.errors import PlauditError
 from plaudit.plan import ModelShape, cluster
-from plaudit.plan.hardware import DTYPE_BYTES, Cluster, accelerator
+from plaudit.plan.shape.hardware import DTYPE_BYTES, Cluster, accelerator
 
 Row = Mapping[str, str]
 PROMPT = 256.0

@@ -16,13 +16,13 @@ from planner.serving import first_token, latency, rate_per_megawatt, serving_rat
 
 from plaudit.errors import PlauditError
 from plaudit.plan import Constants, GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster
-from plaudit.plan import memory as bytes_of
-from plaudit.plan.channel import find, transfer
-from plaudit.plan.hardware import Cluster, accelerator
-from plaudit.plan.parts import Parts
-from plaudit.plan.prediction import Prediction, predict_plan
+from plaudit.plan.cost import memory as bytes_of
+from plaudit.plan.cost.channel import find, transfer
+from plaudit.plan.cost.parts import Parts
+from plaudit.plan.cost.prediction import Prediction, predict_plan
+from plaudit.plan.cost.training import Trainer
 from plaudit.plan.search import Search, training_layouts
-from plaudit.plan.training import Trainer
+from plaudit.plan.shape.hardware import Cluster, accelerator
 
 PROMPT = 256.0
 

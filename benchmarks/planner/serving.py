@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from planner.row import Answer, Row, Unplannable, count, dtype, machine, number, required, shape
 
 from plaudit.plan import Constants, GenerationLayout, Workload
-from plaudit.plan import memory as bytes_of
-from plaudit.plan.decode import Replica
-from plaudit.plan.parts import OWN_ENGINE_SHARE
+from plaudit.plan.cost import memory as bytes_of
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.parts import OWN_ENGINE_SHARE
 from plaudit.plan.search import generation_layouts
 
 SATURATED = 2048.0

@@ -20,7 +20,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from plaudit.algo.ragged import policy_tokens, repeat
+from plaudit.algo.tokens.ragged import policy_tokens, repeat
 
 Aggregation = Literal["token", "sequence", "constant"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plaudit.algo.ppo import LOG_RATIO_LIMIT
-from plaudit.algo.ragged import repeat, sample_mean, sample_sum
+from plaudit.algo.tokens.ragged import repeat, sample_mean, sample_sum
 
 Mode = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "geometric"]

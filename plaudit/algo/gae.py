@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plaudit.algo.ragged import discounted, policy_tokens
+from plaudit.algo.tokens.ragged import discounted, policy_tokens
 
 
 def gae(

@@ -7,7 +7,7 @@ Deviations:
 2. A group whose rewards are equal gets exactly 0, in any precision, and so does a group of one, which says nothing
    about which response is better.
 3. scale = "batch" divides by the deviation of the rewards of the whole batch (Liu et al., Tricks or Traps, 2025),
-   "none" not at all (`dr_grpo`).
+   "none" not at all (Dr. GRPO, REINFORCE++ with a baseline).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plaudit.algo.ragged import group_index
+from plaudit.algo.tokens.ragged import group_index
 
 Scale = Literal["group", "batch", "none"]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from plaudit.algo.ppo import LOG_RATIO_LIMIT, PolicyTerms, clip_ratio
-from plaudit.algo.ragged import repeat, sample_mean
+from plaudit.algo.tokens.ragged import repeat, sample_mean
 
 
 def gspo(

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plaudit.algo import ragged
 from plaudit.algo.ppo import PolicyTerms, ratio_of
+from plaudit.algo.tokens import ragged
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, lengths: Sequence[int], gamma: float) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plaudit.algo.ragged import policy_tokens
+from plaudit.algo.tokens.ragged import policy_tokens
 
 
 def at_last_token(per_sample: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:

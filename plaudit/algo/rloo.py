@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from plaudit.algo.grpo import group_relative
-from plaudit.algo.ragged import group_index
+from plaudit.algo.tokens.ragged import group_index
 
 
 def leave_one_out(totals: Tensor, groups: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from plaudit.config import RlRecipe, load_recipe
-from plaudit.config.rl import PlacementTable
+from plaudit.config.placement import PlacementTable
 from plaudit.errors import ConfigError, nearest
 from plaudit.events import Event, read_events
 
@@ -55,7 +55,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MemoryResult:
     date: str
     machine: str
     python: str
@@ -78,7 +78,7 @@ def chosen(names: str) -> list[str]:
 
 def bench_memory(
     recipe: Path, placements: Sequence[str], steps: int, sets: Sequence[str], out: Path, timeout: float
-) -> Result:
+) -> MemoryResult:
     """The runs are in `out`, a directory for each placement."""
     tree = _readable(recipe, placements, sets)
     if not isinstance(tree, RlRecipe):
@@ -96,7 +96,7 @@ def bench_memory(
         found.append(figures(placement, directory) if error is None else Placed(placement, str(directory), error))
     date = datetime.now(UTC).isoformat(timespec="seconds")
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    return Result(date, machine, platform.python_version(), str(recipe), steps, found)
+    return MemoryResult(date, machine, platform.python_version(), str(recipe), steps, found)
 
 
 def _readable(recipe: Path, placements: Sequence[str], sets: Sequence[str]) -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from plaudit.bench.shape import LlamaShaped
-from plaudit.place.channel import answered
-from plaudit.place.checksum import Checksum
-from plaudit.place.group import BroadcastGroup
-from plaudit.place.receiver import WeightReceiver
-from plaudit.place.weights import Weights
-from plaudit.place.wire import serve_wire
+from plaudit.place.channels.channel import answered
+from plaudit.place.channels.checksum import Checksum
+from plaudit.place.channels.group import BroadcastGroup
+from plaudit.place.channels.receiver import WeightReceiver
+from plaudit.place.channels.weights import Weights
+from plaudit.place.channels.wire import serve_wire
 
 SECONDS = 300.0
 

@@ -34,14 +34,14 @@ from plaudit import __version__
 from plaudit.bench.shape import LlamaShaped
 from plaudit.bench.weight_receiver import SECONDS, broadcast, checksum_of
 from plaudit.errors import ConfigError, WeightsRefused
-from plaudit.place.channel import Channel
-from plaudit.place.checksum import memory_of
-from plaudit.place.collective import CollectiveChannel
-from plaudit.place.disk import DiskChannel
-from plaudit.place.group import BroadcastGroup, Rendezvous
-from plaudit.place.shared import SharedChannel
-from plaudit.place.weights import Weights
-from plaudit.place.wire import SocketWire
+from plaudit.place.channels.channel import Channel
+from plaudit.place.channels.checksum import memory_of
+from plaudit.place.channels.collective import CollectiveChannel
+from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.group import BroadcastGroup, Rendezvous
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights
+from plaudit.place.channels.wire import SocketWire
 
 PIECES = (4 << 20, 32 << 20, 1 << 40)  # of raw broadcasts; the fastest is the limit
 
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class WeightsResult:
     """load   processes that wanted a core before it began: with any, the figures are worse than the machine"""
 
     date: str
@@ -83,7 +83,7 @@ class Result:
 
 def bench_weights(
     parameters: int, *, device: str, dtype: str, directory: Path | None = None, repeats: int = 5
-) -> Result:
+) -> WeightsResult:
     """directory   for the disk channel; None: where temporary files go"""
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
@@ -101,7 +101,7 @@ def bench_weights(
     finally:
         torch.set_num_threads(threads)
     weights = Weights.of(module)
-    return Result(
+    return WeightsResult(
         datetime.now(UTC).isoformat(timespec="seconds"), __version__, _commit(), _machine(), _named(place),
         platform.python_version(), torch.__version__, sum(t.numel() for t in weights.tensors.values()), weights.nbytes,
         dtype, repeats, round(load, 2), rows,

@@ -8,7 +8,7 @@ from math import ceil, floor, log10
 from rich.console import Console
 from rich.table import Table
 
-from plaudit.bench.weights import Result
+from plaudit.bench.weights import WeightsResult
 
 WIDTH, LEFT, RIGHT, TOP, ROW = 760, 150, 96, 54, 44
 STYLE = (
@@ -17,7 +17,7 @@ STYLE = (
 )
 
 
-def print_weights(result: Result, console: Console | None = None) -> None:
+def print_weights(result: WeightsResult, console: Console | None = None) -> None:
     console = console or Console()
     title = f"{result.parameters / 1e6:.0f}M parameters, {result.dtype}, {size(result.bytes)}, on {result.device}"
     table = Table(title=title, title_style="dim", title_justify="left", box=None, pad_edge=False)
@@ -36,7 +36,7 @@ def print_weights(result: Result, console: Console | None = None) -> None:
         console.print(f"The machine was busy (load {result.load:g} before this began): measure again when it is not.")
 
 
-def draw_weights(result: Result) -> str:
+def draw_weights(result: WeightsResult) -> str:
     """An SVG: seconds of a publication on a logarithmic scale, the limit of each as a mark."""
     times = [t for row in result.rows for t in (row.seconds, row.limit_seconds)]
     low, high = floor(log10(min(times))), ceil(log10(max(times)))

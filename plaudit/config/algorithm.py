@@ -183,6 +183,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.02, "where": "reward", "estimator": "k1"},
     },
     "reinforce": {"loss": "plain", **_WHOLE, "advantage": {"estimator": "return"}},
+    # Hu (REINFORCE++, 2025): whitened over the whole batch, all ranks and micro-batches.
     "reinforce++": {
         "advantage": {"estimator": "return", "whiten": True},
         "kl": {"coef": 0.01, "where": "reward", "estimator": "k1"},
@@ -202,6 +203,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": _GROUP_SCALED,
         "kl": {"coef": 0.04, "where": "loss", "estimator": "k3"},
     },
+    # Liu et al. (Understanding R1-Zero-like Training, 2025): no division by the group's deviation, which favours
+    # prompts that are nearly always or never solved; and a sum over tokens over a constant, not a mean per response,
+    # which makes a long wrong response cheap.
     "dr-grpo": {"aggregate": "constant", "advantage": {"estimator": "group"}},
     "dapo": {"advantage": _GROUP_SCALED, "clip": {"low": 0.2, "high": 0.28}, "dynamic": {}},
     "gspo": {

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from plaudit.config.catalog import find_recipe
 from plaudit.config.rl import RlRecipe
+from plaudit.config.shipped.catalog import find_recipe
 from plaudit.config.supervised import BaseRecipe, PrmRecipe, RewardRecipe, SftRecipe
 from plaudit.config.table import apply, check, read_toml
 from plaudit.errors import ConfigError

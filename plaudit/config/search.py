@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
 
-from plaudit.config.asking import AskingTable
-from plaudit.config.catalog import find_recipe
+from plaudit.config.prompting import AskingTable
+from plaudit.config.shipped.catalog import find_recipe
 from plaudit.config.table import NonNegative, Positive, Table, apply, check, read_toml
 from plaudit.config.world import World
 from plaudit.errors import ConfigError
@@ -133,7 +133,7 @@ class StepsTable(Table):
         return stop
 
 
-class RuleTable(Table):
+class SearchRuleTable(Table):
     method: Method = "ets"
     width: PositiveInt = 16
     """Paths that are searched at once."""
@@ -208,7 +208,7 @@ class SearchRecipe(Table):
     prm: PrmTable
     engine: GenerationTable = GenerationTable()
     steps: StepsTable = StepsTable()
-    search: RuleTable = RuleTable()
+    search: SearchRuleTable = SearchRuleTable()
     budget: BudgetTable = BudgetTable()
 
     @property

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, TypeAdapter, field_validator, model_validator
 
-from plaudit.config.catalog import find_recipe
 from plaudit.config.reward import KINDS, RewardTable
+from plaudit.config.shipped.catalog import find_recipe
 from plaudit.config.table import Positive, Table, check, read_toml
 from plaudit.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """The inference core: packed forward, KV blocks with a prefix tree, scheduler, sampler, engine."""
 
 from plaudit.core.engine import Engine, Stats
-from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.sequence import Update
 
 __all__ = ["Engine", "SamplingParams", "Stats", "Update"]

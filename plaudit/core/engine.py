@@ -14,20 +14,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from plaudit.core.backend import Backend
-from plaudit.core.cpu import CpuBackend
-from plaudit.core.decoder import Decoder
-from plaudit.core.handover import Handover
+from plaudit.core.device.backend import Backend
+from plaudit.core.device.choose import backend_of
+from plaudit.core.device.lockstep import Leader, RankGroups
 from plaudit.core.intake import Intake
-from plaudit.core.lockstep import Channel, Leader
-from plaudit.core.memory import blocks_for
-from plaudit.core.reads import Read
+from plaudit.core.kv.handover import Handover
+from plaudit.core.kv.memory import blocks_for
+from plaudit.core.model.readouts import Read
+from plaudit.core.model.support import inspect
 from plaudit.core.runner import Runner
-from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scoring import read_rows
 from plaudit.core.sequence import Request, Update
-from plaudit.core.support import inspect
-from plaudit.errors import PlauditError, RequestError
+from plaudit.errors import RequestError
 from plaudit.records import NEXT, ItemError, Sample
 
 Prompt = str | Sequence[int]
@@ -68,7 +67,7 @@ class Engine:
     def __init__(
         self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None,
         budget: int | None = None, max_running: int | None = None, look_every: int | None = None, seed: int = 0,
-        version: int = 0, channel: Channel | None = None,
+        version: int = 0, channel: RankGroups | None = None,
     ) -> None:  # fmt: skip
         self.decoder = inspect(module)
         self.tokenizer = tokenizer
@@ -454,16 +453,6 @@ class Engine:
         for sequence in request.sequences:
             if sequence in self._runner.scheduler.live:
                 self._runner.abort(sequence, error)
-
-
-def backend_of(decoder: Decoder) -> Backend:
-    if decoder.device.type == "cpu":
-        return CpuBackend(decoder)
-    if decoder.device.type == "cuda":
-        from plaudit.core.cuda import CudaBackend  # needs Triton, which a CPU build of torch comes without
-
-        return CudaBackend(decoder)
-    raise PlauditError(f"no back end for {decoder.device}: load the model on the CPU")
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from plaudit.core.decoder import Decoder
-from plaudit.core.reads import Read
-from plaudit.core.sampler import mix64
-from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.readouts import Read
+from plaudit.core.sampling.sampler import mix64
+from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.sequence import Request
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.text import TextStream

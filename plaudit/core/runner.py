@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from plaudit.core import handover
-from plaudit.core.backend import Backend, DecodeBatch, Decoded, Span
-from plaudit.core.blocks import BlockPool
-from plaudit.core.decoder import Decoder
-from plaudit.core.handover import Handover
-from plaudit.core.packing import send
-from plaudit.core.prefix import PrefixTree
-from plaudit.core.reads import Reading, take
-from plaudit.core.sampler import Sampler, row_key, token_hashes
+from plaudit.core.device.backend import Backend, DecodeBatch, Decoded, Span
+from plaudit.core.kv import handover
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.kv.handover import Handover
+from plaudit.core.kv.prefix import Chain, PrefixTree
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import send
+from plaudit.core.model.readouts import Reading, take
+from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes
 from plaudit.core.scheduler import Chunk, Plan, Scheduler
-from plaudit.core.sequence import Chain, Update
 from plaudit.core.sequence import Sequence as Seq
+from plaudit.core.sequence import Update
 from plaudit.records import ItemError
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from plaudit.core.backend import Copy
-from plaudit.core.blocks import BlockPool
-from plaudit.core.prefix import Node, PrefixTree
-from plaudit.core.sequence import Chain, Sequence
+from plaudit.core.device.backend import Copy
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.kv.prefix import Chain, Node, PrefixTree
+from plaudit.core.sequence import Sequence
 
 PRIORITY_STEPS = 64  # one level of priority is worth this many steps of waiting
 WORTH_COPYING = 4  # tokens of a block: to copy fewer, and to mask them, costs more than to compute them

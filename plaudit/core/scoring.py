@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from plaudit.core.backend import Backend
-from plaudit.core.packing import PackedTree, common_prefix, pack, pack_tree, send
-from plaudit.core.reads import Read, Reading, Taken, take
+from plaudit.core.device.backend import Backend
+from plaudit.core.model.packing import PackedTree, common_prefix, pack, pack_tree, send
+from plaudit.core.model.readouts import PendingReadout, Read, Reading, take
 
 WORTH_SHARING = 0.1  # of all tokens; below this the masks and gathers of sharing cost more than it saves
 
@@ -24,7 +24,7 @@ def read_rows(
     """What each read asks for, the tokens computed, and the tokens shared."""
     results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(sequences)
     computed = 0
-    pending: list[tuple[list[int], Taken]] = []
+    pending: list[tuple[list[int], PendingReadout]] = []
     for batch, shared in _batches(sequences, budget):
         chosen = [sequences[i] for i in batch]
         tree = pack_tree(chosen, backend.decoder.device) if shared else _flat(chosen, backend)

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.kv.prefix import Chain
+from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.records import FinishReason, ItemError, Sample
 
 if TYPE_CHECKING:
-    from plaudit.core.prefix import Node
-    from plaudit.core.reads import Read
+    from plaudit.core.kv.prefix import Node
+    from plaudit.core.model.readouts import Read
     from plaudit.core.text import TextStream
-
-N = TypeVar("N")
-
-
-@dataclass
-class Chain(Generic[N]):
-    """The blocks a sequence holds, in order, and the tree nodes its first ones are entered under."""
-
-    blocks: list[int] = field(default_factory=list)
-    nodes: list[N] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

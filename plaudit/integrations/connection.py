@@ -19,9 +19,9 @@ import threading
 from collections.abc import Sequence
 from typing import Literal, cast
 
+from plaudit.client.client import DEFAULT_URL, RewardClient
 from plaudit.errors import ConfigError, ServerError
 from plaudit.records import Item, Score
-from plaudit.serve.client import DEFAULT_URL, RewardClient
 
 Side = Literal["left", "right"]
 

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from plaudit.client.client import DEFAULT_URL
 from plaudit.errors import ConfigError
 from plaudit.integrations.connection import Connection, Side, values
 from plaudit.records import Item, Score
-from plaudit.serve.client import DEFAULT_URL
 
 Message = Mapping[str, Any]
 Text = str | Sequence[Message]

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from plaudit.models.catalog import embedded_names as embedded_names
     from plaudit.models.catalog import resolve as resolve
     from plaudit.models.catalog import smollm2_gguf as smollm2_gguf
-    from plaudit.models.chat import has_chat_template as has_chat_template
-    from plaudit.models.chat import render_chat as render_chat
-    from plaudit.models.chat import render_chats as render_chats
-    from plaudit.models.chat import render_text as render_text
+    from plaudit.models.chat.chat import has_chat_template as has_chat_template
+    from plaudit.models.chat.chat import render_chat as render_chat
+    from plaudit.models.chat.chat import render_chats as render_chats
+    from plaudit.models.chat.chat import render_text as render_text
     from plaudit.models.fresh import new_llama as new_llama
     from plaudit.models.gguf_import import import_gguf as import_gguf
+    from plaudit.models.heads.value_head import ValueModel as ValueModel
     from plaudit.models.load import Kind as Kind
     from plaudit.models.load import Loaded as Loaded
     from plaudit.models.load import choose_device as choose_device
@@ -27,17 +28,16 @@ if TYPE_CHECKING:
     from plaudit.models.text import bos_ids as bos_ids
     from plaudit.models.text import encode as encode
     from plaudit.models.text import load_tokenizer as load_tokenizer
-    from plaudit.models.value_head import ValueModel as ValueModel
 
 _HOMES = {
     "Kind": "load",
     "Loaded": "load",
-    "ValueModel": "value_head",
+    "ValueModel": "heads.value_head",
     "bos_ids": "text",
     "choose_device": "load",
     "embedded_names": "catalog",
     "encode": "text",
-    "has_chat_template": "chat",
+    "has_chat_template": "chat.chat",
     "import_gguf": "gguf_import",
     "load_any": "load",
     "load_policy": "load",
@@ -46,9 +46,9 @@ _HOMES = {
     "load_tokenizer": "text",
     "load_value": "load",
     "new_llama": "fresh",
-    "render_chat": "chat",
-    "render_chats": "chat",
-    "render_text": "chat",
+    "render_chat": "chat.chat",
+    "render_chats": "chat.chat",
+    "render_text": "chat.chat",
     "resolve": "catalog",
     "save": "saving",
     "smollm2_gguf": "catalog",

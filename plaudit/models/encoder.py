@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, one_line
-from plaudit.models.load import DTYPES
+from plaudit.models.dtypes import DTYPES
 from plaudit.models.quiet import quiet
 from plaudit.models.safety import read_json, refuse_code
 from plaudit.models.text import load_tokenizer

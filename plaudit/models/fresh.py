@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from plaudit.errors import ModelError, nearest
+from plaudit.models.heads.value_head import ValueModel
 from plaudit.models.quiet import quiet
-from plaudit.models.value_head import ValueModel
 
 LLAMAS: dict[str, Any] = {
     "policy": LlamaForCausalLM,

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from plaudit.errors import ModelError, nearest, one_line
+from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import seeded
-from plaudit.models.load import DTYPES
 from plaudit.models.quiet import quiet
 from plaudit.models.saving import save
 

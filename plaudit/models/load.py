@@ -20,16 +20,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models import catalog, weights
+from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import LABELS, init_head, seeded, set_pad
 from plaudit.models.gpu import check_device
-from plaudit.models.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
+from plaudit.models.heads.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
+from plaudit.models.heads.value_head import HEAD, ValueModel, check_head
 from plaudit.models.quiet import quiet
 from plaudit.models.safety import read_json, refuse_adapter, refuse_code
 from plaudit.models.text import load_tokenizer
-from plaudit.models.value_head import HEAD, ValueModel, check_head
 
 Kind = Literal["policy", "reward", "steps", "value"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 AUTO: dict[str, Any] = {
     "policy": AutoModelForCausalLM,
     "reward": AutoModelForSequenceClassification,

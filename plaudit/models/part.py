@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError
 from plaudit.models import catalog, weights
+from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import set_pad
-from plaudit.models.load import DTYPES, Kind, examine
-from plaudit.models.value_head import HEAD, ValueModel
+from plaudit.models.heads.value_head import HEAD, ValueModel
+from plaudit.models.load import Kind, examine
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from plaudit.config import RlRecipe
 from plaudit.errors import RunError
 from plaudit.records import Batch, Prompt, Sample
-from plaudit.train.answered import with_prompt
-from plaudit.train.clock import Clock
-from plaudit.train.dump import as_plain, from_plain
-from plaudit.train.prompts import Prompts
-from plaudit.train.rollouts import Player, SampleScorer
+from plaudit.train.data.answered import with_prompt
+from plaudit.train.data.prompts import Prompts
+from plaudit.train.rollouts.dump import as_plain, from_plain
+from plaudit.train.rollouts.rollouts import Player, SampleScorer
+from plaudit.train.run.clock import Clock
 
 FILE = "rollouts.jsonl"
 LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice ever missed

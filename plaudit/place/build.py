@@ -7,13 +7,13 @@ from plaudit.place.asynchronous import Asynchronous
 from plaudit.place.colocated import Colocated
 from plaudit.place.disaggregated import Disaggregated
 from plaudit.place.hybrid import Hybrid, HybridProcesses
-from plaudit.place.placement import Placement, Stage
-from plaudit.place.ray_rollouts import RayRollouts
-from plaudit.place.remote_engine import Host, OwnProcess
+from plaudit.place.placement import Placement, PlacementContext
+from plaudit.place.ray.rollouts import RayRollouts
 from plaudit.place.swapped import Swapped
+from plaudit.place.workers.remote_engine import Host, OwnProcess
 
 
-def new_placement(stage: Stage) -> Placement:
+def new_placement(stage: PlacementContext) -> Placement:
     match stage.recipe.placement.name:
         case "colocated":
             return Colocated(stage)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from plaudit.core import Engine
-from plaudit.place.placement import Stage
-from plaudit.train.episodes import new_player
-from plaudit.train.rollouts import Rollouts, RolloutSource
-from plaudit.train.sharing import SharedPlayer
+from plaudit.place.placement import PlacementContext
+from plaudit.train.rollouts.episodes import new_player
+from plaudit.train.rollouts.rollouts import Rollouts, RolloutSource
+from plaudit.train.rollouts.sharing import SharedPlayer
 
 
 class Colocated:
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: PlacementContext) -> None:
         self.stage = stage
         recipe, trainee, ranks = stage.recipe, stage.trainee, stage.ranks
         self.engine = Engine(

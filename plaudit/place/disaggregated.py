@@ -11,33 +11,33 @@ from pathlib import Path
 from typing import Literal
 
 from plaudit.errors import ConfigError
-from plaudit.place import frames
-from plaudit.place.channel import Channel
-from plaudit.place.collective import CollectiveChannel
-from plaudit.place.disk import DiskChannel
-from plaudit.place.engines import new_served
-from plaudit.place.fleet import Fleet
-from plaudit.place.placement import Stage
-from plaudit.place.ray_rollouts import RayRollouts
-from plaudit.place.remote_engine import RemoteEngine
+from plaudit.place.channels.channel import Channel
+from plaudit.place.channels.collective import CollectiveChannel
+from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights
+from plaudit.place.engines.build import new_served
+from plaudit.place.engines.server_fleet import ServerFleet
+from plaudit.place.placement import PlacementContext
+from plaudit.place.ray.rollouts import RayRollouts
 from plaudit.place.resources import rollout_seats
-from plaudit.place.served import Served
-from plaudit.place.shared import SharedChannel
-from plaudit.place.split_fleet import SplitFleet
-from plaudit.place.weights import Weights
-from plaudit.train.episodes import new_player
-from plaudit.train.rollouts import Player, Rollouts, RolloutSource
-from plaudit.train.sharing import MainPlayer
+from plaudit.place.workers import frames
+from plaudit.place.workers.fleet import Fleet
+from plaudit.place.workers.remote_engine import RemoteEngine
+from plaudit.place.workers.split_fleet import SplitFleet
+from plaudit.train.rollouts.episodes import new_player
+from plaudit.train.rollouts.rollouts import Player, Rollouts, RolloutSource
+from plaudit.train.rollouts.sharing import MainPlayer
 
 
 class Disaggregated:
     paused = False
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: PlacementContext) -> None:
         self.stage = stage
         self.learner = stage.trainee.learner
         channel = new_channel(stage, paused=self.paused)
-        self.engine: Fleet | Served
+        self.engine: Fleet | ServerFleet
         if stage.recipe.engine.name == "core":
             self.engine = new_fleet(stage, channel, self.keep)
         else:
@@ -75,7 +75,7 @@ class Disaggregated:
             "publish/bytes": float(publication.bytes),
             "publish/extra_bytes": float(publication.extra_bytes),
             "rollout/restarts": float(self.engine.restarts),
-            **(self.engine.probed if isinstance(self.engine, Served) else {}),
+            **(self.engine.probed if isinstance(self.engine, ServerFleet) else {}),
         }
 
     def save(self, directory: Path) -> None: ...
@@ -86,7 +86,7 @@ class Disaggregated:
         self.engine.close()
 
 
-def new_fleet(stage: Stage, channel: Channel, keep: Literal["recompute", "continue"]) -> Fleet:
+def new_fleet(stage: PlacementContext, channel: Channel, keep: Literal["recompute", "continue"]) -> Fleet:
     """The main rank's; the others have none."""
     recipe, trainee = stage.recipe, stage.trainee
     news = threading.Condition()
@@ -102,7 +102,7 @@ def new_fleet(stage: Stage, channel: Channel, keep: Literal["recompute", "contin
     return fleet(engines, channel, lambda: Weights.of(trainee.loaded.module), news, stage.warn)
 
 
-def new_channel(stage: Stage, *, paused: bool) -> Channel:
+def new_channel(stage: PlacementContext, *, paused: bool) -> Channel:
     """`paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory."""
     table = stage.recipe.placement
     host = "127.0.0.1"

@@ -12,10 +12,10 @@ from typing import Literal
 
 from plaudit.place.colocated import Colocated
 from plaudit.place.disaggregated import Disaggregated
-from plaudit.place.fleet import Fleet
-from plaudit.place.placement import Stage
+from plaudit.place.placement import PlacementContext
+from plaudit.place.workers.fleet import Fleet
 from plaudit.records import Batch, Prompt, Sample
-from plaudit.train.rollouts import RolloutSource
+from plaudit.train.rollouts.rollouts import RolloutSource
 
 Mode = Literal["generate", "train"]
 
@@ -25,7 +25,7 @@ class Switching:
     switch takes is a span `mode_switch` in the log and a part of the step's time."""
 
     def __init__(
-        self, inner: RolloutSource, stage: Stage, sleep: Callable[[], object], wake: Callable[[], object]
+        self, inner: RolloutSource, stage: PlacementContext, sleep: Callable[[], object], wake: Callable[[], object]
     ) -> None:
         self.inner = inner
         self.stage = stage
@@ -59,7 +59,7 @@ class Switching:
 
 
 class Hybrid(Colocated):
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: PlacementContext) -> None:
         super().__init__(stage)
         self.rollouts = Switching(self.rollouts, stage, self.engine.sleep, self.engine.wake)
 

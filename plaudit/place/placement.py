@@ -12,17 +12,17 @@ from typing import Protocol
 
 from plaudit.config import RlRecipe
 from plaudit.events import EventLog
-from plaudit.place.remote_engine import Host, OwnProcess
-from plaudit.train.clock import Clock
-from plaudit.train.prompts import Prompts
-from plaudit.train.ranks import Ranks
-from plaudit.train.rl_learner import RlLearner
-from plaudit.train.rollouts import Generator, RolloutSource, SampleScorer
-from plaudit.train.trainee import Trainee
+from plaudit.place.workers.remote_engine import Host, OwnProcess
+from plaudit.train.data.prompts import Prompts
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.policy.trainee import Trainee
+from plaudit.train.rollouts.rollouts import Generator, RolloutSource, SampleScorer
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlacementContext:
     """What every placement builds from."""
 
     recipe: RlRecipe

@@ -6,20 +6,20 @@ import torch
 
 from plaudit.core import Engine
 from plaudit.place.colocated import Colocated
-from plaudit.place.holdings import copies_of, moments_of, reference_module, reward_engines
-from plaudit.place.meter import new_meter
-from plaudit.place.placement import Stage
-from plaudit.place.residency import Dropped, Parked, Residency, Resident, Sleeping
-from plaudit.place.stores import new_store
-from plaudit.train.critic import LocalCritic
-from plaudit.train.optimizer import Optimizer
+from plaudit.place.memory.meter import new_meter
+from plaudit.place.memory.owners import copies_of, moments_of, reference_module, reward_engines
+from plaudit.place.memory.residency import Dropped, Parked, Residency, Resident, Sleeping
+from plaudit.place.memory.stores import new_store
+from plaudit.place.placement import PlacementContext
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.policy.critic import LocalCritic
 
 
 class Swapped(Colocated):
     """The policy's weights stay: every phase but the scoring ones works with them, and the engine has their
     addresses."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: PlacementContext) -> None:
         super().__init__(stage)
         device = stage.trainee.decoder.device
         # To bring something ahead of its phase takes a second engine for copies, which the CPU has not.
@@ -31,7 +31,7 @@ class Swapped(Colocated):
         self.residency.close()
 
 
-def residents_of(stage: Stage, engine: Engine) -> dict[str, Resident]:
+def residents_of(stage: PlacementContext, engine: Engine) -> dict[str, Resident]:
     trainee = stage.trainee
 
     def parked(*parts: torch.nn.Module, frozen: bool = False) -> Parked:
@@ -59,7 +59,7 @@ def residents_of(stage: Stage, engine: Engine) -> dict[str, Resident]:
     return found
 
 
-def needs_of(stage: Stage) -> dict[str, set[str]]:
+def needs_of(stage: PlacementContext) -> dict[str, set[str]]:
     recipe = stage.recipe
     policy, critic = {"optimizer", "gradients"}, {"critic", "critic optimizer", "critic gradients"}
     rewards = {name for i, _ in enumerate(reward_engines(stage.scorer)) for name in (f"reward {i}", f"reward kv {i}")}

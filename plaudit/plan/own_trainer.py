@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plaudit.plan.constants import Constants
-from plaudit.plan.hardware import DTYPE_BYTES
-from plaudit.plan.plans import Plan
-from plaudit.plan.workload import Workload
+from plaudit.plan.cost.plans import Plan
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import DTYPE_BYTES
+from plaudit.plan.shape.workload import Workload
 
 CHANNELS = ("", "shared", "ipc", "broadcast", "disk")
 CHANNEL = "broadcast"

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plaudit.errors import ConfigError, nearest
-from plaudit.plan.channel import find
-from plaudit.plan.constants import Constants
-from plaudit.plan.cost import PRICES
-from plaudit.plan.decode import Replica
-from plaudit.plan.hardware import Cluster, Overrides, Price, accelerator, catalogue, cluster
-from plaudit.plan.layouts import GenerationLayout
-from plaudit.plan.model_shape import ModelShape
+from plaudit.plan.cost.channel import find
+from plaudit.plan.cost.cost import PRICES
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.parts import OWN_ENGINE_SHARE
+from plaudit.plan.cost.plans import PLACEMENTS, SHARED
+from plaudit.plan.cost.prediction import Prediction
 from plaudit.plan.own_trainer import CHANNEL, CHANNELS, own_constants, unsupported
-from plaudit.plan.parts import OWN_ENGINE_SHARE
-from plaudit.plan.plans import PLACEMENTS, SHARED
-from plaudit.plan.prediction import Prediction
 from plaudit.plan.search import Found, Progress, Search, smallest_that_fits, some_plan_fits
-from plaudit.plan.workload import Workload
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import Cluster, Overrides, Price, accelerator, catalogue, cluster
+from plaudit.plan.shape.layouts import GenerationLayout
+from plaudit.plan.shape.model_shape import ModelShape
+from plaudit.plan.shape.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

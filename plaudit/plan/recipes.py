@@ -12,10 +12,10 @@ from plaudit.config.recipe import load_recipe
 from plaudit.config.rl import RlRecipe
 from plaudit.config.table import to_toml
 from plaudit.errors import ConfigError
-from plaudit.plan.model_shape import ModelShape
-from plaudit.plan.prediction import Prediction
+from plaudit.plan.cost.prediction import Prediction
 from plaudit.plan.question import Outcome
-from plaudit.plan.workload import Workload
+from plaudit.plan.shape.model_shape import ModelShape
+from plaudit.plan.shape.workload import Workload
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 PROMPT, ANSWERED = 64.0, 0.5

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from plaudit.errors import ConfigError
-from plaudit.plan.constants import Constants
-from plaudit.plan.hardware import Cluster
-from plaudit.plan.layouts import GenerationLayout, TrainingLayout
+from plaudit.plan.cost.parts import Parts, Shortage
+from plaudit.plan.cost.plans import PLACEMENTS, SHARED, Plan
+from plaudit.plan.cost.prediction import Prediction, default_channel, predict_plan
 from plaudit.plan.own_trainer import CHANNEL, missing
-from plaudit.plan.parts import Parts, Shortage
-from plaudit.plan.plans import PLACEMENTS, SHARED, Plan
-from plaudit.plan.prediction import Prediction, default_channel, predict_plan
-from plaudit.plan.workload import Workload
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import Cluster
+from plaudit.plan.shape.layouts import GenerationLayout, TrainingLayout
+from plaudit.plan.shape.workload import Workload
 
 Progress = Callable[[int, int], None]
 SPLITS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)

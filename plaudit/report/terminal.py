@@ -14,7 +14,7 @@ from plaudit.report.figures import FIGURES
 from plaudit.report.finding import count, percent, size
 from plaudit.report.history import History
 from plaudit.report.memory import NOBODY, Timeline
-from plaudit.report.searches import Searched
+from plaudit.report.searches.searches import Searched
 from plaudit.report.sparkline import sparkline
 
 COLOURS = {"bad": "red", "watch": "yellow", "fine": "green"}

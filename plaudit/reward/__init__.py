@@ -6,35 +6,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plaudit.reward.ask import EngineAsk as EngineAsk
-    from plaudit.reward.ask import HttpAsk as HttpAsk
     from plaudit.reward.blend import BlendReward as BlendReward
     from plaudit.reward.blend import combine as combine
     from plaudit.reward.directory import complete as complete
-    from plaudit.reward.judge import Judge as Judge
-    from plaudit.reward.judge import JudgeReward as JudgeReward
+    from plaudit.reward.judges.backends import EngineAsk as EngineAsk
+    from plaudit.reward.judges.backends import HttpAsk as HttpAsk
+    from plaudit.reward.judges.judge import Judge as Judge
+    from plaudit.reward.judges.judge import JudgeReward as JudgeReward
     from plaudit.reward.load import load_reward as load_reward
     from plaudit.reward.load import load_worker as load_worker
     from plaudit.reward.model import ModelReward as ModelReward
     from plaudit.reward.outcome import OutcomeReading as OutcomeReading
     from plaudit.reward.process import ProcessReading as ProcessReading
     from plaudit.reward.reward import Reward as Reward
-    from plaudit.reward.rule import RuleReward as RuleReward
-    from plaudit.reward.work import Facts as Facts
+    from plaudit.reward.rules.rule import RuleReward as RuleReward
+    from plaudit.reward.work import ModelInfo as ModelInfo
     from plaudit.reward.work import Work as Work
 
 _HOMES = {
     "BlendReward": "blend",
-    "EngineAsk": "ask",
-    "Facts": "work",
-    "HttpAsk": "ask",
-    "Judge": "judge",
-    "JudgeReward": "judge",
+    "EngineAsk": "judges.backends",
+    "HttpAsk": "judges.backends",
+    "Judge": "judges.judge",
+    "JudgeReward": "judges.judge",
+    "ModelInfo": "work",
     "ModelReward": "model",
     "OutcomeReading": "outcome",
     "ProcessReading": "process",
     "Reward": "reward",
-    "RuleReward": "rule",
+    "RuleReward": "rules.rule",
     "Work": "work",
     "combine": "blend",
     "complete": "directory",

@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.reward import EmbeddingTable
 from plaudit.reward.intake import Intake
-from plaudit.reward.work import Facts, Work
+from plaudit.reward.work import ModelInfo, Work
 
 
 class EmbeddingReading:
-    def __init__(self, table: EmbeddingTable, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> None:
+    def __init__(self, table: EmbeddingTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
         self.facts = facts
         self.intake = Intake(tokenizer, facts, table.max_tokens)
 

@@ -17,7 +17,7 @@ from plaudit.errors import ModelError, PlauditError, Refused, RequestError
 from plaudit.models import bos_ids, encode, render_chat, render_chats
 from plaudit.models.text import refuse_surrogates
 from plaudit.records import Item
-from plaudit.reward.work import Facts
+from plaudit.reward.work import ModelInfo
 
 PROMPTS_KEPT = 64  # many responses to one prompt come in a row
 OPENINGS_KEPT = 1024  # and a search comes back to the same conversations, step by step
@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 class Intake:
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, facts: Facts, max_tokens: int | None, bos: bool = False
+        self, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo, max_tokens: int | None, bos: bool = False
     ) -> None:
         self.tokenizer = tokenizer
         self.facts = facts

@@ -24,26 +24,26 @@ from plaudit.config.reward import (
     RuleTable,
 )
 from plaudit.core import Engine
-from plaudit.core.lockstep import Channel
-from plaudit.core.packing import trunk
-from plaudit.core.split import check_split, join, keep_part
-from plaudit.core.stages import Place, connect
+from plaudit.core.device.lockstep import RankGroups
+from plaudit.core.model.packing import trunk
+from plaudit.core.model.split import check_split, join, keep_part
+from plaudit.core.model.stages import RankPosition, connect
 from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
 from plaudit.models.catalog import CONFIG
 from plaudit.models.part import fill, outline
 from plaudit.models.text import tokenizer_parts
-from plaudit.reward.ask import EngineAsk, HttpAsk
 from plaudit.reward.blend import BlendReward
 from plaudit.reward.directory import complete
-from plaudit.reward.judge import Judge, JudgeReward
+from plaudit.reward.judges.backends import EngineAsk, HttpAsk
+from plaudit.reward.judges.judge import Judge, JudgeReward
 from plaudit.reward.model import ModelReward
 from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reward import Reward
-from plaudit.reward.rule import RuleReward
+from plaudit.reward.rules.rule import RuleReward
 from plaudit.reward.version import model_digest
-from plaudit.reward.work import Facts
+from plaudit.reward.work import ModelInfo
 
 
 def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTable] | None = None) -> Reward:
@@ -78,29 +78,29 @@ def new_ask(table: JudgeTable) -> HttpAsk | EngineAsk:
 
 
 def new_reading(
-    table: OutcomeTable | ProcessTable, tokenizer: PreTrainedTokenizerFast, facts: Facts
+    table: OutcomeTable | ProcessTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo
 ) -> OutcomeReading | ProcessReading:
     if isinstance(table, OutcomeTable):
         return OutcomeReading(table, tokenizer, facts)
     return ProcessReading(table, tokenizer, facts)
 
 
-class Ranks(Protocol):
+class ModelRanks(Protocol):
     """The processes that share a model, as its loader sees them."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> RankPosition: ...
 
     @property
     def device(self) -> str: ...
 
-    def meet(self, hashes: Mapping[str, str]) -> Channel:
+    def meet(self, hashes: Mapping[str, str]) -> RankGroups:
         """Once all have loaded, and found the same in the files that they have in common."""
 
 
 def load_worker(
-    table: RewardTable, ranks: Ranks | None = None
-) -> tuple[Engine, Facts, PreTrainedTokenizerFast, str]:  # fmt: skip
+    table: RewardTable, ranks: ModelRanks | None = None
+) -> tuple[Engine, ModelInfo, PreTrainedTokenizerFast, str]:  # fmt: skip
     """The engine, what its model is, its tokenizer, and the hash in its version (`reward.version`). With `ranks` this
     is rank 0, which has the engine."""
     if isinstance(table, JudgeTable) and table.path is not None:
@@ -125,7 +125,7 @@ def load_worker(
     return engine, _facts(loaded, engine), loaded.tokenizer, digest
 
 
-def load_part(table: ReadByEngine, ranks: Ranks) -> tuple[Loaded, dict[str, str], Channel]:
+def load_part(table: ReadByEngine, ranks: ModelRanks) -> tuple[Loaded, dict[str, str], RankGroups]:
     """One rank's part of a model, and nothing else of it in memory; the hashes of the files that it read."""
     place, whole = ranks.place, outline(table.path, table.dtype, ranks.device)
     module = deepcopy(whole.module)
@@ -156,7 +156,7 @@ def file_hashes(files: Iterable[Path]) -> dict[str, str]:
     return hashes
 
 
-def _facts(loaded: Loaded, engine: Engine) -> Facts:
+def _facts(loaded: Loaded, engine: Engine) -> ModelInfo:
     decoder = engine.decoder
     config: Any = loaded.module.config
     labels: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ def _facts(loaded: Loaded, engine: Engine) -> Facts:
         labels = ("value",)
     elif decoder.kind != "causal":
         labels = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-    return Facts(decoder.name, decoder.vocab_size, decoder.max_positions, labels, decoder.kind == "causal")
+    return ModelInfo(decoder.name, decoder.vocab_size, decoder.max_positions, labels, decoder.kind == "causal")
 
 
 def _check_tiled(module: nn.Module, form: FormatTable) -> None:

@@ -11,11 +11,11 @@ from plaudit.config.reward import OutcomeTable
 from plaudit.errors import ConfigError, ModelError, Refused, nearest
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.intake import Intake
-from plaudit.reward.work import Facts, Work
+from plaudit.reward.work import ModelInfo, Work
 
 
 class OutcomeReading:
-    def __init__(self, table: OutcomeTable, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> None:
+    def __init__(self, table: OutcomeTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
         if facts.causal:
             raise ModelError(
                 f"{facts.name} is a causal LM, which has no score; give a ...ForSequenceClassification model, "
@@ -92,7 +92,7 @@ def _joined(steps: tuple[str, ...]) -> str:
     return "".join(steps)
 
 
-def _weights(table: OutcomeTable, facts: Facts) -> np.ndarray:
+def _weights(table: OutcomeTable, facts: ModelInfo) -> np.ndarray:
     if table.weights is None:
         if len(facts.labels) != 1:
             raise ConfigError(

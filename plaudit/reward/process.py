@@ -24,7 +24,7 @@ from plaudit.models.text import codec_of, refuse_surrogates
 from plaudit.records import Item, ItemError, StepScores
 from plaudit.reward.intake import Intake
 from plaudit.reward.turns import read_turns
-from plaudit.reward.work import Facts, Work
+from plaudit.reward.work import ModelInfo, Work
 
 Prompt = str | Sequence[Mapping[str, Any]]
 STEPS_KEPT = 1 << 13
@@ -48,7 +48,7 @@ class Draft:
 
 
 class ProcessReading:
-    def __init__(self, table: ProcessTable, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> None:
+    def __init__(self, table: ProcessTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
         self.table = table
         self.format = table.format
         self.tokenizer = tokenizer
@@ -280,7 +280,7 @@ def step_spans(text: str, split: str) -> list[tuple[int, int]]:
 
 
 def _what_is_read(
-    form: FormatTable, tokenizer: PreTrainedTokenizerFast, facts: Facts
+    form: FormatTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo
 ) -> tuple[tuple[int, ...] | None, int]:
     """Vocabulary columns or None, and the index of the good one among what is read."""
     if facts.causal:
@@ -306,7 +306,7 @@ def _what_is_read(
     return None, facts.labels.index(form.label)
 
 
-def _refuse_lone(form: FormatTable, count: int, facts: Facts) -> None:
+def _refuse_lone(form: FormatTable, count: int, facts: ModelInfo) -> None:
     if form.activation == "softmax" and count < 2:
         raise ConfigError(
             f'format.activation = "softmax" over the one output of {facts.name} would always be 1; '
@@ -314,7 +314,7 @@ def _refuse_lone(form: FormatTable, count: int, facts: Facts) -> None:
         )
 
 
-def _column(column: str | int, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> int:
+def _column(column: str | int, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> int:
     ids = [column] if isinstance(column, int) else encode(tokenizer, column, control=True)
     unknown = isinstance(column, str) and ids[-1:] == [tokenizer.unk_token_id]
     if not ids or not 0 <= ids[-1] < facts.vocab_size or unknown:

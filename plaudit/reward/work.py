@@ -24,7 +24,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelInfo:
     """What the model is, for those who have no torch. A causal LM has no labels."""
 
     name: str

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from plaudit.config.search import parse_search
 from plaudit.errors import ConfigError
-from plaudit.search.policy import CorePolicy
-from plaudit.search.questions import question
+from plaudit.search.backends.policy import CorePolicy
+from plaudit.search.questions.questions import question
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search
 

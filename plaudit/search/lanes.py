@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from plaudit.search.questions import Question
+from plaudit.search.questions.questions import Question
 from plaudit.search.runner import Outcome, Runner
 
 

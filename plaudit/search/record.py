@@ -23,10 +23,10 @@ from plaudit.config.search import SearchRecipe, parse_search
 from plaudit.errors import RunError, StorageError
 from plaudit.events import EventLog
 from plaudit.output import written
-from plaudit.search.costs import totals
 from plaudit.search.runner import Outcome
-from plaudit.search.tree import Node
-from plaudit.train.run_lock import locked
+from plaudit.search.tree.costs import totals
+from plaudit.search.tree.tree import Node
+from plaudit.train.run.run_lock import locked
 
 # What does not decide the results; a run that goes on may change it.
 MAY_CHANGE = (

@@ -16,16 +16,16 @@ import numpy as np
 
 from plaudit.config.search import SearchRecipe
 from plaudit.errors import PlauditError
-from plaudit.search import cluster
-from plaudit.search.answers import Answer, as_odds, winner
-from plaudit.search.driver import Driver, Expand
-from plaudit.search.embedding import Embedder
-from plaudit.search.lookahead import look_ahead
-from plaudit.search.policy import Ask, Policy, Step, path_seed
-from plaudit.search.questions import Question
-from plaudit.search.reading import AnswerReading
-from plaudit.search.scoring import Path, Scored, Scorer
-from plaudit.search.tree import Node, Tree
+from plaudit.search.backends import cluster
+from plaudit.search.backends.embedding import Embedder
+from plaudit.search.backends.policy import Ask, Policy, Step, path_seed
+from plaudit.search.backends.scoring import Path, Scored, Scorer
+from plaudit.search.drivers.driver import Driver, Expand
+from plaudit.search.drivers.lookahead import look_ahead
+from plaudit.search.questions.answers import Answer, as_odds, winner
+from plaudit.search.questions.questions import Question
+from plaudit.search.questions.reading import AnswerReading
+from plaudit.search.tree.tree import Node, Tree
 
 
 @dataclass

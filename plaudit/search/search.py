@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.config.search import SearchRecipe
-from plaudit.search.driver import Driver
-from plaudit.search.embedding import open_embedder
+from plaudit.search.backends.embedding import open_embedder
+from plaudit.search.backends.policy import CorePolicy, Policy
+from plaudit.search.backends.scoring import Scorer, check_fits, open_scorer
+from plaudit.search.drivers.driver import Driver
+from plaudit.search.drivers.methods import new_driver
 from plaudit.search.lanes import run_lanes
-from plaudit.search.methods import new_driver
-from plaudit.search.policy import CorePolicy, Policy
-from plaudit.search.questions import GymChecker, Question, open_questions
-from plaudit.search.reading import AnswerReading
+from plaudit.search.questions.questions import GymChecker, Question, open_questions
+from plaudit.search.questions.reading import AnswerReading
 from plaudit.search.record import Record
 from plaudit.search.runner import Outcome, Runner
-from plaudit.search.scoring import Scorer, check_fits, open_scorer
-from plaudit.search.tree import Tree
+from plaudit.search.tree.tree import Tree
 
 Progress = Callable[[int, int], None]
 """Told how many questions are done, and of how many."""
@@ -95,7 +95,7 @@ def open_policy(recipe: SearchRecipe) -> tuple[Policy, Any]:
     from plaudit.models import choose_device, load_policy, load_tokenizer, resolve
 
     if recipe.engine.name != "core":
-        from plaudit.search.remote import RemotePolicy
+        from plaudit.search.backends.remote import RemotePolicy
 
         tokenizer = load_tokenizer(resolve(recipe.model.path))
         return RemotePolicy(recipe.engine, recipe.steps), tokenizer

@@ -1,1 +1,1 @@
-"""Reward models behind HTTP: the server, its workers and its clients. Only `worker` loads torch."""
+"""Reward models behind HTTP: the server, its protocols and its workers. Only `workers` load torch."""

@@ -8,15 +8,15 @@ from plaudit.config.reward import JudgeTable
 from plaudit.errors import ModelError, Refused, RequestError
 from plaudit.models import render_chat
 from plaudit.records import Item, Score
-from plaudit.reward.judge import Judge
-from plaudit.reward.work import Facts
-from plaudit.serve.jobs import Prompt
+from plaudit.reward.judges.judge import Judge
+from plaudit.reward.work import ModelInfo
+from plaudit.serve.workers.jobs import GenerateJob
 
 
 class JudgeReading:
     """What OutcomeReading and ProcessReading are for rows of numbers, for texts."""
 
-    def __init__(self, table: JudgeTable, tokenizer: PreTrainedTokenizerFast, facts: Facts) -> None:
+    def __init__(self, table: JudgeTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
         if not facts.causal:
             raise ModelError(f"{facts.name} cannot be a judge: it has no vocabulary head and writes no text")
         self.facts = facts
@@ -27,7 +27,7 @@ class JudgeReading:
         self._judge = Judge(table)
         self._tokenizer = tokenizer
 
-    def prepare(self, item: Item) -> Prompt:
+    def prepare(self, item: Item) -> GenerateJob:
         conversation = self._judge.messages(item)
         try:
             tokens = render_chat(self._tokenizer, conversation, add_generation_prompt=True)
@@ -35,7 +35,7 @@ class JudgeReading:
             raise Refused("bad_messages", str(error)) from None
         if len(tokens) > self.limit:
             raise Refused("too_long", f"the judge's prompt has {len(tokens)} tokens, at most {self.limit} fit")
-        return Prompt(tokens, self._table.max_tokens, self._table.temperature)
+        return GenerateJob(tokens, self._table.max_tokens, self._table.temperature)
 
     def finish(self, answer: str) -> Score:
         return self._judge.read(answer)

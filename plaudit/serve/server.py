@@ -22,22 +22,22 @@ import uvloop
 
 from plaudit.config.serve import ListenTable, ServeTable
 from plaudit.errors import ConfigError
-from plaudit.serve.admission import Admission
-from plaudit.serve.app import App
-from plaudit.serve.auth import Keys, loopback
-from plaudit.serve.desk import Desk
-from plaudit.serve.doors import check_names, open_doors
-from plaudit.serve.http import Limits
-from plaudit.serve.listener import Listener, bind
+from plaudit.serve.http.admission import Admission
+from plaudit.serve.http.app import App
+from plaudit.serve.http.auth import Keys, loopback
+from plaudit.serve.http.listener import Listener, bind
+from plaudit.serve.http.message import Limits
+from plaudit.serve.http.routes import Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.models import Models
-from plaudit.serve.routes import Routes
+from plaudit.serve.protocols.table import check_names, open_doors
+from plaudit.serve.registry import Models
+from plaudit.serve.scoring import ScoringService
 
 LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
 
 
-class Backend(Protocol):
+class ServerBackend(Protocol):
     """What computes behind the routes. `changed` is set when one of its models has come, gone or failed."""
 
     changed: asyncio.Event
@@ -60,7 +60,7 @@ class Backend(Protocol):
         """Whether one is left that serves or may yet."""
 
 
-Build = Callable[[Admission, Keys, Metrics, Log], tuple[Backend, Routes]]
+Build = Callable[[Admission, Keys, Metrics, Log], tuple[ServerBackend, Routes]]
 
 
 def serve(table: ServeTable) -> int:
@@ -68,9 +68,9 @@ def serve(table: ServeTable) -> int:
     check_names(table.allow_open, "allow_open")
     check_names(table.protocols or (), "protocols")
 
-    def build(admission: Admission, keys: Keys, metrics: Metrics, log: Log) -> tuple[Backend, Routes]:
+    def build(admission: Admission, keys: Keys, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
         models = Models(table, admission, metrics, log)
-        desk = Desk(models, table.aliases, table.limits.items, salted=keys.several)
+        desk = ScoringService(models, table.aliases, table.limits.items, salted=keys.several)
         return models, open_doors(desk, table.protocols)
 
     return run_server(table, build, "serve", "page at /, documentation at /docs")
@@ -140,7 +140,7 @@ class _Server:
             self.log.close()
         return code
 
-    async def _until_stopped(self, models: Backend, admission: Admission, address: str) -> int:
+    async def _until_stopped(self, models: ServerBackend, admission: Admission, address: str) -> int:
         opening = asyncio.create_task(models.open())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +163,7 @@ class _Server:
             await asyncio.sleep(0.02)
         return 1 if admission.open_requests else 0
 
-    def _listen(self, models: Backend) -> None:
+    def _listen(self, models: ServerBackend) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -176,19 +176,19 @@ class _Server:
         gc.set_threshold(10_000, 20, 50)
         self.metrics.watch_gc()
 
-    def _announce(self, models: Backend, address: str) -> None:
+    def _announce(self, models: ServerBackend, address: str) -> None:
         names = ", ".join(f"{d['name']} ({d['kind']})" for d in models.describe())
         self._say(sys.stdout.fileno(), f"{names} on {address} ({self.note})")
         self.log("ready", address=address, models=models.describe())
 
-    def _signalled(self, models: Backend) -> None:
+    def _signalled(self, models: ServerBackend) -> None:
         self._signals += 1
         if self._signals > 1:
             models.kill()
             os._exit(1)
         self._stop.set()
 
-    async def _watch(self, models: Backend) -> None:
+    async def _watch(self, models: ServerBackend) -> None:
         """End the server when none of its models will come back."""
         while not models.failed() or models.hopeful():
             await models.changed.wait()
@@ -196,7 +196,7 @@ class _Server:
         self._say(sys.stderr.fileno(), "; ".join(models.failed()))
         self._stop.set()
 
-    async def _tick(self, models: Backend, admission: Admission) -> None:
+    async def _tick(self, models: ServerBackend, admission: Admission) -> None:
         expected = time.monotonic() + 1.0
         while True:
             await asyncio.sleep(max(0.0, expected - time.monotonic()))

@@ -12,9 +12,9 @@ from plaudit.algo.aggregate import Aggregation, token_weights
 from plaudit.algo.cispo import cispo
 from plaudit.algo.gspo import gspo, gspo_token
 from plaudit.algo.kl import kl_loss
-from plaudit.algo.logprobs import token_logprobs_and_entropy
 from plaudit.algo.ppo import PolicyTerms, clipped, ratio_of
 from plaudit.algo.reinforce import plain
+from plaudit.algo.tokens.logprobs import token_logprobs_and_entropy
 
 # Three samples: two policy tokens, a tool's token between three, nothing of the policy's.
 LENGTHS = (2, 4, 1)

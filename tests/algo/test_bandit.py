@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaudit.algo import dr_grpo
 from plaudit.algo.aggregate import Aggregation, token_weights
 from plaudit.algo.cispo import cispo
 from plaudit.algo.gae import gae
@@ -95,7 +94,7 @@ def others(totals: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def centred(totals: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    return spread(dr_grpo.centred(totals, [0] * len(totals)), mask, lengths)
+    return spread(group_relative(totals, [0] * len(totals), "none"), mask, lengths)
 
 
 def scaled(totals: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaudit.algo import logprobs
-from plaudit.algo.logprobs import Finish, token_logprobs, token_logprobs_and_entropy
+from plaudit.algo.tokens import logprobs
+from plaudit.algo.tokens.logprobs import Finish, token_logprobs, token_logprobs_and_entropy
 
 
 def soft_cap(logits: Tensor) -> Tensor:

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from plaudit.algo.preference import attribute_error, bradley_terry
-from plaudit.algo.steps import step_cross_entropy
+from plaudit.algo.supervised.preference import attribute_error, bradley_terry
+from plaudit.algo.supervised.steps import step_cross_entropy
 
 
 def test_bradley_terry_by_hand() -> None:

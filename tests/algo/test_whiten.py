@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plaudit.algo.reinforce_plus import reinforce_plus, reinforce_plus_baseline
+from plaudit.algo.grpo import group_relative
+from plaudit.algo.reinforce import returns_to_go, spread
 from plaudit.algo.whiten import whiten
 
 MASK = torch.tensor([1, 1, 0, 1], dtype=torch.bool)
@@ -63,7 +64,7 @@ def test_reinforce_plus_by_hand() -> None:
     # mean 7/3, deviations -4/3, -1/3, 5/3, variance (16 + 1 + 25) / 9 / 2 = 7/3
     root = math.sqrt(7 / 3)
     expected = [-4 / 3 / root, 0, -1 / 3 / root, 5 / 3 / root]
-    assert reinforce_plus(rewards, mask, (3, 1), 0.5).tolist() == pytest.approx(expected)
+    assert whiten(returns_to_go(rewards, mask, (3, 1), 0.5), mask).tolist() == pytest.approx(expected)
 
 
 def test_reinforce_plus_baseline_by_hand() -> None:
@@ -72,4 +73,5 @@ def test_reinforce_plus_baseline_by_hand() -> None:
     every = torch.ones(5, dtype=torch.bool)
     # in order: -1, -1, 0, 1, 0: mean -0.2, squares 0.64, 0.64, 0.04, 1.44, 0.04 = 2.8, variance 0.7
     expected = [x / math.sqrt(0.7) for x in (-0.8, -0.8, 0.2, 1.2, 0.2)]
-    assert reinforce_plus_baseline(totals, groups, every, lengths).tolist() == pytest.approx(expected)
+    advantages = spread(group_relative(totals, groups, "none"), every, lengths)
+    assert whiten(advantages, every).tolist() == pytest.approx(expected)

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 from plaudit.bench.shape import LlamaShaped, count_of
-from plaudit.bench.weights import Result, Row
+from plaudit.bench.weights import Row, WeightsResult
 from plaudit.bench.weights_view import draw_weights, print_weights
 from plaudit.errors import ConfigError
-from plaudit.place.weights import Weights
+from plaudit.place.channels.weights import Weights
 
-RESULT = Result(
+RESULT = WeightsResult(
     "2026-11-15T00:00:00+00:00", "0", None, "a <machine>", "cpu", "3.11", "2.13", 100_000_000, 400_000_000, "float32",
     5, 7.5,
     [

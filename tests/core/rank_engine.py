@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 from transformers import LlamaModel
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.lockstep import Channel, Leader, follow
-from plaudit.core.packing import trunk
-from plaudit.core.split import check_split, join, keep_part
-from plaudit.core.stages import Place, connect
+from plaudit.core.device.lockstep import Leader, RankGroups, follow
+from plaudit.core.model.packing import trunk
+from plaudit.core.model.split import check_split, join, keep_part
+from plaudit.core.model.stages import RankPosition, connect
 from plaudit.models import ValueModel
 from plaudit.models.part import Cut, fill
 from tests.core.tiny import CONFIGS, model, sequences
@@ -61,7 +61,7 @@ def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
     return found
 
 
-def part_of(whole: Any, place: Place, device: str, channel: Channel) -> Any:
+def part_of(whole: Any, place: RankPosition, device: str, channel: RankGroups) -> Any:
     """A rank's part of a module in memory, got as from its files."""
     state = whole.state_dict()
     outline = deepcopy(whole).to("meta")
@@ -86,9 +86,11 @@ def main(rank: int, size: int, file: str, out: str, device: str, worlds: list[in
     dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=limit)
     everyone, between = (dist.new_group(list(range(size)), backend="gloo", timeout=limit) for _ in range(2))
     for stages in worlds:
-        place = Place(rank, size // stages, stages)
+        place = RankPosition(rank, size // stages, stages)
         groups = [dist.new_group(place.peers(stage), backend="gloo", timeout=limit) for stage in range(stages)]
-        channel = Channel(rank, size, everyone, groups[place.stage], None, between if stages > 1 else None, place.last)
+        channel = RankGroups(
+            rank, size, everyone, groups[place.stage], None, between if stages > 1 else None, place.last
+        )
         for case in CASES:
             part = part_of(module(case), place, device, channel)
             if rank:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plaudit.core import Engine, SamplingParams, cpu_decode
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.device import cpu_decode
 from tests.core import tiny
 
 # Lengths 1 (nothing before the window), 17 (a full block and the token to be read) and some that make several groups.

@@ -16,11 +16,11 @@ from transformers import (
 )
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.backend import DecodeBatch, Decoded
-from plaudit.core.packing import pack
-from plaudit.core.support import inspect
+from plaudit.core.device.backend import DecodeBatch, Decoded
+from plaudit.core.model.packing import pack
+from plaudit.core.model.support import inspect
 
-Fusion = pytest.importorskip("plaudit.core.fusion").Fusion  # needs Triton
+Fusion = pytest.importorskip("plaudit.core.model.fusion").Fusion  # needs Triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

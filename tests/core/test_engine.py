@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.core import Engine, SamplingParams, Update
-from plaudit.core.backend import DecodeBatch, Decoded
-from plaudit.core.cpu import CpuBackend
+from plaudit.core.device.backend import DecodeBatch, Decoded
+from plaudit.core.device.cpu import CpuBackend
 from plaudit.core.sequence import Sequence
 from plaudit.errors import PlauditError, RequestError
 from plaudit.records import Sample
@@ -399,7 +399,7 @@ def test_logprobs_never_make_a_whole_table_of_logits(monkeypatch: pytest.MonkeyP
     engine = Engine(MODULE)
     ids = tiny.sequences(11, 4, 20, 60)
     whole = engine.logprobs(ids)
-    monkeypatch.setattr("plaudit.core.decoder.LOGIT_BYTES", tiny.VOCAB * 4 * 3)
+    monkeypatch.setattr("plaudit.core.model.decoder.LOGIT_BYTES", tiny.VOCAB * 4 * 3)
     largest = 0
     logits = engine.decoder.logits
 

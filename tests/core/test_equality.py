@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.packing import ALONE, hidden_rows, pack, use_packed_attention
+from plaudit.core.model.packing import ALONE, hidden_rows, pack, use_packed_attention
 from plaudit.records import NEXT
 from tests.core import tiny
 
@@ -167,7 +167,7 @@ def test_gradients_flow_through_the_packed_row(family: str) -> None:
 
 def test_the_lean_trunk_is_taken_where_it_fits_and_sees_new_weights_and_adapters() -> None:
     """Llama, Qwen and Mistral shapes run in few calls; what differs runs as it is; nothing is copied."""
-    from plaudit.core.support import inspect
+    from plaudit.core.model.support import inspect
 
     fits = {
         name: inspect(tiny.model(name)).lean is not None for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.handover import Handover
+from plaudit.core.kv.handover import Handover
 from plaudit.errors import RequestError
 from plaudit.records import Sample
 from tests.core import tiny

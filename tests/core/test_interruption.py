@@ -17,7 +17,7 @@ import torch
 
 import plaudit.core
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.cpu import CpuBackend
+from plaudit.core.device.cpu import CpuBackend
 from plaudit.records import Sample
 from tests.core import tiny
 from tests.core.test_engine import letters

@@ -12,17 +12,17 @@ GPU = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("plaudit.core.kernels")
 
-from plaudit.core import differentiable  # noqa: E402
-from plaudit.core.backend import Span  # noqa: E402
-from plaudit.core.cuda import DecodeLayout, StoredLayout  # noqa: E402
-from plaudit.core.fusion import Fusion  # noqa: E402
-from plaudit.core.kernel_operations import KernelOperations  # noqa: E402
-from plaudit.core.lean import LeanTrunk  # noqa: E402
-from plaudit.core.packing import pack  # noqa: E402
-from plaudit.core.paged import PagedBackend  # noqa: E402
-from plaudit.core.sampler import Sampler, row_key, token_hashes  # noqa: E402
-from plaudit.core.sampling_params import SamplingParams  # noqa: E402
-from plaudit.core.support import inspect  # noqa: E402
+from plaudit.core.device.backend import Span  # noqa: E402
+from plaudit.core.device.cuda import DecodeLayout, StoredLayout  # noqa: E402
+from plaudit.core.device.paged import PagedBackend  # noqa: E402
+from plaudit.core.model import differentiable  # noqa: E402
+from plaudit.core.model.fusion import Fusion  # noqa: E402
+from plaudit.core.model.kernel_operations import KernelOperations  # noqa: E402
+from plaudit.core.model.lean import LeanTrunk  # noqa: E402
+from plaudit.core.model.packing import pack  # noqa: E402
+from plaudit.core.model.support import inspect  # noqa: E402
+from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes  # noqa: E402
+from plaudit.core.sampling.sampling_params import SamplingParams  # noqa: E402
 from tests.core import tiny  # noqa: E402
 
 if not GPU:

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plaudit.core import Engine
-from plaudit.core.backend import Copy, Span
-from plaudit.core.lockstep import packed_spans, unpacked_copies, unpacked_spans
-from plaudit.core.packing import trunk
-from plaudit.core.split import split_parts
+from plaudit.core.device.backend import Copy, Span
+from plaudit.core.device.lockstep import packed_spans, unpacked_copies, unpacked_spans
+from plaudit.core.model.packing import trunk
+from plaudit.core.model.split import split_parts
 from plaudit.errors import ModelError
 from tests.core.rank_engine import CASES, answers, module
 from tests.core.tiny import GROUPED, SIZES, model

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from plaudit.core.packing import trunk
-from plaudit.core.split import keep_part
-from plaudit.core.stages import Elsewhere, Place
+from plaudit.core.model.packing import trunk
+from plaudit.core.model.split import keep_part
+from plaudit.core.model.stages import Elsewhere, RankPosition
 from plaudit.errors import ModelError
 from plaudit.models import load_any, load_tokenizer, resolve
 from plaudit.models.part import fill, outline
@@ -30,7 +30,7 @@ def saved(module: Any, directory: Path, **options: Any) -> Path:
     return directory
 
 
-def part(directory: Path, place: Place, dtype: str = "float32") -> tuple[nn.Module, dict[str, Any], set[str]]:
+def part(directory: Path, place: RankPosition, dtype: str = "float32") -> tuple[nn.Module, dict[str, Any], set[str]]:
     whole = outline(directory, dtype)
     module = deepcopy(whole.module)
     cuts = keep_part(module, place)
@@ -44,7 +44,7 @@ def check_parts(directory: Path, sizes: tuple[int, int], dtype: str = "float32")
     expected = {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
     kept: dict[str, int] = dict.fromkeys(whole.state_dict(), 0)
     for rank in range(sizes[0] * sizes[1]):
-        module, cuts, _ = part(directory, Place(rank, *sizes), dtype)
+        module, cuts, _ = part(directory, RankPosition(rank, *sizes), dtype)
         found = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         for name, tensor in found.items():
             cut = cuts.get(name)
@@ -76,9 +76,9 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     torch.manual_seed(1)
     tied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
     check_parts(saved(tied, tmp_path), (2, 2))
-    first: Any = part(tmp_path, Place(0, 1, 2))[0]
+    first: Any = part(tmp_path, RankPosition(0, 1, 2))[0]
     assert first.lm_head.weight is first.model.embed_tokens.weight
-    second: Any = part(tmp_path, Place(1, 1, 2))[0]
+    second: Any = part(tmp_path, RankPosition(1, 1, 2))[0]
     assert isinstance(second.lm_head, Elsewhere)
     assert "embed_tokens" not in " ".join(second.state_dict())
 
@@ -86,23 +86,23 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
 def test_a_stage_reads_the_files_of_its_layers(tmp_path: Path) -> None:
     saved(model("llama"), tmp_path, max_shard_size="8KB")
     files = {file.name for file in tmp_path.glob("*.safetensors")}
-    first, second = (part(tmp_path, Place(rank, 1, 2))[2] for rank in (0, 1))
+    first, second = (part(tmp_path, RankPosition(rank, 1, 2))[2] for rank in (0, 1))
     assert first | second == files
     assert len(first & second) < len(files) / 2
 
 
 def test_layers_are_divided_and_too_many_stages_refused_with_the_equation() -> None:
-    assert [list(Place(rank, 1, 3).layers(7)) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [Place(rank, 2, 2).layers(3) for rank in range(4)] == [range(2), range(2), range(2, 3), range(2, 3)]
+    assert [list(RankPosition(rank, 1, 3).layers(7)) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [RankPosition(rank, 2, 2).layers(3) for rank in range(4)] == [range(2), range(2), range(2, 3), range(2, 3)]
     with pytest.raises(ModelError, match=r"2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0\.666667"):
-        keep_part(model("llama").to("meta"), Place(0, 1, 3))
+        keep_part(model("llama").to("meta"), RankPosition(0, 1, 3))
 
 
 def test_a_trunk_without_a_plan_is_refused() -> None:
     module = model("llama").to("meta")
     trunk(module).per_layer_inputs = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="has no plan of how to divide its layers into stages"):
-        keep_part(module, Place(0, 1, 2))
+        keep_part(module, RankPosition(0, 1, 2))
 
 
 MEMORY = """

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaudit.core.blocks import BlockPool
-from plaudit.core.packing import common_prefix, pack_tree
-from plaudit.core.prefix import Node, PrefixTree
-from plaudit.core.sequence import Chain
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.kv.prefix import Chain, Node, PrefixTree
+from plaudit.core.model.packing import common_prefix, pack_tree
 
 SIZE = 4
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)

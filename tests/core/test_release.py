@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.cpu import CpuBackend
-from plaudit.search.tree import distinct_tokens
+from plaudit.core.device.cpu import CpuBackend
+from plaudit.search.tree.tree import distinct_tokens
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from plaudit.core.sampler import MASK64, Sampler, gumbel, mix64, row_key, token_hashes
-from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.sampling.sampler import MASK64, Sampler, gumbel, mix64, row_key, token_hashes
+from plaudit.core.sampling.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 

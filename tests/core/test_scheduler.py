@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from plaudit.core.blocks import BlockPool
-from plaudit.core.prefix import PrefixTree
-from plaudit.core.sampling_params import SamplingParams
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.kv.prefix import PrefixTree
+from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scheduler import PATIENCE, Scheduler
 from plaudit.core.sequence import Request, Sequence
 

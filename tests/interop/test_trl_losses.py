@@ -18,15 +18,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from plaudit.config import RlAlgorithm, RlRecipe, parse_recipe
-from plaudit.core.decoder import Decoder
-from plaudit.core.packing import use_packed_attention
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import use_packed_attention
 from plaudit.models import load_policy, load_tokenizer, new_llama, save
 from plaudit.records import Batch, FinishReason, Sample
-from plaudit.train.clock import Clock
-from plaudit.train.experience import Experience
-from plaudit.train.optimizer import Optimizer
-from plaudit.train.policy import Policy
-from plaudit.train.rl_learner import RlLearner
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.policy.experience import Experience
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.run.clock import Clock
 from tests.interop.environments import run_client
 
 pytestmark = pytest.mark.interop

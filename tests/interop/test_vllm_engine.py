@@ -19,17 +19,17 @@ import torch
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import ProbeFailed, RequestError, StaleWeights, WeightsRefused
 from plaudit.models import load_any, new_llama, save
-from plaudit.place.channel import Channel
-from plaudit.place.collective import CollectiveChannel
-from plaudit.place.disk import DiskChannel
-from plaudit.place.probe import Probe, probe_contexts
-from plaudit.place.shared import SharedChannel
-from plaudit.place.vllm_engine import VllmEngine
-from plaudit.place.vllm_server import VllmServer
-from plaudit.place.weights import Weights
+from plaudit.place.channels.channel import Channel
+from plaudit.place.channels.collective import CollectiveChannel
+from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights
+from plaudit.place.engines.probe import Probe, probe_contexts
+from plaudit.place.engines.vllm_engine import VllmEngine
+from plaudit.place.engines.vllm_server import VllmServer
 from plaudit.records import Sample
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run.run import Run
 from tests.interop.environments import ROOT
 from tests.train.rl_world import Silent, recipe
 

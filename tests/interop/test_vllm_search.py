@@ -18,9 +18,9 @@ from plaudit.config.search import SearchRecipe, load_search
 from plaudit.core import Engine
 from plaudit.errors import RequestRefused
 from plaudit.models import load_any, save
-from plaudit.place.vllm_server import MODEL, VllmServer
-from plaudit.search.policy import Ask
-from plaudit.search.remote import RemotePolicy
+from plaudit.place.engines.vllm_server import MODEL, VllmServer
+from plaudit.search.backends.policy import Ask
+from plaudit.search.backends.remote import RemotePolicy
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search
 from tests.interop.environments import ROOT

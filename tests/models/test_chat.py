@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.errors import ModelError, RequestError, UnsafeModel
 from plaudit.models import render_chat
-from plaudit.models.renderer import RENDERER
+from plaudit.models.chat.renderer import RENDERER
 
 from .builders import SPECIALS, byte_tokenizer
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from plaudit.config.catalog import recipe_names
+from plaudit.config.shipped.catalog import recipe_names
 from plaudit.errors import ConfigError
 from plaudit.models import load_policy
 from plaudit.models.gpu import SMALLEST, Gpu, Gpus, check_device, gpus_here, memory_ran_out
-from plaudit.place.cuda_segment import refused
+from plaudit.place.channels.cuda_segment import refused
 from tests.command import plaudit_here
 
 NEW = ("sm_80", "sm_90", "sm_100", "sm_120", "compute_120")

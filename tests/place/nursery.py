@@ -63,7 +63,7 @@ class Forked:
 
 
 def serve(fd: int) -> None:
-    from plaudit.place.worker import main
+    from plaudit.place.workers.worker import main
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     door = socket.socket(fileno=fd)

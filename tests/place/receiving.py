@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from plaudit.place.channel import answered
-from plaudit.place.checksum import Checksum
-from plaudit.place.collective import CollectiveChannel
-from plaudit.place.disk import DiskChannel
-from plaudit.place.receiver import WeightReceiver
-from plaudit.place.shared import SharedChannel
-from plaudit.place.weights import Weights, named_tensors
-from plaudit.place.wire import SocketWire, serve_wire
+from plaudit.place.channels.channel import answered
+from plaudit.place.channels.checksum import Checksum
+from plaudit.place.channels.collective import CollectiveChannel
+from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.receiver import WeightReceiver
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights, named_tensors
+from plaudit.place.channels.wire import SocketWire, serve_wire
 
 
 class Small(nn.Module):

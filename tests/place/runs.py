@@ -10,9 +10,9 @@ import torch
 
 from plaudit.config import RlRecipe
 from plaudit.records import Sample
-from plaudit.train.dump import Dump
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.rl.loop import RlTraining
+from plaudit.train.rollouts.dump import Dump
+from plaudit.train.run.run import Run
 from tests.place.nursery import Nursery
 from tests.train.rl_world import Silent, recipe, weights
 

@@ -12,9 +12,10 @@ import pytest
 from plaudit.models import load_policy
 from plaudit.place.async_rollouts import AsyncRollouts
 from plaudit.records import Prompt, Sample
-from plaudit.train.clock import Clock
-from plaudit.train.prompts import Room, open_prompts
-from plaudit.train.rl import RlTraining
+from plaudit.rl.loop import RlTraining
+from plaudit.train.data.encoder import LengthLimits
+from plaudit.train.data.prompts import open_prompts
+from plaudit.train.run.clock import Clock
 from tests.place.nursery import Nursery
 from tests.place.runs import GRPO, Watched, samples, small, train
 from tests.train.rl_world import recipe
@@ -25,7 +26,7 @@ ASYNC = {"placement": {"name": "async", "staleness": 2}}
 def asked(tree: Any, count: int) -> list[str]:
     """The first prompts of the data, in order."""
     loaded = load_policy("sums-policy")
-    found = open_prompts(tree.data, loaded.tokenizer, tree.seed, Room(256, tree.sampling.max_tokens))
+    found = open_prompts(tree.data, loaded.tokenizer, tree.seed, LengthLimits(256, tree.sampling.max_tokens))
     return [prompt.text for prompt in found.train(range(count))]
 
 

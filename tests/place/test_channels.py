@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from plaudit.errors import ReceiverLost, WeightsRefused
-from plaudit.place.channel import Channel, Publisher
-from plaudit.place.collective import CollectiveChannel
-from plaudit.place.disk import DiskChannel
-from plaudit.place.shared import SharedChannel
-from plaudit.place.weights import Weights
+from plaudit.place.channels.channel import Channel, Publisher
+from plaudit.place.channels.collective import CollectiveChannel
+from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights
 from tests.place.receiving import Process, Receiving, Small, digest, publish_and_be_killed, publish_sharded, receiving
 
 Make = Callable[..., Channel]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from plaudit.place.channel import Channel
-from plaudit.place.collective import CollectiveChannel
-from plaudit.place.disk import DiskChannel
-from plaudit.place.shared import SharedChannel
-from plaudit.place.weights import Weights
+from plaudit.place.channels.channel import Channel
+from plaudit.place.channels.collective import CollectiveChannel
+from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights
 from tests.place.receiving import Process, Small, digest, publish_and_be_killed, receiving
 from tests.place.test_channels import train
 

@@ -4,11 +4,11 @@ import threading
 import pytest
 
 from plaudit.errors import ReceiverLost
-from plaudit.place.door import Door, knock
+from plaudit.place.workers.callback import CallbackListener, knock
 
 
 def test_only_the_one_with_the_token_comes_in() -> None:
-    door = Door("127.0.0.1")
+    door = CallbackListener("127.0.0.1")
     wrong = knock(door.address, b"x" * 32)
     short = socket.create_connection(door.address)
     short.sendall(door.token[:31])
@@ -25,13 +25,13 @@ def test_only_the_one_with_the_token_comes_in() -> None:
 
 
 def test_nobody_is_waited_for_longer_than_the_deadline() -> None:
-    door = Door("127.0.0.1")
+    door = CallbackListener("127.0.0.1")
     with pytest.raises(ReceiverLost, match=r"a worker did not connect to 127\.0\.0\.1:\d+ within 0.2 s"):
         door.admit("a worker", 0.2)
 
 
 def test_each_door_has_a_token_of_its_own() -> None:
-    doors = [Door("127.0.0.1") for _ in range(2)]
+    doors = [CallbackListener("127.0.0.1") for _ in range(2)]
     found: list[Exception] = []
 
     def admit() -> None:

@@ -8,14 +8,14 @@ import torch
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.events import EventLog, read_events
-from plaudit.place.holdings import Holdings, copies_of, gradients_of, moments_of, reward_engines
-from plaudit.place.ledger import Ledger
-from plaudit.place.meter import HostMeter, new_meter
-from plaudit.train.clock import Clock
-from plaudit.train.optimizer import Optimizer
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
-from plaudit.train.scorer import Scorer
+from plaudit.place.memory.ledger import Ledger
+from plaudit.place.memory.meter import HostMeter, new_meter
+from plaudit.place.memory.owners import Holdings, copies_of, gradients_of, moments_of, reward_engines
+from plaudit.rl.loop import RlTraining
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe, tiny
 
 PPO = {"name": "ppo", "kl": {"coef": 0.05}}

@@ -9,7 +9,7 @@ import pytest
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import EngineLost, RequestError
-from plaudit.place.pool import EnginePool
+from plaudit.place.workers.pool import EnginePool
 from plaudit.records import Sample
 from tests.core import tiny
 

@@ -17,11 +17,11 @@ import torch
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import ConfigError, EngineLost
-from plaudit.place.parcel import OpenedParcel, Parcel
-from plaudit.place.pool import EnginePool
-from plaudit.place.prefill_decode import DecodeEngine, PrefillDecode, PrefillEngine
+from plaudit.place.workers.kv_transfer import OpenedParcel, Parcel
+from plaudit.place.workers.pool import EnginePool
+from plaudit.place.workers.prefill_decode import DecodeEngine, PrefillDecode, PrefillEngine
 from plaudit.records import Sample
-from plaudit.train.rl import RlTraining
+from plaudit.rl.loop import RlTraining
 from tests.core import tiny
 from tests.place.nursery import Nursery
 from tests.place.runs import GRPO, samples, small, train
@@ -128,7 +128,7 @@ def test_a_parcel_reaches_another_process(device: str) -> None:
 import json, sys
 import msgspec
 from plaudit.core import Engine, SamplingParams
-from plaudit.place.parcel import OpenedParcel
+from plaudit.place.workers.kv_transfer import OpenedParcel
 from tests.core import tiny
 given = OpenedParcel(msgspec.msgpack.decode(sys.stdin.buffer.read()))
 engine = Engine(tiny.model("llama").to(sys.argv[1]))

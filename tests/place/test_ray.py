@@ -21,11 +21,11 @@ import torch
 from plaudit.config import RlRecipe, to_toml
 from plaudit.errors import ConfigError
 from plaudit.events import read_events
-from plaudit.place import ray_launch
-from plaudit.place.ray_cluster import QUIET, check, pools
-from plaudit.place.ray_launch import launch_on_ray
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.place.ray import launch as ray_launch
+from plaudit.place.ray.cluster import QUIET, check, pools
+from plaudit.place.ray.launch import launch_on_ray
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run.run import Run
 from tests.place.runs import GRPO, OWN_AFFAIRS, samples, small
 from tests.place.test_async import asked, prompts_of
 from tests.train.rl_world import Silent, weights
@@ -187,7 +187,7 @@ def test_stopped_actors_are_ended_and_the_run_goes_on(
         wait_for(lambda: saved(run, 4))
         kill("ray::RankActor", raylets(cluster), signal.SIGSTOP)
         wait_for(lambda: saved(run, 6))
-        driver = [each for each in psutil.Process().children() if "plaudit.place.ray_ranks" in each.cmdline()]
+        driver = [each for each in psutil.Process().children() if "plaudit.place.ray.ranks" in each.cmdline()]
         driver[0].suspend()
 
     assert on_ray(run, tree, strike) == 0

@@ -16,12 +16,12 @@ from plaudit.config import to_toml
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import ReceiverLost, RequestError
 from plaudit.models import load_policy
-from plaudit.place import frames, remote_engine
-from plaudit.place.fleet import Fleet
-from plaudit.place.remote_engine import EngineLost, RemoteEngine
-from plaudit.place.shared import SharedChannel
-from plaudit.place.weights import Weights
-from plaudit.train.rl import RlTraining
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights
+from plaudit.place.workers import frames, remote_engine
+from plaudit.place.workers.fleet import Fleet
+from plaudit.place.workers.remote_engine import EngineLost, RemoteEngine
+from plaudit.rl.loop import RlTraining
 from tests.place.nursery import Forked, Nursery
 from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
 from tests.place.test_async import ages, asked, prompts_of
@@ -192,7 +192,7 @@ def test_a_killed_trainer_resumes_and_its_workers_end_with_it(tmp_path: Path, nu
     while time.monotonic() < deadline and not (run / "checkpoints" / "step-000004").exists():
         time.sleep(0.002)
     workers = subprocess.run(
-        ["pgrep", "-P", str(child.pid), "-f", "plaudit.place.worker"], capture_output=True, text=True
+        ["pgrep", "-P", str(child.pid), "-f", "plaudit.place.workers.worker"], capture_output=True, text=True
     )
     child.kill()
     child.wait(30)

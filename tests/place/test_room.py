@@ -7,10 +7,10 @@ import pytest
 
 from plaudit.errors import ConfigError
 from plaudit.models import load_policy
-from plaudit.place import room
-from plaudit.place.room import available, check_room, fullest, owners, parameters
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.place.memory import fit as room
+from plaudit.place.memory.fit import available, check_room, fullest, owners, parameters
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe
 
 GIB = 1 << 30

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from plaudit.errors import ConfigError, ProbeFailed, RunError
-from plaudit.place import http_engine
-from plaudit.place.engine_server import EngineServer, free_port
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.place.engines import http_engine
+from plaudit.place.engines.engine_server import EngineServer, free_port
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe
 
 

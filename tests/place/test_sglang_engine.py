@@ -18,13 +18,13 @@ import torch
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import EngineLost, ProbeFailed, RequestError, StaleWeights, WeightsRefused
 from plaudit.models import load_any
-from plaudit.place import http_engine
-from plaudit.place.disk import DiskChannel
-from plaudit.place.engine_server import EngineServer, free_port
-from plaudit.place.probe import Probe, probe_contexts
-from plaudit.place.sglang_engine import SglangEngine
-from plaudit.place.shared import SharedChannel
-from plaudit.place.weights import Weights
+from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.shared import SharedChannel
+from plaudit.place.channels.weights import Weights
+from plaudit.place.engines import http_engine
+from plaudit.place.engines.engine_server import EngineServer, free_port
+from plaudit.place.engines.probe import Probe, probe_contexts
+from plaudit.place.engines.sglang_engine import SglangEngine
 
 MODEL = "sums-policy"
 

@@ -11,13 +11,13 @@ from plaudit.config import RlRecipe
 from plaudit.core import Engine, SamplingParams
 from plaudit.errors import ConfigError, StorageError
 from plaudit.events import read_events
-from plaudit.place.residency import Dropped, Parked, Residency, Sleeping
-from plaudit.place.stores import FileStore
+from plaudit.place.memory.residency import Dropped, Parked, Residency, Sleeping
+from plaudit.place.memory.stores import FileStore
 from plaudit.place.swapped import Swapped
-from plaudit.train.clock import Clock
-from plaudit.train.optimizer import Optimizer
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.rl.loop import RlTraining
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe, tiny
 
 PPO = {"algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"}}

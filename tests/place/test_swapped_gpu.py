@@ -9,12 +9,12 @@ import torch
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.events import read_events
-from plaudit.place.holdings import weights_of
-from plaudit.place.meter import CudaMeter
-from plaudit.place.residency import Parked, Sleeping
-from plaudit.place.stores import HostStore
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.place.memory.meter import CudaMeter
+from plaudit.place.memory.owners import weights_of
+from plaudit.place.memory.residency import Parked, Sleeping
+from plaudit.place.memory.stores import HostStore
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from plaudit.errors import ReceiverLost, WeightsRefused
-from plaudit.place.channel import Publisher
-from plaudit.place.weights import Layout, Weights
+from plaudit.place.channels.channel import Publisher
+from plaudit.place.channels.weights import Layout, Weights
 
 
 class Tied(nn.Module):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from plaudit.config import load_recipe
-from plaudit.plan.explain import explain
 from plaudit.plan.question import ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from plaudit.plan.show.explain import explain
 from tests.command import plaudit_here
 
 ROOT = Path(__file__).parent.parent.parent

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.errors import ConfigError
-from plaudit.plan.hardware import Overrides, accelerator, catalogue, cluster
+from plaudit.plan.shape.hardware import Overrides, accelerator, catalogue, cluster
 
 
 def test_the_catalogue_is_complete_and_dense() -> None:

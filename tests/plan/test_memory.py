@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from plaudit.errors import ConfigError
-from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, Workload, cluster, memory, predict
-from plaudit.plan.decode import Replica
-from plaudit.plan.parts import Parts
-from plaudit.plan.plans import Plan
+from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, Workload, cluster, predict
+from plaudit.plan.cost import memory
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.parts import Parts
+from plaudit.plan.cost.plans import Plan
+from plaudit.plan.cost.training import Trainer
 from plaudit.plan.question import ask
 from plaudit.plan.search import Search
-from plaudit.plan.training import Trainer
 
 GIB = 2**30
 # model: tp, pp, vpp, micro-batch, then GiB of states, of activations without recomputation, with sequence parallelism
@@ -168,10 +169,10 @@ def test_our_own_trainer_packs_prompts_once_and_takes_no_log_probabilities_for_a
 def test_activations_are_what_a_pass_on_the_cpu_keeps() -> None:
     import torch
 
-    from plaudit.core.packing import use_packed_attention
+    from plaudit.core.model.packing import use_packed_attention
     from plaudit.heap import HIDDEN, LAYERS, mixed_samples, one_pass
     from plaudit.models import new_llama
-    from plaudit.train.forward import pack_responses
+    from plaudit.train.policy.forward import pack_responses
 
     torch.set_num_threads(1)
     sizes = {"vocab_size": 64, "hidden_size": HIDDEN, "layers": LAYERS, "heads": 4, "kv_heads": 2}

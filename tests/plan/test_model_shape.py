@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.errors import ModelError
-from plaudit.plan.model_shape import ModelShape, built_in, canonical
+from plaudit.plan.shape.model_shape import ModelShape, built_in, canonical
 
 # Billions of parameters, and of active ones, as the makers print them.
 PUBLISHED = {

@@ -10,9 +10,9 @@ from plaudit.config.recipe import load_recipe
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
 from plaudit.plan.own_trainer import missing
-from plaudit.plan.page import render_page
 from plaudit.plan.question import Outcome, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from plaudit.plan.show.page import render_page
 from tests.command import plaudit_here
 
 ROOT = Path(__file__).parent.parent.parent

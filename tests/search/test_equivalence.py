@@ -7,9 +7,9 @@ import pytest
 
 from plaudit.config.search import load_search
 from plaudit.errors import ConfigError
-from plaudit.search.answers import Answer, decided, tally, winner
-from plaudit.search.equivalence import SameMathematics, SameNumber
-from plaudit.search.reading import AnswerReading
+from plaudit.search.questions.answers import Answer, decided, tally, winner
+from plaudit.search.questions.equivalence import SameMathematics, SameNumber
+from plaudit.search.questions.reading import AnswerReading
 from plaudit.search.search import Search
 
 

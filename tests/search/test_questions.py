@@ -7,10 +7,10 @@ import pytest
 from plaudit.config.rl import RlDataTable
 from plaudit.config.search import QuestionsTable, parse_search
 from plaudit.errors import ConfigError
-from plaudit.search.answers import Alike
-from plaudit.search.equivalence import SameNumber
-from plaudit.search.questions import GymChecker, Question, open_questions
-from plaudit.train.prompts import open_prompts
+from plaudit.search.questions.answers import Alike
+from plaudit.search.questions.equivalence import SameNumber
+from plaudit.search.questions.questions import GymChecker, Question, open_questions
+from plaudit.train.data.prompts import open_prompts
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 SUMS: dict[str, Any] = {"gym": "chain_sum", "gym_options": {"max_digits": 1, "max_terms": 3}}

@@ -11,7 +11,7 @@ import plaudit
 from plaudit.config.search import SearchRecipe, load_search
 from plaudit.core import Engine
 from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, ServerError
-from plaudit.search.embedding import ServedEncoder
+from plaudit.search.backends.embedding import ServedEncoder
 from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from plaudit.errors import RequestError
-from plaudit.search.answers import Answer, decided, tally, winner
-from plaudit.search.apportion import apportion, even, rebase
-from plaudit.search.cluster import by_vector
-from plaudit.search.equivalence import SameNumber, same
-from plaudit.search.frontier import Frontier, Leaf
-from plaudit.search.programme import Programme, solve
+from plaudit.search.backends.cluster import by_vector
+from plaudit.search.questions.answers import Answer, decided, tally, winner
+from plaudit.search.questions.equivalence import SameNumber, same
 from plaudit.search.rules.beam import beam
 from plaudit.search.rules.best_of_n import best_of_n
 from plaudit.search.rules.dvts import dvts
 from plaudit.search.rules.ets import Ets
 from plaudit.search.rules.particles import effective, odds, resample
 from plaudit.search.rules.puct import Visits, puct
-from plaudit.search.tree import Tree, distinct_tokens
-from plaudit.search.tree_programme import solve_covering, solve_tree
+from plaudit.search.tree.apportion import apportion, even, rebase
+from plaudit.search.tree.frontier import Frontier, Leaf
+from plaudit.search.tree.programme import Programme, solve
+from plaudit.search.tree.tree import Tree, distinct_tokens
+from plaudit.search.tree.tree_programme import solve_covering, solve_tree
 
 
 def reference_apportionment(weights: list[float], width: int) -> list[int]:

@@ -13,16 +13,16 @@ import plaudit
 from plaudit.config import to_toml
 from plaudit.config.search import METHODS, SearchRecipe, load_search, parse_search
 from plaudit.core import Engine
-from plaudit.core.cpu import CpuBackend
+from plaudit.core.device.cpu import CpuBackend
 from plaudit.errors import ConfigError, RunError, ServerError
-from plaudit.search.answers import AGGREGATES, Answer, as_odds, winner
-from plaudit.search.policy import CorePolicy, Step
+from plaudit.search.backends.policy import CorePolicy, Step
+from plaudit.search.backends.scoring import LocalScorer, Scored, Scorer, open_scorer
+from plaudit.search.backends.scoring import Path as StepPath
+from plaudit.search.questions.answers import AGGREGATES, Answer, as_odds, winner
 from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
-from plaudit.search.scoring import LocalScorer, Scored, Scorer, open_scorer
-from plaudit.search.scoring import Path as StepPath
 from plaudit.search.search import Search, run_searches
-from plaudit.search.tree import distinct_tokens
+from plaudit.search.tree.tree import distinct_tokens
 from tests.search.single import run_search
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from plaudit.config import to_toml
-from plaudit.serve.protocols.triton_request import HEADER, Given, read_reply, write_request
+from plaudit.serve.protocols.triton.request import HEADER, Given, read_reply, write_request
 from tests.serve.process import ServerProcess, free_port
 
 

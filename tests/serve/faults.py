@@ -26,7 +26,7 @@ import sys
 import time
 
 FILE = os.environ["PLAUDIT_FAULT"]
-WORKER = "plaudit.serve.worker" in sys.orig_argv
+WORKER = "plaudit.serve.workers.worker" in sys.orig_argv
 
 
 def fault(*kinds):
@@ -86,7 +86,7 @@ def change_models(module):
 
 
 class Finder(importlib.machinery.PathFinder):
-    changes = {"plaudit.core.runner": change_runner, "plaudit.serve.models": change_models}
+    changes = {"plaudit.core.runner": change_runner, "plaudit.serve.registry": change_models}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

@@ -76,7 +76,7 @@ class ServerProcess:
 
     def workers(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children()
-        return [p for p in found if any("plaudit.serve.worker" in part for part in p.cmdline())]
+        return [p for p in found if any("plaudit.serve.workers.worker" in part for part in p.cmdline())]
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from plaudit import AsyncRewardClient, RewardClient
+from plaudit.client import client as client_module
+from plaudit.client.client import InProcess
+from plaudit.client.replicas import EJECT_AFTER, Replicas
 from plaudit.errors import BadReply, ConfigError, RequestError, RequestRefused, RewardUnavailable, VersionChanged
 from plaudit.records import Item, Score, StepScores
 from plaudit.reward import load_reward
-from plaudit.serve import client as client_module
-from plaudit.serve.client import InProcess
-from plaudit.serve.client_replicas import EJECT_AFTER, Replicas
 from plaudit.worlds import get_world
 from tests.serve.process import ServerProcess, free_port
 from tests.serve.scripted import Answer, Asked, Scripted, right

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from plaudit.algo.ppo import value_loss
+from plaudit.critic.server import critic_table, serve_critic
 from plaudit.errors import ConfigError
 from plaudit.models import load_tokenizer, load_value
 from plaudit.records import Item
 from plaudit.reward import load_reward
-from plaudit.train.critic_server import critic_table, serve_critic
 from tests.serve.critic_process import CriticProcess, lesson, padded
 from tests.serve.test_native import chains
 
@@ -135,11 +135,11 @@ def test_the_optimizer_is_the_trainers(
 ) -> None:
     """The same updates in this process by LocalCritic give the same losses."""
     from plaudit.config.critic import parse_critic
-    from plaudit.serve import frames
-    from plaudit.serve.protocols import critic as wire
-    from plaudit.serve.protocols import triton
-    from plaudit.serve.protocols.triton_request import HEADER, write_request
-    from plaudit.train.critic_worker import ServedCritic
+    from plaudit.critic.worker import ServedCritic
+    from plaudit.serve.protocols.critic import wire
+    from plaudit.serve.protocols.triton import wire as triton
+    from plaudit.serve.protocols.triton.request import HEADER, write_request
+    from plaudit.serve.workers import frames
 
     here = ServedCritic(parse_critic({"model": "sums-policy", "lr": 1e-3, "save_dir": "unused"}, "test"))
     teach = lesson(rows, prompts, returns, critic.values(rows))

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from plaudit.reward.work import Work
-from plaudit.serve import frames
-from plaudit.serve.cache import ScoreCache
-from plaudit.serve.deployment import Deployment
-from plaudit.serve.jobs import Job
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.replica import Replica
+from plaudit.serve.workers import frames
+from plaudit.serve.workers.cache import ScoreCache
+from plaudit.serve.workers.deployment import Deployment
+from plaudit.serve.workers.jobs import Job
+from plaudit.serve.workers.replica import Replica
 
 
 class ScriptedWire:

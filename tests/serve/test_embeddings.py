@@ -107,7 +107,7 @@ def test_both_stay_inside_their_parts(server: ServerProcess) -> None:
 
 def test_what_goes_beyond_a_part_fails_there() -> None:
     code = (
-        "import torch; from plaudit.core.memory import limit_memory, free_bytes; import os\n"
+        "import torch; from plaudit.core.kv.memory import limit_memory, free_bytes; import os\n"
         "total = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')\n"
         "limit_memory('cpu', 0.1)\n"
         "assert free_bytes(torch.device('cpu')) <= 0.1 * total\n"
@@ -122,7 +122,7 @@ def test_what_goes_beyond_a_part_fails_there() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_part_of_a_gpu() -> None:
     code = (
-        "import torch; from plaudit.core.memory import limit_memory, free_bytes\n"
+        "import torch; from plaudit.core.kv.memory import limit_memory, free_bytes\n"
         "device = torch.device('cuda:0')\n"
         "limit_memory('cuda:0', 0.25)\n"
         "total = torch.cuda.mem_get_info(device)[1]\n"

@@ -11,19 +11,19 @@ import numpy as np
 
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
-from plaudit.serve.cache import ScoreCache
-from plaudit.serve.deployment import Deployment
-from plaudit.serve.jobs import Answer
-from plaudit.serve.link import MOST_BLAMED, MOST_DEATHS, Link
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.replica import GUILTY
+from plaudit.serve.workers.cache import ScoreCache
+from plaudit.serve.workers.deployment import Deployment
+from plaudit.serve.workers.jobs import Answer
+from plaudit.serve.workers.link import MOST_BLAMED, MOST_DEATHS, Link
+from plaudit.serve.workers.replica import GUILTY
 
 SITE = """
 import os
 import socket
 import sys
 
-if "plaudit.serve.worker" in sys.orig_argv:
+if "plaudit.serve.workers.worker" in sys.orig_argv:
     from plaudit.serve import frames
 
     sock = socket.socket(fileno=int(sys.orig_argv[-1]))

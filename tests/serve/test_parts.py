@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plaudit.serve import frames
-from plaudit.serve.admission import Admission, Room
-from plaudit.serve.auth import NOBODY, Keys
-from plaudit.serve.cache import OVERHEAD, ScoreCache, step_keys, work_key
-from plaudit.serve.http import HttpError
+from plaudit.serve.http.admission import Admission, Quota
+from plaudit.serve.http.auth import NOBODY, Keys
+from plaudit.serve.http.message import HttpError
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
+from plaudit.serve.workers import frames
+from plaudit.serve.workers.cache import OVERHEAD, ScoreCache, step_keys, work_key
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 ROWS = st.lists(IDS, max_size=8)
@@ -124,7 +124,7 @@ def test_the_cache_stays_within_its_bytes_and_forgets_the_least_used(puts: list[
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 400), st.booleans()), max_size=60))
 def test_a_key_below_its_share_is_always_let_in(keys: int, actions: list[tuple[int, int, bool]]) -> None:
-    room = Room(1000, keys)
+    room = Quota(1000, keys)
     held: dict[int, list[tuple[int, Any]]] = {n: [] for n in range(keys)}
     for tenant, count, leave in actions:
         tenant %= keys

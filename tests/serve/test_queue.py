@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plaudit.serve.queue import MOST_DEAD, FairQueue
+from plaudit.serve.workers.queue import MOST_DEAD, FairQueue
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.errors import RankLost
 from plaudit.records import Item
 from plaudit.reward import load_reward
-from plaudit.serve.ranks import ranked_engine
+from plaudit.serve.workers.ranks import ranked_engine
 from tests.serve.process import ServerProcess, free_port
 from tests.serve.test_chaos import MALFORMED, content, until
 
@@ -40,7 +40,7 @@ EMBEDDED = Path(plaudit.__path__[0]) / "embedded"
 def ranks(server: ServerProcess) -> list[psutil.Process]:
     """The other ranks of its one model."""
     (worker,) = server.workers()
-    return [p for p in worker.children() if "plaudit.serve.ranks" in p.cmdline()]
+    return [p for p in worker.children() if "plaudit.serve.workers.ranks" in p.cmdline()]
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +176,11 @@ def test_the_ranks_are_a_rollout_engine() -> None:
     with ranked_engine("sums-policy", 2, device="cpu") as engine:
         samples = engine.generate(prompts, params)
         assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
-        (other,) = (p for p in psutil.Process().children() if "plaudit.serve.ranks" in p.cmdline())
+        (other,) = (p for p in psutil.Process().children() if "plaudit.serve.workers.ranks" in p.cmdline())
     assert not other.is_running()
     began = ranked_engine("sums-policy", 2, device="cpu")
     engine = began.__enter__()
-    (other,) = (p for p in psutil.Process().children() if "plaudit.serve.ranks" in p.cmdline())
+    (other,) = (p for p in psutil.Process().children() if "plaudit.serve.workers.ranks" in p.cmdline())
     other.kill()
     with pytest.raises(RankLost) as lost:
         engine.generate(prompts, params)

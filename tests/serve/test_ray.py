@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from plaudit.config.serve import parse_serve
-from plaudit.serve.ray_config import serve_config
+from plaudit.serve.ray.config import serve_config
 from tests.serve.process import ServerProcess
 from tests.serve.test_chaos import until
 from tests.serve.test_replicas import Load, replicas, root
 
 pytest.importorskip("ray.serve")
-from plaudit.serve.ray_replica import ByTokens, build
+from plaudit.serve.ray.replica import ByTokens, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 __all__ = ["root"]

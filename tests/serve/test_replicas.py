@@ -20,12 +20,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import plaudit
-from plaudit.serve.autoscale import DOWN_SECONDS, UP_SECONDS, Autoscale
-from plaudit.serve.cache import ScoreCache
-from plaudit.serve.deployment import Deployment
-from plaudit.serve.link import Link
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.routing import Affinity
+from plaudit.serve.workers.autoscale import DOWN_SECONDS, UP_SECONDS, Autoscale
+from plaudit.serve.workers.cache import ScoreCache
+from plaudit.serve.workers.deployment import Deployment
+from plaudit.serve.workers.link import Link
+from plaudit.serve.workers.routing import Affinity
 from tests.serve.process import ServerProcess
 from tests.serve.test_chaos import content, until
 from tests.serve.test_link import SITE, shown, work

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from plaudit.serve import auth
+from plaudit.serve.http import auth
 from tests.serve.hostile import KNOWN, LEAK, Answer, Target, clean_error, clean_message, copied
 from tests.serve.process import ServerProcess
 

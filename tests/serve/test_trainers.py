@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from plaudit.serve.protocols import openrlhf, slime
+from plaudit.serve.protocols.openrlhf import slime_wire as slime
+from plaudit.serve.protocols.openrlhf import wire as openrlhf
 from tests.serve.hostile import Target
 from tests.serve.process import ServerProcess
 from tests.serve.test_native import chains

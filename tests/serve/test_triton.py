@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 import pytest
 
-from plaudit.serve.http import HttpError
-from plaudit.serve.protocols import triton
+from plaudit.serve.http.message import HttpError
+from plaudit.serve.protocols.triton import wire as triton
 from tests.reward import tiny
 from tests.serve.hostile import Target, clean_message
 from tests.serve.process import ServerProcess
@@ -462,7 +462,7 @@ def test_a_bad_row_fails_its_request_and_no_other(
 
 
 def test_a_score_beyond_fp32_is_an_error_and_no_infinity() -> None:
-    from plaudit.serve.doors.triton import _matrix
+    from plaudit.serve.protocols.triton.routes import _matrix
 
     with pytest.raises(HttpError, match=r"row\[1\].*1e\+39"):
         _matrix([[1.0], [1e39]])

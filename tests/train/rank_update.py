@@ -11,20 +11,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from plaudit.config.rl import ResourcesTable
-from plaudit.core.decoder import Decoder
+from plaudit.config.placement import ResourcesTable
+from plaudit.core.model.decoder import Decoder
 from plaudit.models import new_llama
 from plaudit.models.fresh import seeded
-from plaudit.models.value_head import ValueModel
+from plaudit.models.heads.value_head import ValueModel
 from plaudit.records import Batch
-from plaudit.train.clock import Clock
-from plaudit.train.critic import LocalCritic
-from plaudit.train.optimizer import Optimizer
-from plaudit.train.policy import Policy
-from plaudit.train.ranks import Ranks, join
-from plaudit.train.rl_learner import RlLearner
-from plaudit.train.sharded_optimizer import ShardedOptimizer
-from plaudit.train.sharding import Shards
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
+from plaudit.train.optim.sharding import Shards
+from plaudit.train.policy.critic import LocalCritic
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.ranks import Ranks, join
 from tests.train.rl_world import VOCABULARY, made_up, recipe, tiny
 
 # A step too small to move a weight: gradients and ratios are those of the first weights throughout.

@@ -11,10 +11,10 @@ from torch import nn
 
 from plaudit.config import RlRecipe, parse_recipe
 from plaudit.config.algorithm import over
-from plaudit.core.support import inspect
+from plaudit.core.model.support import inspect
 from plaudit.models import new_llama
 from plaudit.records import Sample
-from plaudit.train.policy import Policy
+from plaudit.train.policy.policy import Policy
 
 VOCABULARY = 24
 # (prompt length, mask of the response): ragged, one with a tool's tokens, one with a single token.

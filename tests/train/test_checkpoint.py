@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plaudit.errors import BadCheckpoint
-from plaudit.train.checkpoint import Checkpoints
+from plaudit.train.run.checkpoint import Checkpoints
 
 # Saves step 1 in peace, then, in a forked child, step 2 with a system call that kills or a disk that is full.
 SAVER = """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from plaudit.errors import StorageError
 from plaudit.models import new_llama, save
-from plaudit.train.checkpoint import Checkpoints
+from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 root, fault = Path(sys.argv[1]), sys.argv[2]

@@ -13,11 +13,11 @@ from plaudit.config import RlRecipe, to_toml
 from plaudit.errors import ConfigError, DataError, RunError
 from plaudit.events import EventLog, read_events
 from plaudit.records import Batch, ItemError
-from plaudit.train.dump import Dump, DumpEnded
-from plaudit.train.replay import compare, replay
-from plaudit.train.rl import RlTraining
-from plaudit.train.rollout_only import roll_out
-from plaudit.train.run import Run
+from plaudit.rl.loop import RlTraining
+from plaudit.rl.replay import compare, replay
+from plaudit.rl.rollout_only import roll_out
+from plaudit.train.rollouts.dump import Dump, DumpEnded
+from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, made_up, recipe, weights
 
 STEPS = {"steps": 5, "eval_every": 2, "dump": True, "checkpoint": {"every": 2}}

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from plaudit.config import DataTable, PrmRecipe, RewardRecipe, SftRecipe, load_recipe
-from plaudit.core.packing import use_packed_attention
+from plaudit.core.model.packing import use_packed_attention
 from plaudit.models import load_any, resolve
-from plaudit.train.encode import Encoder
-from plaudit.train.evaluate import evaluate_comparisons, evaluate_steps, policy_accuracy
-from plaudit.train.rows import WorldRows
+from plaudit.train.data.rows import WorldRows
+from plaudit.train.supervised.encode import Encoder
+from plaudit.train.supervised.evaluate import evaluate_comparisons, evaluate_steps, policy_accuracy
 from plaudit.worlds import get_world
 
 CLASSES = {

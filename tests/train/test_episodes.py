@@ -13,21 +13,21 @@ import torch
 from plaudit.config import RlRecipe, load_recipe
 from plaudit.config.rl import EnvironmentTable, SamplingTable
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.support import inspect
+from plaudit.core.model.support import inspect
 from plaudit.errors import ConfigError
 from plaudit.models import encode, load_policy
 from plaudit.records import Batch, ItemError, Prompt, Sample, Turn
-from plaudit.train.advantages import estimate, shaped, usable
-from plaudit.train.clock import Clock
-from plaudit.train.environment import load_environment
-from plaudit.train.episodes import Episodes
-from plaudit.train.experience import Experience, flat, own_tokens
-from plaudit.train.observation import ObservationEncoder
-from plaudit.train.optimizer import Optimizer
-from plaudit.train.policy import Policy
-from plaudit.train.rl_learner import RlLearner
-from plaudit.train.rollouts import batch_metrics
-from plaudit.train.side_by_side import Overdue, SideBySide
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.policy.advantages import estimate, shaped, usable
+from plaudit.train.policy.experience import Experience, flat, own_tokens
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.rollouts.environment import load_environment
+from plaudit.train.rollouts.episodes import Episodes
+from plaudit.train.rollouts.observation import ObservationEncoder
+from plaudit.train.rollouts.parallel_calls import Overdue, SideBySide
+from plaudit.train.rollouts.rollouts import batch_metrics
+from plaudit.train.run.clock import Clock
 from plaudit.worlds.calculator import Calculator
 
 SAMPLING = SamplingTable(max_tokens=64, stop=("=",))

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from plaudit.train.evaluate import auc, first_wrong_f1
+from plaudit.train.supervised.evaluate import auc, first_wrong_f1
 
 
 def test_auc_by_hand() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from plaudit.config import RlRecipe, load_recipe
 from plaudit.report.history import history_of
-from plaudit.train.forecast import forecast
+from plaudit.rl.forecast import forecast
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plaudit.core.packing import use_packed_attention
+from plaudit.core.model.fused import fused_rows
+from plaudit.core.model.packing import use_packed_attention
 from plaudit.records import Sample
-from plaudit.train.experience import Experience, flat, own_tokens
-from plaudit.train.forward import pack_responses
-from plaudit.train.fused import fused_rows
+from plaudit.train.policy.experience import Experience, flat, own_tokens
+from plaudit.train.policy.forward import pack_responses
 from tests.train.rl_world import gradients, made_up, policy, relative, tiny
 
 

@@ -18,8 +18,8 @@ from plaudit.config.reward import RuleTable
 from plaudit.config.search import QuestionsTable
 from plaudit.errors import ConfigError
 from plaudit.records import Item
-from plaudit.reward.rule import RuleReward
-from plaudit.train.gym import without_tuples
+from plaudit.reward.rules.rule import RuleReward
+from plaudit.train.data.gym import without_tuples
 
 # What takes text and runs it as Python: sympy's parsers and what calls them for a text are eval.
 RUNS_TEXT = {

@@ -6,13 +6,21 @@ import pytest
 import torch
 
 from plaudit.config import BradleyTerry, SupervisedTrain, load_recipe
-from plaudit.core.packing import use_packed_attention
+from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import RunError
 from plaudit.models import new_llama
-from plaudit.train.examples import Comparison, Demonstration, Example, Rating, StepTargets, micro_batches, token_count
-from plaudit.train.learner import Learner
-from plaudit.train.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
-from plaudit.train.optimizer import Optimizer, learning_rate
+from plaudit.train.optim.optimizer import Optimizer, learning_rate
+from plaudit.train.supervised.examples import (
+    Comparison,
+    Demonstration,
+    Example,
+    Rating,
+    StepTargets,
+    micro_batches,
+    token_count,
+)
+from plaudit.train.supervised.learner import Learner
+from plaudit.train.supervised.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
 
 TABLE = SupervisedTrain(steps=100, batch=8, lr=1e-3, warmup=10)
 RAGGED = (5, 17, 9, 30, 2, 11, 23, 8)

@@ -11,13 +11,13 @@ from plaudit.cli import app
 from plaudit.config import RewardRecipe, parse_recipe
 from plaudit.errors import DataError
 from plaudit.records import Batch, ItemError, Sample
-from plaudit.train.dump import Dump
-from plaudit.train.pairs import pairs_of, write_pairs
-from plaudit.train.progress import Progress
-from plaudit.train.rl import RlTraining
-from plaudit.train.rollout_only import roll_out
-from plaudit.train.run import Run
-from plaudit.train.supervised import SupervisedTraining
+from plaudit.rl.loop import RlTraining
+from plaudit.rl.rollout_only import roll_out
+from plaudit.train.rollouts.dump import Dump
+from plaudit.train.rollouts.pairs import pairs_of, write_pairs
+from plaudit.train.run.progress import Progress
+from plaudit.train.run.run import Run
+from plaudit.train.supervised.supervised import SupervisedTraining
 from tests.train.rl_world import Silent, recipe
 
 

@@ -11,13 +11,13 @@ from plaudit.algo.kl import kl_estimate
 from plaudit.core import Engine, SamplingParams
 from plaudit.models import load_policy, new_llama
 from plaudit.records import Batch
-from plaudit.train.advantages import estimate
-from plaudit.train.clock import Clock
-from plaudit.train.critic import LocalCritic
-from plaudit.train.experience import Experience, flat, minibatches, own_tokens
-from plaudit.train.optimizer import Optimizer, spread
-from plaudit.train.policy import Policy
-from plaudit.train.rl_learner import RlLearner
+from plaudit.train.optim.optimizer import Optimizer, spread
+from plaudit.train.policy.advantages import estimate
+from plaudit.train.policy.critic import LocalCritic
+from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.run.clock import Clock
 from tests.train.rl_world import gradients, made_up, policy, recipe, relative, tiny
 
 ALGORITHMS = [

@@ -15,15 +15,16 @@ from plaudit.config.recipe import parse_recipe
 from plaudit.config.rl import RlDataTable, RlRewardTable
 from plaudit.errors import ConfigError, DataError
 from plaudit.records import Prompt, Sample
-from plaudit.train.prompts import Prompts, Room, open_prompts
-from plaudit.train.scorer import Scorer
+from plaudit.train.data.encoder import LengthLimits
+from plaudit.train.data.prompts import Prompts, open_prompts
+from plaudit.train.rollouts.scorer import Scorer
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 TOKENIZER = sums_tokenizer()
-ROOM = Room(positions=64, response=32)
+ROOM = LengthLimits(positions=64, response=32)
 
 
-def prompts_of(room: Room | None = ROOM, **keys: Any) -> Prompts:
+def prompts_of(room: LengthLimits | None = ROOM, **keys: Any) -> Prompts:
     return open_prompts(RlDataTable(**keys), TOKENIZER, 1, room)
 
 

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from plaudit.config import to_toml
-from plaudit.config.rl import ResourcesTable
+from plaudit.config.placement import ResourcesTable
 from plaudit.errors import ConfigError
 from plaudit.events import read_events
-from plaudit.train.ranks import ALONE, DATA, TENSOR, Ranks, join
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run.ranks import ALONE, DATA, TENSOR, Ranks, join
+from plaudit.train.run.run import Run
 from tests.train.rank_update import CASES, Update, update
 from tests.train.rl_world import Silent, recipe, weights
 

@@ -17,9 +17,9 @@ from plaudit.config.rl import CriticTable
 from plaudit.errors import ConfigError
 from plaudit.events import read_events
 from plaudit.records import Sample
-from plaudit.train.experience import Experience
-from plaudit.train.optimizer import NotFinite
-from plaudit.train.remote_critic import CriticFailed, RemoteCritic
+from plaudit.train.optim.optimizer import NotFinite
+from plaudit.train.policy.experience import Experience
+from plaudit.train.policy.remote_critic import CriticFailed, RemoteCritic
 from tests.command import plaudit_here
 from tests.serve.critic_process import CriticProcess
 from tests.serve.process import free_port

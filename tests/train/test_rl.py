@@ -20,9 +20,9 @@ from plaudit.events import WARNING, read_events
 from plaudit.models import load_policy
 from plaudit.records import Item, ItemError, Score
 from plaudit.report.history import read_history
-from plaudit.train import overdue
-from plaudit.train.rl import RlTraining
-from plaudit.train.run import Run
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run import overdue
+from plaudit.train.run.run import Run
 from tests.serve.process import ServerProcess
 from tests.serve.scripted import Answer, Asked, Scripted
 from tests.train.rl_world import Silent, recipe, weights

@@ -12,13 +12,13 @@ from plaudit.config.rl import SamplingTable
 from plaudit.core import Engine
 from plaudit.models import load_policy
 from plaudit.records import Item, Score
-from plaudit.train.clock import Clock
-from plaudit.train.experience import flat
-from plaudit.train.prompts import open_prompts
-from plaudit.train.rl import RlTraining
-from plaudit.train.rollouts import Rollouts, SingleTurn, batch_metrics
-from plaudit.train.run import Run
-from plaudit.train.scorer import Scorer
+from plaudit.rl.loop import RlTraining
+from plaudit.train.data.prompts import open_prompts
+from plaudit.train.policy.experience import flat
+from plaudit.train.rollouts.rollouts import Rollouts, SingleTurn, batch_metrics
+from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, made_up, recipe
 
 LOADED = load_policy("sums-policy")

@@ -7,9 +7,9 @@ import pytest
 
 from plaudit.config import DataTable, load_recipe
 from plaudit.errors import DataError
-from plaudit.train.encode import Encoder
-from plaudit.train.examples import Comparison, Demonstration, Example, Rating, StepTargets
-from plaudit.train.rows import Row, open_rows, read_rows
+from plaudit.train.data.rows import Row, open_rows, read_rows
+from plaudit.train.supervised.encode import Encoder
+from plaudit.train.supervised.examples import Comparison, Demonstration, Example, Rating, StepTargets
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 TOKENIZER = sums_tokenizer()

@@ -13,13 +13,13 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.errors import DataError, RunError
 from plaudit.models import load_policy
 from plaudit.records import Sample
-from plaudit.train.dump import Dump
-from plaudit.train.progress import Progress
-from plaudit.train.rl import RlTraining
-from plaudit.train.rollout_only import roll_out
-from plaudit.train.run import Run
-from plaudit.train.step_values import Cutter, write_step_values
-from plaudit.train.supervised import SupervisedTraining
+from plaudit.rl.loop import RlTraining
+from plaudit.rl.rollout_only import roll_out
+from plaudit.train.rollouts.dump import Dump
+from plaudit.train.rollouts.step_values import Cutter, write_step_values
+from plaudit.train.run.progress import Progress
+from plaudit.train.run.run import Run
+from plaudit.train.supervised.supervised import SupervisedTraining
 from tests.train.rl_world import Silent, recipe
 
 COUNT = 12

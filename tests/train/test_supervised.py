@@ -18,7 +18,7 @@ from plaudit.config import load_recipe
 from plaudit.errors import RunBusy, RunError
 from plaudit.events import read_events
 from plaudit.report.history import read_history
-from plaudit.train.run import Run
+from plaudit.train.run.run import Run
 from tests.command import plaudit_here
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from plaudit.search.frontier import Choice, Frontier
+from plaudit.search.tree.frontier import Choice, Frontier
 
 Rule = Callable[[Frontier], Choice]

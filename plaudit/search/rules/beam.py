@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from plaudit.search.apportion import check_finite, even
-from plaudit.search.frontier import Choice, Frontier
+from plaudit.search.tree.apportion import check_finite, even
+from plaudit.search.tree.frontier import Choice, Frontier
 
 
 def beam(frontier: Frontier, keep: int | None = None) -> Choice:

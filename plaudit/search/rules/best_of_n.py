@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plaudit.search.frontier import Choice, Frontier
+from plaudit.search.tree.frontier import Choice, Frontier
 
 
 def best_of_n(frontier: Frontier) -> Choice:

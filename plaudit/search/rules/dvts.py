@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from plaudit.search.apportion import check_finite, even
-from plaudit.search.frontier import Choice, Frontier, Leaf
+from plaudit.search.tree.apportion import check_finite, even
+from plaudit.search.tree.frontier import Choice, Frontier, Leaf
 
 
 def dvts(frontier: Frontier, subtrees: int | None = None) -> Choice:

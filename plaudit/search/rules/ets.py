@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from plaudit.search.apportion import rebase as counts_by_score
-from plaudit.search.frontier import Choice, Frontier
-from plaudit.search.programme import Programme, Solution, solve
-from plaudit.search.tree_programme import solve_covering, solve_tree
+from plaudit.search.tree.apportion import rebase as counts_by_score
+from plaudit.search.tree.frontier import Choice, Frontier
+from plaudit.search.tree.programme import Programme, Solution, solve
+from plaudit.search.tree.tree_programme import solve_covering, solve_tree
 
 
 @dataclass(frozen=True, slots=True)

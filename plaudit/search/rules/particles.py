@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate
 
-from plaudit.search.apportion import check_finite
+from plaudit.search.tree.apportion import check_finite
 
 _EDGE = 1e-7  # scores are kept this far from 0 and 1, whose odds are 0 and infinite
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plaudit.search.apportion import rebase as counts_by_score
-from plaudit.search.frontier import Choice, Frontier
+from plaudit.search.tree.apportion import rebase as counts_by_score
+from plaudit.search.tree.frontier import Choice, Frontier
 
 
 def rebase(frontier: Frontier, temperature: float = 0.2) -> Choice:

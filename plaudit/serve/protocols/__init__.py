@@ -1,1 +1,2 @@
-"""One pure module per wire format: bodies to records and records to replies. No model, no I/O."""
+"""One folder per protocol: `wire` turns bodies into records and records into replies, `routes` says which paths it
+answers."""

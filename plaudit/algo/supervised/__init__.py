@@ -1,0 +1,1 @@
+"""Losses of reward models and process models. No model code."""

@@ -1,0 +1,47 @@
+"""The command line: parse, build, call. Heavy imports wait until a command needs them, so that --help is quick.
+
+A command is a function in the file of its kind, registered with `app`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from plaudit.cli import models, planning, recipes, reporting, searching, serving, training  # noqa: F401 (they register their commands)
+from plaudit.cli.app import app
+from plaudit.errors import PlauditError
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if show:
+        from plaudit import __version__
+
+        typer.echo(f"plaudit {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command. An error a user can mend is one line and exit code 2, never a traceback."""
+    # Progress bars and advice of other libraries are not ours to show.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Torch's threads spin while they wait for each other. Beside other work on the same cores that made a small model
+    # train thirty times slower; sleeping instead costs little when the cores are free.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        app(standalone_mode=True)
+    except PlauditError as error:
+        print(f"plaudit: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except RuntimeError as error:
+        from plaudit.models.gpu import memory_ran_out
+
+        if (told := memory_ran_out(error)) is None:
+            raise
+        print(f"plaudit: {told}", file=sys.stderr)
+        sys.exit(PlauditError.exit_code)

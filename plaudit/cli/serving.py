@@ -1,0 +1,115 @@
+"""`plaudit serve`, `deploy`, `critic`: models behind HTTP."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plaudit.cli.app import app
+
+
+@app.command("serve")
+def serve_rewards(
+    model: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME_OR_DIR", help="A model to serve, or NAME=DIR; repeatable. Default: sums, sums-steps."
+        ),
+    ] = [],  # noqa: B006
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file with models and settings; flags win over it.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 5555.")] = None,
+    api_key: Annotated[list[str], typer.Option(help="A key callers must send, or HOLDER=KEY; repeatable.")] = [],  # noqa: B006
+    admin_key: Annotated[str | None, typer.Option(help="The key for routes that change something.")] = None,
+    allow_open: Annotated[
+        str | None, typer.Option(metavar="PROTOCOLS", help="Protocols that need no key, separated by commas.")
+    ] = None,
+    protocols: Annotated[
+        str | None, typer.Option(help="Protocols to speak beside the native one, separated by commas. Default: all.")
+    ] = None,
+    alias: Annotated[list[str], typer.Option(metavar="NAME=MODEL", help="Another name of a model; repeatable.")] = [],  # noqa: B006
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks that share each model's matrices; on CUDA a GPU each.")
+    ] = None,
+    pipeline_parallel: Annotated[
+        int | None, typer.Option(min=1, metavar="M", help="Stages that share each model's layers, of N ranks each.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers with each whole model.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Let Ray Serve keep the workers: local, auto, or an address.")
+    ] = None,
+) -> None:
+    """Serve reward models over HTTP."""
+    from plaudit.serve.options import loading, serve_table
+
+    table = serve_table(
+        config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
+        pipeline_parallel, replicas, ray,
+    )  # fmt: skip
+    from plaudit.serve.workers.launched import serve_launched
+    from plaudit.serve.workers.torchrun import launched
+
+    if launched():
+        sys.exit(serve_launched(table))
+    typer.echo(f"plaudit serve: {loading(table)}", err=True)
+    from plaudit.serve.server import serve
+
+    sys.exit(serve(table))
+
+
+@app.command("deploy")
+def print_ray_config(
+    model: Annotated[
+        list[str], typer.Option(metavar="NAME_OR_DIR", help="A model to deploy, or NAME=DIR; repeatable.")
+    ] = [],  # noqa: B006
+    config: Annotated[Path | None, typer.Option(help="The serve.toml of the server.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(min=1, metavar="N", help="Ranks of each replica.")] = None,
+    pipeline_parallel: Annotated[int | None, typer.Option(min=1, metavar="M", help="Stages of each replica.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replicas of each model.")] = None,
+) -> None:
+    """Print the models of a server as a Ray Serve configuration, for a cluster."""
+    from plaudit.serve.options import serve_table
+    from plaudit.serve.ray.config import serve_config
+
+    table = serve_table(
+        config, model, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, replicas=replicas
+    )
+    typer.echo(serve_config(table), nl=False)
+
+
+@app.command("critic")
+def serve_critic_model(
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME_OR_DIR", help="What the critic starts from; a policy lends its trunk.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="NAME_OR_DIR", help="An outcome model that scores in the same call.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings; flags win over it.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 5556.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: 1e-4.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip of the value loss; 0: none. Default: 0.2.")] = None,
+    save_dir: Annotated[str | None, typer.Option(help="Where critic_save writes. Default: critic.")] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume", help="Go on from the newest save, if there is one.")
+    ] = None,
+    api_key: Annotated[list[str], typer.Option(help="A key callers must send, or HOLDER=KEY; repeatable.")] = [],  # noqa: B006
+    admin_key: Annotated[str | None, typer.Option(help="The key for routes that change the critic.")] = None,
+    allow_open: Annotated[
+        str | None, typer.Option(metavar="PROTOCOLS", help="triton, critic-train: what needs no key.")
+    ] = None,
+) -> None:
+    """Serve a critic that trains, as NeMo-Aligner's actors and `plaudit train` use it."""
+    from plaudit.critic.server import critic_table, serve_critic
+
+    table = critic_table(
+        config, api_key, allow_open, model=model, reward=reward, host=host, port=port, lr=lr, clip=clip,
+        save_dir=save_dir, resume=resume, admin_key=admin_key,
+    )  # fmt: skip
+    sys.exit(serve_critic(table))

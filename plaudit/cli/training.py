@@ -1,0 +1,163 @@
+"""`plaudit train`, `pairs`, `steps`: learn, and make data to learn from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plaudit.cli.app import Out, Sets, app
+
+if TYPE_CHECKING:
+    from plaudit.config import RlRecipe
+    from plaudit.train.supervised.supervised import SupervisedRecipe
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A TOML file, or a name of `plaudit recipes` such as sums-sft.")
+    ] = None,
+    sets: Sets = [],  # noqa: B006 (typer copies it)
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what the run directory holds and start over.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="RL: samples and scores, no update.")] = False,
+    train_only: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="RL: learn from the samples that a run dumped, make none.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="RL: train a run's dump again, compare all numbers with its log.")
+    ] = None,
+) -> None:
+    """Train a model: SFT, reward model, process reward model or RL, as the recipe says."""
+    from plaudit.config import RlRecipe, load_recipe, to_toml
+    from plaudit.errors import ConfigError
+
+    if replay is not None:
+        if recipe is not None or sets or resume or rollout_only or train_only:
+            raise ConfigError("--replay goes by the run's own recipe and dump: give it no recipe and no other option")
+        _replay(replay, out or replay / "replay")
+        return
+    if recipe is None:
+        raise ConfigError("no recipe: name one, such as sums-sft; `plaudit recipes` lists them")
+    tree = load_recipe(recipe, sets)
+    if dry_run:
+        typer.echo(to_toml(tree), nl=False)
+        return
+    if resume and fresh:
+        raise ConfigError("--resume and --fresh contradict each other: give one")
+    directory = out or Path("runs") / recipe.stem
+    if rollout_only or train_only is not None:
+        _check_debugging(tree.task, directory, rollout_only, train_only)
+    from plaudit.train.run.launch import guard_rank, is_rank, launch
+
+    if is_rank():
+        guard_rank()
+    if isinstance(tree, RlRecipe) and tree.resources.ray is not None and not is_rank():
+        from plaudit.place.ray.launch import launch_on_ray
+
+        raise typer.Exit(launch_on_ray(tree, sys.argv[1:], directory))
+    if isinstance(tree, RlRecipe) and tree.resources.ranks > 1:
+        if rollout_only:
+            raise ConfigError(f"--rollout-only is for one process, and resources name {tree.resources.ranks} ranks")
+        if not is_rank():
+            raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
+    if isinstance(tree, RlRecipe):
+        outcome = _train_rl(tree, directory, resume, fresh, rollout_only, train_only)
+    else:
+        outcome = _train_supervised(tree, directory, resume, fresh)
+    if outcome is not None:
+        _say_outcome(directory, *outcome)
+
+
+def _train_rl(
+    tree: RlRecipe, directory: Path, resume: bool, fresh: bool, rollout_only: bool, train_only: Path | None
+) -> tuple[dict[str, Any], Path] | None:
+    """The run's summary and where its model is; nothing from a rank other than the first, or where none was trained."""
+    from plaudit.place.build import new_host
+    from plaudit.report.live import LiveView
+    from plaudit.rl.follower import NoViewer, joined_run
+    from plaudit.rl.loop import RlTraining
+    from plaudit.rl.rollout_only import roll_out
+    from plaudit.train.rollouts.dump import Dump
+
+    dumped = None if train_only is None else Dump.find(train_only)
+    with joined_run(directory, tree, resume=resume, fresh=fresh) as (run, ranks):
+        viewer = LiveView(directory.name) if ranks.main else NoViewer()
+        training = RlTraining(tree, run, viewer, dumped, ranks, new_host(tree))
+        if rollout_only:
+            made = roll_out(training)
+            typer.echo(f"{made['samples']} samples of {made['steps']} steps in {made['rollouts']}")
+            return None
+        summary = training.fit()
+    return (summary, run.final) if ranks.main else None
+
+
+def _train_supervised(
+    tree: SupervisedRecipe, directory: Path, resume: bool, fresh: bool
+) -> tuple[dict[str, Any], Path]:
+    from plaudit.train.run.progress import Progress
+    from plaudit.train.run.run import Run
+    from plaudit.train.supervised.supervised import SupervisedTraining
+
+    with Run(directory, tree, resume=resume, fresh=fresh) as run:
+        return SupervisedTraining(tree, run, Progress(directory.name)).fit(), run.final
+
+
+def _say_outcome(directory: Path, summary: dict[str, Any], model: Path) -> None:
+    parts = [f"{summary['steps']} steps in {summary['seconds']} s"]
+    for name in ("accuracy", "truth", "reward"):
+        if f"{name}_after" in summary:
+            parts.append(f"{name} {summary[f'{name}_before']:.3f} -> {summary[f'{name}_after']:.3f}")
+    typer.echo(f"{directory.name}: {'; '.join(parts)}; model in {model}")
+
+
+def _check_debugging(task: str, directory: Path, rollout_only: bool, train_only: Path | None) -> None:
+    from plaudit.errors import ConfigError
+
+    if task != "rl":
+        raise ConfigError(f"--rollout-only and --train-only are for RL, and the recipe has task = {task!r}")
+    if rollout_only and train_only is not None:
+        raise ConfigError("--rollout-only and --train-only contradict each other: give one")
+    if train_only is not None and train_only.resolve().is_relative_to(directory.resolve()):
+        raise ConfigError(f"{train_only} is in the run directory {directory}: name another one with --out")
+
+
+def _replay(run: Path, out: Path) -> None:
+    from plaudit.report.live import LiveView
+    from plaudit.rl.replay import replay
+
+    verdict = replay(run, out, LiveView(run.name))
+    typer.echo(f"{run.name}: {verdict.text}")
+    raise typer.Exit(0 if verdict.equal else 1)
+
+
+@app.command("pairs")
+def make_pairs(
+    run: Annotated[Path, typer.Argument(help="A run with rollouts: of --rollout-only, or with train.dump = true.")],
+    out: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    most: Annotated[int, typer.Option(min=1, help="Pairs of one prompt, at most.")] = 4,
+) -> None:
+    """Preference pairs from a run's rollouts: the response with the higher reward over that with the lower."""
+    from plaudit.train.rollouts.pairs import write_pairs
+
+    typer.echo(f"{out}: {write_pairs(run, out, most)}")
+
+
+@app.command("steps")
+def value_steps(
+    run: Annotated[Path, typer.Argument(help="A run with rollouts: of --rollout-only, or with train.dump = true.")],
+    out: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    split: Annotated[str, typer.Option(help=r"The text that ends a step; \n stands for a new line.")] = r"\n\n",
+    completions: Annotated[int, typer.Option(min=1, help="Completions from the end of each step.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many solutions.")] = None,
+) -> None:
+    """Step values from a run's rollouts: how often the run's policy comes out right from the end of each step."""
+    from plaudit.train.rollouts.step_values import write_step_values
+
+    ends = split.replace(r"\n", "\n")
+    typer.echo(f"{out}: {write_step_values(run, out, split=ends, completions=completions, limit=limit)}")

@@ -1,0 +1,1 @@
+"""`RewardClient` and `AsyncRewardClient`: requests, retries, deadlines, replicas. Loads no torch."""

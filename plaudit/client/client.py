@@ -1,0 +1,347 @@
+"""Clients of `plaudit serve`: a result for every item, in order, or an exception. A failure is never a number.
+
+`AsyncRewardClient` is the implementation; `RewardClient` runs it in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, Self
+
+import httpx
+import msgspec
+
+from plaudit.client.exchange import Exchange, Options, Result, exchanges
+from plaudit.client.in_process import InProcess as InProcess
+from plaudit.client.items import Entry, all_items
+from plaudit.client.replicas import Replica, Replicas
+from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, VersionChanged
+
+DEFAULT_URL = "http://127.0.0.1:5555"
+CONNECTIONS = 64  # to each server
+CONNECT_SECONDS = 5.0
+PROBE_EVERY, PROBE_SECONDS = 10.0, 5.0  # of a server that keeps a request waiting, where there is another to ask
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+RESCORES = 2  # of the part of a call that an older version scored, before it is given up
+
+Side = Literal["left", "right"]
+OnRetry = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    sent: float
+    version: str
+    results: list[Result]
+
+
+class _TryAgain(Exception):
+    """An attempt failed in a way that another may not."""
+
+
+class _Silent(_TryAgain):
+    """The server does not even say that it lives."""
+
+
+class AsyncRewardClient:
+    """urls       one server, or several of the same model: each request goes to the one with the fewest under way
+    model      its name; the first that the server serves, if left out
+    timeout    seconds that one `score` may take, waiting and retries included; None: as long as it takes
+    retries    attempts after the first for each request of a call
+    transport  in place of the network: `InProcess(reward)`, or `httpx.ASGITransport(app)`
+    on_retry   hears of every attempt that failed and is repeated: why, and how many seconds are left (None: no limit)
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
+        timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
+        on_retry: OnRetry | None = None,
+    ) -> None:  # fmt: skip
+        self.urls = _checked_urls(urls)
+        self.model = model
+        self.timeout = timeout
+        self.retries = retries
+        self._on_retry = on_retry
+        self._replicas = Replicas(self.urls)
+        connections = CONNECTIONS * len(self.urls)
+        self._free = asyncio.Semaphore(connections)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if api_key is not None:
+            if not api_key or not api_key.isascii() or not api_key.isprintable():
+                raise ConfigError("api_key must be printable ASCII characters, and at least one")
+            headers["Authorization"] = f"Bearer {api_key}"
+        # The addresses are the caller's: redirects are not followed, and proxies of the environment not used.
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            limits=httpx.Limits(max_connections=2 * connections, max_keepalive_connections=connections),  # and probes
+            transport=transport, follow_redirects=False, trust_env=False,
+        )  # fmt: skip
+
+    async def score(
+        self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
+        version: str | None = None,
+    ) -> list[Result]:  # fmt: skip
+        """A result for every response, in order: `Score`s, or `StepScores` with `steps`. One that the server could not
+        score has an `error`. All scores of a call are of one version: of `version`, if that is given."""
+        requests, results = exchanges(all_items(items), Options(self.model, steps, truncate, priority))
+        for request, answer in zip(requests, await self._one_version(requests, version), strict=True):
+            results.update(zip(request.places, answer.results, strict=True))
+        return [results[place] for place in range(len(results))]
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _one_version(self, requests: Sequence[Exchange], version: str | None) -> list[_Answer]:
+        """A model may be swapped in mid-call. What the older version scored is then scored again."""
+        began = time.monotonic()
+        answers = await self._all(requests, began, version)
+        for attempt in range(RESCORES + 1):
+            # A request that was sent later does not meet an older version; one that is answered later may have.
+            newest = max(answers, key=lambda answer: answer.sent).version if answers else ""
+            older = [i for i, answer in enumerate(answers) if answer.version != newest]
+            if not older:
+                break
+            if attempt == RESCORES:
+                found = sorted({answer.version for answer in answers})
+                raise VersionChanged(
+                    f"{self._names()} scored parts of one call as versions {', '.join(found)}, also after {RESCORES} "
+                    "repetitions; give the servers the same model, or call again when the swap is done"
+                )
+            for i, answer in zip(older, await self._all([requests[i] for i in older], began, version), strict=True):
+                answers[i] = answer
+        return answers
+
+    async def _all(self, requests: Sequence[Exchange], began: float, version: str | None) -> list[_Answer]:
+        tasks = [asyncio.create_task(self._answered(request, began, version)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _answered(self, request: Exchange, began: float, version: str | None) -> _Answer:
+        """One request, until it is answered, refused, or out of attempts or time."""
+        body = request.body()
+        deadline = None if self.timeout is None else began + self.timeout
+        cause = "there was no time for an attempt"
+        attempts = 0
+        pause = 0.0
+        while attempts <= self.retries:
+            wait = self._replicas.rest_left() + pause
+            if deadline is not None and time.monotonic() + wait >= deadline:
+                break
+            await asyncio.sleep(wait)
+            try:
+                async with self._connection(deadline):
+                    attempts += 1
+                    return await self._attempt(request, body, deadline, version)
+            except _TryAgain as failure:
+                cause = str(failure)
+                if self._on_retry is not None and attempts <= self.retries:
+                    self._on_retry(cause, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            # Full jitter: of many that were turned away together, few come back together.
+            pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempts - 1, 20)))
+        raise RewardUnavailable(
+            f"no scores from {self._names()} after {attempts} attempt(s) in {time.monotonic() - began:.1f} s "
+            f"(timeout {self.timeout} s, retries {self.retries}): {cause}; see whether the server runs and is ready"
+        )
+
+    @asynccontextmanager
+    async def _connection(self, deadline: float | None) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+                await self._free.acquire()
+        except TimeoutError:
+            raise _TryAgain("all connections were busy with other calls") from None
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    async def _attempt(self, request: Exchange, body: bytes, deadline: float | None, version: str | None) -> _Answer:
+        replica = self._replicas.choose()
+        sent = time.monotonic()
+        # Where there is another server to ask, one that hangs does not get all of the time.
+        seconds = None if deadline is None else (deadline - sent) / (1 if len(self.urls) == 1 else 2)
+        replica.outstanding += 1
+        try:
+            reply = await self._post(replica.url, body, seconds)
+            _check_status(replica, reply)
+        except _Silent:
+            replica.silent()
+            raise
+        except _TryAgain:
+            if not replica.resting:  # one that says when to come back is alive
+                replica.failed()
+            raise
+        finally:
+            replica.outstanding -= 1
+        replica.succeeded()
+        try:
+            found, results = request.read(reply.content)
+        except BadReply as error:
+            raise BadReply(f"{replica.url}: {error}") from None
+        if version is not None and found != version:
+            raise VersionChanged(f"{replica.url} serves version {found}, and {version} was asked for")
+        return _Answer(sent, found, results)
+
+    async def _post(self, url: str, body: bytes, seconds: float | None) -> httpx.Response:
+        """With the seconds it has, so that the server does not compute for nobody."""
+        headers = {} if seconds is None else {"X-Deadline": f"{seconds:.3f}"}
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        post = self._http.post(f"{url}/v1/rewards", content=body, headers=headers, timeout=timeout)
+        try:
+            async with asyncio.timeout(seconds):
+                return await (post if len(self.urls) == 1 else self._while_it_lives(url, post))
+        except TimeoutError:
+            raise _TryAgain(f"{url} did not answer in {seconds:.1f} s") from None
+        except httpx.RequestError as error:
+            raise _TryAgain(f"{url} cannot be reached ({type(error).__name__}: {error})") from None
+
+    async def _while_it_lives(self, url: str, post: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+        """The reply. A process that was stopped takes requests and answers none, not even whether it lives; one that
+        computes for long answers that, however it does."""
+        reply = asyncio.create_task(post)
+        try:
+            while not (await asyncio.wait({reply}, timeout=PROBE_EVERY))[0]:
+                try:
+                    async with asyncio.timeout(PROBE_SECONDS):
+                        await self._http.get(f"{url}/health/live", timeout=None)
+                except (TimeoutError, httpx.RequestError):
+                    if not reply.done():
+                        raise _Silent(f"{url} does not answer, nor does its /health/live") from None
+            return reply.result()
+        finally:
+            reply.cancel()
+
+    def _names(self) -> str:
+        return ", ".join(self.urls)
+
+
+class RewardClient:
+    """`AsyncRewardClient` for code that is not async; its arguments are the same. Any thread may call it."""
+
+    def __init__(
+        self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
+        timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
+        on_retry: OnRetry | None = None,
+    ) -> None:  # fmt: skip
+        self._client = AsyncRewardClient(
+            urls, model=model, api_key=api_key, timeout=timeout, retries=retries, transport=transport,
+            on_retry=on_retry,
+        )  # fmt: skip
+        self.urls = self._client.urls
+        self._closed = False
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._live(started)), name="reward-client", daemon=True
+        )
+        self._thread.start()
+        self._loop, self._stop = started.result()
+
+    def score(
+        self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
+        version: str | None = None,
+    ) -> list[Result]:  # fmt: skip
+        future = self.submit(items, steps=steps, truncate=truncate, priority=priority, version=version)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the wait was interrupted, nobody wants the scores any more
+
+    def submit(
+        self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
+        version: str | None = None,
+    ) -> Future[list[Result]]:  # fmt: skip
+        """What `score` gives, in a future. Cancelling it withdraws the requests."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        wanted = all_items(items)  # now: the caller may change its list while the thread works
+        scored = self._client.score(wanted, steps=steps, truncate=truncate, priority=priority, version=version)
+        return asyncio.run_coroutine_threadsafe(scored, self._loop)
+
+    def close(self) -> None:
+        """Futures that are not done are cancelled."""
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _live(self, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+        stop = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._client.close()
+
+
+def _checked_urls(urls: str | Sequence[str]) -> list[str]:
+    given = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
+    if not given:
+        raise ConfigError("no URL of a reward server was given")
+    for url in given:
+        try:
+            parts = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no URL: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.host:
+            raise ConfigError(f"{url!r} is no URL of a server; expected one such as {DEFAULT_URL}")
+        if parts.userinfo:
+            raise ConfigError(f"the URL of {parts.host} holds a password, which messages would show; use api_key")
+    return [url.rstrip("/") for url in given]
+
+
+def _check_status(replica: Replica, reply: httpx.Response) -> None:
+    """A reply that may be read; else _TryAgain, or an error that no further attempt would mend."""
+    status = reply.status_code
+    if status == 200:
+        return
+    type, message = _said(reply)
+    told = f"{replica.url} answered {status} ({type}: {message})" if type else f"{replica.url} answered {status}"
+    if status in (408, 429) or status >= 500:
+        replica.rest(_retry_after(reply))
+        raise _TryAgain(told)
+    if status >= 400:
+        raise RequestRefused(status, type, told)
+    raise BadReply(f"{told}, where 200 was expected; redirects are not followed: give the server's own address")
+
+
+def _said(reply: httpx.Response) -> tuple[str, str]:
+    """The type and message of the server's error, where it gave them."""
+    try:
+        error: Any = msgspec.json.decode(reply.content)["error"]
+        return str(error["type"])[:100], " ".join(str(error["message"]).split())[:500]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return "", ""
+
+
+def _retry_after(reply: httpx.Response) -> float:
+    given = reply.headers.get("retry-after", "")
+    try:
+        seconds = float(given) if given.isdigit() else parsedate_to_datetime(given).timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+    return max(0.0, seconds)

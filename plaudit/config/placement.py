@@ -1,0 +1,132 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from plaudit.config.table import NonNegative, Positive, Table
+
+STALENESS = 1
+
+
+class PlacementTable(Table):
+    """Where things run; see docs/placements.md.
+
+    colocated      rollouts and learner in one process, on one module; everything stays in memory
+    swapped        the same process, and a phase has only what it needs on the device
+    hybrid         the same tensors in two modes, generation and training; with resources.rollout.processes in two
+                   processes, which map the same memory
+    disaggregated  rollouts in processes of their own; the learner waits for them
+    async          the same, and generation goes on while the learner trains
+    """
+
+    name: Literal["colocated", "swapped", "hybrid", "disaggregated", "async"] = "colocated"
+    channel: Literal["disk", "collective", "shared"] | None = None
+    """How weights reach rollout processes. Default: shared."""
+    staleness: Annotated[int, Field(ge=0)] = STALENESS
+    """async: how many versions older than the learner's the oldest token of a sample may be. 0 is synchronous; else
+    algorithm.correction.mode is "truncate" unless it is given."""
+    stale: Literal["wait", "drop"] = "wait"
+    """async: learn from prompts in their order and wait for slow ones; or from what is finished first, and ask anew
+    what became too old."""
+    in_flight: Literal["continue", "recompute"] = "continue"
+    """async: when new weights come, a sequence goes on with the KV it has, or its tokens are read again with them."""
+    concurrency: PositiveInt | None = None
+    """async: prompts at work at a time. Default: as many as staleness allows."""
+    deadline: Positive = 120.0
+    """Seconds in which new weights must reach every rollout process."""
+
+
+class EngineTable(Table):
+    """What generates: the core, or a server of another project (docs/engines.md), which must be given by its address or
+    by an environment to start it in."""
+
+    name: Literal["core", "vllm", "sglang"] = "core"
+    kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    url: str | tuple[str, ...] | None = None
+    """vllm, sglang: servers that run already."""
+    python: str | None = None
+    """vllm: the Python of an environment that has it; resources.rollout.processes servers are started."""
+    options: tuple[str, ...] = ()
+    """python: further options of the server's command line."""
+    environment: Mapping[str, str] = {}
+    """python: further environment variables of the server."""
+    start: Positive = 600.0
+    """python: seconds until a server must be ready."""
+    timeout: Positive = 600.0
+    """Seconds in which a server must have answered all prompts of a call."""
+    probe: NonNegative = 0.1
+    """After each publication the engine's log-probs may differ from the learner's by this much, in the mean over the
+    likeliest tokens after two fixed contexts; and they must have moved as the learner's have. 0: not asked."""
+    update: bool = True
+    """false: engines keep the weights of the first publication. The probe then ends the run: a test of the probe."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url or ()
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.name == "core":
+            for key in ("url", "python", "options", "environment"):
+                if getattr(self, key):
+                    raise ValueError(f'engine.{key} is for a server, and engine.name = "core" runs here: leave it out')
+            return self
+        if self.name == "sglang" and self.python is not None:
+            raise ValueError('engine.name = "sglang" takes servers that run already: start them, and give engine.url')
+        if bool(self.urls) == (self.python is not None):
+            raise ValueError(
+                f'engine.name = "{self.name}" needs either engine.url, of a server that runs already, or '
+                "engine.python, to start one with"
+            )
+        return self
+
+
+class RolloutTable(Table):
+    """Processes that generate, in placements that have such."""
+
+    processes: Annotated[int, Field(ge=0)] | None = None
+    """Default: 1 for disaggregated and async; none for hybrid, which then shares the learner's process."""
+    threads: PositiveInt | None = None
+    """Of each. Default: as many as the learner has, which bit-equal numbers need."""
+    cores: tuple[int, ...] | None = None
+    """CPUs that they are pinned to."""
+    devices: tuple[str, ...] | None = None
+    """One per process, such as "cuda:1". Default: the CPU, or the GPUs that the learner leaves free."""
+    prefill: Annotated[int, Field(ge=0)] = 0
+    """How many of them only read prompts and hand over their KV to the others, which only go on from there."""
+
+
+class RewardPoolTable(Table):
+    """Processes that score, on Ray."""
+
+    processes: Annotated[int, Field(ge=0)] = 0
+    """0: rewards are computed where the policy trains."""
+    gpus: NonNegative = 0.0
+    """Of each; a part of one is shared."""
+
+
+class ResourcesTable(Table):
+    """Processes that train together, data_parallel × tensor_parallel of them; and those that generate and score."""
+
+    ray: str | None = None
+    """Run them as Ray actors (extra `ray`): "local" starts Ray on this machine, "auto" finds the one that runs, and an
+    address names one. A process takes as many CPUs of the cluster as it has threads."""
+
+    data_parallel: PositiveInt = 1
+    """Ranks that share weights, gradients and optimizer (FSDP2), each with a part of the batch."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share each matrix."""
+    cores: tuple[int, ...] | None = None
+    """CPUs that the learner is pinned to."""
+    rollout: RolloutTable = RolloutTable()
+    reward: RewardPoolTable = RewardPoolTable()
+    timeout: Positive = 1800.0
+    """Seconds a rank waits for the others: more than the slowest rank's rollouts and rewards of a step take."""
+
+    @property
+    def ranks(self) -> int:
+        return self.data_parallel * self.tensor_parallel

@@ -1,0 +1,131 @@
+"""The seam between the engine and a device: who stores KV, who attends, and where the decode loop runs.
+
+The scheduler, the prefix tree, the sampler's meaning and the engine know only this interface. A back end owns the KV
+tensors and the attention over them, and nothing else: block numbers are handed to it, weights belong to the module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import Packed
+from plaudit.core.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one sequence that a step computes. Token i of the sequence lives in blocks[i // block_size]."""
+
+    tokens: Sequence[int] | np.ndarray  # the new ones
+    start: int  # position of the first: as many tokens before it have their KV in the blocks, or get it in this step
+    blocks: Sequence[int] | np.ndarray  # enough for start + len(tokens) tokens
+    wanted: Sequence[int] | np.ndarray = ()  # which of the new tokens' hidden rows are asked for, counted from `start`
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy on write: tokens first .. first + tokens - 1 of one block to the same places of another. The source may be
+    written in the same step, so a layer copies after it has stored its new keys and before it attends."""
+
+    source: int
+    target: int
+    first: int
+    tokens: int
+
+
+@dataclass
+class DecodeBatch:
+    """Sequences that each take one token a step, as columns. The back end advances it in place.
+
+    tokens     (B,) the last token of each, whose KV is not yet stored
+    positions  (B,) its position in the sequence
+    drawn      (B,) how many tokens the sequence has generated before this step; the sampler's position
+    left       (B,) how many more it may generate
+    alive      (B,) False from the step after a stop token or the last allowed one; dead rows stay where they are
+    stops      (B, S) tokens that end a row, padded with -1
+    tables     (B, N) blocks, enough for `positions + steps` tokens of every row, padded with 0
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    drawn: Tensor
+    left: Tensor
+    alive: Tensor
+    stops: Tensor
+    tables: Tensor
+    sampler: Sampler
+    lengths: Sequence[int]  # positions + 1 at the start, on the host
+
+    def advance(self, tokens: Tensor) -> None:
+        """Take the drawn tokens as the next input. Rows that end with them stay at their last token and position, so
+        that they go on writing the same KV to the same place and never touch a block that is not theirs."""
+        ended = (self.stops == tokens[:, None]).any(dim=1)
+        self.alive = self.alive & ~ended & (self.left > 1)
+        step = self.alive.long()
+        self.tokens = torch.where(self.alive, tokens, self.tokens)
+        self.positions = self.positions + step
+        self.drawn = self.drawn + step
+        self.left = self.left - step
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Per step and row: the token drawn and its log-probs. Row b counts for as long as `alive` was true."""
+
+    tokens: Tensor  # (steps, B) int64
+    logprobs: Tensor  # (steps, B)
+    raw_logprobs: Tensor  # (steps, B)
+    alive: Tensor  # (steps, B) bool: whether the row was alive before the step
+
+
+class Backend(ABC):
+    block_size: int
+    spare: int = 0  # blocks it keeps for itself, out of those that `kv_bytes` pays for
+    # What an engine takes unless it is told otherwise; see Engine.
+    budget: int
+    max_running: int
+    look_every: int
+    window: int  # most decode steps without a look, where nobody waits for one
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    @abstractmethod
+    def open(self, blocks: int) -> None:
+        """Allocate KV for this many blocks. Called before the first forward, and again after close()."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the KV."""
+
+    @abstractmethod
+    def kv_bytes(self, reached: int) -> int:
+        """KV memory that is taken now, if the first `reached` blocks have been written to."""
+
+    @abstractmethod
+    def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values per layer, (slots, kv heads, dim). Slot i of block b is b * block_size + i."""
+
+    @abstractmethod
+    def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Store KV that was computed elsewhere."""
+
+    @abstractmethod
+    def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
+        """A forward that stores nothing: the wanted hidden rows, (W, hidden)."""
+
+    @abstractmethod
+    def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
+        """Compute the spans' tokens, store their KV, and give the wanted hidden rows of all spans end to end."""
+
+    @abstractmethod
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        """Draw up to `steps` tokens for every row without asking the host in between, or fewer, where many rows have
+        ended by then. They come in pieces: while the host reads one, a device computes the next."""

@@ -1,0 +1,18 @@
+"""Which back end a device gets."""
+
+from __future__ import annotations
+
+from plaudit.core.device.backend import Backend
+from plaudit.core.device.cpu import CpuBackend
+from plaudit.core.model.decoder import Decoder
+from plaudit.errors import PlauditError
+
+
+def backend_of(decoder: Decoder) -> Backend:
+    if decoder.device.type == "cpu":
+        return CpuBackend(decoder)
+    if decoder.device.type == "cuda":
+        from plaudit.core.device.cuda import CudaBackend  # needs Triton, which a CPU build of torch comes without
+
+        return CudaBackend(decoder)
+    raise PlauditError(f"no back end for {decoder.device}: load the model on the CPU")

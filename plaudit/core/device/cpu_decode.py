@@ -1,0 +1,208 @@
+"""Decode attention on the CPU.
+
+The KV that a batch had before is laid out contiguously once, by groups of like length; what the steps add lies behind
+it, in the same column for every row. So a step pays one attention call per group, no gathering and no index
+arithmetic, and the layout lasts for as long as the same rows decode. New keys reach the blocks at the end of every
+call. The window is workspace of a fixed size: layers that do not fit in it gather their blocks at every step instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plaudit.core.device.backend import DecodeBatch
+from plaudit.core.device.paged import KVCache
+from plaudit.core.model.attention import Layout, Rule, attend_group, row_mask
+
+WORKSPACE = 64 * 2**20  # bytes
+ROOM = 64  # columns for steps: so many are taken before the KV is laid out again
+NOWHERE = 2**62  # the position of a column that holds nothing
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows of the decode batch with like lengths."""
+
+    rows: Tensor | None  # (B,) which rows; None: all, in order
+    count: int  # B
+    blocks: int  # of the longest row's past
+    positions: Tensor  # (B, past + room) the position that each column holds
+    ragged: bool  # whether some row has columns that hold nothing
+
+
+class DecodeWindow(Layout):
+    """One query per sequence and step."""
+
+    def __init__(self, cache: KVCache, batch: DecodeBatch, steps: int, block_size: int) -> None:
+        super().__init__((), torch.empty(0))
+        self.cache = cache
+        self.block_size = block_size
+        self.room = max(ROOM, steps)
+        self.batch = batch
+        self._sampler = batch.sampler
+        self._lengths = batch.lengths
+        self._groups, self._back = _grouped(batch.lengths, block_size, self.room)
+        columns = sum(g.positions.numel() for g in self._groups)
+        self._spare = WORKSPACE // columns  # bytes per column that the workspace still has
+        # Per layer and group, keys as (B, heads, dim, columns) and values as (B, heads, columns, dim): so the products
+        # of one query want them.
+        self._laid: dict[int, list[tuple[Tensor, Tensor]] | None] = {}
+        self._stored = 0  # steps whose KV is in the blocks
+        self._step = -1
+        self._noted: list[tuple[Tensor, Tensor]] = []  # positions and alive rows of the steps that are not stored
+
+    def goes_on(self, batch: DecodeBatch, steps: int) -> bool:
+        """Whether the batch stands where the window does; then it takes the batch for its next steps. A sampler belongs
+        to one list of sequences. Whoever writes to the blocks of a batch in any other way must drop its window."""
+        same = batch.sampler is self._sampler and batch.lengths == [n + self._stored for n in self._lengths]
+        if not same or self._stored + steps > self.room:
+            return False
+        self.batch = batch
+        return True
+
+    def next(self) -> None:
+        """A step begins."""
+        self._step += 1
+        self._noted.append((self.batch.positions, self.batch.alive))
+        self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if layer not in self._laid:
+            self._laid[layer] = self._lay_out(layer)
+        laid = self._laid[layer]
+        if laid is None:
+            slots = _slots(self.batch.tables, self.batch.positions[None], self.block_size)[0]
+            self.cache.keys[layer].index_copy_(0, slots, key)
+            self.cache.values[layer].index_copy_(0, slots, value)
+        outputs = []
+        for i, group in enumerate(self._groups):
+            q = _pick(query, group.rows)
+            if laid is None:
+                outputs.append(self._attend_blocks(layer, q, group, rule))
+                continue
+            column = group.blocks * self.block_size + self._step
+            k, v = laid[i]
+            k[..., column] = _pick(key, group.rows)
+            v[:, :, column] = _pick(value, group.rows)
+            mask = self._mask(i, rule.window, query.dtype)
+            mask = None if mask is None else mask[..., : column + 1]
+            outputs.append(_attend(q, k[..., : column + 1], v[:, :, : column + 1], mask, rule))
+        out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return out if self._back is None else out.index_select(0, self._back)
+
+    def store(self) -> None:
+        """Bring what the steps since the last call computed into the blocks."""
+        positions, alive = (torch.stack(each) for each in zip(*self._noted, strict=True))  # (steps, B)
+        slots = _slots(self.batch.tables, positions, self.block_size)
+        taken = self._step + 1
+        for i, group in enumerate(self._groups):
+            # A row that has ended stays at its position: only the first of its steps counts there.
+            counts, to = (x if group.rows is None else x[:, group.rows] for x in (alive, slots))
+            to = to[counts]
+            first, last = (group.blocks * self.block_size + step for step in (self._stored, taken))
+            for layer, laid in self._laid.items():
+                if laid is not None:
+                    k, v = laid[i]
+                    self.cache.keys[layer].index_copy_(0, to, k[..., first:last].permute(3, 0, 1, 2)[counts])
+                    self.cache.values[layer].index_copy_(0, to, v[:, :, first:last].permute(2, 0, 1, 3)[counts])
+        self._stored = taken
+        self._noted.clear()
+
+    def _lay_out(self, layer: int) -> list[tuple[Tensor, Tensor]] | None:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        width = (keys[0].numel() + values[0].numel()) * keys.itemsize
+        if width > self._spare:
+            return None
+        self._spare -= width
+        laid = []
+        for group in self._groups:
+            columns, past = group.positions.shape[1], group.blocks * self.block_size
+            k = keys.new_empty(group.count, keys.shape[1], keys.shape[2], columns)
+            v = values.new_empty(group.count, values.shape[1], columns, values.shape[2])
+            k[..., :past] = self._gather(keys, group, group.blocks).permute(0, 2, 3, 1)
+            v[:, :, :past] = self._gather(values, group, group.blocks).transpose(1, 2)
+            laid.append((k, v))
+        return laid
+
+    def _attend_blocks(self, layer: int, query: Tensor, group: _Group, rule: Rule) -> Tensor:
+        blocks = min(self.batch.tables.shape[1], group.blocks + -(-(self._step + 1) // self.block_size))
+        keys, values = (self._gather(c[layer], group, blocks) for c in (self.cache.keys, self.cache.values))
+        at = _pick(self.batch.positions, group.rows)
+        mask = row_mask(at, keys.shape[1], rule.window, query.dtype)
+        return attend_group(query[:, None], keys, values, mask, rule)[:, 0]
+
+    def _gather(self, cache: Tensor, group: _Group, blocks: int) -> Tensor:
+        """(B, tokens, heads, dim). Whole blocks, which is several times faster than token by token."""
+        heads, dim = cache.shape[1:]
+        tables = _pick(self.batch.tables, group.rows)[:, :blocks].flatten()
+        whole = cache.view(-1, self.block_size * heads * dim).index_select(0, tables)
+        return whole.view(group.count, blocks * self.block_size, heads, dim)
+
+    def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """(B, 1, 1, columns); with a window it moves from step to step."""
+        group = self._groups[index]
+        if window is not None and window >= group.positions.shape[1]:
+            window = None
+        if window is None and not group.ragged:
+            return None
+        made = self._masks.get((index, window, dtype))
+        if made is None:
+            hidden = group.positions == NOWHERE
+            if window is not None:
+                hidden |= group.positions <= group.positions[:, self._step - self.room, None] - window
+            made = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
+            self._masks[index, window, dtype] = made
+        return made
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """q (B, H, D), k (B, K, D, L), v (B, K, L, D) -> (B, H, D)."""
+    batch, heads, dim = q.shape
+    kv_heads, length = v.shape[1:3]
+    if q.dtype not in (torch.float32, torch.float64) or rule.softcap is not None or rule.sinks is not None:
+        mask = q.new_zeros(1, 1, 1, length) if mask is None else mask
+        return attend_group(q[:, None], k.permute(0, 3, 1, 2), v.transpose(1, 2), mask, rule)[:, 0]
+    # For one query two plain products take half as long as the fused kernel, which is made for many.
+    scaled = (q * (dim**-0.5 if rule.scale is None else rule.scale)).reshape(batch * kv_heads, -1, dim)
+    scores = torch.bmm(scaled, k.flatten(0, 1))
+    if mask is not None:
+        scores.view(batch, kv_heads, -1, length).add_(mask)
+    return torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(batch, heads, -1)
+
+
+def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """tables (B, N), positions (steps, B) -> (steps, B)."""
+    return tables.T.gather(0, positions // block_size) * block_size + positions % block_size
+
+
+def _grouped(lengths: Sequence[int], block_size: int, room: int) -> tuple[Sequence[_Group], Tensor | None]:
+    """Groups in which no row reads more than about half again what it needs, and how to undo the regrouping."""
+    needs = [max(1, -(-(length - 1) // block_size)) for length in lengths]
+    members: list[list[int]] = []
+    for i in sorted(range(len(needs)), key=lambda i: (needs[i], i)):
+        if members and needs[i] <= needs[members[-1][0]] * 1.5 + 2:
+            members[-1].append(i)
+        else:
+            members.append([i])
+    members = [sorted(rows) for rows in members]
+    groups = []
+    for rows in members:
+        blocks = max(needs[i] for i in rows)
+        start = torch.tensor([lengths[i] - 1 for i in rows])[:, None]  # the position of the first step
+        past = torch.arange(blocks * block_size).expand(len(rows), -1)
+        positions = torch.cat([past.masked_fill(past >= start, NOWHERE), start + torch.arange(room)], dim=1)
+        ragged = any(lengths[i] - 1 != blocks * block_size for i in rows)
+        groups.append(_Group(torch.tensor(rows) if len(members) > 1 else None, len(rows), blocks, positions, ragged))
+    if len(groups) == 1:
+        return groups, None
+    back = torch.empty(len(needs), dtype=torch.long)
+    back[torch.tensor([i for rows in members for i in rows])] = torch.arange(len(needs))
+    return groups, back

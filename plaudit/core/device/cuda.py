@@ -1,0 +1,263 @@
+"""The CUDA back end: flash attention for prompts, a paged kernel for decoding, whole decode steps as CUDA graphs.
+
+In a decode window the host does nothing but replay: the model, sampling, stop tests and length counts run on the device
+for all steps of the window. Results come back stretch by stretch, and what the host does with one hides behind the
+next. Graphs hold addresses, so they are captured again whenever the cache or the weights have moved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from plaudit.core import kernels
+from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
+from plaudit.core.device.paged import KVCache, PagedBackend, PagedLayout, Step
+from plaudit.core.model.attention import Layout, Rule
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.fusion import Fusion
+from plaudit.core.model.operations import Rotation
+from plaudit.core.model.packing import Packed, grouped_layout
+from plaudit.core.model.varlen import VarlenLayout, known
+from plaudit.core.sampling.sampler import Sampler
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
+WINDOW = 256  # most steps between two looks of the host
+STRETCH = 16  # steps that are queued at once, and whose results come back together
+AHEAD = 2  # stretches that are queued before the host reads the first of them
+ENOUGH = 0.75  # a window ends early once fewer of its rows live: without the others the rest goes faster
+PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows is split
+
+
+class StoredLayout(VarlenLayout):
+    """New keys and values go into the cache first; attention reads them from there."""
+
+    def __init__(self, step: Step, cache: KVCache, device: torch.device) -> None:
+        def grouped() -> Layout:
+            plain = grouped_layout(step.shapes, step.slots, device)
+            return PagedLayout(plain.groups, plain.restore, cache=cache, slots=step.new, copies=step.copies)
+
+        self.cache = cache
+        self.paged = PagedLayout((), torch.empty(0), cache=cache, slots=step.new, copies=step.copies)
+        # Where nothing was cached before, the new keys are all there is, and they lie end to end.
+        alone = step.copies is None and not any(before for _, _, before in step.shapes)
+        super().__init__(step.shapes, step.slots, device, grouped, end_to_end=alone)
+
+    def attend_wanted(
+        self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
+    ) -> Tensor:
+        if not known(query, values, rule):  # the groups count their keys by slots of the cache
+            keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return super().attend_wanted(layer, wanted, query, keys, values, rule)
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        stored = self.paged.context(layer, key, value)
+        return stored if self.key_rows is not None else (key, value)
+
+
+class DecodeLayout(Layout):
+    """One query per row, over the pages of its table."""
+
+    def __init__(self, cache: KVCache, size: int, tables: Tensor, positions: Tensor, splits: int) -> None:
+        super().__init__((), torch.empty(0))
+        self.cache, self.size, self.tables, self.positions, self.splits = cache, size, tables, positions, splits
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        kernels.store_decoded(key, value, keys, values, self.tables, self.positions, self.size)
+        return self._read(layer, query, rule)
+
+    def attend_rotated(
+        self, layer: int, rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, rule: Rule
+    ) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        query = kernels.rotate_and_store(
+            query, key, value, rotation.cos, rotation.sin, keys, values, self.tables, self.positions, self.size
+        )
+        return self._read(layer, query, rule)
+
+    def _read(self, layer: int, query: Tensor, rule: Rule) -> Tensor:
+        return kernels.decode_attention(
+            query, self.cache.keys[layer], self.cache.values[layer], self.tables, self.positions, self.size,
+            scale=rule.scale or query.shape[-1] ** -0.5, splits=self.splits, window=rule.window, softcap=rule.softcap,
+            sinks=rule.sinks,
+        )  # fmt: skip
+
+
+class DecodeGraph:
+    """A decode step for up to `rows` rows, captured as two graphs: the model, and the draw that advances the rows."""
+
+    def __init__(self, backend: CudaBackend, rows: int, blocks: int) -> None:
+        device = backend.decoder.device
+        self.backend, self.rows = backend, rows
+        self.tokens, self.positions, self.drawn, self.left = (
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.alive = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.stops = torch.full((rows, STOPS), -1, dtype=torch.int64, device=device)
+        self.tables = torch.full((rows, blocks), backend.scratch, dtype=torch.int32, device=device)
+        self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.inverse = torch.ones(rows, device=device)
+        self.greedy = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.outputs = (
+            torch.zeros(WINDOW, rows, dtype=torch.int64, device=device), torch.zeros(WINDOW, rows, device=device),
+            torch.zeros(WINDOW, rows, device=device), torch.zeros(WINDOW, rows, dtype=torch.bool, device=device),
+        )  # fmt: skip
+        self.results = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self.outputs)
+        kv_heads = max(layer.kv_heads for layer in backend.decoder.layers)
+        splits = max(1, min(16, PROGRAMS // (rows * kv_heads)))
+        self.layout = DecodeLayout(backend.cache, backend.block_size, self.tables, self.positions, splits)
+        self._capture()
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels compile and libraries choose before anything is recorded
+            for _ in range(2):
+                self.logits = self._model()
+                self._draw()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.model_graph, self.draw_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.model_graph, pool=self.backend.pool):
+            self.logits = self._model()
+        with torch.cuda.graph(self.draw_graph, pool=self.backend.pool):
+            self._draw()
+
+    def _model(self) -> Tensor:
+        decoder = self.backend.decoder
+        with self.backend.fusion.applied():
+            hidden = decoder.hidden(self.tokens[None], self.positions[None], self.layout)
+        return decoder.logits(hidden)
+
+    def _draw(self) -> None:
+        state = (self.tokens, self.positions, self.drawn, self.left, self.alive)
+        kernels.sample(self.logits, self.keys, self.inverse, self.greedy, state, self.stops, self.step, self.outputs)
+        self.step += 1
+
+    def load(self, batch: DecodeBatch) -> None:
+        rows = len(batch.lengths)
+        for mine, theirs in (
+            (self.tokens, batch.tokens), (self.positions, batch.positions), (self.drawn, batch.drawn),
+            (self.left, batch.left), (self.alive, batch.alive), (self.keys, batch.sampler.keys),
+            (self.inverse, batch.sampler.inverse[:, 0]), (self.greedy, batch.sampler.greedy),
+        ):  # fmt: skip
+            mine[:rows].copy_(theirs)
+        self.alive[rows:] = False
+        self.positions[rows:] = 0
+        self.tables[:rows, : batch.tables.shape[1]].copy_(batch.tables)
+        self.tables[rows:, 0] = self.backend.scratch
+        self.stops.fill_(-1)
+        if batch.stops.shape[1] <= STOPS:
+            self.stops[:rows, : batch.stops.shape[1]].copy_(batch.stops)
+
+    def run(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        """All steps on the device, or fewer once few rows live. Who lives is read a stretch late, so the device has one
+        to do while the host reads."""
+        self.load(batch)
+        self.step.zero_()
+        rows = len(batch.lengths)
+        queued: deque[tuple[slice, torch.cuda.Event]] = deque()
+        for start in range(0, steps, STRETCH):
+            if len(queued) == AHEAD:
+                yield (piece := self._read(*queued.popleft(), rows))
+                if int(piece.alive[-1].sum()) < ENOUGH * rows:
+                    break
+            queued.append(self._queue(slice(start, min(start + STRETCH, steps))))
+        while queued:
+            yield self._read(*queued.popleft(), rows)
+
+    def _queue(self, stretch: slice) -> tuple[slice, torch.cuda.Event]:
+        for _ in range(stretch.start, stretch.stop):
+            self.model_graph.replay()
+            self.draw_graph.replay()
+        for theirs, mine in zip(self.outputs, self.results, strict=True):
+            mine[stretch].copy_(theirs[stretch], non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return stretch, event
+
+    def _read(self, stretch: slice, event: torch.cuda.Event, rows: int) -> Decoded:
+        event.synchronize()
+        return Decoded(*(each[stretch, :rows] for each in self.results))
+
+    def run_slowly(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        """Options that the kernel does not know: the model on the device, the sampler in torch, a step at a time."""
+        self.load(batch)
+        rows = len(batch.lengths)
+        noted: list[tuple[Tensor, ...]] = []
+        for _ in range(steps):
+            self.model_graph.replay()
+            drawn = batch.sampler.draw(self.logits[:rows], batch.drawn)
+            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
+            batch.advance(drawn.tokens)
+            self.tokens[:rows].copy_(batch.tokens)
+            self.positions[:rows].copy_(batch.positions)
+        yield Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
+
+
+class CudaBackend(PagedBackend):
+    block_size = 64
+    spare = 1  # rows that only pad a graph's batch write to a block of their own
+    budget = 32768
+    max_running = 1024
+    look_every = 32
+    window = WINDOW
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self.fusion = Fusion(decoder.trunk)
+        self.scratch = 0
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._forget_graphs()
+        self._captured: tuple[Hashable, ...] = ()  # the adapters and addresses that are in the graphs
+
+    def open(self, blocks: int) -> None:
+        super().open(blocks)
+        self.scratch = blocks
+        reach = min(self.decoder.max_positions, blocks * self.block_size)
+        self._table_width = -(-reach // self.block_size)
+
+    def close(self) -> None:
+        self._forget_graphs()
+        super().close()
+
+    def _forget_graphs(self) -> None:
+        """And their pool: once emptied, the allocator does not know it any more."""
+        self._graphs.clear()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
+        with self.fusion.applied():
+            return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
+
+    def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
+        step = self.arrange(spans, copies)
+        layout = StoredLayout(step, self.cache, self.decoder.device)
+        with self.fusion.applied():
+            return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
+
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        graph = self._graph(len(batch.lengths))
+        if _plain(batch.sampler) and batch.stops.shape[1] <= STOPS:
+            return graph.run(batch, min(steps, WINDOW))
+        return graph.run_slowly(batch, min(steps, self.look_every))
+
+    def _graph(self, rows: int) -> DecodeGraph:
+        captured = (self.decoder.adapter_state(), *(p.data_ptr() for p in self.decoder.module.parameters()))
+        if captured != self._captured:
+            self._forget_graphs()
+            self._captured = captured
+        bucket = next((b for b in BUCKETS if b >= rows), -(-rows // 256) * 256)
+        if bucket not in self._graphs:
+            self._graphs[bucket] = DecodeGraph(self, bucket, self._table_width)
+        return self._graphs[bucket]
+
+
+def _plain(sampler: Sampler) -> bool:
+    """Temperature alone: what the sampling kernel knows."""
+    return sampler.bias is None and sampler.endings is None and not len(sampler.filtered)

@@ -1,0 +1,246 @@
+"""Ranks that run one model together: rank 0 has the engine, and tells the others what it is about to compute.
+
+    rank 0    scheduler, prefix tree, sampler   ->  Leader: one message, then the forward pass over its own heads
+    others    follow()                          <-  hear the message, run the same forward pass over theirs
+
+What a step is made of (token ids, places, blocks) is checked and packed before anything is sent, and travels as one
+flat array of numbers: there is nothing in a request that could make one rank do something else than another. Hidden
+rows are whole on every rank of the last stage and come back to rank 0, so only rank 0 reads and samples. Every exchange
+has the deadline of its process group; a group that has lost a rank computes nothing more. Between steps rank 0 sends a
+heartbeat that all must answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plaudit.core.device.backend import Backend, Copy, DecodeBatch, Decoded, Span
+from plaudit.core.model.packing import Packed, packed_layout, send
+from plaudit.core.model.stages import receive
+from plaudit.core.model.stages import send as send_rows
+from plaudit.errors import RankLost, RequestError, one_line
+
+OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END = range(6)
+HEARTBEAT_SECONDS = 1.0
+LEAST = 2048  # numbers of a message that travel at once; one longer than the room for it needs a second exchange
+
+
+@dataclass
+class RankGroups:
+    """messages   a gloo group for what is computed
+    tensors    the group in which products add up, that of a stage: gloo for a CPU, NCCL for GPUs
+    stages     of all ranks, in which rows go from stage to stage; none if there is one stage
+    last       the rank that has the final rows
+    on_loss    called by the heartbeat with what happened, when a rank is gone
+    """
+
+    rank: int
+    size: int
+    messages: dist.ProcessGroup
+    tensors: dist.ProcessGroup
+    on_loss: Callable[[str], None] | None = None
+    stages: dist.ProcessGroup | None = None
+    last: int = 0
+    room: int = LEAST
+
+    def tell(self, kind: int, *parts: np.ndarray) -> None:
+        opening = np.array([0, kind, len(parts), *map(len, parts)], dtype=np.int32)
+        count = opening[0] = len(opening) + sum(map(len, parts))
+        flat = np.zeros(max(count, self.room), dtype=np.int32)
+        np.concatenate([opening, *parts], out=flat[:count], casting="unsafe")
+        dist.broadcast(torch.from_numpy(flat[: self.room]), 0, self.messages)
+        if count > self.room:
+            dist.broadcast(torch.from_numpy(flat[self.room :]), 0, self.messages)
+        self._make_room(count)
+
+    def hear(self) -> tuple[int, list[np.ndarray]]:
+        flat = np.zeros(self.room, dtype=np.int32)
+        dist.broadcast(torch.from_numpy(flat), 0, self.messages)
+        count = int(flat[0])
+        if count > self.room:
+            rest = np.zeros(count - self.room, dtype=np.int32)
+            dist.broadcast(torch.from_numpy(rest), 0, self.messages)
+            flat = np.concatenate([flat, rest])
+        self._make_room(count)
+        first = 3 + int(flat[2])
+        ends = first + np.cumsum(flat[3:first])
+        return int(flat[1]), np.split(flat[first:count], ends[:-1] - first) if len(ends) else []
+
+    def _make_room(self, count: int) -> None:
+        """The next message is likely as long as this one, and both sides know how long this one was."""
+        self.room = max(LEAST, 1 << (count - 1).bit_length())
+
+    def returned(self, rows: Tensor) -> Tensor:
+        """The last stage's rows on rank 0. Every rank has as many of its own."""
+        if self.stages is not None and len(rows):
+            if self.rank == 0:
+                return receive(rows, self.last, self.stages)
+            if self.rank == self.last:
+                send_rows(rows, 0, self.stages)
+        return rows
+
+    def barrier(self) -> None:
+        dist.barrier(self.messages)
+
+
+class Leader(Backend):
+    """Rank 0's back end. Decoding is a forward pass a token, for the host of rank 0 samples; so a look at every step
+    costs nothing more."""
+
+    def __init__(self, inner: Backend, channel: RankGroups) -> None:
+        super().__init__(inner.decoder)
+        self.inner = inner
+        self.channel = channel
+        self.block_size, self.spare = inner.block_size, inner.spare
+        self.budget, self.max_running = inner.budget, inner.max_running
+        self.look_every = self.window = inner.look_every
+        self._lock = threading.Lock()
+        self._lost = ""
+        self._told = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+
+    def open(self, blocks: int) -> None:
+        with self._together(OPEN, np.array([blocks])):
+            self.inner.open(blocks)
+
+    def close(self) -> None:
+        with self._together(CLOSE):
+            self.inner.close()
+
+    def kv_bytes(self, reached: int) -> int:
+        """Of rank 0's own heads."""
+        return self.inner.kv_bytes(reached)
+
+    def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        raise RequestError(
+            "every rank has the KV of its own heads and layers alone: a model over several ranks hands over none"
+        )
+
+    def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        raise RequestError(
+            "every rank has the KV of its own heads and layers alone: a model over several ranks takes none"
+        )
+
+    def end(self) -> None:
+        """Let the others go."""
+        self._over.set()
+        with self._together(END):
+            pass
+
+    def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
+        tokens = packed.input_ids[0].cpu().numpy()
+        shapes = np.array([packed.starts, packed.lengths, packed.shared]).ravel()
+        with self._together(ROWS, tokens, shapes, np.concatenate(packed.rows), wanted.cpu().numpy()):
+            return self.channel.returned(self.inner.rows(packed, wanted))
+
+    def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
+        parts = packed_spans(spans, copies)
+        with self._together(FORWARD, *parts):
+            return self.channel.returned(self.inner.forward(unpacked_spans(parts), copies))
+
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        tables, noted = batch.tables.tolist(), []
+        for _ in range(steps):
+            at = zip(batch.tokens.tolist(), batch.positions.tolist(), tables, strict=True)
+            spans = [Span([token], place, table[: place // self.block_size + 1], [0]) for token, place, table in at]
+            logits = self.decoder.logits(self.forward(spans, ()))
+            drawn = batch.sampler.draw(logits, batch.drawn)
+            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
+            batch.advance(drawn.tokens)
+            if not bool(batch.alive.any()):
+                break
+        yield Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
+
+    @contextmanager
+    def _together(self, kind: int, *parts: np.ndarray) -> Iterator[None]:
+        """The others hear what is done inside. After an error nobody knows how far each of them has come."""
+        with self._lock:
+            if self._lost:
+                raise RankLost(self._lost)
+            try:
+                self.channel.tell(kind, *parts)
+                yield
+            except BaseException as error:
+                self._lost = f"the ranks of this model are no longer together: {one_line(error)}"
+                if not isinstance(error, Exception):  # Ctrl-C, for whoever pressed it
+                    raise
+                raise RankLost(self._lost) from error
+            self._told = time.monotonic()
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_SECONDS):
+            if time.monotonic() - self._told < HEARTBEAT_SECONDS:
+                continue
+            try:
+                with self._together(HEARTBEAT):
+                    self.channel.barrier()
+            except RankLost as error:
+                if self.channel.on_loss is not None:
+                    self.channel.on_loss(str(error))
+                return
+
+
+@torch.inference_mode()
+def follow(module: nn.Module, channel: RankGroups) -> None:
+    """Every other rank: compute what rank 0 says, until it says that it is over. The module is its part of rank 0's."""
+    from plaudit.core.device.choose import backend_of
+    from plaudit.core.model.support import inspect
+
+    decoder = inspect(module)
+    backend = backend_of(decoder)
+    while True:
+        kind, parts = channel.hear()
+        if kind == OPEN:
+            backend.open(int(parts[0][0]))
+        elif kind == CLOSE:
+            backend.close()
+        elif kind == FORWARD:
+            channel.returned(backend.forward(unpacked_spans(parts), unpacked_copies(parts)))
+        elif kind == ROWS:
+            channel.returned(backend.rows(*_unpacked_rows(parts, decoder.device)))
+        elif kind == HEARTBEAT:
+            channel.barrier()
+        else:
+            return
+
+
+def packed_spans(spans: Sequence[Span], copies: Sequence[Copy]) -> list[np.ndarray]:
+    columns = ([s.tokens for s in spans], [s.blocks for s in spans], [s.wanted for s in spans])
+    flat = [np.fromiter(chain.from_iterable(rows), np.int32, sum(map(len, rows))) for rows in columns]
+    shapes = np.array([(s.start, len(s.tokens), len(s.blocks), len(s.wanted)) for s in spans], dtype=np.int32)
+    copied = np.array([(c.source, c.target, c.first, c.tokens) for c in copies], dtype=np.int32)
+    return [shapes.ravel(), *flat, copied.ravel()]
+
+
+def unpacked_spans(parts: Sequence[np.ndarray]) -> list[Span]:
+    """As views of the arrays: nobody needs the numbers one by one any more."""
+    shapes, *flat, _ = parts
+    starts, *counts = shapes.reshape(-1, 4).T
+    ends = [np.cumsum(count).tolist() for count in counts]
+    cut = [[each[a:b] for a, b in pairwise([0, *end])] for each, end in zip(flat, ends, strict=True)]
+    return [Span(tokens, start, *rest) for start, tokens, *rest in zip(starts.tolist(), *cut, strict=True)]
+
+
+def unpacked_copies(parts: Sequence[np.ndarray]) -> list[Copy]:
+    return [Copy(*numbers) for numbers in parts[-1].reshape(-1, 4).tolist()]
+
+
+def _unpacked_rows(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Packed, Tensor]:
+    tokens, shapes, places, wanted = (part.astype(np.int64) for part in parts)
+    starts, lengths, shared = (tuple(row.tolist()) for row in shapes.reshape(3, -1))
+    rows = tuple(np.split(places, np.cumsum([n + s for n, s in zip(lengths, shared, strict=True)])[:-1]))
+    positions = np.concatenate([np.arange(s, s + n) for n, s in zip(lengths, shared, strict=True)])
+    layout = packed_layout(list(zip(starts, lengths, shared, strict=True)), rows, device)
+    packed = Packed(send(tokens, device)[None], send(positions, device)[None], layout, starts, lengths, shared, rows)
+    return packed, send(wanted, device)

@@ -1,0 +1,137 @@
+"""KV in blocks, the same on every device: where it is kept, and where the tokens of a step go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.core.device.backend import Backend, Copy, Span
+from plaudit.core.model.attention import Layout
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.last_layer import WantedRows
+from plaudit.core.model.packing import send
+
+
+@dataclass
+class KVCache:
+    """Per layer, keys and values as (slots, kv heads, dim); block b is slots b * size .. (b + 1) * size - 1."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+@dataclass
+class PagedLayout(Layout):
+    """New keys and values are stored first; the groups' keys are slots of the cache."""
+
+    cache: KVCache | None = None
+    slots: Tensor | None = None  # (T,) where each new token goes
+    copies: tuple[Tensor, Tensor] | None = None  # source and target slots
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.cache is not None
+        assert self.slots is not None
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.index_copy_(0, self.slots, key)
+        values.index_copy_(0, self.slots, value)
+        if self.copies is not None:
+            source, target = self.copies
+            keys.index_copy_(0, target, keys.index_select(0, source))
+            values.index_copy_(0, target, values.index_select(0, source))
+        return keys, values
+
+
+@dataclass(frozen=True)
+class Step:
+    """The spans of a step as one packed row."""
+
+    shapes: list[tuple[int, int, int]]  # first row, new tokens, tokens before, per span
+    slots: list[np.ndarray]  # per span, the slot of each of its tokens, earlier ones included
+    new: Tensor  # (T,) the slots of the row's tokens
+    copies: tuple[Tensor, Tensor] | None
+    input_ids: Tensor  # (1, T)
+    position_ids: Tensor  # (1, T)
+    wanted: Tensor  # (W,) rows to return
+
+
+class PagedBackend(Backend):
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self.wanted = WantedRows(decoder)
+        self._cache: KVCache | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        if self._cache is None:
+            raise RuntimeError("the KV cache is closed")
+        return self._cache
+
+    def open(self, blocks: int) -> None:
+        slots, device, dtype = (blocks + self.spare) * self.block_size, self.decoder.device, self.decoder.dtype
+
+        def made(heads: int, dim: int) -> Tensor:
+            # Zeros and not whatever was there: a masked key still meets a weight of 0, and 0 * nan is nan.
+            return torch.zeros(slots, heads, dim, dtype=dtype, device=device)
+
+        layers = self.decoder.layers
+        self._cache = KVCache(
+            [made(layer.kv_heads, layer.key_dim) for layer in layers],
+            [made(layer.kv_heads, layer.value_dim) for layer in layers],
+        )
+
+    def close(self) -> None:
+        self._cache = None
+
+    def kv_bytes(self, reached: int) -> int:
+        if self._cache is None:
+            return 0
+        return sum(layer.nbytes for layer in (*self._cache.keys, *self._cache.values))
+
+    def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        keys = [each.index_select(0, slots) for each in self.cache.keys]
+        return keys, [each.index_select(0, slots) for each in self.cache.values]
+
+    def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for cached, given in zip((*self.cache.keys, *self.cache.values), (*keys, *values), strict=True):
+            cached.index_copy_(0, slots, given.to(cached.device))
+
+    def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
+        device, size = self.decoder.device, self.block_size
+        counts = np.array([len(s.tokens) for s in spans])
+        starts = counts.cumsum() - counts
+        offsets = np.arange(size)
+        slots = [(np.array(s.blocks)[:, None] * size + offsets).ravel()[: s.start + len(s.tokens)] for s in spans]
+        new = np.concatenate([at[s.start :] for at, s in zip(slots, spans, strict=True)])
+        both = send(_copied(copies, size), device) if copies else None
+        tokens = _end_to_end([s.tokens for s in spans], int(counts.sum()))
+        positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
+        wanted = [int(first) + row for first, s in zip(starts, spans, strict=True) for row in s.wanted]
+        return Step(
+            shapes=[(int(first), len(s.tokens), s.start) for first, s in zip(starts, spans, strict=True)],
+            slots=slots,
+            new=send(new, device),
+            copies=None if both is None else (both[0], both[1]),
+            input_ids=send(tokens, device)[None],
+            position_ids=send(positions, device)[None],
+            wanted=send(np.array(wanted, dtype=np.int64), device),
+        )
+
+
+def _copied(copies: Sequence[Copy], size: int) -> np.ndarray:
+    """(2, n): the slot that each copied token comes from, and the one it goes to."""
+    starts = np.array([(c.source * size + c.first, c.target * size + c.first) for c in copies]).T
+    counts = np.array([c.tokens for c in copies])
+    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    both: np.ndarray = np.repeat(starts, counts, axis=1) + within
+    return both
+
+
+def _end_to_end(parts: Sequence[Sequence[int] | np.ndarray], count: int) -> np.ndarray:
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, dtype=np.int64)
+    return np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=count)

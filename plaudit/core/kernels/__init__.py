@@ -1,0 +1,39 @@
+"""Triton kernels of the CUDA back end. Each has a plain function that checks shapes and launches it.
+
+Triton's interpreter runs them on the CPU (TRITON_INTERPRET=1), which is how they are tested without a GPU. Nothing here
+knows a model, a batch or a cache beyond the tensors it is given.
+"""
+
+from plaudit.core.kernels.attention import (
+    decode_attention,
+    query_tiles,
+    rotate_and_store,
+    store_decoded,
+    varlen_attention,
+)
+from plaudit.core.kernels.pointwise import (
+    add_rms_norm,
+    rms_norm,
+    rms_norm_backward,
+    rotary,
+    rotate,
+    silu_mul,
+    silu_mul_backward,
+)
+from plaudit.core.kernels.sampling import sample
+
+__all__ = [
+    "add_rms_norm",
+    "decode_attention",
+    "query_tiles",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotary",
+    "rotate",
+    "rotate_and_store",
+    "sample",
+    "silu_mul",
+    "silu_mul_backward",
+    "store_decoded",
+    "varlen_attention",
+]

@@ -1,0 +1,103 @@
+"""Draws tokens inside the decode graph: Gumbel noise by counter, log-probs of what was drawn.
+
+Letters: T tokens, B rows of a decode batch, H query heads, K key-value heads, G = H / K, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _uniform(step, token):
+    """The sampler's hash: 32 bits of noise for a token, as `plaudit.core.sampling.sampler` writes it down."""
+    low = (step & 0xFFFFFFFF).to(tl.uint32)
+    high = (step >> 32).to(tl.uint32)
+    x = low ^ (token.to(tl.uint32) * 0x9E3779B1)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = x ^ high
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    x = x ^ (x >> 16)
+    u = ((x & 0x7FFFFFFF).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    return tl.minimum(u, 1.0 - 1.0 / 16777216.0)
+
+
+@triton.jit
+def _mix64(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _sample(
+    logits, keys, inverse, greedy, tokens, positions, drawn, left, alive, stops, step, out_tokens, out_logprobs,
+    out_raw, out_alive, rows, vocabulary, stop_count, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(inverse + row)
+    noise_scale = 1.0 - tl.load(greedy + row).to(tl.float32)
+    count = tl.load(drawn + row)
+    seed = _mix64(tl.load(keys + row).to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    best = float("-inf")
+    chosen = 0
+    raw_peak, raw_sum, peak, total = float("-inf"), 0.0, float("-inf"), 0.0
+    for start in range(0, vocabulary, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < vocabulary
+        raw = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
+        shaped = raw * scale
+        u = _uniform(seed, token)
+        # log1p(-u) by Kahan's trick: exact where u is tiny, which is where the winners are
+        rest = 1.0 - u
+        gone = rest - 1.0
+        log1p = tl.where(gone == 0.0, -u, tl.log(rest) * (u / -gone))
+        noisy = tl.where(inside, shaped - noise_scale * tl.log(-log1p), float("-inf"))
+        top, where = tl.max(noisy, axis=0, return_indices=True)
+        chosen = tl.where(top > best, start + where, chosen)
+        best = tl.maximum(top, best)
+        higher = tl.maximum(raw_peak, tl.max(raw, axis=0))
+        raw_sum = raw_sum * tl.exp(raw_peak - higher) + tl.sum(tl.exp(raw - higher), axis=0)
+        raw_peak = higher
+        if scale != 1.0:
+            higher = tl.maximum(peak, tl.max(shaped, axis=0))
+            total = total * tl.exp(peak - higher) + tl.sum(tl.exp(shaped - higher), axis=0)
+            peak = higher
+    if scale == 1.0:
+        peak, total = raw_peak, raw_sum
+    raw_logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32)
+    place = tl.load(step) * rows + row
+    was_alive = tl.load(alive + row)
+    tl.store(out_tokens + place, chosen.to(tl.int64))
+    tl.store(out_raw + place, raw_logit - raw_peak - tl.log(raw_sum))
+    tl.store(out_logprobs + place, noise_scale * (raw_logit * scale - peak - tl.log(total)))
+    tl.store(out_alive + place, was_alive)
+    at = tl.arange(0, STOPS)
+    ends = tl.load(stops + row * stop_count + at, mask=at < stop_count, other=-1)
+    ended = tl.max((ends == chosen).to(tl.int32), axis=0)
+    budget = tl.load(left + row)
+    lives = (was_alive != 0) & (ended == 0) & (budget > 1)
+    tl.store(alive + row, lives)
+    if lives:
+        tl.store(tokens + row, chosen.to(tl.int64))
+        tl.store(positions + row, tl.load(positions + row) + 1)
+        tl.store(drawn + row, count + 1)
+        tl.store(left + row, budget - 1)
+
+
+def sample(
+    logits: Tensor, keys: Tensor, inverse: Tensor, greedy: Tensor, state: tuple[Tensor, ...], stops: Tensor,
+    step: Tensor, outputs: tuple[Tensor, ...],
+) -> None:  # fmt: skip
+    """Draw a token for every row, note it at outputs[step], and advance the rows that live on.
+
+    state    tokens, positions, drawn, left, alive of a DecodeBatch, changed in place
+    outputs  tokens, logprobs, raw_logprobs, alive of a Decoded
+    """
+    rows, vocabulary = logits.shape
+    _sample[(rows,)](
+        logits, keys, inverse, greedy, *state, stops, step, *outputs, rows, vocabulary, stops.shape[1],
+        STOPS=triton.next_power_of_2(stops.shape[1]), BLOCK=min(4096, triton.next_power_of_2(vocabulary)), num_warps=8,
+    )  # fmt: skip

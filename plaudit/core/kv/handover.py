@@ -1,0 +1,92 @@
+"""KV of a prompt on its way from one engine to another of the same weights: one reads prompts, the other goes on.
+
+What travels is what the prefix tree of the first has of the tokens, and it is entered in the tree of the second under
+the same version. If less than the whole prompt comes through (blocks were short on either side), the second engine
+computes the rest: the result is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from plaudit.core.device.backend import Backend
+from plaudit.core.kv.prefix import Chain, PrefixTree
+from plaudit.core.model.packing import send
+from plaudit.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Handover:
+    """keys, values   per layer, (tokens, kv heads, dim)
+    salt           as in SamplingParams: who may share it
+    """
+
+    tokens: tuple[int, ...]
+    version: int
+    keys: list[Tensor]
+    values: list[Tensor]
+    salt: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+def give(tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int], version: int, salt: str) -> Handover:
+    """A copy of what the tree has of these tokens."""
+    match = tree.match((key, salt), tokens, len(tokens))
+    blocks = [node.block for node in match.nodes]
+    count = len(blocks) * tree.block_size
+    if match.partial is not None:
+        blocks.append(match.partial.block)
+        count += match.partial_tokens
+    if count == 0:
+        return Handover((), version, [], [], salt)
+    keys, values = backend.read(send(_slots(blocks, tree.block_size, count), backend.decoder.device))
+    return Handover(tuple(tokens[:count]), version, keys, values, salt)
+
+
+def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handover, reserve: int) -> int:
+    """Enter the KV in the tree, as far as there are blocks beside `reserve` ones; how many tokens it has then."""
+    size, pool = tree.block_size, tree.pool
+    present = tree.match((key, handover.salt), handover.tokens, len(handover.tokens))
+    if len(present.nodes) * size + present.partial_tokens == len(handover.tokens):
+        return len(handover.tokens)
+    need = -(-len(handover.tokens) // size)
+    if pool.free < need + reserve:
+        tree.evict(need + reserve - pool.free)
+    blocks = [pool.take() for _ in range(max(0, min(need, pool.free - reserve)))]
+    count = min(len(handover.tokens), len(blocks) * size)
+    if count:
+        slots = send(_slots(blocks, size, count), backend.decoder.device)
+        backend.write(slots, [k[:count] for k in handover.keys], [v[:count] for v in handover.values])
+    chain: Chain = Chain(blocks)  # type: ignore[type-arg]
+    tree.extend((key, handover.salt), chain, handover.tokens, count, stored=True)
+    for block in chain.blocks:
+        pool.release(block)
+    tree.released(chain.nodes)
+    return count
+
+
+def check(handover: Handover, backend: Backend, version: int) -> None:
+    """Raise unless this engine could have computed it."""
+    if handover.version != version:
+        raise RequestError(f"this KV is of weights of version {handover.version}, and the engine has {version}")
+    decoder = backend.decoder
+    count = len(handover.tokens)
+    expected = [(count, layer.kv_heads, layer.key_dim) for layer in decoder.layers]
+    expected += [(count, layer.kv_heads, layer.value_dim) for layer in decoder.layers]
+    tensors = [*handover.keys, *handover.values]
+    if [tuple(tensor.shape) for tensor in tensors] != expected or {t.dtype for t in tensors} != {decoder.dtype}:
+        raise RequestError(
+            f"this KV of {count} tokens in {len(handover.keys)} layers is not {decoder.name}'s, which has "
+            f"{len(decoder.layers)} layers in {decoder.dtype}: both engines must have the same model"
+        )
+
+
+def _slots(blocks: Sequence[int], size: int, count: int) -> np.ndarray:
+    return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()[:count]

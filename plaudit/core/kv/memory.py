@@ -1,0 +1,60 @@
+"""How many KV blocks an engine may have."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch
+
+from plaudit.core.model.decoder import Decoder
+from plaudit.errors import RequestError
+
+DEFAULT_BYTES = 512 * 2**20  # of host memory
+DEFAULT_PART = 0.4  # of a GPU's free memory
+
+
+def blocks_for(
+    decoder: Decoder, block_size: int, kv_bytes: int | float | None, max_running: int, spare: int = 0
+) -> int:
+    """Blocks that fit in `kv_bytes` (a whole number: bytes; below 1: that part of the free memory; None: a default,
+    less where a full house of the longest sequences needs less), without those that the back end keeps."""
+    block_bytes = decoder.token_bytes() * block_size
+    if kv_bytes is None:
+        full_house = -(-decoder.max_positions // block_size) * max_running
+        on_gpu = decoder.device.type == "cuda"
+        default = int(DEFAULT_PART * free_bytes(decoder.device)) if on_gpu else DEFAULT_BYTES
+        return max(1, min(default // block_bytes - spare, full_house))
+    if isinstance(kv_bytes, float) and 0 < kv_bytes < 1:
+        size = int(kv_bytes * free_bytes(decoder.device))
+    elif kv_bytes >= 1 and kv_bytes == int(kv_bytes):
+        size = int(kv_bytes)
+    else:
+        raise RequestError(f"kv_bytes is {kv_bytes}, and must be a whole number of bytes or a fraction between 0 and 1")
+    needed = (1 + spare) * block_bytes
+    if size < needed:
+        raise RequestError(
+            f"kv_bytes gives {size} bytes and one block of {block_size} tokens needs {needed}: raise kv_bytes"
+        )
+    return size // block_bytes - spare
+
+
+def free_bytes(device: torch.device) -> int:
+    """That this process may still take."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return min(free, allowed - torch.cuda.memory_reserved(device))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return free if limit == resource.RLIM_INFINITY else min(free, limit)
+
+
+def limit_memory(device: str, fraction: float) -> None:
+    """Let this process take no more than a part of the device's memory, or of the host's for a CPU. What would go
+    beyond it fails there, as if the memory had run out."""
+    if device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(fraction, torch.device(device))
+        return
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_DATA, (int(fraction * total), resource.getrlimit(resource.RLIMIT_DATA)[1]))

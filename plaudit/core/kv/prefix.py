@@ -1,0 +1,272 @@
+"""The prefix tree: which blocks hold the KV of which tokens.
+
+A node is one block and the tokens it holds, full or partly filled; only full nodes have children. Roots are keyed by
+(module, adapter state, weight version), so a new version makes everything older unreachable. Children are kept in
+lexical order: the child with the longest common beginning is a neighbour of the place where the tokens would go.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.model.packing import common_prefix
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    tokens: tuple[int, ...]
+    block: int
+    parent: Node | None
+    keys: list[tuple[int, ...]] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    used: int = 0
+
+    def insert(self, child: Node) -> None:
+        at = bisect_left(self.keys, child.tokens)
+        self.keys.insert(at, child.tokens)
+        self.children.insert(at, child)
+
+    def remove(self, child: Node) -> None:
+        at = bisect_left(self.keys, child.tokens)
+        while self.children[at] is not child:
+            at += 1
+        del self.keys[at], self.children[at]
+
+
+@dataclass(frozen=True)
+class Match:
+    nodes: list[Node]  # full blocks that can be shared as they are
+    partial: Node | None = None  # a block whose first `partial_tokens` can be copied
+    partial_tokens: int = 0
+
+
+class PrefixTree:
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.evictions = 0
+        self._clock = count(1)
+        self._order = count()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every key, in whatever state the tree is. The pool must be reset with it."""
+        self.tokens = 0  # tokens that nodes hold
+        self._roots: dict[Hashable, Node] = {}
+        self._leaves: list[tuple[int, int, Node]] = []  # a heap of eviction candidates; stale entries are skipped
+
+    def match(self, key: Hashable, tokens: Sequence[int], limit: int) -> Match:
+        """The longest stored beginning of tokens[:limit]."""
+        node = self._roots.get(key)
+        nodes: list[Node] = []
+        if node is None:
+            return Match(nodes)
+        now = next(self._clock)
+        while True:
+            start = len(nodes) * self.block_size
+            want = tuple(tokens[start : min(start + self.block_size, limit)])
+            best, common = self._closest(node, want)
+            if best is None or common == 0:
+                return Match(nodes)
+            best.used = now
+            if common < self.block_size:
+                return Match(nodes, best, common)
+            nodes.append(best)
+            node = best
+
+    @staticmethod
+    def _closest(node: Node, want: tuple[int, ...]) -> tuple[Node | None, int]:
+        best: Node | None = None
+        common = 0
+        at = bisect_left(node.keys, want)
+        for i in (at, at - 1):
+            if 0 <= i < len(node.keys) and (shared := common_prefix(node.keys[i], want)) > common:
+                best, common = node.children[i], shared
+            if common == len(want):
+                break
+        return best, common
+
+    def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
+        """Enter tokens[:upto] of a sequence. Where the tree already has a full block with the same tokens, the sequence
+        takes that one and gives back its own, once its own is `stored` (before that, it is still to be written)."""
+        size = self.block_size
+        node = chain.nodes[-1] if chain.nodes else self._roots.setdefault(key, Node((), -1, None))
+        if chain.nodes and len(node.tokens) < size:
+            self._lengthen(node, tuple(tokens[(len(chain.nodes) - 1) * size : min(upto, len(chain.nodes) * size)]))
+        while len(node.tokens) in (0, size) and (start := len(chain.nodes) * size) < upto:
+            want = tuple(tokens[start : min(start + size, upto)])
+            twin, common = self._closest(node, want)
+            if twin is not None and common == len(want):
+                if not stored or common < size:
+                    return
+                self.pool.retain(twin.block)
+                self.pool.release(chain.blocks[len(chain.nodes)])
+                chain.blocks[len(chain.nodes)] = twin.block
+            else:
+                twin = Node(want, chain.blocks[len(chain.nodes)], node)
+                self.pool.retain(twin.block)
+                self.tokens += len(want)
+                node.insert(twin)
+            twin.used = next(self._clock)
+            chain.nodes.append(twin)
+            node = twin
+
+    def _lengthen(self, node: Node, tokens: tuple[int, ...]) -> None:
+        if len(tokens) > len(node.tokens) and node.parent is not None:
+            node.parent.remove(node)
+            self.tokens += len(tokens) - len(node.tokens)
+            node.tokens = tokens
+            node.parent.insert(node)
+
+    def released(self, nodes: Sequence[Node]) -> None:
+        """A sequence let go of these nodes: those that nobody else holds may be evicted."""
+        for node in nodes:
+            self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        if node.parent is not None and not node.children and self.pool.refs[node.block] == 1:
+            heapq.heappush(self._leaves, (node.used, next(self._order), node))
+
+    def evict(self, blocks: int) -> int:
+        """Free up to this many blocks, least recently used first; returns how many were freed."""
+        freed = 0
+        while freed < blocks and self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            if node.parent is None or node.children or self.pool.refs[node.block] != 1:
+                continue
+            if node.used != used:
+                self._offer(node)
+                continue
+            parent = node.parent
+            self._unlink(node)
+            freed += 1
+            self._offer(parent)
+        self.evictions += freed
+        return freed
+
+    def drop(
+        self, key: Hashable, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]], below: bool = False
+    ) -> int:  # fmt: skip
+        """Free the blocks that hold beginnings of `sequences` (with `below` also what goes on from there), except those
+        in which `keep` would find theirs, and those that others use or that have something below them; returns how
+        many were freed."""
+        needed: set[int] = set()
+        for tokens in keep:
+            match = self.match(key, tokens, len(tokens))
+            needed.update(map(id, match.nodes if match.partial is None else [*match.nodes, match.partial]))
+        freed = 0
+        for tokens in sequences:
+            along = self._along(key, tokens)
+            for node in reversed([*along, *self._beyond(key, tokens)] if below else along):
+                if node.parent is None or node.children or id(node) in needed or self.pool.refs[node.block] != 1:
+                    continue
+                parent = node.parent
+                self._unlink(node)
+                freed += 1
+                self._offer(parent)
+        return freed
+
+    def _along(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+        """Every node whose path is a beginning of these tokens, parents first."""
+        found: list[Node] = []
+        node, start = self._roots.get(key), 0
+        while node is not None and node.children:
+            held = self._beginnings(node, tuple(tokens[start : start + self.block_size]))
+            found += held
+            full = bool(held) and len(held[-1].tokens) == self.block_size
+            node, start = held[-1] if full else None, start + self.block_size
+        return found
+
+    @staticmethod
+    def _beginnings(node: Node, want: tuple[int, ...]) -> list[Node]:
+        """The children whose tokens are a beginning of these, shortest first."""
+        keys, found = node.keys, []
+        at = bisect_right(keys, want) - 1
+        while at >= 0 and (common := common_prefix(keys[at], want)):
+            if common == len(keys[at]):
+                at = bisect_left(keys, keys[at], 0, at)
+                found.append(node.children[at])
+                at -= 1
+            else:  # a beginning with more than they have in common would stand after it
+                at = bisect_right(keys, want[:common], 0, at) - 1
+        return found[::-1]
+
+    @staticmethod
+    def _exactly(node: Node, want: tuple[int, ...]) -> Node | None:
+        at = bisect_left(node.keys, want)
+        return node.children[at] if at < len(node.keys) and node.keys[at] == want else None
+
+    def _beyond(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+        """Every node whose path goes on from these tokens, parents first."""
+        node, start = self._roots.get(key), 0
+        while node is not None and start + self.block_size <= len(tokens):
+            node = self._exactly(node, tuple(tokens[start : start + self.block_size]))
+            start += self.block_size
+        if node is None:
+            return []
+        rest = tuple(tokens[start:])
+        found = [child for child in node.children if child.tokens[: len(rest)] == rest]
+        for node in found:  # which grows on the way
+            found += node.children
+        return found
+
+    def _unlink(self, node: Node) -> None:
+        assert node.parent is not None
+        node.parent.remove(node)
+        node.parent = None
+        self.tokens -= len(node.tokens)
+        self.pool.release(node.block)
+
+    def clear(self) -> None:
+        """Forget every key. Blocks that sequences hold stay theirs."""
+        for node in list(self.nodes()):
+            node.parent = None
+            self.pool.release(node.block)
+        self._roots.clear()
+        self._leaves.clear()
+        self.tokens = 0
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children)
+
+    def check(self) -> None:
+        """The shape of the tree: order, fullness, parents, live blocks, token count."""
+        total = 0
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.keys != sorted(node.keys) or node.keys != [child.tokens for child in node.children]:
+                raise RuntimeError(f"the children of block {node.block} are out of order")
+            for child in node.children:
+                if child.parent is not node or not child.tokens or len(child.tokens) > self.block_size:
+                    raise RuntimeError(f"block {child.block} holds {len(child.tokens)} tokens under a wrong parent")
+                if child.children and len(child.tokens) != self.block_size:
+                    raise RuntimeError(f"block {child.block} has children and only {len(child.tokens)} tokens")
+                if self.pool.refs[child.block] == 0:
+                    raise RuntimeError(f"block {child.block} is in the tree and free")
+                total += len(child.tokens)
+            stack.extend(node.children)
+        if total != self.tokens:
+            raise RuntimeError(f"the tree counts {self.tokens} tokens and holds {total}")
+
+
+N = TypeVar("N")
+
+
+@dataclass
+class Chain(Generic[N]):
+    """The blocks a sequence holds, in order, and the tree nodes its first ones are entered under."""
+
+    blocks: list[int] = field(default_factory=list)
+    nodes: list[N] = field(default_factory=list)

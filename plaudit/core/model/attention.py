@@ -1,0 +1,233 @@
+"""Attention over a packed row. transformers calls `packed_attention`; the `layout` it carries says who attends to whom.
+
+Letters: T packed tokens, B sequences of a group, Lq and Lk their padded query and key counts, H heads, K key-value
+heads, G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from plaudit.core.model.operations import Rotation
+
+ATTENTION = "plaudit"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one layer adds to plain causal attention."""
+
+    scale: float | None = None
+    window: int | None = None  # a query sees this many keys, itself included
+    softcap: float | None = None
+    sinks: Tensor | None = None  # (H,) logits that take part in the softmax and give nothing
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of like length that share one attention call. Key j of a sequence is its token at position j."""
+
+    queries: Tensor  # (B, Lq) rows of the packed queries; short sequences repeat their last row
+    keys: Tensor  # (B, Lk) rows of whatever holds the keys
+    positions: Tensor  # (B, Lq) position of each query in its own sequence
+    whole: bool  # queries are positions 0..Lq-1 and keys the same tokens: plain causal attention
+    alone: slice | None = None  # the rows of the queries, if they are of one whole sequence
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(B, 1, Lq, Lk), 0 where a query sees a key and -inf elsewhere. Padding keys lie beyond every position."""
+        position = self.positions[:, None, :, None]
+        key = torch.arange(self.keys.shape[1], device=self.keys.device)
+        seen = key <= position
+        if window is not None:
+            seen &= key > position - window
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+@dataclass
+class Layout:
+    """Which packed tokens attend to which.
+
+    restore   for each packed token, its place in the concatenated, flattened groups
+    """
+
+    groups: tuple[Group, ...]
+    restore: Tensor
+    _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """query (T, H, D), key and value (T, K, D) of the new tokens -> (T, H, D)."""
+        keys, values = self.context(layer, key, value)
+        flat = []
+        for i, group in enumerate(self.groups):
+            mask = self.mask_of(i, rule.window, query.dtype)
+            if group.alone is not None:
+                q, k, v = (x[None, group.alone] for x in (query, key, value))
+            elif group.whole and query.requires_grad:
+                # Supervised training keeps its numbers to the bit, and so what its recipes were tried with.
+                q, k, v = query[group.queries], keys[group.keys], values[group.keys]
+            elif group.whole:  # its keys are new themselves: they need not be looked for in a cache
+                q, k, v = (rows_at(x, group.queries) for x in (query, key, value))
+            else:
+                q, k, v = rows_at(query, group.queries), rows_at(keys, group.keys), rows_at(values, group.keys)
+            flat.append(attend_group(q, k, v, mask, rule).flatten(0, 1))
+        return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], self.restore)
+
+    def attend_rotated(
+        self, layer: int, rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, rule: Rule
+    ) -> Tensor:
+        """The same, of queries and keys that are still to be rotated."""
+        query, key = rotation.both(query, key)
+        return self.attend(layer, query, key, value, rule)
+
+    def attend_wanted(
+        self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
+    ) -> Tensor:
+        """Attention of the rows `wanted` alone, each a sequence of one query: query (W, H, D) -> (W, H, D). keys and
+        values are what `context` gave."""
+        place = self.restore[wanted]
+        out = torch.empty(len(query), query.shape[1], values.shape[2], dtype=query.dtype, device=query.device)
+        start = 0
+        for group in self.groups:
+            size = group.queries.numel()
+            here = ((place >= start) & (place < start + size)).nonzero()[:, 0]
+            if len(here):
+                at = place[here] - start
+                rows = group.keys[at // group.queries.shape[1]]
+                mask = row_mask(group.positions.reshape(-1)[at], rows.shape[1], rule.window, query.dtype)
+                k, v = rows_at(keys, rows), rows_at(values, rows)
+                out[here] = attend_group(query[here][:, None], k, v, mask, rule)[:, 0]
+            start += size
+        return out
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What `Group.keys` points into: here the row itself, in a paged layout the cache."""
+        return key, value
+
+    def mask_of(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """The mask of a group, made once for all layers with this window; None where plain causal attention will do."""
+        group = self.groups[index]
+        if window is not None and window >= group.keys.shape[1]:
+            window = None
+        if group.whole and window is None:
+            return None
+        made = self._masks.get((index, window, dtype))
+        if made is None:
+            made = self._masks[index, window, dtype] = group.mask(window, dtype)
+        return made
+
+
+def rows_at(x: Tensor, at: Tensor) -> Tensor:
+    """x[at]: x (N, ...) and at (...) of rows. With gradients, whichever adds them up in a fixed order: on a CPU that is
+    index_select, which is also several times as fast, and on a GPU x[at]."""
+    if torch.is_grad_enabled() and x.requires_grad and x.device.type != "cpu":
+        return x[at]
+    return x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:])
+
+
+def row_mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(B, 1, 1, keys) for one query a row at these positions: 0 where it sees a key and -inf elsewhere."""
+    key = torch.arange(keys, device=position.device)
+    hidden = key > position[:, None]
+    if window is not None:
+        hidden |= key <= position[:, None] - window
+    blank = torch.zeros(hidden.shape, dtype=dtype, device=position.device)
+    return blank.masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """q (B, Lq, H, D), k and v (B, Lk, K, D) -> (B, Lq, H, D). Without a mask: causal from the first token."""
+    if rule.softcap is not None or rule.sinks is not None:
+        return _explicit(q, k, v, mask, rule)
+    batch, length, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if length == 1 and heads != kv_heads:
+        # One query: the heads of a key-value group become rows of one product, and no key is repeated.
+        q = q.reshape(batch, kv_heads, heads // kv_heads, -1)
+        out = F.scaled_dot_product_attention(q, k, v, mask, rule.dropout, scale=rule.scale)
+        return out.reshape(batch, 1, heads, -1)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, rule.dropout, is_causal=mask is None, scale=rule.scale, enable_gqa=heads != kv_heads
+    )
+    return out.transpose(1, 2)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """Soft caps and sinks, which fused kernels do not know."""
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    groups = heads // kv_heads
+    scale = dim**-0.5 if rule.scale is None else rule.scale
+    folded = q.reshape(batch, length, kv_heads, groups, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G*Lq, D)
+    scores = (folded @ k.permute(0, 2, 3, 1) * scale).view(batch, kv_heads, groups, length, -1)  # (B, K, G, Lq, Lk)
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    if mask is None:
+        future = torch.ones(length, k.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    else:
+        scores = scores + mask[:, :, None]
+    if rule.sinks is not None:
+        sink = rule.sinks.to(scores.dtype).reshape(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, length, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[1]]
+    if rule.dropout:
+        weights = F.dropout(weights, rule.dropout)
+    out = weights.flatten(2, 3) @ v.transpose(1, 2)  # (B, K, G*Lq, D)
+    return out.view(batch, kv_heads, groups, length, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    layout: Layout | None = None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention contract: query (1, H, T, D), key and value (1, K, T, D) -> (1, T, H, D)."""
+    if layout is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was set to packed attention and called without a layout: "
+            "call it through plaudit.core, or give it back with model.set_attn_implementation('sdpa')"
+        )
+    rule = Rule(scaling, sliding_window, softcap, s_aux, dropout)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = layout.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def use_packed_attention(model: nn.Module) -> None:
+    if model.config._attn_implementation != ATTENTION:  # type: ignore[union-attr]
+        model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+
+
+def group_spans(
+    spans: Sequence[tuple[int, int, int]], alone: int, ratio: float = 1.25, slack: int = 4
+) -> list[list[int]]:
+    """Put (first row, new tokens, tokens before them) spans of like shape together: indices into `spans`, by group. A
+    whole sequence of `alone` tokens or more is a group of its own."""
+    order = sorted(range(len(spans)), key=lambda i: (spans[i][1], spans[i][2], i))
+    groups: list[list[int]] = []
+    for i in order:
+        _, new, before = spans[i]
+        if groups:
+            _, new0, before0 = spans[groups[-1][0]]
+            lone = new >= alone and not (before and before0)
+            if (
+                not lone
+                and new <= new0 * ratio + slack
+                and abs(before - before0) <= (new0 + before0) * (ratio - 1) + slack
+            ):
+                groups[-1].append(i)
+                continue
+        groups.append([i])
+    return groups

@@ -1,0 +1,169 @@
+"""A transformers decoder as the engine sees it: a trunk that gives hidden rows, and the heads that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plaudit.algo.tokens.logprobs import head_logits
+from plaudit.core.model.attention import Layout, use_packed_attention
+from plaudit.core.model.lean import LeanTrunk
+from plaudit.core.model.packing import trunk
+from plaudit.errors import RequestError
+
+Kind = Literal["causal", "sequence", "token"]
+
+LOGIT_BYTES = 64 * 2**20  # log-probs of given tokens are taken in slices whose logits stay under this
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps per token."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+NOTHING = LayerShape(0, 0, 0)  # a layer of another stage
+
+
+class Decoder:
+    """Holds no weights of its own: every call reads the module as it is now."""
+
+    def __init__(self, module: nn.Module, kind: Kind, layers: Sequence[LayerShape] = ()) -> None:
+        self.module = module
+        self.kind = kind
+        self.layers = tuple(layers)
+        config: Any = module.config
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.trunk = trunk(module)
+        self.name = type(module).__name__
+        self.vocab_size: int = self.config.vocab_size
+        self.lean: LeanTrunk | None = None
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.trunk.parameters()).dtype
+
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers."""
+        width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return width * self.dtype.itemsize
+
+    def adapter_state(self) -> tuple[Hashable, ...]:
+        """Which of peft's adapters act now, layer by layer; () without any. They may come and go under the engine."""
+        if not hasattr(self.module, "peft_config"):  # peft leaves it there; a model of thousands of parts is not walked
+            return ()
+        layers: list[Any] = [
+            # of an adapter's layers it is a list; every transformers model has a method of that name
+            m
+            for m in self.module.modules()
+            if isinstance(getattr(m, "active_adapters", None), list)
+        ]
+        return tuple(
+            (tuple(m.active_adapters), m.disable_adapters, tuple(getattr(m, "merged_adapters", ()))) for m in layers
+        )
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """(1, T) tokens -> (T, hidden)."""
+        if self.lean is not None and not torch.is_grad_enabled():
+            return self.lean.hidden(input_ids, position_ids, layout)
+        use_packed_attention(self.module)
+        out = self.trunk(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout
+        )
+        rows: Tensor = out.last_hidden_state[0]
+        return rows
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """(W, hidden) -> (W, vocabulary), float32 or wider, by the learner's own product."""
+        head = self._vocabulary_head()
+        if type(head) is not nn.Linear:  # an adapter's layer adds to its weight
+            return self.finish(_wide(head(rows)))
+        return self.finish(head_logits(rows, head.weight, head.bias))
+
+    def columns(self, rows: Tensor, tokens: Sequence[int]) -> Tensor:
+        """The logits of a few tokens only, in float32: (W, hidden) -> (W, len(tokens))."""
+        head = self._vocabulary_head()
+        at = torch.tensor(tokens, device=rows.device)
+        if type(head) is not nn.Linear:  # an adapter's layer adds to its weight
+            return self.logits(rows)[:, at]
+        bias = None if head.bias is None else _wide(head.bias[at])
+        return self.finish(F.linear(_wide(rows), _wide(head.weight[at]), bias))
+
+    def head(self, rows: Tensor) -> Tensor:
+        """The class head in float32: (W, hidden) -> (W, labels)."""
+        if self.kind == "causal":
+            raise RequestError(f"{self.name} has no class head: name the vocabulary columns to read")
+        head: nn.Module = _class_head(self.module)
+        if isinstance(head, nn.Linear):
+            return F.linear(_wide(rows), _wide(head.weight), None if head.bias is None else _wide(head.bias))
+        return _wide(head(rows))
+
+    def logprobs(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """log p of each row's targets, (W, n). Slices of rows, so that the logits of all rows never exist at once."""
+        step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
+        parts = []
+        for start in range(0, len(rows), step):
+            logits = self.logits(rows[start : start + step])
+            chosen = logits.gather(1, targets[start : start + step])
+            parts.append(chosen - torch.logsumexp(logits, dim=1, keepdim=True))
+        return torch.cat(parts)
+
+    def _vocabulary_head(self) -> nn.Linear:
+        if self.kind != "causal":
+            raise RequestError(f"{self.name} has no vocabulary head: it scores, it does not generate")
+        return self.module.get_output_embeddings()  # type: ignore[no-any-return, operator]
+
+    @property
+    def plain_logits(self) -> bool:
+        """Whether nothing is done to the logits after the head."""
+        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        return all(getattr(self.config, name, None) is None for name in names)
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """What some families do to their logits; `support.inspect` compares the result with the module's own."""
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if (factor := getattr(self.config, "logit_scale", None)) is not None:
+            logits = logits * factor
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        return logits
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _class_head(module: nn.Module) -> nn.Module:
+    for name in ("score", "classifier"):
+        head = getattr(module, name, None)
+        if isinstance(head, nn.Module):
+            return head
+    raise RequestError(f"{type(module).__name__} has neither a `score` nor a `classifier` head")
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    name = type(module).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "sequence"
+    if name.endswith("ForTokenClassification"):
+        return "token"
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        return "causal"
+    return "token" if any(isinstance(getattr(module, n, None), nn.Module) for n in ("score", "classifier")) else None

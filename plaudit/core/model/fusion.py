@@ -1,0 +1,128 @@
+"""Fused kernels for parts of a model that every family writes the same way, found by what they compute.
+
+Norms, gated MLPs and rotary embeddings cost many small launches in eager mode. A part is replaced only if a kernel gave
+what the part itself gives on random input, so nothing depends on a model's name; what is not recognised runs as it is.
+Replacements hold inside `applied()` alone: the module itself is not changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.core import kernels
+from plaudit.core.model import differentiable
+
+Call = Callable[..., Any]
+PROBED = 64  # size of the heads that a rotary embedding is tried on
+
+
+class Fusion:
+    def __init__(self, trunk: nn.Module) -> None:
+        self.forwards: list[tuple[nn.Module, Call]] = []
+        self.functions: list[tuple[Any, str, Call]] = []
+        known: dict[tuple[type, Any], str | None] = {}
+        for module in trunk.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                self._norm(module, known)
+            elif _is_gated(module):
+                self._gated(module, known)
+        for home in {sys.modules[type(module).__module__] for module in trunk.modules()}:
+            original = getattr(home, "apply_rotary_pos_emb", None)
+            if original is not None and _same_rotary(original, next(trunk.parameters())):
+                self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(original)))
+
+    def covers(self, parts: Sequence[nn.Module]) -> bool:
+        """Whether a kernel gave what each of these parts gives, and what the rotary embedding does."""
+        known = {module for module, _ in self.forwards}
+        return bool(self.functions) and known.issuperset(parts)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
+        try:
+            for module, forward in self.forwards:
+                module.__dict__["forward"] = forward
+            for home, name, function in self.functions:
+                setattr(home, name, function)
+            yield
+        finally:
+            for module, _ in self.forwards:
+                module.__dict__.pop("forward", None)
+            for home, name, original in originals:
+                setattr(home, name, original)
+
+    def _norm(self, module: nn.Module, known: dict[tuple[type, Any], str | None]) -> None:
+        weight = getattr(module, "weight", None)
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
+            return
+        key = (type(module), weight.dtype)
+        if key not in known:
+            probe = _random(weight, 4, weight.shape[0])
+            kinds = {"llama": False, "gemma": True}
+            known[key] = next(
+                (k for k, g in kinds.items() if _same(kernels.rms_norm(probe, weight, epsilon, g), module(probe))), None
+            )
+        kind = known[key]
+        if kind is not None:
+            gemma = kind == "gemma"
+            self.forwards.append((module, lambda x: differentiable.rms_norm(x, weight, epsilon, gemma)))
+
+    def _gated(self, module: Any, known: dict[tuple[type, Any], str | None]) -> None:
+        def fused(x: Tensor) -> Tensor:
+            down: Tensor = module.down_proj(differentiable.silu_mul(module.gate_proj(x), module.up_proj(x)))
+            return down
+
+        weight = module.gate_proj.weight
+        key = (type(module), weight.dtype)
+        if key not in known:
+            probe = _random(weight, 4, weight.shape[1])
+            known[key] = "gated" if _same(fused(probe), module(probe)) else None
+        if known[key] is not None:
+            self.forwards.append((module, fused))
+
+
+def _is_gated(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
+
+
+def _rotary_or(original: Call) -> Call:
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+        packed = query.is_cuda and query.shape[0] == 1 and cos.shape[-1] == query.shape[-1]
+        if rest or named or not packed or cos.requires_grad:
+            return original(query, key, cos, sin, *rest, **named)
+        return differentiable.rotary(query, key, cos, sin)
+
+    return rotate
+
+
+def _same_rotary(original: Call, like: Tensor) -> bool:
+    query, key = (_random(like, 1, 5, n, PROBED).transpose(1, 2) for n in (4, 2))
+    angle = _random(like, 1, 5, PROBED // 2).repeat(1, 1, 2).float()
+    cos, sin = angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+    try:
+        expected = original(query, key, cos, sin)
+    except (TypeError, RuntimeError):  # another signature or another layout of the angles
+        return False
+    return all(_same(a, b) for a, b in zip(kernels.rotary(query, key, cos, sin), expected, strict=True))
+
+
+def _random(like: Tensor, *shape: int) -> Tensor:
+    """From a generator of its own: what a model draws later does not depend on how often it was tried."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
+
+
+def _same(found: Tensor, expected: Any) -> bool:
+    """Equal to the rounding of the dtype."""
+    if not isinstance(expected, Tensor) or found.shape != expected.shape:
+        return False
+    scale = expected.float().abs().max().clamp_min(1e-6)
+    tolerance = 4 * torch.finfo(expected.dtype).eps
+    return bool((found.float() - expected.float()).abs().max() <= tolerance * scale)

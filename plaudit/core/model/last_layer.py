@@ -1,0 +1,127 @@
+"""The last layer on wanted rows only.
+
+Every token's keys and values are needed in the last layer, but its output only where somebody reads it. The layer runs
+twice: once on all rows as far as its attention, which takes keys and values and breaks off, then on the wanted rows
+alone. No layer code is known here; a trial when the engine is made shows whether a model takes it, and if not, all rows
+are computed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.model.attention import Layout, Rule
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import pack
+
+WORTH = 4  # narrow if wanted rows are at most one in this many
+
+
+class _BrokenOff(Exception):
+    """Keys and values of the last layer are stored; the rest of it is not needed."""
+
+
+class _Narrow(Layout):
+    """Stands before a layout while the last layer runs twice. Earlier layers go straight through."""
+
+    def __init__(self, inner: Layout, wanted: Tensor, last: int) -> None:
+        super().__init__(inner.groups, inner.restore)
+        self.inner = inner
+        self.wanted = wanted
+        self.last = last
+        self.stored: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if layer != self.last:
+            return self.inner.attend(layer, query, key, value, rule)
+        if self.stored is None:
+            self.stored = self.inner.context(layer, key, value)
+            raise _BrokenOff
+        return self.inner.attend_wanted(layer, self.wanted, query, *self.stored, rule)
+
+
+class WantedRows:
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.last = len(decoder.layers) - 1
+        self.layer = _last_layer(decoder)
+        self._narrowing: _Narrow | None = None
+        with torch.inference_mode():
+            if self.layer is not None and decoder.lean is None and not self._works():
+                self.layer = None
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+        """(W, hidden): the rows `wanted` of the packed row."""
+        if self.layer is None or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
+            return self.decoder.hidden(input_ids, position_ids, layout)[wanted]
+        if self.decoder.lean is not None:
+            return self.decoder.lean.hidden(input_ids, position_ids, layout, wanted)
+        return self._narrow(input_ids, position_ids, layout, wanted)
+
+    def _narrow(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+        assert self.layer is not None
+        layer, tokens = self.layer, input_ids.shape[1]
+        narrow = _Narrow(layout, wanted, self.last)
+        handle = None
+
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if self._narrowing is not narrow:  # an interruption has kept it from being removed
+                return args, kwargs
+            with suppress(_BrokenOff):
+                layer.forward(*args, **kwargs)
+            cut = _Cut(wanted, tokens)
+            return tuple(cut(a) for a in args), {name: cut(value) for name, value in kwargs.items()}
+
+        try:
+            self._narrowing = narrow
+            handle = layer.register_forward_pre_hook(before, with_kwargs=True)
+            return self.decoder.hidden(input_ids, position_ids, narrow)
+        finally:
+            self._narrowing = None
+            if handle is not None:
+                handle.remove()
+
+    def _works(self) -> bool:
+        ids = [[t % self.decoder.vocab_size for t in part] for part in ([3, 1, 4, 1, 5, 9], [2, 6, 5])]
+        packed = pack(ids, self.decoder.device)
+        wanted = torch.tensor([5, 8], device=self.decoder.device)
+        module = self.decoder.module
+        training = module.training
+        module.eval()
+        try:
+            whole = self.decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)[wanted]
+            part = self._narrow(packed.input_ids, packed.position_ids, packed.layout, wanted)
+        except Exception:  # whatever a strange layer trips over, it can still be run on all rows
+            return False
+        finally:
+            module.train(training)
+        tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 5e-2
+        return part.shape == whole.shape and bool((part - whole).abs().max() <= tolerance * whole.abs().max())
+
+
+class _Cut:
+    """Takes the wanted rows of whatever is (1, T, ...)."""
+
+    def __init__(self, wanted: Tensor, tokens: int) -> None:
+        self.wanted = wanted
+        self.tokens = tokens
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape[:2] == (1, self.tokens):
+            return value[:, self.wanted]
+        if isinstance(value, tuple):
+            return tuple(self(v) for v in value)
+        return value
+
+
+def _last_layer(decoder: Decoder) -> nn.Module | None:
+    for module in decoder.trunk.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(decoder.layers) > 1:
+            return module[-1]
+    return None

@@ -1,0 +1,150 @@
+"""The trunk of a Llama-shaped decoder, run on its own weights without the cost of its modules.
+
+For small models on a CPU most of a step is overhead: modules calling modules, norms and rotary embeddings of many small
+operations; on a GPU it is launches. This is the same arithmetic in few calls, with `operations` for what lies between
+the products. It is used only for a module that has just these parts and whose own forward gave the same rows in a
+trial; every other model runs as it is. It holds no weights: they are read from the module's parts in every call, so new
+weights are used at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plaudit.core.model.attention import Layout, Rule
+from plaudit.core.model.operations import Operations, Rotation
+from plaudit.core.model.split import RowLinear
+
+PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+OPTIONAL_NORMS = ("q_norm", "k_norm")  # of every head, as in Qwen 3
+
+
+class Layer(NamedTuple):
+    """The parts of one layer by name. Attribute access on a module is slow, so these are the modules' own tables, in
+    which an adapter that takes a part's place is found at once."""
+
+    norms: dict[str, nn.Module]
+    attention: dict[str, nn.Module]
+    mlp: dict[str, nn.Module]
+    dim: int
+    rule: Rule
+
+
+class LeanTrunk:
+    def __init__(self, trunk: Any, rules: Sequence[Rule], operations: Operations) -> None:
+        self.trunk = trunk
+        self.operations = operations
+        self.layers = [_parts(layer, rule) for layer, rule in zip(trunk.layers, rules, strict=True)]
+
+    @property
+    def replaced(self) -> list[nn.Module]:
+        """The parts of the module that `operations` stand in for, the rotary embedding aside."""
+        parts: list[nn.Module] = [self.trunk.norm]
+        for layer in self.trunk.layers:
+            parts += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]
+            parts += [norm for name in OPTIONAL_NORMS if (norm := getattr(layer.self_attn, name, None)) is not None]
+        return parts
+
+    @staticmethod
+    def fits(trunk: Any) -> bool:
+        """Whether the trunk has the parts, and no others; what they compute is for the trial to say."""
+        layers = getattr(trunk, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or set(dict(trunk.named_children())) - {
+            "embed_tokens", "layers", "norm", "rotary_emb"
+        }:  # fmt: skip
+            return False
+        rotary = getattr(trunk, "rotary_emb", None)
+        turned = 2 * len(getattr(rotary, "inv_freq", ()))  # numbers of a head
+        return type(trunk.embed_tokens) is nn.Embedding and all(_layer_fits(layer, turned) for layer in layers)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None) -> Tensor:
+        """(1, T) tokens -> (T, hidden), or the rows `wanted` of it."""
+        x = self.trunk.embed_tokens(input_ids[0])
+        cos, sin = self.trunk.rotary_emb(x[None], position_ids)
+        rotation = self.operations.rotation(cos[0], sin[0])
+        norms = [layer.norms["input_layernorm"] for layer in self.layers] + [self.trunk.norm]
+        last = len(self.layers) - 1
+        y = self._norm(x, norms[0])
+        for i, layer in enumerate(self.layers):
+            chosen = wanted if i == last else None
+            attended = self._attention(i, layer, y, rotation, layout, chosen)
+            x = x if chosen is None else x[chosen]
+            x, y = self._add_norm(x, attended, layer.norms["post_attention_layernorm"])
+            mlp = layer.mlp
+            gated = self.operations.gated(_linear(y, mlp["gate_proj"]), _linear(y, mlp["up_proj"]))
+            x, y = self._add_norm(x, _linear(gated, mlp["down_proj"]), norms[i + 1])
+        return y
+
+    def _attention(
+        self, index: int, layer: Layer, y: Tensor, rotation: Rotation, layout: Layout, wanted: Tensor | None
+    ) -> Tensor:
+        parts = layer.attention
+        key = self._heads(y, parts, "k", layer.dim)
+        value = _linear(y, parts["v_proj"]).view(len(y), -1, layer.dim)
+        if wanted is None:
+            query = self._heads(y, parts, "q", layer.dim)
+            out = layout.attend_rotated(index, rotation, query, key, value, layer.rule)
+        else:
+            query = rotation.at(wanted).one(self._heads(y[wanted], parts, "q", layer.dim))
+            keys, values = layout.context(index, rotation.one(key), value)
+            out = layout.attend_wanted(index, wanted, query, keys, values, layer.rule)
+        return _linear(out.reshape(len(out), -1), parts["o_proj"])
+
+    def _heads(self, y: Tensor, parts: dict[str, nn.Module], name: str, dim: int) -> Tensor:
+        heads = _linear(y, parts[f"{name}_proj"]).view(len(y), -1, dim)
+        norm = parts.get(f"{name}_norm")
+        return heads if norm is None else self._norm(heads, norm)
+
+    def _norm(self, x: Tensor, part: Any) -> Tensor:
+        weight = part._parameters.get("weight")
+        if weight is None:
+            adapted: Tensor = part(x)
+            return adapted
+        return self.operations.norm(x, weight, part.variance_epsilon)
+
+    def _add_norm(self, x: Tensor, y: Tensor, part: Any) -> tuple[Tensor, Tensor]:
+        weight = part._parameters.get("weight")
+        if weight is None:
+            x = x + y
+            return x, part(x)
+        return self.operations.add_norm(x, y, weight, part.variance_epsilon)
+
+
+def _parts(layer: Any, rule: Rule) -> Layer:
+    attention = layer.self_attn
+    return Layer(layer._modules, attention._modules, layer.mlp._modules, attention.head_dim, rule)
+
+
+def _layer_fits(layer: Any, turned: int) -> bool:
+    if set(dict(layer.named_children())) != set(PARTS):
+        return False
+    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
+    linear = [attention.pop(f"{name}_proj", None) for name in "qkvo"]
+    linear += [mlp.pop(f"{name}_proj", None) for name in ("gate", "up", "down")]
+    activation = mlp.pop("act_fn", None)
+    norms = [attention.pop(name) for name in OPTIONAL_NORMS if name in attention]
+    norms += [layer.input_layernorm, layer.post_attention_layernorm]
+    return (
+        not attention and not mlp and all(type(part) in (nn.Linear, RowLinear) for part in linear)
+        and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
+        and getattr(layer.self_attn, "head_dim", None) == turned and (activation is None or _is_silu(activation))
+    )  # fmt: skip
+
+
+def _is_silu(activation: nn.Module) -> bool:
+    """Tried by itself: in half precision the rows of a whole trunk are too coarse to tell it from others."""
+    x = torch.linspace(-4, 4, 64)
+    return torch.allclose(activation(x), F.silu(x), atol=1e-5)
+
+
+def _linear(x: Tensor, part: nn.Module) -> Tensor:
+    if type(part) is not nn.Linear:  # its ranks add up, or an adapter has taken its place since the trial
+        adapted: Tensor = part(x)
+        return adapted
+    parameters = part._parameters
+    return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]

@@ -1,0 +1,163 @@
+"""Packed forward: the tokens of many sequences lie end to end in one row, so linear layers see no padding.
+
+An unmodified transformers decoder runs on the row; its attention is ours and learns from `layout` which tokens belong
+together. Gradients flow through it, so training uses the same forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.model.attention import ATTENTION, Group, Layout, group_spans, use_packed_attention
+from plaudit.core.model.varlen import VarlenLayout
+
+__all__ = ["ATTENTION", "Packed", "PackedTree", "hidden_rows", "pack", "pack_tree", "trunk", "use_packed_attention"]
+
+ALONE = 96  # tokens of a whole sequence from which on it is attended to by itself
+
+
+@dataclass(frozen=True)
+class Packed:
+    input_ids: Tensor  # (1, T)
+    position_ids: Tensor  # (1, T)
+    layout: Layout
+    starts: tuple[int, ...]  # offset in the row of each sequence's own tokens
+    lengths: tuple[int, ...]  # how many those are
+    shared: tuple[int, ...]  # how many tokens before them are another's
+    rows: tuple[np.ndarray, ...]  # per sequence, the row of each of its tokens, shared ones included
+
+
+@dataclass(frozen=True)
+class PackedTree:
+    """A row in which sequences share the tokens of a common beginning."""
+
+    packed: Packed
+    rows: tuple[np.ndarray, ...]  # per sequence, the row of each of its tokens, shared ones included
+
+    @property
+    def tokens(self) -> int:
+        return self.packed.input_ids.shape[1]
+
+
+def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True) -> Packed:
+    """`lone`: long sequences may be attended to one by one. Training says no, so that its passes with and without
+    gradients, and its recipes' numbers, stay equal to the bit."""
+    lengths = tuple(len(ids) for ids in sequences)
+    if not lengths or min(lengths) == 0:
+        raise ValueError(f"cannot pack {len(lengths)} sequences of lengths {lengths}: each needs a token")
+    ends = np.cumsum(lengths)
+    starts = tuple((ends - lengths).tolist())
+    rows = tuple(np.arange(start, end) for start, end in zip(starts, ends, strict=True))
+    return _packed(sequences, [0] * len(lengths), rows, starts, device, lone)
+
+
+def pack_tree(
+    sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True
+) -> PackedTree:  # fmt: skip
+    """Pack sequences given in lexical order; each shares the rows of its common beginning with the one before it."""
+    rows: list[np.ndarray] = []
+    shared: list[int] = []
+    starts: list[int] = []
+    total = 0
+    for i, ids in enumerate(sequences):
+        # The last token is always the sequence's own, so that every sequence has a query of its own.
+        common = min(common_prefix(sequences[i - 1], ids), len(ids) - 1) if i else 0
+        own = len(ids) - common
+        rows.append(np.concatenate([rows[-1][:common] if i else [], np.arange(total, total + own)]).astype(np.int64))
+        shared.append(common)
+        starts.append(total)
+        total += own
+    return PackedTree(_packed(sequences, shared, tuple(rows), tuple(starts), device, lone), tuple(rows))
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    limit = min(len(a), len(b))
+    if limit and a[0] != b[0]:  # as with most neighbours in a tree
+        return 0
+    if a[:limit] == b[:limit]:
+        return limit
+    low, high = 0, limit  # a[:low] equals b[:low], a[:high] does not: slices compare faster than a loop over tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _packed(
+    sequences: Sequence[Sequence[int]], shared: Sequence[int], rows: tuple[np.ndarray, ...], starts: tuple[int, ...],
+    device: torch.device | str, lone: bool,
+) -> Packed:  # fmt: skip
+    own = tuple(len(ids) - before for ids, before in zip(sequences, shared, strict=True))
+    tokens = np.fromiter(
+        chain.from_iterable(ids[before:] for ids, before in zip(sequences, shared, strict=True)), np.int64, sum(own)
+    )
+    positions = np.concatenate([np.arange(b, b + n) for b, n in zip(shared, own, strict=True)])
+    layout = packed_layout(list(zip(starts, own, shared, strict=True)), rows, device, lone)
+    return Packed(send(tokens, device)[None], send(positions, device)[None], layout, starts, own, tuple(shared), rows)
+
+
+def packed_layout(
+    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str, lone: bool = True
+) -> Layout:
+    """The layout of spans (first row, new tokens, tokens before) whose keys lie at `rows`, one row per token."""
+    if torch.device(device).type == "cuda":
+        return VarlenLayout(spans, rows, device, lambda: grouped_layout(spans, rows, device))
+    return grouped_layout(spans, rows, device, lone)
+
+
+def grouped_layout(
+    spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str, lone: bool = True
+) -> Layout:
+    """The same, for attention over groups of like length."""
+    groups: list[Group] = []
+    restore = np.empty(sum(new for _, new, _ in spans), dtype=np.int64)
+    done = 0
+    # On a CPU a long sequence by itself is as fast, and needs no copies of its rows and no padding.
+    lone = lone and torch.device(device).type == "cpu"
+    for members in group_spans(spans, ALONE if lone else sys.maxsize):
+        first, new, before = (np.array([spans[i][f] for i in members])[:, None] for f in range(3))
+        longest, most = int(new.max()), int((new + before).max())
+        steps = np.minimum(np.arange(longest)[None], new - 1)
+        keys = np.zeros((len(members), most), dtype=np.int64)
+        for row, i in enumerate(members):
+            keys[row, : len(rows[i])] = rows[i]
+        restore[first + steps] = done + np.arange(len(members))[:, None] * longest + steps
+        queries, at, positions = (torch.from_numpy(x).to(device) for x in (first + steps, keys, before + steps))
+        whole = not before.any()
+        start, length, _ = spans[members[0]]
+        alone = slice(start, start + length) if lone and whole and len(members) == 1 else None
+        groups.append(Group(queries, at, positions, whole, alone))
+        done += len(members) * longest
+    return Layout(tuple(groups), torch.from_numpy(restore).to(device))
+
+
+def send(values: np.ndarray, device: torch.device | str) -> Tensor:
+    """To the device; to a GPU from pinned memory, so that the host does not wait for what the GPU is still doing."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def trunk(model: nn.Module) -> nn.Module:
+    """The decoder without its head, for any transformers model class."""
+    return getattr(model, model.base_model_prefix)  # type: ignore[no-any-return, call-overload]
+
+
+def hidden_rows(model: nn.Module, packed: Packed) -> Tensor:
+    """Final hidden states of every packed token, (T, hidden)."""
+    out = trunk(model)(
+        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
+        layout=packed.layout,
+    )  # fmt: skip
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden

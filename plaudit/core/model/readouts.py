@@ -1,0 +1,96 @@
+"""What is read from hidden rows when a sequence is scored instead of continued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import send
+from plaudit.records import NEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """`head`: class logits; `columns`: logits of a few vocabulary tokens; `logprobs`: their logs of p.
+
+    positions   ascending; the rows of the sequence to read
+    columns     vocabulary tokens; for log-probs also NEXT, the token that follows each position
+    hidden      whether the hidden row itself follows what was read from it
+    """
+
+    what: Literal["head", "columns", "logprobs"]
+    positions: tuple[int, ...]
+    columns: tuple[int, ...] = ()
+    hidden: bool = False
+
+    @property
+    def first_position(self) -> int:
+        return self.positions[0] if self.positions else 0
+
+    def within(self, start: int, end: int) -> list[int]:
+        return [p for p in self.positions if start <= p < end]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One sequence's share of the rows of a step."""
+
+    read: Read
+    tokens: Sequence[int]
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PendingReadout:
+    """What was read, still on its device: a GPU goes on with the next batch until somebody asks for `arrays`."""
+
+    readings: Sequence[Reading]
+    parts: list[tuple[list[int], Tensor]]  # which readings, and their values end to end
+
+    def arrays(self) -> list[np.ndarray]:
+        """Per sequence, (positions, values)."""
+        results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(self.readings)
+        for members, tensor in self.parts:
+            values, start = tensor.cpu().numpy(), 0
+            for i in members:
+                count = len(self.readings[i].positions)
+                results[i] = values[start : start + count]
+                start += count
+        return results
+
+
+def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> PendingReadout:
+    """Read each sequence's rows, which lie end to end in `rows`. Sequences that want the same share one product."""
+    offsets = np.cumsum([0, *(len(r.positions) for r in readings)])
+    parts: list[tuple[list[int], Tensor]] = []
+    wants: dict[tuple[str, tuple[int, ...], bool], list[int]] = {}
+    for i, reading in enumerate(readings):
+        wants.setdefault((reading.read.what, reading.read.columns, reading.read.hidden), []).append(i)
+    for (what, columns, hidden), members in wants.items():
+        if len(wants) == 1:
+            chosen = rows
+        else:
+            at = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in members])
+            chosen = rows[torch.from_numpy(at).to(rows.device)]
+        if len(chosen) == 0:
+            continue
+        values = _values(decoder, chosen, what, columns, [readings[i] for i in members])
+        parts.append((members, torch.cat([values, chosen.to(values.dtype)], dim=1) if hidden else values))
+    return PendingReadout(readings, parts)
+
+
+def _values(decoder: Decoder, rows: Tensor, what: str, columns: tuple[int, ...], readings: Sequence[Reading]) -> Tensor:
+    if what == "head":
+        return decoder.head(rows)
+    if what == "columns":
+        return decoder.columns(rows, columns)
+    targets = np.empty((len(rows), len(columns)), dtype=np.int64)
+    for i, column in enumerate(columns):
+        targets[:, i] = [r.tokens[p + 1] for r in readings for p in r.positions] if column == NEXT else column
+    return decoder.logprobs(rows, send(targets, rows.device))

@@ -1,0 +1,109 @@
+"""Packed attention on a GPU: one kernel for sequences of any lengths.
+
+Half precision takes our Triton kernel without gradients and torch's flash attention with them. float32, soft caps and
+sinks, which those do not know, take the grouped path of the CPU, on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.core.model.attention import Layout, Rule
+
+HALF = (torch.float16, torch.bfloat16)
+MOST_DIM = 256
+
+
+class VarlenLayout(Layout):
+    """spans (first row, new tokens, tokens before) in row order; `rows[i]` says where each key of span i lies, in the
+    row itself or in a cache."""
+
+    def __init__(
+        self, spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str,
+        grouped: Callable[[], Layout], *, end_to_end: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__((), torch.empty(0))
+        new, before = (np.array([span[field] for span in spans]) for field in (1, 2))
+        whole = new + before
+        self.longest_query, self.longest_key = int(new.max()), int(whole.max())
+        # One array and one copy: small transfers cost as much as large ones.
+        numbers = np.concatenate([[0], new.cumsum(), [0], whole.cumsum(), whole, before]).astype(np.int32)
+        sent = torch.from_numpy(numbers).to(device, non_blocking=True)
+        sizes = [len(spans) + 1, len(spans) + 1, len(spans), len(spans)]
+        self.query_ends, self.key_ends, self.key_counts, self.before = torch.split(sent, sizes)
+        self.key_starts = self.key_ends[:-1]
+        self.counts = new
+        self.key_rows: Tensor | None = None
+        if not (end_to_end if end_to_end is not None else not before.any()):
+            self.key_rows = torch.from_numpy(np.concatenate(rows)).to(device, non_blocking=True)
+        self._tiles: Tensor | None = None
+        self._grouped = grouped
+        self._made: Layout | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if not known(query, value, rule):
+            return self.grouped.attend(layer, query, key, value, rule)
+        keys, values = self.context(layer, key, value)
+        if torch.is_grad_enabled() and query.requires_grad:
+            return self._flash(query, keys, values, rule)
+        spans = (self.query_ends, self.key_starts, self.key_counts, self.tiles)
+        return self._varlen(query, keys, values, spans, rule)
+
+    def attend_wanted(
+        self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
+    ) -> Tensor:
+        if not known(query, values, rule):
+            return self.grouped.attend_wanted(layer, wanted, query, keys, values, rule)
+        # Every wanted row is a sequence of one query, which sees the keys up to its own position.
+        count = len(wanted)
+        sequence = torch.searchsorted(self.query_ends, wanted.int(), right=True) - 1
+        position = self.before[sequence] + wanted.int() - self.query_ends[sequence]
+        ends = torch.arange(count + 1, dtype=torch.int32, device=wanted.device)
+        tiles = torch.stack([ends[:-1], torch.zeros_like(ends[:-1])], dim=1).contiguous()
+        return self._varlen(query, keys, values, (ends, self.key_starts[sequence], position + 1, tiles), rule)
+
+    @property
+    def tiles(self) -> Tensor:
+        if self._tiles is None:
+            from plaudit.core.kernels import query_tiles
+
+            tiles = torch.from_numpy(query_tiles(self.counts))
+            self._tiles = tiles.to(self.query_ends.device, non_blocking=True)
+        return self._tiles
+
+    @property
+    def grouped(self) -> Layout:
+        if self._made is None:
+            self._made = self._grouped()
+        return self._made
+
+    def _varlen(
+        self, query: Tensor, keys: Tensor, values: Tensor, spans: tuple[Tensor, Tensor, Tensor, Tensor], rule: Rule
+    ) -> Tensor:
+        from plaudit.core.kernels import varlen_attention
+
+        scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+        return varlen_attention(query, keys, values, *spans, scale=scale, window=rule.window, key_rows=self.key_rows)
+
+    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
+        """torch's own kernel, which has a backward pass."""
+        if self.key_rows is not None:
+            keys, values = keys.index_select(0, self.key_rows), values.index_select(0, self.key_rows)
+        window = -1 if rule.window is None else rule.window - 1
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            query, keys, values, self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, True, False,
+            scale=rule.scale, window_size_left=window, window_size_right=0,
+        )[0]  # fmt: skip
+        return out
+
+
+def known(query: Tensor, value: Tensor, rule: Rule) -> bool:
+    dim = query.shape[-1]
+    return (
+        query.dtype in HALF and rule.softcap is None and rule.sinks is None and not rule.dropout
+        and dim <= MOST_DIM and dim % 8 == 0 and value.shape[-1] == dim
+    )  # fmt: skip

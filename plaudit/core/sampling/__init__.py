@@ -1,0 +1,1 @@
+"""Sampling parameters, and tokens drawn from logits."""

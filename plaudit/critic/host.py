@@ -1,0 +1,282 @@
+"""The HTTP process's side of a critic: its worker, what is under way there, and what is known of its state.
+
+All calls go to one worker in the order in which they came, one at a time: values asked for while an update is under way
+are those after it. If the worker dies, what was under way is answered with an error and another worker starts from the
+last save. Were there updates since, they are gone: until somebody goes back to a save on purpose, nothing is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from prometheus_client import Gauge
+
+from plaudit.config.critic import CriticServerTable
+from plaudit.serve.http.admission import Admission
+from plaudit.serve.http.message import HttpError, Request
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.protocols.critic.wire import Lesson
+from plaudit.serve.protocols.triton.wire import Rows
+from plaudit.serve.workers import frames
+from plaudit.serve.workers.link import KILL_SECONDS, SILENCE_SECONDS, Link
+
+NAME = "critic"
+# What the worker calls an error, and the status it has. Nothing of these has changed the weights.
+STATUS = {"refused": 422, "not_finite": 422, "conflict": 409, "unknown_save": 404}
+
+
+class State(msgspec.Struct):
+    """What a worker says of itself with every answer.
+
+    updates  that were made since the critic was new
+    save     the newest state on disk that this one comes from; None: the model it was started with
+    saved    how many of the updates that state has
+    """
+
+    updates: int
+    save: str | None
+    saved: int
+
+
+class CriticInfo(msgspec.Struct):
+    """What does not change while a critic lives."""
+
+    vocabulary: int
+    positions: int
+    parameters: int
+    rewards: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """blocks  arrays of two dimensions, in the order of the frame's own kind"""
+
+    blocks: list[np.ndarray]
+    text: str
+
+
+@dataclass(slots=True)
+class _Call:
+    future: asyncio.Future[Answer]
+    trains: bool
+    blocks: list[np.ndarray] = field(default_factory=list)
+
+
+class CriticHost:
+    def __init__(
+        self, table: CriticServerTable, module: str, admission: Admission, metrics: Metrics, log: Log
+    ) -> None:  # fmt: skip
+        """`module` is run as the worker."""
+        self.table = table
+        self.changed = asyncio.Event()
+        self.metrics = metrics
+        self.admission = admission
+        self.state = State(0, None, 0)
+        self.facts: CriticInfo | None = None
+        self.lost = 0
+        self._log = log
+        self._shown = ""
+        self._ids = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._updates = Gauge("plaudit_critic_updates", "Updates of the critic", registry=metrics.registry)
+        self._loss = Gauge("plaudit_critic_loss", "Value loss of the last update", registry=metrics.registry)
+        self.link = Link(
+            NAME, table.model_dump(exclude_none=True), self, _environment(), table.limits.load_seconds, module
+        )
+
+    async def open(self) -> None:
+        hello = await self.link.loaded()
+        self.facts = msgspec.convert(hello.facts["facts"], CriticInfo)
+        self._take(msgspec.convert(hello.facts["state"], State))
+
+    # Calls
+
+    async def evaluate(self, rows: Rows, request: Request) -> tuple[list[np.ndarray], np.ndarray | None]:
+        """The values of every token of each row; and the rewards of the rows, if the server has a reward model."""
+        tokens = rows.tokens or []
+        self._check(tokens)
+        frame = frames.Evaluate(0, [len(row) for row in tokens], frames.as_bytes(tokens), rows.sentences, rows.add_end)
+        size = sum(frame.lengths) or sum(len(text) // 4 + 1 for text in rows.sentences or ())
+        answer = await self._call(frame, request, size)
+        ends = np.cumsum(msgspec.json.decode(answer.text, type=list[int]))
+        values = np.split(answer.blocks[0][:, 0], ends[:-1])
+        return values, answer.blocks[1] if len(answer.blocks) > 1 else None
+
+    async def learn(self, lesson: Lesson, request: Request) -> dict[str, float]:
+        """`value/loss` and whatever else the update tells of itself; `updates` are those up to this one."""
+        self._check(lesson.tokens)
+        lengths = [len(row) for row in lesson.tokens]
+        frame = frames.Learn(
+            0, lengths, frames.as_bytes(lesson.tokens), lesson.prompts, lesson.mask.tobytes(), lesson.returns.tobytes(),
+            lesson.values.tobytes(), lesson.update_id, lesson.updates,
+        )  # fmt: skip
+        answer = await self._call(frame, request, sum(lengths))
+        told: dict[str, float] = msgspec.json.decode(answer.text, type=dict[str, int | float])
+        self._loss.set(told["value/loss"])
+        return told
+
+    async def save(self, request: Request) -> State:
+        saved = msgspec.json.decode((await self._call(frames.Keep(0), request, 1)).text, type=State)
+        self._log("saved", save=saved.save, updates=saved.updates)
+        return saved
+
+    async def load(self, name: str, request: Request) -> None:
+        """Go back to a save: also what brings a critic into service again that has lost updates."""
+        await self._call(frames.Keep(0, name), request, 1, lost_too=True)
+        self.lost = 0
+        self._log("loaded", save=name, updates=self.state.updates)
+        self.on_change()
+
+    async def _call(
+        self, frame: frames.Evaluate | frames.Learn | frames.Keep, request: Request, tokens: int, *,
+        lost_too: bool = False,
+    ) -> Answer:  # fmt: skip
+        if self.link.state != "ready":
+            raise HttpError(503, "not_ready", f"the critic: {self.link.public_reason}", retry_after=1)
+        if self.lost and not lost_too:
+            raise HttpError(409, "state_lost", self._lost_reason())
+        with self.admission.tokens(request.tenant, tokens):
+            id = frame.id = next(self._ids)
+            call = _Call(asyncio.get_running_loop().create_future(), isinstance(frame, frames.Learn))
+            self._calls[id] = call
+            self.link.send(frame)
+            try:
+                async with asyncio.timeout(request.deadline - time.monotonic()):
+                    return await call.future
+            except TimeoutError:
+                raise HttpError(504, "deadline", f"the deadline passed, {self._under_way(frame)}") from None
+            finally:
+                # An update that has been sent is made, whoever still waits for it: its id answers who comes again.
+                if self._calls.pop(id, None) is not None and self.link.state == "ready":
+                    self.link.send(frames.Cancel([id]))
+
+    @staticmethod
+    def _under_way(frame: frames.Frame) -> str:
+        if isinstance(frame, frames.Learn):
+            return "and the update may yet be made: with the same update_id it can be asked for again"
+        return f"with {type(frame).__name__} waiting or under way"
+
+    def _check(self, rows: Sequence[Sequence[int]]) -> None:
+        if self.facts is None:
+            raise HttpError(503, "not_ready", f"the critic: {self.link.public_reason}", retry_after=1)
+        for at, row in enumerate(rows):
+            if len(row) > self.facts.positions:
+                raise HttpError(
+                    400, "too_long", f"tokens[{at}] has {len(row)} tokens, the critic takes {self.facts.positions}"
+                )
+            wrong = next((t for t in (min(row), max(row)) if not 0 <= t < self.facts.vocabulary), None)
+            if wrong is not None:
+                raise HttpError(
+                    400, "bad_tokens", f"tokens[{at}] has the id {wrong}; the vocabulary has {self.facts.vocabulary}"
+                )
+
+    # The worker
+
+    def on_results(self, results: frames.Results) -> None:
+        values = np.frombuffer(results.values, dtype="<f4")
+        at = 0
+        for id, rows, columns in zip(results.ids, results.rows, results.columns, strict=True):
+            if id in self._calls:
+                self._calls[id].blocks.append(values[at : at + rows * columns].reshape(rows, columns))
+            at += rows * columns
+        for id, type, message in results.errors:
+            self._fail(id, HttpError(STATUS.get(type, 500), type, message))
+        for id, text in results.texts:
+            if id == 0:
+                self._take(msgspec.json.decode(text, type=State))
+            elif (call := self._calls.pop(id, None)) is not None and not call.future.done():
+                call.future.set_result(Answer(call.blocks, text))
+
+    def on_death(self) -> bool:
+        lost = self.state.updates - self.state.saved
+        if lost:
+            self.lost = lost
+        if self.facts is not None:  # from here on what is on disk is what there is
+            self.link.table["start"] = self.state.save or ""
+        self.state = State(self.state.saved, self.state.save, self.state.saved)
+        for id, call in list(self._calls.items()):
+            what = "the update was not made" if call.trains else "nothing was computed"
+            self._fail(id, HttpError(503, "worker_died", f"the critic's worker died: {what}", retry_after=1))
+        self.metrics.restarts.labels(NAME).inc()
+        return False
+
+    def on_change(self) -> None:
+        told = f"{self.link.state} {self.link.reason} {self.lost}"
+        if told != self._shown:
+            self._shown = told
+            self._log("critic", state=self.link.state, reason=self.link.reason, updates_lost=self.lost)
+        self.changed.set()
+
+    def _take(self, state: State) -> None:
+        self.state = state
+        self._updates.set(state.updates)
+
+    def _fail(self, id: int, error: HttpError) -> None:
+        call = self._calls.pop(id, None)
+        if call is not None and not call.future.done():
+            call.future.set_exception(error)
+
+    def _lost_reason(self) -> str:
+        where = "the model it was started with" if self.state.save is None else f"save {self.state.save!r}"
+        return (
+            f"the critic's worker died, and {self.lost} updates that were not saved are gone with it: go back to a "
+            f"save (POST /v1/critic/load), or start the server again to go on from {where}"
+        )
+
+    # The server
+
+    async def unready(self) -> list[str]:
+        if self.admission.draining:
+            return ["the server is shutting down"]
+        if self.link.state != "ready" or self.facts is None:
+            return [f"{NAME}: {self.link.public_reason}"]
+        if self.link.silent_for() > SILENCE_SECONDS:
+            return [f"{NAME}: its worker has been silent for {self.link.silent_for():.0f} s"]
+        return [self._lost_reason()] if self.lost else []
+
+    def describe(self) -> list[dict[str, Any]]:
+        state = msgspec.to_builtins(self.state)
+        facts = {} if self.facts is None else msgspec.to_builtins(self.facts)
+        return [
+            {
+                "name": NAME, "kind": "critic", "state": self.link.state, "reason": self.link.public_reason,
+                "restarts": self.link.restarts, **state, "updates_lost": self.lost, **facts,
+                "clip": self.table.clip, "lr": self.table.lr,
+            }
+        ]  # fmt: skip
+
+    def failed(self) -> list[str]:
+        return [f"{NAME}: {self.link.reason}"] if self.link.state == "failed" else []
+
+    def hopeful(self) -> bool:
+        return self.link.state != "failed"
+
+    def tick(self) -> None:
+        if self.link.state == "ready" and self.link.silent_for() > KILL_SECONDS:
+            self.link.kill(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
+
+    def kill(self) -> None:
+        self.link.kill()
+
+    async def close(self) -> None:
+        if unsaved := self.state.updates - self.state.saved:
+            self._log("unsaved", updates=unsaved, save=self.state.save)
+        await self.link.close()
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

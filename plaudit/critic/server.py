@@ -1,0 +1,55 @@
+"""`plaudit critic`: a critic that trains, behind NeMo-Aligner's protocol. This process listens; its worker computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plaudit.config.critic import CriticServerTable, parse_critic
+from plaudit.config.table import read_toml
+from plaudit.critic.host import CriticHost
+from plaudit.critic.routes import PROTOCOLS, WRITING, CriticDoor
+from plaudit.errors import ConfigError, nearest
+from plaudit.serve.http.admission import Admission
+from plaudit.serve.http.auth import Keys, loopback
+from plaudit.serve.http.routes import Routes
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.options import named_keys, split_names
+from plaudit.serve.server import ServerBackend, run_server
+
+WORKER = "plaudit.critic.worker"
+
+
+def critic_table(
+    config: Path | None = None, api_keys: Sequence[str] = (), allow_open: str | None = None, **flags: Any
+) -> CriticServerTable:
+    """Flags win over the file; those that are None were not given."""
+    tree: dict[str, Any] = {} if config is None else read_toml(config, "critic configuration")
+    tree |= {key: value for key, value in flags.items() if value is not None}
+    if api_keys:
+        tree["api_keys"] = named_keys(api_keys)
+    if allow_open is not None:
+        tree["allow_open"] = split_names(allow_open)
+    return parse_critic(tree, "plaudit critic" if config is None else str(config))
+
+
+def serve_critic(table: CriticServerTable) -> int:
+    """Serve until a signal, or until the critic cannot be had any more; the exit code."""
+    for name in table.allow_open:
+        if name not in PROTOCOLS:
+            raise ConfigError(f"allow_open names {name!r}; {nearest(name, PROTOCOLS)}")
+    if not table.resume and any(Path(table.save_dir).glob("step-*")):
+        raise ConfigError(
+            f"{table.save_dir} already holds saves of a critic: --resume goes on from the newest, --save-dir names "
+            "another directory"
+        )
+
+    def build(admission: Admission, keys: Keys, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
+        host = CriticHost(table, WORKER, admission, metrics, log)
+        # On this machine alone, or where somebody said so, whoever may ask may also teach.
+        trusted = WRITING in table.allow_open or (loopback(table.host) and table.admin_key is None)
+        return host, CriticDoor(host, guarded=not trusted).routes()
+
+    return run_server(table, build, "critic", f"critic_infer, critic_train, critic_save; saves in {table.save_dir}")

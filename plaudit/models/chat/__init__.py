@@ -1,0 +1,1 @@
+"""Chat templates: messages to token ids, rendered in another process with a deadline."""

@@ -1,0 +1,222 @@
+"""Chat templates: messages to token ids, in which only the template can write control tokens.
+
+1. Every string of a message is guarded: a mark, a character found nowhere else, goes inside each control string in it.
+2. The template runs on the guarded messages, in another process, with a deadline.
+3. What is still a whole control string was written by the template. The text between loses its marks and is read
+   literally.
+
+Where no content would have become a control token this is exactly `tokenizer.apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.errors import ModelError, RequestError, nearest
+from plaudit.models.chat.renderer import RENDERER
+from plaudit.models.text import Codec, codec_of, refuse_surrogates
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters: never in interchanged text
+Message = Mapping[str, Any]
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = False, *,
+    seconds: float = 5.0,
+) -> list[int]:  # fmt: skip
+    """Token ids of a conversation. The template has `seconds` to render it."""
+    return render_chats(tokenizer, [messages], add_generation_prompt, seconds=seconds)[0]
+
+
+def render_chats(
+    tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False,
+    *, seconds: float = 5.0,
+) -> list[list[int]]:  # fmt: skip
+    """The same of many, which go to the other process and come back together. The first that fails raises."""
+    template, seams = _template(tokenizer), _Seams(codec_of(tokenizer))
+    guards, guarded = [], []
+    for messages in conversations:
+        _check_messages(messages, template)
+        guards.append(guard := _Guard(seams, _choose_mark(template, messages)))
+        guarded.append([guard.value(dict(message)) for message in messages])
+    rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds)
+    careful = [guard.used or seams.codec.unknown_ends for guard in guards]
+    plain = iter(_encode_plain(tokenizer, [text for text, marked in zip(rendered, careful, strict=True) if not marked]))
+    return [
+        _encode_guarded(tokenizer, seams.codec, text, guard.mark) if marked else next(plain)
+        for guard, text, marked in zip(guards, rendered, careful, strict=True)
+    ]
+
+
+def render_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, seconds: float = 5.0) -> str:
+    """What the template writes of messages whose contents are trusted."""
+    template = _template(tokenizer)
+    _check_messages(messages, template)
+    return _render(tokenizer, template, [messages], False, seconds)[0]
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerFast, template: str, conversations: Sequence[Sequence[Message]],
+    add_generation_prompt: bool, seconds: float,
+) -> list[str]:  # fmt: skip
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    return RENDERER.render(template, conversations, add_generation_prompt, names, seconds)
+
+
+class _Guard:
+    def __init__(self, seams: _Seams, mark: str) -> None:
+        self.seams, self.mark, self.used = seams, mark, False
+
+    def value(self, value: Any, key: str = "") -> Any:
+        if isinstance(value, str):
+            return value if key in ("role", "type") else self.text(value)
+        if isinstance(value, Mapping):
+            return {self.text(str(name)): self.value(item, str(name)) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(item) for item in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise RequestError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and objects")
+
+    def text(self, text: str) -> str:
+        cuts = self.seams[text]
+        if not cuts:
+            return text
+        self.used = True
+        return self.mark.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
+
+
+class _Seams(dict[str, list[int]]):
+    """Where a text must be cut, so that neither it nor an end of it beside the template's own text makes a control
+    string. What many conversations have in common, such as their first turns, is looked at once."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def __missing__(self, text: str) -> list[int]:
+        refuse_surrogates(text)
+        places = {match.start() + 1 for match in self.codec.pattern.finditer(text)}
+        places |= self._ends(text)
+        if self.codec.normalized and self._hidden(text):
+            places |= set(range(1, len(text)))
+        self[text] = sorted(places)
+        return self[text]
+
+    def _ends(self, text: str) -> set[int]:
+        """Ends of the text, as it is or trimmed, that the template's own text could complete to a control string."""
+        places = set()
+        stripped = text.strip()
+        if stripped:
+            start = text.find(stripped)
+            controls = self.codec.controls.values()
+            if stripped.startswith(self.codec.tails) or any(stripped in control for control in controls):
+                places.add(start)
+            if stripped.endswith(self.codec.heads):
+                places.add(start + len(stripped))
+        if text.startswith(self.codec.tails):
+            places.add(0)
+        if text.endswith(self.codec.heads):
+            places.add(len(text))
+        return places
+
+    def _hidden(self, text: str) -> bool:
+        """Whether normalising (of full-width characters, say) uncovers a control string."""
+        return self.codec.pattern.search(self.codec.backend.normalizer.normalize_str(text)) is not None
+
+
+def _encode_plain(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    """Together: the tokenizer takes a core for each."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids
+
+
+def _encode_guarded(tokenizer: PreTrainedTokenizerFast, codec: Codec, rendered: str, mark: str) -> list[int]:
+    controls = _controls(tokenizer, codec, rendered)
+    freed = _freed(controls, rendered, mark)
+    text = _unmarked(rendered, mark)
+    # If the same control tokens stand at the same places without the marks, the guard was not needed.
+    if not codec.unknown_ends and _controls(tokenizer, codec, text) == freed:
+        whole: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return whole
+    ids: list[int] = []
+    done = 0
+    for token, begin, end in freed:
+        ids += [*codec.literal(text[done:begin]), token]
+        done = end
+    return ids + codec.literal(text[done:])
+
+
+def _freed(controls: list[tuple[int, int, int]], rendered: str, mark: str) -> list[tuple[int, int, int]]:
+    """The control tokens with their spans in the text without marks. In one pass: there may be many of both."""
+    freed = []
+    seen = length = 0
+    for token, begin, end in controls:
+        start = length + len(_unmarked(rendered[seen:begin], mark))
+        length = start + len(_unmarked(rendered[begin:end], mark))
+        freed.append((token, start, length))
+        seen = end
+    return freed
+
+
+def _controls(tokenizer: PreTrainedTokenizerFast, codec: Codec, text: str) -> list[tuple[int, int, int]]:
+    """Control tokens written out in the text, each with its span."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        (token, begin, end)
+        for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        if token in codec.controls and (token != codec.unknown or text[begin:end].strip() == codec.controls[token])
+    ]
+
+
+def _unmarked(text: str, mark: str) -> str:
+    return text.replace(mark, "").replace(_escaped(mark), "")
+
+
+def _escaped(mark: str) -> str:
+    """The mark as a template's JSON filter may write it."""
+    return f"\\u{ord(mark):04x}"
+
+
+def _choose_mark(template: str, messages: Sequence[Message]) -> str:
+    seen = template + repr(messages)
+    for mark in MARKS:
+        if mark not in seen and _escaped(mark) not in seen:
+            return mark
+    raise RequestError("the messages hold every Unicode noncharacter from U+FDD0 to U+FDEF; remove one")
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerFast) -> bool:
+    return bool(_default_template(tokenizer))
+
+
+def _default_template(tokenizer: PreTrainedTokenizerFast) -> Any:
+    found = tokenizer.chat_template
+    return found.get("default") if isinstance(found, Mapping) else found
+
+
+def _template(tokenizer: PreTrainedTokenizerFast) -> str:
+    found = _default_template(tokenizer)
+    if not found:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
+            "set tokenizer.chat_template and save it, or send {prompt, responses} instead of {messages}"
+        )
+    return str(found)
+
+
+def _check_messages(messages: Sequence[Message], template: str) -> None:
+    if not messages:
+        raise RequestError("the list of messages is empty; give at least one")
+    for place, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str):
+            raise RequestError(f"message {place} has no role; expected an object with role and content")
+        # A role reaches the template unguarded, since some templates build a control token from it: "<|" + role + "|>".
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise RequestError(f"message {place} has the role {role[:40]!r}; {nearest(role[:40], ROLES)}")

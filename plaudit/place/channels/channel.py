@@ -1,0 +1,210 @@
+"""How weights travel from a trainer to its engines: what a channel is, and what all channels do alike.
+
+A publication is a message to every receiver, the data on its way, and an acknowledgement from every receiver, within
+one deadline. Names, shapes, dtypes and the version are checked on both sides. A receiver that is dead or late is named
+in a ReceiverLost; the others have then been heard to the end, so that their wires are clean.
+
+Versions go up. The same version may be published again, to an engine that was restarted for instance; a lower one is
+refused, unless another publisher (a trainer that was started anew) sends it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from plaudit.errors import PlauditError, ReceiverLost, WeightsRefused
+from plaudit.place.channels.weights import Layout, Weights
+
+DEADLINE = 120.0  # seconds for one publication, unless a channel is given another
+
+
+class Wire(Protocol):
+    """The control connection from the trainer to one receiver. What is told is answered in order.
+
+    name   for errors: "rollout 0 (pid 4711)"
+    """
+
+    name: str
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Plain data that MessagePack can write; raises ReceiverLost if the other end is gone."""
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """The next answer; raises ReceiverLost if the other end is gone or `seconds` have passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """bytes         of the weights, each tensor once
+    extra_bytes   memory that the channel took on both sides, beside the trainer's and the engines' own weights
+    """
+
+    version: int
+    seconds: float
+    bytes: int
+    extra_bytes: int
+
+
+class Channel(Protocol):
+    """The trainer's side: disk, collective, shared."""
+
+    def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
+        """Every receiver among `wires` has the weights when this returns. A receiver that is not among them counts as
+        gone. A rank that only helps to gather sharded weights has no wires."""
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """The engine's side. `version` is None while it is stale: not yet served, or left half written by a failure. A
+    stale engine must not generate. Between two messages nothing of it runs, so the engine is never torn."""
+
+    version: int | None
+
+    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Do what the message asks; the answer to it."""
+
+    def close(self) -> None: ...
+
+
+class Target(Protocol):
+    """What the weights are for: a module's own tensors, or an engine that takes names and tensors."""
+
+    def check(self, layout: Layout) -> None:
+        """Raises WeightsRefused if these are not the weights it has."""
+
+    def home(self, name: str) -> Tensor | None:
+        """The target's own memory of a tensor, if to write there is to load it: saves a copy."""
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy them. A tensor holds its values only until the next one is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a receiver's side of a channel got. checksum: None where none was asked for."""
+
+    checksum: str | None
+    extra_bytes: int
+
+
+class Side(Protocol):
+    """A receiver's side of one kind of channel; `place.receiver` checks version and layout before it is asked."""
+
+    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What must be settled before data moves."""
+
+    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Received: ...
+
+    def close(self) -> None: ...
+
+
+class Publisher:
+    """What every channel does: number publications, ask all receivers, hear them all."""
+
+    def __init__(self, seconds: float = DEADLINE) -> None:
+        self.seconds = seconds
+        self.id = secrets.token_hex(8)
+        self.version: int | None = None
+        self._number = 0
+
+    def begin(self, version: int) -> Exchange:
+        if self.version is not None and version < self.version:
+            raise WeightsRefused(f"version {version} was asked to be published after version {self.version}")
+        self.version = version
+        self._number += 1
+        return Exchange(f"{self.id}-{self._number}", self.id, version, time.monotonic(), self.seconds)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One publication while it goes on. Answers to an earlier one, which came too late, are passed over.
+
+    lost   receivers that are gone, by the names of their wires; raised when the others have been heard
+    """
+
+    id: str
+    publisher: str
+    version: int
+    begun: float
+    seconds: float
+    lost: dict[str, ReceiverLost] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.begun + self.seconds - time.monotonic())
+
+    @property
+    def taken(self) -> float:
+        return time.monotonic() - self.begun
+
+    def ask(self, wires: Sequence[Wire], message: dict[str, Any]) -> list[dict[str, Any]]:
+        self.tell(wires, message)
+        return self.answers(wires)
+
+    def tell(self, wires: Sequence[Wire], message: dict[str, Any]) -> None:
+        envelope = {"exchange": self.id, "publisher": self.publisher, "version": self.version}
+        for wire in wires:
+            try:
+                wire.tell({**message, **envelope})
+            except ReceiverLost as error:
+                self.lost[wire.name] = error
+
+    def answers(self, wires: Sequence[Wire], grace: float = 0.0) -> list[dict[str, Any]]:
+        """One from each, in order. All are heard before anything is raised; who is lost comes before who refused.
+
+        grace   seconds that each has at least, though the deadline may be over: to find out who missed it
+        """
+        heard, refused = [], []
+        for wire in wires:
+            if wire.name in self.lost:
+                continue
+            try:
+                answer = self._answer(wire, grace)
+            except ReceiverLost as error:
+                self.lost[wire.name] = error
+                continue
+            if "error" in answer:
+                refused.append(f"{wire.name}: {answer['error']}")
+            heard.append(answer)
+        if self.lost:
+            raise ReceiverLost.several(list(self.lost.values()))
+        if refused:
+            raise WeightsRefused("; ".join(refused))
+        return heard
+
+    def _answer(self, wire: Wire, grace: float) -> dict[str, Any]:
+        until = time.monotonic() + max(self.left, grace)
+        while True:
+            answer = wire.answer(max(0.0, until - time.monotonic()))
+            if answer.get("exchange") == self.id:
+                return answer
+
+
+def check_acknowledged(
+    wires: Sequence[Wire], answers: Sequence[dict[str, Any]], version: int, checksum: str | None
+) -> None:
+    """Each has this version, and what it got is what was sent."""
+    for wire, answer in zip(wires, answers, strict=True):
+        if answer["version"] != version:
+            raise WeightsRefused(f"{wire.name} has version {answer['version']} and was sent version {version}")
+        if answer["checksum"] != checksum:
+            raise WeightsRefused(
+                f"{wire.name} has weights of checksum {answer['checksum']}, sent was {checksum}: they were damaged on "
+                "the way; publish again"
+            )
+
+
+def answered(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
+    """The receiver's answer, ready to be sent back. A refusal is an answer too; a bug is not."""
+    try:
+        answer = receiver.receive(message)
+    except PlauditError as error:
+        answer = {"error": str(error)}
+    return {**answer, "exchange": message.get("exchange")}

@@ -1,0 +1,90 @@
+"""A piece of memory that two processes of one machine have mapped: of the CPU, or of a GPU.
+
+On the CPU it is a memfd, which has no name in any filesystem: it is opened through the maker's /proc/PID/fd and freed
+when the last process that has it ends, also by kill -9. On a GPU it is an allocation of its own by the driver (never a
+part of torch's pool, whose expandable segments cannot be shared), known to others by its IPC handle of 64 bytes; the
+driver frees it with its maker.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plaudit.errors import WeightsRefused
+from plaudit.place.channels.cuda_segment import CudaSegment, OpenedCudaSegment
+
+
+class Segment(Protocol):
+    """memory   (bytes,) uint8
+    handle   how another process opens it; plain data
+    """
+
+    memory: Tensor
+    handle: dict[str, Any]
+
+    def close(self) -> None:
+        """Views of the memory must not be used afterwards."""
+
+
+def make_segment(size: int, device: torch.device) -> Segment:
+    if device.type == "cuda":
+        return CudaSegment(size, device)
+    if device.type == "cpu":
+        return CpuSegment(size)
+    raise WeightsRefused(f"weights on {device} cannot be shared between processes: set placement.channel to 'disk'")
+
+
+def open_segment(handle: dict[str, Any]) -> Segment:
+    return OpenedCudaSegment(handle) if handle["kind"] == "cuda" else OpenedCpuSegment(handle)
+
+
+class CpuSegment:
+    def __init__(self, size: int) -> None:
+        create = getattr(os, "memfd_create", None)
+        if create is None:
+            raise WeightsRefused("shared memory needs Linux: set placement.channel to 'disk' or 'collective'")
+        self._file: int = create("plaudit-weights")
+        os.ftruncate(self._file, size)
+        self._map = _mapped(self._file, size)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.handle: dict[str, Any] = {
+            "kind": "cpu", "pid": os.getpid(), "file": self._file, "inode": os.fstat(self._file).st_ino, "size": size,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        # The mapping itself goes with the last tensor that lies in it.
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class OpenedCpuSegment:
+    def __init__(self, handle: dict[str, Any]) -> None:
+        self.handle = handle
+        pid, size = int(handle["pid"]), int(handle["size"])
+        try:
+            file = os.open(f"/proc/{pid}/fd/{int(handle['file'])}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightsRefused(
+                f"cannot open the shared weights of process {pid}: {error.strerror}; trainer and engine must run on "
+                "one machine, as one user and in one container: else set placement.channel to 'disk' or 'collective'"
+            ) from error
+        try:
+            if os.fstat(file).st_ino != handle["inode"]:
+                raise WeightsRefused(f"process {pid} is not the one that shares these weights: publish again")
+            self.memory = torch.frombuffer(_mapped(file, size), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """The mapping goes with the last tensor that lies in it."""
+
+
+def _mapped(file: int, size: int) -> mmap.mmap:
+    # Populated: a page fault for every 4 KiB would cost more than the copy that comes after.
+    return mmap.mmap(file, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -1,0 +1,192 @@
+"""Weights in memory that trainer and engines of one machine have mapped: shared memory on a CPU, CUDA IPC on a GPU.
+
+Two forms:
+
+    SharedChannel(module)   The module's tensors are moved into one segment, once, and the engines' tensors become views
+                            of it. To publish is a message and its answer: nothing is copied, and an engine needs no
+                            weights of its own. The trainer writes where the engine reads, so engines must be paused
+                            from the first change until the publication: the hybrid placement.
+    SharedChannel()         Two segments. New weights are copied into the one that no engine uses, then all engines
+                            flip: engines may run all the while, and never see a torn set. The async placement.
+
+On a GPU an engine of the second form copies from the segment instead of flipping, since its CUDA graphs hold addresses;
+it copies between two steps, and one segment is enough.
+
+Names, shapes, dtypes and the version are checked each time, and in the first form that every tensor is still where it
+was put. Bytes do not travel, so a full checksum is made only if it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.errors import WeightsRefused
+from plaudit.place.channels.channel import DEADLINE, Publication, Publisher, Received, Target, Wire, check_acknowledged
+from plaudit.place.channels.checksum import Checksum
+from plaudit.place.channels.segment import Segment, make_segment, open_segment
+from plaudit.place.channels.target import ModuleTarget
+from plaudit.place.channels.weights import Layout, Weights
+
+
+class SharedChannel:
+    """module     whose tensors live in the segment from now on; None: two segments, and weights from anywhere
+    checksum   whether all bytes are summed on both sides
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, checksum: bool = False, seconds: float = DEADLINE) -> None:
+        self.checksum = checksum
+        self._publisher = Publisher(seconds)
+        self._segments: list[Segment] = []
+        self._layout: Layout | None = None
+        self._current = 0
+        self._filled: int | None = None  # the version that the current segment holds
+        self._home = module is not None
+        if module is not None:
+            self._move_in(module)
+
+    def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
+        exchange = self._publisher.begin(version)
+        if not wires and weights.sharded:
+            for _ in weights:  # another rank writes; this one helps to gather
+                pass
+            return Publication(version, exchange.taken, weights.nbytes, 0)
+        if self._home:
+            self._check_home(weights)
+        elif version != self._filled:
+            # The same version again goes to whoever lacks it from where it is: others may be using it.
+            self._fill_spare(weights)
+            self._filled = version
+        segment = self._segments[self._current]
+        if segment.memory.is_cuda:
+            torch.cuda.synchronize(segment.memory.device)
+        assert self._layout is not None
+        message = {
+            "channel": "shared", "do": "take", "segment": segment.handle, "stays": self._home,
+            "sum": self.checksum, "layout": self._layout.as_message(),
+        }  # fmt: skip
+        exchange.tell(wires, message)
+        mine = _sum(_views(self._layout, segment.memory)) if self.checksum else None
+        answers = exchange.answers(wires)
+        check_acknowledged(wires, answers, version, mine)
+        extra = 0 if self._home else sum(s.memory.nbytes for s in self._segments)
+        extra += sum(answer["extra_bytes"] for answer in answers)
+        return Publication(version, exchange.taken, weights.nbytes, max(0, extra))
+
+    def close(self) -> None:
+        """Of a module that lives here the tensors stay usable on a CPU; on a GPU they must not be used again."""
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
+
+    @torch.no_grad()
+    def _move_in(self, module: nn.Module) -> None:
+        weights = Weights.of(module)
+        if weights.sharded:
+            raise WeightsRefused("a sharded module has no whole weights to share: use SharedChannel() without a module")
+        target = ModuleTarget(module)
+        target.check(weights.layout)
+        self._prepare(weights)
+        views = dict(_views(weights.layout, self._segments[0].memory))
+        for name, tensor in weights:
+            views[name].copy_(tensor)
+        target.adopt(views.items())
+
+    def _prepare(self, weights: Weights) -> None:
+        """Segments for this layout: one if the module lives there or the engines copy, else two."""
+        devices = {tensor.device for tensor in weights.tensors.values()}
+        if len(devices) != 1:
+            raise WeightsRefused(f"the weights are on {sorted(map(str, devices))}: sharing needs them on one device")
+        device = devices.pop()
+        self._layout = weights.layout
+        count = 1 if self._home or device.type == "cuda" else 2
+        self._segments = [make_segment(weights.layout.offsets()[1], device) for _ in range(count)]
+        self._current = 0
+
+    def _check_home(self, weights: Weights) -> None:
+        assert self._layout is not None
+        if weights.layout != self._layout:
+            raise WeightsRefused("the weights have other names, shapes or dtypes than the module that is shared")
+        views = dict(_views(self._layout, self._segments[0].memory))
+        for name, tensor in weights.tensors.items():
+            if tensor.data_ptr() != views[name].data_ptr():
+                raise WeightsRefused(
+                    f"{name!r} is no longer in the shared memory: the module was moved or its tensors were replaced "
+                    "since; make a new SharedChannel of it"
+                )
+
+    @torch.no_grad()
+    def _fill_spare(self, weights: Weights) -> None:
+        if self._layout is None:
+            self._prepare(weights)
+        elif weights.layout != self._layout:
+            raise WeightsRefused("the weights have other names, shapes or dtypes than those published before")
+        else:
+            self._current = (self._current + 1) % len(self._segments)
+        assert self._layout is not None
+        views = dict(_views(self._layout, self._segments[self._current].memory))
+        for name, tensor in weights:
+            views[name].copy_(tensor)
+
+
+class SharedSide:
+    """Segments stay open while the publisher uses them: by their handles."""
+
+    def __init__(self) -> None:
+        self._publisher: str | None = None
+        self._open: list[Segment] = []
+        self._left: list[Segment] = []  # of a publisher before: closed when nothing lies in them any more
+
+    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        raise WeightsRefused("a publication by shared memory needs no preparation")
+
+    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Received:
+        segment = self._segment(message["publisher"], message["segment"])
+        memory = segment.memory
+        if memory.numel() != layout.offsets()[1]:
+            raise WeightsRefused(
+                f"the shared segment has {memory.numel()} bytes and its layout needs {layout.offsets()[1]}"
+            )
+        adopt = isinstance(target, ModuleTarget) and target.devices == {memory.device}
+        adopt = adopt and (message["stays"] or not memory.is_cuda)
+        if adopt and isinstance(target, ModuleTarget):
+            target.adopt(_views(layout, memory))
+        else:
+            target.load(_views(layout, memory))
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)
+        while self._left:
+            self._left.pop().close()
+        checksum = _sum(_views(layout, memory)) if message["sum"] else None
+        return Received(checksum, -layout.nbytes if adopt else 0)
+
+    def close(self) -> None:
+        for segment in self._left + self._open:
+            segment.close()
+        self._left, self._open = [], []
+
+    def _segment(self, publisher: str, handle: dict[str, Any]) -> Segment:
+        if publisher != self._publisher:
+            self._left += self._open
+            self._publisher, self._open = publisher, []
+        for segment in self._open:
+            if segment.handle == handle:
+                return segment
+        self._open.append(open_segment(handle))
+        return self._open[-1]
+
+
+def _views(layout: Layout, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for entry, place in zip(layout.entries, layout.offsets()[0], strict=True):
+        flat = memory[place : place + entry.nbytes].view(entry.torch_dtype)
+        yield entry.name, flat.view(entry.shape)
+
+
+def _sum(tensors: Iterator[tuple[str, Tensor]]) -> str:
+    checksum = Checksum()
+    for _, tensor in tensors:
+        checksum.update(tensor)
+    return checksum.hexdigest()

@@ -1,0 +1,50 @@
+"""Runs a command that must not outlive whoever started it: `python -m plaudit.place.engines.leash CORES COMMAND ...`.
+
+The owner holds the other end of this process's standard input. When that closes, for whatever reason (the owner was
+killed, too), the command and all processes it has started are told to end, and killed if they do not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+GRACE = 15.0  # seconds to end by itself
+
+
+def run(cores: Sequence[int], command: Sequence[str]) -> int:
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    # A session of its own: an interrupt at the terminal is for the owner, who then closes our standard input.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: _tell(process.pid, signal.SIGTERM))
+    watch = threading.Thread(target=_watch, args=(process,), daemon=True)
+    watch.start()
+    code = process.wait()
+    _tell(process.pid, signal.SIGKILL)  # what it has started and left behind
+    return code if code >= 0 else 128 - code
+
+
+def _watch(process: subprocess.Popen[bytes]) -> None:
+    while os.read(0, 4096):
+        pass
+    _tell(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        _tell(process.pid, signal.SIGKILL)
+
+
+def _tell(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+if __name__ == "__main__":
+    sys.exit(run([int(core) for core in sys.argv[1].split(",") if core], sys.argv[2:]))

@@ -1,0 +1,50 @@
+"""vLLM as a server of its own, in an environment of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plaudit
+from plaudit.place.engines.engine_server import EngineServer, free_port
+
+MODEL = "policy"  # the name it serves the model under
+EXTENSION = "plaudit.place.engines.vllm_extension.WorkerExtension"
+# What a server must have been started with, whoever starts it.
+REQUIRED = ("--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION)
+
+
+class VllmServer(EngineServer):
+    """Started, and not waited for: several start side by side.
+
+    python       the interpreter of an environment that has vLLM
+    model        a model directory
+    options      further options of vLLM's command line
+    environment  further environment variables
+    """
+
+    def __init__(
+        self, python: str, model: Path, log: Path, *, dtype: str, options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None, cores: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        # Its workers import our extension. They must find this package and nothing else of our environment.
+        self._path: Any = tempfile.TemporaryDirectory(prefix="plaudit-vllm-")
+        (Path(self._path.name) / "plaudit").symlink_to(Path(plaudit.__file__).parent)
+        port = free_port()
+        command = [
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", MODEL,
+            "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port), *REQUIRED, *options,
+        ]  # fmt: skip
+        variables = {
+            "VLLM_SERVER_DEV_MODE": "1",  # pausing, caches and collective_rpc are served in this mode alone
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": self._path.name,
+            **(environment or {}),
+        }
+        super().__init__("vLLM", command, port, log, variables, cores)
+
+    def close(self) -> None:
+        super().close()
+        self._path.cleanup()

@@ -1,0 +1,151 @@
+"""Whether a recipe's models have room on the device, by arithmetic, before anything is loaded.
+
+Counted is what must be there: weights, gradients, optimizers, a KV pool of a given size. Activations come on top, so a
+run that passes may still be too large; one that is refused is for certain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plaudit.config import RlRecipe
+from plaudit.config.reward import JudgeTable, ReadByEngine, RewardTable
+from plaudit.errors import ConfigError, PlauditError
+from plaudit.models import choose_device, resolve
+from plaudit.models.dtypes import DTYPES
+from plaudit.models.gpu import SMALLEST, check_device
+from plaudit.models.weights import read_directory
+
+Held = dict[str, int]
+_MEMINFO = Path("/proc/meminfo")
+
+
+def check_room(recipe: RlRecipe) -> None:
+    """Raise if the device that learns cannot hold what the recipe puts there. Says nothing of what it cannot know:
+    several ranks, and models that are not there, whose loading will say so."""
+    device = choose_device(recipe.model.device)
+    free = available(device)
+    if recipe.resources.ranks > 1 or free is None:
+        return
+    try:
+        held = owners(recipe, device)
+    except PlauditError:
+        return
+    phase, needed = fullest(recipe, held)
+    if sum(needed.values()) <= free:
+        return
+    parts = " + ".join(f"{owner} {_gib(size)}" for owner, size in needed.items())
+    raise ConfigError(
+        f"{phase} needs {parts} = {_gib(sum(needed.values()))} GiB, without activations, and {device} has {_gib(free)} "
+        f"GiB free: {_cure(recipe, held, free)}"
+    )
+
+
+def owners(recipe: RlRecipe, device: str) -> Held:
+    """Bytes of everything that the run will hold on `device`."""
+    dtype = DTYPES[recipe.model.dtype]
+    assert recipe.model.path is not None
+    count = parameters(recipe.model.path)
+    held = {"policy weights": count * dtype.itemsize}
+    if recipe.model.lora is None:
+        held |= _learning("policy", count, dtype)
+        if recipe.algorithm.kl.coef:
+            held["reference weights"] = count * dtype.itemsize
+    critic = recipe.critic
+    if critic is not None and not critic.shared and critic.url is None:
+        count = parameters(critic.path or recipe.model.path)
+        held |= {"critic weights": count * dtype.itemsize, **_learning("critic", count, dtype)}
+    rewards = sum(_reward(table, device) for table in recipe.scored_here())
+    if rewards:
+        held["reward weights"] = rewards
+    # On the host a pool takes memory only as far as it is written to.
+    if isinstance(recipe.engine.kv_bytes, int) and device.startswith("cuda") and not recipe.rollout_processes:
+        held["KV"] = recipe.engine.kv_bytes
+    return held
+
+
+def fullest(recipe: RlRecipe, held: Held) -> tuple[str, Held]:
+    """The phase that needs most, and what it needs."""
+    if recipe.placement.name != "swapped":
+        return f'placement.name = "{recipe.placement.name}"', held
+    policy: tuple[str, ...] = ("policy",)
+    critic: tuple[str, ...] = ("critic",)
+    if recipe.train.epochs * recipe.train.minibatches > 1:
+        policy = critic = ("policy", "critic")
+    phases = {
+        "loading": ("weights", "masters"),
+        "generation": ("KV",),
+        "the policy's update": policy,
+        "the critic's update": critic,
+    }
+
+    def of(words: tuple[str, ...]) -> Held:
+        # The policy's weights are there in every phase.
+        return {
+            o: size for o, size in held.items() if o == "policy weights" or any(word in o.split() for word in words)
+        }
+
+    phase = max(phases, key=lambda name: sum(of(phases[name]).values()))
+    return f'{phase} with placement.name = "swapped"', of(phases[phase])
+
+
+def parameters(path: str) -> int:
+    return sum(math.prod(stored.shape) for stored in read_directory(resolve(path)).values())
+
+
+def available(device: str) -> int | None:
+    """Bytes that can be had; None where nobody says."""
+    if device.startswith("cuda"):
+        check_device(device)
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    if not _MEMINFO.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def _learning(model: str, count: int, dtype: torch.dtype) -> Held:
+    """Gradients and Adam's two moments in float32, and a float32 copy of weights that are narrower."""
+    masters = {} if dtype.itemsize >= 4 else {f"{model} masters": 4 * count}
+    return {**masters, f"{model} optimizer": 2 * max(4, dtype.itemsize) * count, f"{model} gradients": 4 * count}
+
+
+def _reward(table: RewardTable | Mapping[str, Any], device: str) -> int:
+    keys = table if isinstance(table, Mapping) else table.model_dump()
+    if not isinstance(table, Mapping | ReadByEngine | JudgeTable) or keys.get("path") is None:
+        return 0
+    if choose_device(keys.get("device") or "auto").split(":")[0] != device.split(":")[0]:
+        return 0
+    return parameters(str(keys["path"])) * DTYPES[keys.get("dtype") or "float32"].itemsize
+
+
+def _cure(recipe: RlRecipe, held: Held, free: int) -> str:
+    """The first setting with which it would fit."""
+    swapped = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"name": "swapped"})})
+    without = {owner: size for owner, size in held.items() if owner != "KV"}
+    frozen = {
+        o: size
+        for o, size in held.items()
+        if not o.endswith(("masters", "optimizer", "gradients")) or "policy" not in o
+    }
+    frozen.pop("reference weights", None)
+    for setting, wanted in (
+        ('placement.name = "swapped"', fullest(swapped, held)[1]),
+        (f"a smaller engine.kv_bytes (now {_gib(held.get('KV', 0))} GiB)", fullest(recipe, without)[1]),
+        ("model.lora, which trains few weights and needs no reference,", fullest(recipe, frozen)[1]),
+    ):  # fmt: skip
+        if sum(wanted.values()) <= free:
+            return f"set {setting}: then {_gib(sum(wanted.values()))} GiB are needed"
+    return (
+        "no setting makes it fit one device; share it out with resources.data_parallel, or take a smaller model: the "
+        f"smallest recipe is {SMALLEST}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g}"

@@ -1,0 +1,110 @@
+"""Who holds memory: the models of a run, their gradients and optimizers, the KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from plaudit.core import Engine
+from plaudit.reward.blend import BlendReward
+from plaudit.reward.judges.backends import EngineAsk
+from plaudit.reward.judges.judge import JudgeReward
+from plaudit.reward.model import ModelReward
+from plaudit.train.optim.optimizer import Optimizer, local
+from plaudit.train.policy.critic import LocalCritic
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.trainee import Trainee
+from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.rollouts.sharing import SharedScorer
+
+Tensors = Callable[[], Iterable[Tensor]]
+Count = Callable[[], int]
+
+
+class Holdings:
+    """Functions of no arguments by owner: bytes held now. What an owner holds comes and goes, the owner stays."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Count] = {}
+
+    def add(self, owner: str, tensors: Tensors) -> None:
+        self.counts[owner] = lambda: sum(local(tensor).nbytes for tensor in tensors())
+
+    def add_module(self, owner: str, *modules: nn.Module) -> None:
+        held = [tensor for module in modules for tensor in weights_of(module)]
+        self.add(owner, lambda: held)
+
+    def add_optimizer(self, model: str, optimizer: Optimizer) -> None:
+        """Its float32 copies and moments, and the gradients that it steps by."""
+        self.add(f"{model} gradients", lambda: gradients_of(optimizer))
+        if copies := copies_of(optimizer):
+            self.add(f"{model} masters", lambda: copies)
+        self.add(f"{model} optimizer", lambda: moments_of(optimizer))
+
+    def add_kv(self, owner: str, engines: Sequence[Engine]) -> None:
+        self.counts[owner] = lambda: sum(engine.kv_held() for engine in engines)
+
+    def now(self) -> dict[str, int]:
+        return {owner: held for owner, count in self.counts.items() if (held := count())}
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, each once."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def copies_of(optimizer: Optimizer) -> list[Tensor]:
+    return [master for name, master in optimizer.masters.items() if master is not optimizer.parameters[name]]
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    held = [*optimizer.masters.values(), *optimizer.parameters.values()]
+    found = {id(tensor.grad): tensor.grad for tensor in held if tensor.grad is not None}
+    return list(found.values())
+
+
+def moments_of(optimizer: Optimizer) -> list[Tensor]:
+    """The step counts are left out: a number each."""
+    states: Mapping[Any, Mapping[str, Tensor]] = optimizer.adam.state
+    return [value for state in states.values() for key, value in state.items() if key != "step"]
+
+
+def reward_engines(scorer: object) -> list[Engine]:
+    """The models that a scorer runs in this process."""
+    if isinstance(scorer, SharedScorer):
+        return reward_engines(scorer.scorer)
+    if isinstance(scorer, Scorer):
+        return reward_engines(scorer.source)
+    if isinstance(scorer, BlendReward):
+        return [engine for member in scorer.members.values() for engine in reward_engines(member)]
+    if isinstance(scorer, ModelReward):
+        return [scorer.engine]
+    if isinstance(scorer, JudgeReward) and isinstance(scorer.ask, EngineAsk):
+        return [scorer.ask.engine]
+    return []
+
+
+def reference_module(reference: object) -> nn.Module | None:
+    """Of a reference with weights of its own; one without an adapter reads the policy's."""
+    return reference.module if isinstance(reference, Policy) else None
+
+
+def holdings_of(trainee: Trainee, engine: object, scorer: object) -> Holdings:
+    """Of the process that learns. An engine or a reward elsewhere holds nothing here."""
+    found = Holdings()
+    found.add_module("policy weights", trainee.loaded.module)
+    if trainee.shards is not None:
+        found.add_module("policy shards", trainee.shards.module)
+    found.add_optimizer("policy", trainee.optimizer)
+    if (frozen := reference_module(trainee.reference)) is not None:
+        found.add_module("reference weights", frozen)
+    if isinstance(trainee.critic, LocalCritic):
+        found.add_module("critic weights", trainee.critic.model)
+        found.add_optimizer("critic", trainee.critic.optimizer)
+    rewards = reward_engines(scorer)
+    if rewards:
+        found.add_module("reward weights", *(each.decoder.module for each in rewards))
+    found.add_kv("KV", [each for each in (engine, *rewards) if isinstance(each, Engine)])
+    return found

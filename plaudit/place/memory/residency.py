@@ -1,0 +1,191 @@
+"""What is on the device, phase by phase: the rest waits elsewhere and comes back bit for bit.
+
+A tensor that leaves keeps its identity, type and device and loses its memory; optimizers, hooks and modules that refer
+to it go on doing so. On a GPU what leaves goes to pinned host memory, and what the next phase needs is copied back on a
+stream of its own while the present phase computes, if that does not raise the peak: the first step shows how high each
+phase goes. On the CPU there is no second memory: what leaves goes to a file, and the memory back to the system.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plaudit.core import Engine
+from plaudit.place.memory.meter import Meter
+from plaudit.place.memory.stores import Store
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.run.clock import Clock
+
+
+class Resident(Protocol):
+    """Something that phases need or do without. `size` are the bytes it has on the device when it is here."""
+
+    here: bool
+
+    @property
+    def size(self) -> int: ...
+
+    def leave(self) -> None: ...
+
+    def come(self) -> None:
+        """It can be used when this returns."""
+
+    def come_ahead(self) -> bool:
+        """Begin to come, while others compute; `come` waits for the end of it. False: it cannot."""
+
+    def close(self) -> None:
+        """Nothing moves any more; what is away then is lost."""
+
+
+class Parked:
+    """Tensors that wait in a store. `frozen`: they never change, and are written there once."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], store: Store, *, frozen: bool = False) -> None:
+        self.tensors = tensors
+        self.store = store
+        self.frozen = frozen
+        self.here = True
+        self.size = 0
+        self._away: list[Tensor] = []
+        self._stored = False
+
+    def leave(self) -> None:
+        self.store.arrived()
+        self._away = list(self.tensors())
+        self.size = sum(tensor.nbytes for tensor in self._away)
+        if not (self.frozen and self._stored):
+            self.store.save([tensor.detach() for tensor in self._away])
+            self._stored = True
+        for tensor in self._away:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.here = False
+
+    def come(self) -> None:
+        if not self.here:
+            self._put(self.store.load())
+        self.store.arrived()
+
+    def come_ahead(self) -> bool:
+        begun = self.store.load_ahead()
+        if begun is not None:
+            self._put(begun)
+        return begun is not None
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _put(self, found: Sequence[Tensor]) -> None:
+        for tensor, memory in zip(self._away, found, strict=True):
+            tensor.data = memory
+        self._away, self.here = [], True
+
+
+class Sleeping:
+    """The KV of an engine: given back, and empty when it is taken again."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.here = True
+        self.size = 0
+
+    def leave(self) -> None:
+        self.size = max(self.size, self.engine.kv_held())
+        self.engine.sleep()
+        self.here = False
+
+    def come(self) -> None:
+        self.engine.wake()
+        self.here = True
+
+    def come_ahead(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+class Dropped:
+    """Gradients: made again in every update."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.here = True
+        self.size = 0
+
+    def leave(self) -> None:
+        self.optimizer.zero()
+        self.here = False
+
+    def come(self) -> None:
+        self.here = True
+
+    def come_ahead(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+class Residency:
+    """A watcher of the clock. `needs`: which residents a phase works with. A phase that is not named moves nothing."""
+
+    def __init__(
+        self, residents: Mapping[str, Resident], needs: Mapping[str, Iterable[str]], clock: Clock, meter: Meter | None
+    ) -> None:
+        self.residents = dict(residents)
+        self.needs = {phase: frozenset(names) & residents.keys() for phase, names in needs.items()}
+        self.clock = clock
+        self.meter = meter
+        self._following: dict[str, str] = {}
+        self._peaks: dict[str, int] = {}
+        """The most that a phase took, without what came ahead of the next."""
+        self._ahead = 0
+        self._last = ""
+
+    def begin(self, phase: str) -> None:
+        if phase not in self.needs:
+            return
+        begin = time.monotonic()
+        self._following[self._last] = phase
+        self._last = phase
+        ahead = self._next(phase)
+        self.arrange(self.needs[phase], ahead)
+        self._ahead = 0
+        for name in ahead:
+            resident = self.residents[name]
+            if resident.here or resident.come_ahead():
+                self._ahead += resident.size
+        self.clock.count("swap", time.monotonic() - begin)
+
+    def close(self) -> None:
+        self.clock.watchers.remove(self)
+        for resident in self.residents.values():
+            resident.close()
+
+    def end(self, phase: str, seconds: float) -> None:
+        peak = None if self.meter is None else self.meter.peak()
+        if phase in self.needs and peak is not None:
+            self._peaks[phase] = max(self._peaks.get(phase, 0), peak - self._ahead)
+
+    def arrange(self, needed: Iterable[str], kept: Iterable[str] = ()) -> None:
+        """What is needed is here, and what is neither needed nor kept is not."""
+        needed, stays = set(needed), {*needed, *kept}
+        gone = [name for name, resident in self.residents.items() if resident.here and name not in stays]
+        for name in gone:
+            self.residents[name].leave()
+        if gone and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what comes has other sizes than what went
+        for name in needed:
+            self.residents[name].come()
+
+    def _next(self, phase: str) -> set[str]:
+        """What the phase after this one needs besides, if there is room for it below the highest peak."""
+        following = self._following.get(phase)
+        if following is None or phase not in self._peaks:
+            return set()
+        ahead = {name for name in self.needs[following] - self.needs[phase] if self.residents[name].size}
+        extra = sum(self.residents[name].size for name in ahead)
+        return ahead if self._peaks[phase] + extra <= max(self._peaks.values()) else set()

@@ -1,0 +1,74 @@
+"""A connection back from a process that somebody else started, perhaps on another machine.
+
+Whoever starts it gives it an address and a token, both good for one connection. A caller without the token is sent
+away; the comparison takes the same time for every wrong one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import time
+
+from plaudit.errors import ReceiverLost
+
+TOKEN_BYTES = 32
+CALLER_SECONDS = 5.0  # for a caller to show its token: others wait behind it
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine that vanished is noticed in 25 s
+
+
+class CallbackListener:
+    """Listens on `host`, an address of this machine, at a free port."""
+
+    def __init__(self, host: str) -> None:
+        self._listening = socket.create_server((host, 0))
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+
+    def admit(self, name: str, seconds: float) -> socket.socket:
+        """The one that knows the token; then the door is shut."""
+        until = time.monotonic() + seconds
+        with self._listening:
+            while (left := until - time.monotonic()) > 0:
+                self._listening.settimeout(left)
+                try:
+                    sock, _ = self._listening.accept()
+                except TimeoutError:
+                    break
+                if hmac.compare_digest(_shown(sock), self.token):
+                    return _lasting(sock)
+                sock.close()
+        raise ReceiverLost(name, f"did not connect to {self.address[0]}:{self.address[1]} within {seconds:g} s")
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def knock(address: tuple[str, int], token: bytes, seconds: float = 30.0) -> socket.socket:
+    """The other end of a Door."""
+    sock = _lasting(socket.create_connection(address, seconds))
+    sock.sendall(token)
+    return sock
+
+
+def _shown(sock: socket.socket) -> bytes:
+    """What the caller shows first."""
+    sock.settimeout(CALLER_SECONDS)
+    shown = b""
+    try:
+        while len(shown) < TOKEN_BYTES and (data := sock.recv(TOKEN_BYTES - len(shown))):
+            shown += data
+    except OSError:
+        return b""
+    return shown
+
+
+def _lasting(sock: socket.socket) -> socket.socket:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # Linux
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return sock

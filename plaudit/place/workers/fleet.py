@@ -1,0 +1,121 @@
+"""Rollout workers that generate as one engine, and the channel that brings them weights.
+
+Prompts are cut into one piece per worker, in order: with one worker a call is the worker's whole call, equal to the bit
+to that of an engine in this process. A worker that is lost is started again, gets the weights, and is sent its piece
+again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from plaudit.core import SamplingParams
+from plaudit.errors import ReceiverLost
+from plaudit.place.channels.channel import Channel, Publication
+from plaudit.place.channels.weights import Weights
+from plaudit.place.workers.frames import Question
+from plaudit.place.workers.remote_engine import PendingCall, RemoteEngine
+from plaudit.records import Sample
+
+LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice ever missed
+
+
+class Fleet:
+    """`warn` hears of every worker that was lost. The thread that makes it is the one that mends."""
+
+    def __init__(
+        self, engines: Sequence[RemoteEngine], channel: Channel, weights: Callable[[], Weights],
+        news: threading.Condition, warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.engines = list(engines)
+        self.channel = channel
+        self.weights = weights
+        self.news = news
+        self.warn = warn
+        self.version: int | None = None
+        self._owner = threading.get_ident()
+        self._next = 0
+
+    def publish(self, version: int) -> Publication:
+        """Every worker serves this version when it returns; those that were lost are there again."""
+        self.version = version
+        while True:
+            lost = [engine for engine in self.engines if engine.lost is not None]
+            for engine in lost:
+                if engine.restarts >= 0:
+                    self.warn(f"{engine.name} {engine.lost}: it is started again")
+                engine.begin()
+            try:
+                for engine in lost:
+                    engine.loaded()
+                publication = self.channel.publish(self.weights(), version, self.engines)
+                break
+            except ReceiverLost as error:
+                for engine in self.engines:
+                    if engine.name in error.names:
+                        engine.drop(str(error).removeprefix(f"{engine.name} "))
+        for engine in self.engines:
+            engine.resume()
+        return publication
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
+        pieces = self._submit(prompts, params)
+        if threading.get_ident() == self._owner:
+            while not self._over(pieces):
+                self.mend()
+        for _, call, _ in pieces:
+            call.done.wait()
+        found = []
+        for _, call, first in pieces:
+            found += [replace(sample, group=first + sample.group) for sample in call.result()]
+        return found
+
+    def ask_all(self, what: Question) -> None:
+        """Of every worker that is there; one that is lost meanwhile is mended when it is needed."""
+        for engine in self.engines:
+            if engine.lost is None:
+                with suppress(ReceiverLost):
+                    engine.ask(what)
+
+    def mend(self) -> None:
+        """Bring back what was lost; it needs the weights to be those of the last publication, so only the thread that
+        trains does it."""
+        if threading.get_ident() == self._owner and any(engine.lost is not None for engine in self.engines):
+            assert self.version is not None, "weights are published before anything is generated"
+            self.publish(self.version)
+
+    @property
+    def restarts(self) -> int:
+        return sum(max(0, engine.restarts) for engine in self.engines)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        self.channel.close()
+
+    def _submit(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+    ) -> list[tuple[RemoteEngine, PendingCall, int]]:  # fmt: skip
+        count, size = len(prompts), len(self.engines)
+        if count < size:
+            # Fewer prompts than workers: whole, to the one that has least to do.
+            engine = min(self.engines, key=lambda each: each.outstanding)
+            return [(engine, engine.submit(prompts, params), 0)]
+        cuts = [count * i // size for i in range(size + 1)]
+        return [
+            (engine, engine.submit(prompts[first:last], params[first:last]), first)
+            for engine, first, last in zip(self.engines, cuts, cuts[1:], strict=False)
+        ]
+
+    def _over(self, pieces: Sequence[tuple[RemoteEngine, PendingCall, int]]) -> bool:
+        """Waits until it is so, or an engine is lost, or a while has passed."""
+
+        def over() -> bool:
+            return all(call.done.is_set() for _, call, _ in pieces)
+
+        with self.news:
+            self.news.wait_for(lambda: over() or any(e.lost is not None for e in self.engines), LOOK_SECONDS)
+            return over()

@@ -1,0 +1,123 @@
+"""What a trainer and a rollout worker say to each other, over a socket: length-prefixed MessagePack, no pickle.
+
+    trainer -> worker   Start, then Call, Cancel, Release, Tell, Ask
+    worker -> trainer   Hello (loaded), Alive (every second), Samples, Refused, Told, Answer; or Failed, and the end
+
+Tell and Told carry a weight channel's messages. A worker is stale until one of them has brought it weights, and takes
+no Call before that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from plaudit.core import SamplingParams
+from plaudit.records import Sample
+from plaudit.serve.workers.frames import Stream, as_bytes, cut, pack
+
+__all__ = ["FrameStream", "as_bytes", "cut", "pack"]
+
+Question = Literal["health", "sleep", "wake", "stats"]
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """Which model to load, and on what. The weights of its directory are only the shape of those that will come.
+
+    keep   what becomes of sequences in flight when new weights come: core.Engine.new_version
+    """
+
+    recipe: dict[str, Any]
+    device: str
+    threads: int
+    cores: list[int]
+    keep: Literal["recompute", "continue"]
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    pid: int
+
+
+class Alive(msgspec.Struct, tag=True, array_like=True):
+    """The process runs. Sent by a thread of its own, so a long step does not look like a stopped process.
+    `steps` that do not change while it holds calls are those of one that hangs."""
+
+    steps: int
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """It cannot go on; `message` is for the user."""
+
+    message: str
+
+
+class GenerateCall(msgspec.Struct, tag=True, array_like=True):
+    """One `generate`: `lengths` cuts `tokens` into prompts. Samples come as they finish.
+
+    hand_over   samples come with a parcel of their prompt's KV, which is kept until Release
+    begun       of each prompt the samples that go on, with such parcels
+    """
+
+    id: int
+    lengths: list[int]
+    tokens: bytes  # int32
+    params: list[SamplingParams]
+    hand_over: bool = False
+    begun: list[list[Sample]] | None = None
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True):
+    id: int
+
+
+class Release(msgspec.Struct, tag=True, array_like=True):
+    """The parcels of a Call are no longer needed."""
+
+    id: int
+
+
+class Samples(msgspec.Struct, tag=True, array_like=True):
+    id: int
+    samples: list[Sample]
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True):
+    """Of a Call that the engine does not take."""
+
+    id: int
+    message: str
+
+
+class Tell(msgspec.Struct, tag=True, array_like=True):
+    message: dict[str, Any]
+
+
+class Told(msgspec.Struct, tag=True, array_like=True):
+    message: dict[str, Any]
+
+
+class Ask(msgspec.Struct, tag=True, array_like=True):
+    """health   generate a token
+    sleep    free the KV; wake takes it again
+    stats    the engine's counters, and its version
+    """
+
+    id: int
+    what: Question
+
+
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    id: int
+    value: dict[str, Any]
+
+
+Frame = (
+    Start | Hello | Alive | Failed | GenerateCall | Cancel | Release | Samples | Refused | Tell | Told | Ask | Answer
+)  # fmt: skip
+_DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class FrameStream(Stream[Frame]):
+    def __init__(self) -> None:
+        super().__init__(_DECODER)

@@ -1,0 +1,341 @@
+"""The trainer's end of one rollout worker: starts it, asks it, notices that it has died or was stopped.
+
+    lost -> start() -> stale -> (weights) -> resume() -> serving -> (died, stopped, silent) -> lost
+
+A call that a worker took with it is kept and sent again, whole, once another worker has the weights: its samples depend
+on its seeds and on the call alone. Whatever came of it before is forgotten, so that no sample is there twice.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from plaudit.core import SamplingParams
+from plaudit.errors import EngineLost, ReceiverLost, RequestError
+from plaudit.place.workers import frames
+from plaudit.records import Sample
+
+SILENCE_SECONDS = 20.0  # without a sign of life: the process is stopped or the machine is choking; it is replaced
+HANG_SECONDS = 600.0  # alive, but not a step further with what it holds
+LOAD_SECONDS = 600.0
+ANSWER_SECONDS = 120.0
+LOOK_SECONDS = 0.25  # between two looks at the clock, while nothing comes
+MOST_DEATHS = 3  # in a row, each without a single sample
+
+
+class Hosted(Protocol):
+    """A worker process as its host gives it: the socket to it, and the power to end it."""
+
+    sock: socket.socket
+
+    def end(self) -> str:
+        """Make sure that it is gone; how it ended, in words."""
+
+
+Host = Callable[[], Hosted]
+
+
+class OwnProcess:
+    """A worker on this machine. It gets a file descriptor and no port: nobody else can connect."""
+
+    def __init__(self) -> None:
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "plaudit.place.workers.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=dict(os.environ),
+            )  # fmt: skip
+
+    def end(self) -> str:
+        try:
+            # A process that closed its socket is about to end by itself, and its own reason is the better one.
+            code = self._process.wait(0.0 if self._stopped() else 1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "was ended"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def _stopped(self) -> bool:
+        """By SIGSTOP, or a debugger: it will not end by itself."""
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        except OSError:
+            return False
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """One generation on its way. `samples` by (prompt, index)."""
+
+    id: int
+    frame: frames.GenerateCall
+    wanted: int
+    samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.done.set()
+
+    def result(self) -> list[Sample]:
+        if self.error is not None:
+            raise self.error
+        return [self.samples[key] for key in sorted(self.samples)]
+
+
+class RemoteEngine:
+    """A channel's Wire, and the engine behind it. `news` is notified of everything that a waiting thread may care for.
+
+    Any thread may submit; starting, weights and resuming are one thread's."""
+
+    def __init__(
+        self, label: str, start: frames.Start, host: Host = OwnProcess, news: threading.Condition | None = None
+    ) -> None:
+        self.label = label
+        self.name = label
+        self.news = threading.Condition() if news is None else news
+        self.lost: str | None = "has not been started"
+        self.serving = False
+        self.restarts = -1
+        self._start = start
+        self._host = host
+        self._hosted: Hosted | None = None
+        self._reader: threading.Thread | None = None
+        self._sending = threading.Lock()
+        self._calls: dict[int, PendingCall] = {}
+        self._ids = count()
+        self._told: deque[dict[str, Any]] = deque()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._hello = False
+        self._said: str | None = None  # its own last words
+        self._deaths = 0
+        self._last_sign = self._last_step = time.monotonic()
+        self._steps = 0
+
+    # Life
+
+    def start(self) -> None:
+        """A new process, which is stale."""
+        self.begin()
+        self.loaded()
+
+    def begin(self) -> None:
+        """Start it, and do not wait: several may load at the same time."""
+        self._end()
+        self.restarts += 1
+        if self._deaths >= MOST_DEATHS:
+            raise EngineLost(f"{self.label} {self.lost}, {self._deaths} times in a row without a sample")
+        self._deaths += 1
+        self._hello, self._said = False, None
+        self._told.clear()
+        self._hosted = self._host()
+        self.lost = None
+        self._last_sign = self._last_step = time.monotonic()
+        self._reader = threading.Thread(target=self._read, args=(self._hosted,), name=self.label, daemon=True)
+        self._reader.start()
+        self._send(self._start)
+
+    def loaded(self) -> None:
+        """Wait until it has its model. Raises EngineLost if it says that it cannot, ReceiverLost if it dies."""
+        with self.news:
+            self.news.wait_for(lambda: self._hello or self.lost is not None, LOAD_SECONDS)
+        if self.lost is not None:
+            raise ReceiverLost(self.name, self.lost) if self._said is None else EngineLost(f"{self.label} {self.lost}")
+        if not self._hello:
+            self._end()
+            raise EngineLost(f"{self.label} did not load its model within {LOAD_SECONDS:g} s")
+
+    def resume(self) -> None:
+        """It has the weights: what waits is sent, and what is submitted from now on."""
+        with self.news:
+            if self.serving or self.lost is not None:
+                return
+            self.serving = True
+            waiting = sorted(self._calls.values(), key=lambda call: call.id)
+        for call in waiting:
+            self._send(call.frame)
+
+    def drop(self, why: str) -> None:
+        """Give the process up: it did not do what it was asked."""
+        self._said = why
+        self._end()
+
+    def close(self) -> None:
+        with self.news:
+            for call in self._calls.values():
+                call.end(EngineLost(f"{self.label} was closed"))
+            self._calls.clear()
+        self._end()
+        self.lost = "was closed"
+
+    def _end(self) -> None:
+        hosted, self._hosted = self._hosted, None
+        if hosted is not None:
+            with suppress(OSError):  # the reader has closed it already
+                hosted.sock.shutdown(socket.SHUT_RDWR)
+        if self._reader is not None:
+            self._reader.join()  # it ends the process
+            self._reader = None
+
+    # Generation
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, hand_over: bool = False,
+        begun: list[list[Sample]] | None = None,
+    ) -> PendingCall:  # fmt: skip
+        """hand_over: samples come with their prompt's KV; release the call when it was taken. begun: as in
+        core.Engine.generate, with such KV."""
+        with self.news:
+            id = next(self._ids)
+            lengths = [len(prompt) for prompt in prompts]
+            frame = frames.GenerateCall(id, lengths, frames.as_bytes(prompts), list(params), hand_over, begun)
+            call = PendingCall(id, frame, sum(each.n for each in params) if begun is None else sum(map(len, begun)))
+            if not call.wanted:
+                call.end()
+                return call
+            self._calls[id] = call
+            serving = self.serving
+        if serving:
+            self._send(frame)
+        return call
+
+    def cancel(self, call: PendingCall) -> None:
+        with self.news:
+            if self._calls.pop(call.id, None) is None:
+                return
+        self._send(frames.Cancel(call.id))
+
+    def release(self, call: PendingCall) -> None:
+        """Of a call that handed over: its KV is no longer needed."""
+        self._send(frames.Release(call.id))
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sample]:
+        """As core.Engine.generate. Waits as long as the worker lives, or until somebody has brought it back."""
+        call = self.submit(prompts, params)
+        call.done.wait()
+        return call.result()
+
+    @property
+    def outstanding(self) -> int:
+        """Samples that it still has to give."""
+        with self.news:
+            return sum(call.wanted - len(call.samples) for call in self._calls.values())
+
+    def ask(self, what: frames.Question, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        id = next(self._ids)
+        self._send(frames.Ask(id, what))
+        with self.news:
+            self.news.wait_for(lambda: id in self._answers or self.lost is not None, seconds)
+            if id in self._answers:
+                return self._answers.pop(id)
+            raise ReceiverLost(self.name, self.lost or f"did not answer within {seconds:g} s")
+
+    # Weights
+
+    def tell(self, message: dict[str, Any]) -> None:
+        if self.lost is not None:
+            raise ReceiverLost(self.name, self.lost)
+        self._send(frames.Tell(message))
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        with self.news:
+            self.news.wait_for(lambda: self._told or self.lost is not None, seconds)
+            if self._told:
+                return self._told.popleft()
+            raise ReceiverLost(self.name, self.lost or f"did not answer within {seconds:.3g} s")
+
+    # The reader
+
+    def _send(self, frame: frames.Frame) -> None:
+        hosted = self._hosted
+        if hosted is None:
+            return
+        with suppress(OSError), self._sending:  # the reader sees the same end, and says it
+            hosted.sock.sendall(frames.pack(frame))
+
+    def _read(self, hosted: Hosted) -> None:
+        stream = frames.FrameStream()
+        poll = select.poll()
+        poll.register(hosted.sock, select.POLLIN)
+        why: str | None = None
+        while True:
+            # The clock counts only while nothing lies there to be read: this process may have been the one that stood.
+            if not poll.poll(LOOK_SECONDS * 1000):
+                silent = time.monotonic() - self._last_sign
+                if silent > SILENCE_SECONDS and self._hello:
+                    why = f"gave no sign of life for {silent:.0f} s"
+                    break
+                continue
+            if time.monotonic() - self._last_step > HANG_SECONDS:
+                why = f"lives, but came not a step further for {HANG_SECONDS:g} s"
+                break
+            try:
+                data = hosted.sock.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            self._last_sign = time.monotonic()
+            for frame in stream.feed(data):
+                self._take(frame)
+        ended = hosted.end()
+        hosted.sock.close()
+        with self.news:
+            self.serving = False
+            for call in self._calls.values():
+                call.samples.clear()
+            self.lost = self._said or why or ended
+            self.news.notify_all()
+
+    def _take(self, frame: frames.Frame) -> None:
+        with self.news:
+            match frame:
+                case frames.Alive():
+                    if frame.steps != self._steps or not self._calls:
+                        self._steps, self._last_step = frame.steps, time.monotonic()
+                    return
+                case frames.Hello():
+                    self._hello = True
+                    self.name = f"{self.label} (pid {frame.pid})"
+                case frames.Failed():
+                    self._said = f"failed: {frame.message}"
+                case frames.Samples():
+                    self._finished(frame)
+                case frames.Refused():
+                    if (call := self._calls.pop(frame.id, None)) is not None:
+                        call.end(RequestError(f"{self.label}: {frame.message}"))
+                case frames.Told():
+                    self._told.append(frame.message)
+                case frames.Answer():
+                    self._answers[frame.id] = frame.value
+                case _:
+                    raise ValueError(f"a rollout worker sends no {type(frame).__name__}")
+            self.news.notify_all()
+
+    def _finished(self, frame: frames.Samples) -> None:
+        call = self._calls.get(frame.id)
+        if call is None:  # it was cancelled
+            return
+        self._deaths = 0
+        for sample in frame.samples:
+            call.samples[sample.group, sample.index] = sample
+        if len(call.samples) == call.wanted:
+            del self._calls[frame.id]
+            call.end()

@@ -1,0 +1,208 @@
+"""A rollout process: `python -m plaudit.place.workers.worker FD`, one core engine behind a socket.
+
+It takes in what has come, computes one step of the engine, sends the samples that are finished, and so on. New weights
+come between two steps, so that no step sees half of them. It ends when the trainer closes the socket or dies.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+import torch
+
+from plaudit.config import RlRecipe, parse_recipe
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.sequence import Update
+from plaudit.errors import PlauditError, RequestError, one_line
+from plaudit.place.channels.channel import Receiver, answered
+from plaudit.place.channels.receiver import WeightReceiver
+from plaudit.place.workers import frames
+from plaudit.place.workers.kv_transfer import KV, Parcel, take
+from plaudit.records import Sample
+from plaudit.train.policy.rl_models import load_trained
+
+ALIVE_EVERY = 1.0  # seconds
+
+
+class Worker:
+    def __init__(
+        self, sock: socket.socket, stream: frames.FrameStream, engine: Engine, receiver: Receiver,
+        keep: Literal["recompute", "continue"],
+    ) -> None:  # fmt: skip
+        self.sock = sock
+        self.engine = engine
+        self.receiver = receiver
+        self.keep = keep
+        self.steps = 0
+        self._stream = stream
+        self._incoming = select.poll()
+        self._incoming.register(sock, select.POLLIN)
+        self._calls: dict[int, int] = {}  # the engine's number of a prompt -> the id of the call it is in
+        self._open: dict[int, int] = {}  # the same -> samples that it still has to give
+        self._published: tuple[Any, int] | None = None  # who published the weights that it has, and as what version
+        self._parcels: dict[int, dict[int, Parcel]] = {}  # of calls that hand over, by prompt
+        self._sending = threading.Lock()
+
+    def send(self, frame: frames.Frame) -> None:
+        with self._sending:
+            self.sock.sendall(frames.pack(frame))
+
+    def say_alive(self) -> None:
+        while True:
+            try:
+                self.send(frames.Alive(self.steps))
+            except OSError:
+                os._exit(0)  # the trainer is gone, and what is being computed is for nobody
+            time.sleep(ALIVE_EVERY)
+
+    def run(self) -> None:
+        while self._receive(block=not self.engine.busy):
+            self._report(self.engine.step())
+            self.steps += 1
+            if self.engine.failure is not None:
+                error = self.engine.failure
+                raise PlauditError(f"its step failed: {type(error).__name__}: {one_line(error)}")
+
+    def _receive(self, block: bool) -> bool:
+        """Take in what has come; False when the trainer is gone."""
+        while self._incoming.poll(None if block else 0):
+            data = self.sock.recv(1 << 20)
+            if not data:
+                return False
+            for frame in self._stream.feed(data):
+                self._take(frame)
+            block = False
+        return True
+
+    def _take(self, frame: frames.Frame) -> None:
+        match frame:
+            case frames.GenerateCall():
+                self._begin(frame)
+            case frames.Cancel():
+                for number in [number for number, id in self._calls.items() if id == frame.id]:
+                    self.engine.abort(number)
+            case frames.Release():
+                for parcel in self._parcels.pop(frame.id, {}).values():
+                    parcel.close()
+            case frames.Tell():
+                self._tell(frame.message)
+            case frames.Ask():
+                self.send(frames.Answer(frame.id, self._answer(frame.what)))
+            case _:
+                raise ValueError(f"a rollout worker takes no {type(frame).__name__}")
+
+    def _begin(self, call: frames.GenerateCall) -> None:
+        try:
+            if self.receiver.version is None:
+                raise RequestError("it has not received weights yet: publish to it before it generates")
+            for begun in call.begun or ():
+                take(self.engine, begun[0].extra[KV])
+            numbers = self.engine.submit_all(list(frames.cut(call.tokens, call.lengths)), call.params, call.begun)
+        except RequestError as error:
+            self.send(frames.Refused(call.id, str(error)))
+            return
+        if call.hand_over:
+            self._parcels[call.id] = {}
+        wanted = [params.n for params in call.params] if call.begun is None else [len(begun) for begun in call.begun]
+        for number, count in zip(numbers, wanted, strict=True):
+            self._calls[number], self._open[number] = call.id, count
+
+    def _report(self, updates: list[Update]) -> None:
+        finished: dict[int, list[Sample]] = {}
+        for update in updates:
+            if update.sample is not None:
+                id = self._calls[update.request]
+                finished.setdefault(id, []).append(self._with_kv(id, update.sample))
+                self._open[update.request] -= 1
+                if not self._open[update.request]:
+                    del self._calls[update.request], self._open[update.request]
+        for id, samples in finished.items():
+            self.send(frames.Samples(id, samples))
+
+    def _with_kv(self, id: int, sample: Sample) -> Sample:
+        """With a parcel of its prompt's KV, if the call asked for it and the sample has room to go on."""
+        parcels = self._parcels.get(id)
+        if parcels is None or len(sample.prompt_ids) + 1 >= self.engine.decoder.max_positions:
+            return sample
+        if sample.group not in parcels:
+            parcels[sample.group] = Parcel(self.engine.give_kv(sample.prompt_ids))
+        return replace(sample, extra={**sample.extra, KV: parcels[sample.group].message})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        reply = answered(self.receiver, message)
+        version = self.receiver.version
+        if version is not None and (message.get("publisher"), version) != self._published:
+            # What is sent again, because another worker was restarted, is what this one has: its KV stays good.
+            self._published = message.get("publisher"), version
+            self.engine.new_version(version, self.keep)
+        self.send(frames.Told(reply))
+
+    def _answer(self, what: frames.Question) -> dict[str, Any]:
+        match what:
+            case "health":
+                (sample,) = self.engine.generate([[0]], SamplingParams(max_tokens=1, seed=0))
+                return {"tokens": len(sample.token_ids), "version": self.receiver.version}
+            case "sleep":
+                self.engine.sleep()
+            case "wake":
+                self.engine.wake()
+            case "stats":
+                return asdict(self.engine.stats())
+        return {}
+
+
+def main(fd: int) -> None:
+    # The terminal's Ctrl-C reaches the whole group; the trainer decides when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    stream = frames.FrameStream()
+    start = _first(sock, stream)
+    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer is gone
+        try:
+            worker = _load(start, sock, stream)
+            worker.send(frames.Hello(os.getpid()))
+            worker.run()
+        except (PlauditError, OSError, RuntimeError) as error:
+            if isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise
+            sock.sendall(frames.pack(frames.Failed(one_line(error))))
+            sys.exit(2)
+
+
+def _first(sock: socket.socket, stream: frames.FrameStream) -> frames.Start:
+    while data := sock.recv(1 << 20):
+        for frame in stream.feed(data):
+            assert isinstance(frame, frames.Start), f"the first frame must be Start, not {type(frame).__name__}"
+            return frame
+    sys.exit(0)
+
+
+def _load(start: frames.Start, sock: socket.socket, stream: frames.FrameStream) -> Worker:
+    if start.cores:
+        os.sched_setaffinity(0, start.cores)
+    torch.set_num_threads(start.threads)
+    if start.device.startswith("cuda:"):
+        torch.cuda.set_device(start.device)  # kernels start on the current one
+    recipe = parse_recipe(start.recipe, "the trainer's recipe")
+    assert isinstance(recipe, RlRecipe)
+    # Recomputation is for a backward pass, which never comes here.
+    model = recipe.model.model_copy(update={"recompute": False, "device": start.device})
+    loaded = load_trained(recipe.model_copy(update={"model": model}), None)
+    loaded.module.requires_grad_(False)
+    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
+    worker = Worker(sock, stream, engine, WeightReceiver(loaded.module), start.keep)
+    threading.Thread(target=worker.say_alive, daemon=True).start()
+    return worker
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,45 @@
+"""Dollars and watts of a step, with the range of prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plaudit.plan.cost.plans import Plan
+from plaudit.plan.cost.term import Term
+
+PRICES = ("low", "mid", "high", "owned")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Per step and per million generated tokens, by price; absent where no price of the accelerator is public."""
+
+    step: dict[str, Term]
+    million_tokens: dict[str, Term]
+    run: dict[str, Term]
+    tokens_per_device: float
+    """Generated tokens per second and device."""
+    tokens_per_megawatt: float
+    """Generated tokens per second and megawatt from the grid; 0 where the power is not known."""
+
+
+def cost(plan: Plan, seconds: float, generated_tokens: float, steps: int) -> Cost:
+    pools = [plan.cluster] + ([] if plan.shared else [plan.generation_cluster])
+    step, million, run = {}, {}, {}
+    for level in PRICES:
+        prices = [getattr(pool.accelerator.price, level) for pool in pools]
+        if not all(prices):
+            continue
+        hourly = sum(price * pool.devices for price, pool in zip(prices, pools, strict=True))
+        dollars = hourly * seconds / 3600
+        given = (("$ per hour", hourly), ("seconds", seconds))
+        step[level] = Term(f"step at {level} price", dollars, "$", "sum of devices · price · seconds / 3600", given)
+        million[level] = Term(
+            f"million tokens at {level} price", dollars / generated_tokens * 1e6, "$",
+            "$ of a step / generated tokens · 10⁶",
+            (("$", dollars), ("tokens", generated_tokens)),
+        )  # fmt: skip
+        run[level] = Term(f"run at {level} price", dollars * steps, "$", "$ of a step · steps", (("steps", steps),))
+    watts = [pool.accelerator.power * pool.devices for pool in pools]
+    rate = generated_tokens / seconds
+    return Cost(step, million, run, rate / plan.devices, rate / (sum(watts) / 1e6) if all(watts) else 0.0)

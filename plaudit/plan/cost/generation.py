@@ -1,0 +1,90 @@
+"""Seconds of a whole generation phase: prefill, waves when the cache is small, and the tail of the longest responses.
+
+The batch is simulated by events, as a replica lives it: sequences enter when there is room, decode together, and the
+step gets cheaper as they leave. A few dozen particles stand for the sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.term import Term
+from plaudit.plan.shape.lengths import Lengths
+
+PARTICLES = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one phase of generation came to."""
+
+    seconds: Term
+    concurrency: float
+    """Sequences that a replica holds at once, as its cache allows."""
+    waves: float
+    decode_steps: float
+    first_wave_seconds: float
+
+
+def mixed(lengths: list[float]) -> list[float]:
+    """The same lengths in an order in which long and short alternate, as drawn prompts do."""
+    count = len(lengths)
+    stride = next(s for s in range(max(1, int(count * 0.618)), count + 2) if _coprime(s, count))
+    return [lengths[(i * stride) % count] for i in range(count)]
+
+
+def _coprime(a: int, b: int) -> bool:
+    while b:
+        a, b = b, a % b
+    return a == 1
+
+
+def generate(
+    replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float, group: int = 1
+) -> Generation:
+    """`batch` responses over `replicas` alike, `group` of them to each prompt (its prefill is shared)."""
+    own = max(1.0, batch / replicas)
+    count = max(1, min(PARTICLES, int(own)))
+    weight = own / count
+    waiting = mixed(lengths.quantiles(count, batch))[::-1]
+    slots = max(1, int(min(own, concurrency) / weight))
+    weight_now = min(weight, concurrency)
+    prefill = replica.prefill_seconds(prompt) / max(1, group)
+    active: list[tuple[float, float]] = []
+    """(step at which it ends, its length)"""
+    now = clock = decode = reading = first_wave = 0.0
+    while waiting or active:
+        while waiting and len(active) < slots:
+            length = waiting.pop()
+            heapq.heappush(active, (now + length, length))
+            reading += weight * prefill
+        ends = active[0][0]
+        alive = len(active)
+        # In the middle of the stretch the sequences have grown by so much on average.
+        context = prompt + (now + ends) / 2 - sum(end - length for end, length in active) / alive
+        decode += (ends - now) * replica.step_seconds(alive * weight_now, context)
+        clock += ends - now
+        now = ends
+        while active and active[0][0] <= now:
+            heapq.heappop(active)
+        if not waiting and not first_wave:
+            first_wave = decode
+    # Where even one particle does not fit at once, it passes in parts.
+    decode *= weight / weight_now
+    given = (("responses", batch), ("replicas", replicas), ("at once", min(own, concurrency)), ("prompt", prompt))
+    parts = (
+        Term(
+            "prefill", reading, "s", "prompts of a replica · (2 · active parameters · tokens + attention) / rate", given
+        ),
+        Term("decode", decode, "s", "sum over stretches of steps · decode step(sequences alive, context)", given),
+    )
+    seconds = Term("generation", reading + decode, "s", "prefill + decode", given, parts)
+    return Generation(seconds, concurrency, own / min(own, concurrency), clock, first_wave + reading)
+
+
+def steady_rate(replica: Replica, sequences: float, prompt: float, response: float) -> float:
+    """Tokens per second of a replica that always holds `sequences`, a new prompt read whenever one ends."""
+    step = replica.step_seconds(sequences, prompt + response / 2)
+    return sequences / (step + sequences * replica.prefill_seconds(prompt) / response)

@@ -1,0 +1,318 @@
+"""The pieces of a plan: memory and seconds of each phase, before they are set against what there is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from plaudit.plan.cost import memory
+from plaudit.plan.cost.channel import find, transfer
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.generation import Generation
+from plaudit.plan.cost.plans import Plan
+from plaudit.plan.cost.simulation import overlap
+from plaudit.plan.cost.term import Term, total
+from plaudit.plan.cost.training import Trainer
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.model_shape import ModelShape
+from plaudit.plan.shape.workload import Workload
+
+ENGINE_SHARE = 0.7
+"""Of a device's memory that an engine takes beside a trainer (verl 0.5 to 0.7, OpenRLHF 0.5) ..."""
+OWN_ENGINE_SHARE = 0.9
+"""... and where the device is its own."""
+
+
+MOST_SEQUENCES = 1024
+"""That an engine schedules at once (vLLM's default for large devices)."""
+BYTE = 1.0
+"""Sums of the same parts in another order differ by far less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A constraint that the plan breaks, and by how much."""
+
+    what: str
+    needed: float
+    available: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: needs {self.needed / 1e9:.1f} GB, has {self.available / 1e9:.1f} GB"
+
+    @property
+    def factor(self) -> float:
+        return self.needed / max(self.available, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a device holds in each phase, and how many sequences a replica's cache has room for."""
+
+    generation: Term
+    scoring: Term
+    training: Term
+    sequences: float
+    shortages: tuple[Shortage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    pool: str
+    """all | generation | training"""
+    start: float
+    seconds: Term
+    memory: Term
+    """Per device of the pool."""
+
+
+class Parts:
+    """The pieces of one plan: what lives where in each phase, and how long each takes."""
+
+    def __init__(self, workload: Workload, plan: Plan, constants: Constants) -> None:
+        self.workload, self.plan, self.constants = workload, plan, constants
+        self.replica = Replica(
+            workload.model,
+            plan.generation_cluster,
+            plan.generation,
+            workload.engine_dtype,
+            workload.kv_dtype,
+            constants,
+        )
+        self.trainer = self._trainer(workload.model)
+        self.critic = self._trainer(workload.value_model) if workload.value_model else None
+        self.reward = self._trainer(workload.reward, whole=plan.training.plain) if workload.reward else None
+        self.one_module = plan.one_module(workload.dtype, workload.engine_dtype)
+        # A sequence's room grows with it: on average half of the response is there.
+        self.grown = workload.prompt + workload.response
+
+    def _trainer(self, model: ModelShape, whole: bool = False) -> Trainer:
+        """`whole`: not cut. In Plaudit's trainer every rank has the reward model."""
+        layout = self.plan.training
+        if whole:
+            layout = replace(layout, tp=1, pp=1, cp=1, dp=layout.devices, zero=0)
+        share = self.workload.trained_length / self.workload.length
+        if share < 1:
+            layout = replace(layout, micro_tokens=max(1, round(layout.micro_tokens * share)))
+        if model.experts == 0 or model.experts % layout.ep:
+            layout = replace(layout, ep=1)
+        if layout.pp > model.layers or model.heads % layout.tp:
+            layout = replace(layout, pp=1, tp=1, dp=layout.devices // layout.cp)
+        updates = self.workload.updates / self.workload.epochs
+        most = math.ceil(self.workload.batch / updates / layout.dp) * self.workload.trained_length
+        return Trainer(model, self.plan.cluster, layout, self.workload.dtype, self.constants, 1 / share, most)
+
+    # Memory
+
+    def _states(self, trainer: Trainer, name: str = "") -> list[Term]:
+        """What stays between steps. Gradients do not: they are made in training and dropped after the update."""
+        found = [memory.weights(trainer)]
+        found += [] if trainer.layout.offload_optimizer else [memory.optimizer(trainer)]
+        return [replace(term, name=f"{name}{term.name}") for term in found]
+
+    def _forward_only(self, parked: bool = False) -> list[Term]:
+        """Models that are only read: those on the device, or those that wait on the host."""
+        found: list[Term] = []
+        if self.plan.training.park is not parked:
+            return []
+        if self.workload.has_reference:
+            found.append(memory.weights(self.trainer, "reference"))
+        if self.reward:
+            found.append(memory.weights(self.reward, "reward model"))
+        return found
+
+    def _resident(self) -> list[Term]:
+        critic = self._states(self.critic, "critic ") if self.critic else []
+        return self._states(self.trainer) + critic + self._forward_only()
+
+    def _moment(self, trainer: Trainer) -> list[Term]:
+        length = self.workload.trained_length
+        used = [memory.activations(trainer, length), memory.workspace(trainer, length), memory.logits(trainer, length)]
+        return used if self.constants.heap_factor == 1 else [*used, memory.holes(used, self.constants)]
+
+    def engine_memory(self) -> tuple[float, Term, float]:
+        """(bytes for the cache, what a device holds in generation besides it, and in the fullest phase that has it)"""
+        plan, chip = self.plan, self.plan.generation_cluster.accelerator
+        engine = memory.engine_weights(self.replica)
+        graphs = memory.graphs(self.constants)
+        held = [memory.reserve(self.constants), graphs]
+        share = ENGINE_SHARE if plan.shared else OWN_ENGINE_SHARE
+        if plan.placement in ("colocated", "hybrid"):
+            held += self._resident() + ([] if self.one_module else [engine])
+        else:
+            held.append(engine)
+        if plan.double_buffer:
+            held.append(replace(engine, name="second buffer", formula="the next weights arrive beside those at work"))
+        inside = total("generation", held, "B")
+        fullest = inside.value
+        if plan.placement == "colocated":
+            # The cache stays: what it takes is missing in every later phase.
+            fullest = max(fullest, self.training_memory(0.0).value, self.scoring_memory(0.0).value)
+        room = min(share * chip.memory - engine.value - graphs.value, chip.memory - fullest)
+        return max(0.0, min(room, self.workload.cache_bytes or room)), inside, fullest
+
+    def room(self) -> Room:
+        work, plan = self.workload, self.plan
+        groups = plan.generation.attention_groups
+        pool, inside, fullest = self.engine_memory()
+        one = memory.sequence_bytes(self.replica, self.grown) / groups
+        at_once = min(MOST_SEQUENCES * groups, memory.concurrency(self.replica, pool, self.grown))
+        shortages = []
+        if at_once < 1:
+            what = "generation, weights" if fullest == inside.value else "training, its states"
+            shortages.append(Shortage(f"{what} and the cache of one sequence", fullest + one, fullest + pool))
+        used = pool if work.cache_bytes else min(pool, one * min(at_once, work.batch / plan.replicas))
+        cache = Term("cache", used, "B", "sequences at once · bytes of one, no more than the pool", (("pool", pool),))
+        found = (
+            total("generation", [*inside.parts, cache], "B"),
+            self.scoring_memory(used),
+            self.training_memory(used),
+        )
+        for phase in found:
+            apart = phase.name == "generation" and not plan.shared
+            limit = (plan.generation_cluster if apart else plan.cluster).accelerator.memory
+            if phase.value > limit + BYTE:
+                shortages.append(Shortage(f"{phase.name}, per device", phase.value, limit))
+        host = self.host()
+        if host.value > plan.cluster.host_memory:
+            shortages.append(Shortage("host memory, per node", host.value, plan.cluster.host_memory))
+        return Room(*found, at_once, tuple(shortages))
+
+    def training_memory(self, pool: float) -> Term:
+        held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
+        # Policy and critic learn one after the other: of their gradients the larger set counts.
+        learners = [self.trainer, *([self.critic] if self.critic else [])]
+        gradients = max((memory.gradients(learner) for learner in learners), key=lambda term: term.value)
+        held = [*held, gradients, *self._moment(self.trainer), memory.reserve(self.constants)]
+        held += self._kept(pool)
+        if self.plan.placement == "hybrid" and not self.one_module:
+            held.append(Term("bucket", 2e9, "B", "weights on their way to the engine's cut, a bucket at a time"))
+        return total("training", held, "B")
+
+    def scoring_memory(self, pool: float) -> Term:
+        moment = memory.scoring(self.trainer, self.workload.trained_length)
+        if self.plan.placement == "swapped":
+            return moment
+        held = [part for part in moment.parts if part.name in ("activations", "logits", "reserve")] + self._resident()
+        held += self._forward_only(parked=True)[:1]
+        return total("scoring", held + self._kept(pool), "B")
+
+    def _kept(self, pool: float) -> list[Term]:
+        """Of the engine, beside whatever phase runs: everything in colocated, nothing in the others."""
+        if self.plan.placement != "colocated":
+            return []
+        kept = [Term("cache", pool, "B", "stays between steps"), memory.graphs(self.constants)]
+        return kept if self.one_module else [*kept, memory.engine_weights(self.replica)]
+
+    def host(self) -> Term:
+        """Of one node: what is offloaded, with the slack of pinned copies."""
+        devices = self.plan.cluster.devices_per_node
+        moved = self._resident() if self.plan.placement == "swapped" else []
+        moved += self._forward_only(parked=True)
+        if self.plan.training.offload_optimizer:
+            moved.append(memory.optimizer(self.trainer))
+            moved += [replace(memory.optimizer(self.critic), name="critic optimizer")] if self.critic else []
+        parts = [
+            replace(term, value=term.value * devices * memory.HOST_SLACK, parts=(),
+                    formula=f"{term.formula}; × devices of a node × 1.5")
+            for term in moved
+        ]  # fmt: skip
+        return total("host", parts, "B")
+
+    # Time
+
+    def scores(self) -> list[Term]:
+        work, length = self.workload, self.workload.trained_length
+        found = [self.trainer.score(work.batch, length, "old log-probabilities")] if work.takes_old else []
+        if work.has_reference:
+            found.append(self.trainer.score(work.batch, length, "reference"))
+        if self.reward:
+            found.append(self.reward.score(work.batch, length, "reward"))
+        if self.critic:
+            found.append(self.critic.score(work.batch, length, "values"))
+        rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
+        found += [
+            Term(
+                f"{term.name} from the host",
+                term.value / rate,
+                "s",
+                "bytes / (PCIe · bulk_link_share)",
+                (("bytes", term.value),),
+            )
+            for term in self._forward_only(parked=True)
+        ]
+        return found
+
+    def bookkeeping(self) -> Term:
+        batch, each = self.workload.batch, self.constants.response_seconds
+        return Term("bookkeeping", batch * each, "s", "responses · response_seconds", (("responses", batch),))
+
+    def learning(self) -> list[Term]:
+        work = self.workload
+        sequences, length = work.batch * work.epochs, work.trained_length
+        found = [replace(self.trainer.step(sequences, length, work.updates, ragged=True), name="policy")]
+        if self.critic:
+            found.append(replace(self.critic.step(sequences, length, work.updates, ragged=True), name="critic"))
+        return found
+
+    def _swaps(self) -> Term:
+        """Of one whole step: everything that leaves and comes back over PCIe, each way once."""
+        rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
+        fixed = Term("switch", self.constants.switch_seconds, "s", "switch_seconds: the engine sleeps and wakes")
+        moved = [
+            Term(f"{term.name} out and in", 2 * term.value / rate, "s", "2 · bytes / (PCIe · bulk_link_share)",
+                 (("bytes", term.value), ("rate", rate)))
+            for term in self._resident()
+        ]  # fmt: skip
+        return total("transitions", [fixed, *moved], "s")
+
+    def weights(self) -> Term:
+        work, plan = self.workload, self.plan
+        return transfer(find(plan.channel), work.model, plan.cluster.accelerator, work.dtype, work.engine_dtype)
+
+    def timeline(self, made: Generation, room: Room, simulate: bool) -> tuple[tuple[Phase, ...], Term, float]:
+        plan = self.plan
+        scoring = total("scoring", [self.bookkeeping(), *self.scores()], "s")
+        learning = total("training", self.learning(), "s")
+        weights = self.weights()
+        on = ("all", "all") if plan.shared else ("generation", "training")
+        if plan.placement == "async":
+            return self._overlapped(made, room, scoring, learning, weights, simulate)
+        rows = [("generation", on[0], made.seconds, room.generation), ("scoring", on[1], scoring, room.scoring),
+                ("training", on[1], learning, room.training), ("weights", on[0], weights, room.generation)]  # fmt: skip
+        if plan.placement == "swapped":
+            rows.append(("transitions", "all", self._swaps(), room.training))
+        phases, clock = [], 0.0
+        for name, where, seconds, held in rows:
+            phases.append(Phase(name, where, clock, seconds, held))
+            clock += seconds.value
+        return tuple(phases), total("step", [phase.seconds for phase in phases], "s"), 0.0
+
+    def _overlapped(
+        self, made: Generation, room: Room, scoring: Term, learning: Term, weights: Term, simulate: bool
+    ) -> tuple[tuple[Phase, ...], Term, float]:
+        work, plan = self.workload, self.plan
+        busy = scoring.value + learning.value
+        waits = 0.0
+        if simulate:
+            found = overlap(
+                self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants),
+                max(1.0, room.sequences), busy, 0.0 if plan.double_buffer else weights.value, plan.staleness,
+                work.samples_per_prompt,
+            )  # fmt: skip
+            seconds, waits = found.step_seconds, found.trainer_waits
+        else:
+            seconds = max(made.seconds.value, busy) + weights.value
+        step = Term(
+            "step", seconds, "s", "simulated: a response may begin once update k - staleness is published",
+            (("staleness", plan.staleness), ("generation alone", made.seconds.value), ("training alone", busy)),
+            (made.seconds, scoring, learning, weights),
+        )  # fmt: skip
+        phases = (
+            Phase("generation", "generation", 0.0, made.seconds, room.generation),
+            Phase("scoring", "training", max(0.0, seconds - busy - weights.value), scoring, room.scoring),
+            Phase("training", "training", max(0.0, seconds - learning.value - weights.value), learning, room.training),
+            Phase("weights", "generation", max(0.0, seconds - weights.value), weights, room.generation),
+        )
+        return phases, step, waits

@@ -1,0 +1,103 @@
+"""One fully given run: memory and seconds of every phase, the step, its cost, and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from plaudit.plan.cost.cost import Cost, cost
+from plaudit.plan.cost.generation import Generation, generate
+from plaudit.plan.cost.parts import Parts, Phase, Shortage
+from plaudit.plan.cost.plans import Plan
+from plaudit.plan.cost.term import Term
+from plaudit.plan.own_trainer import missing
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import Cluster, cluster
+from plaudit.plan.shape.layouts import GenerationLayout, TrainingLayout
+from plaudit.plan.shape.model_shape import ModelShape
+from plaudit.plan.shape.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    workload: Workload
+    plan: Plan
+    phases: tuple[Phase, ...]
+    step: Term
+    cost: Cost
+    host: Term
+    """Bytes of one node's host memory."""
+    concurrency: float
+    waves: float
+    shortages: tuple[Shortage, ...]
+    trainer_waits: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortages
+
+    @property
+    def peak(self) -> Term:
+        return max((phase.memory for phase in self.phases), key=lambda found: found.value)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What Plaudit's own trainer lacks for the plan."""
+        return missing(self.workload, self.plan)
+
+    @property
+    def runnable(self) -> bool:
+        return not self.missing
+
+    def phase(self, name: str) -> Phase:
+        return next(phase for phase in self.phases if phase.name == name)
+
+
+def predict(
+    model: str | ModelShape | Workload, hardware: str | Cluster, placement: str = "colocated", *,
+    generation: GenerationLayout | None = None, training: TrainingLayout | None = None,
+    generation_hardware: str | Cluster | None = None, channel: str | None = None, staleness: int | None = None,
+    constants: Constants | None = None, **workload: object,
+) -> Prediction:  # fmt: skip
+    """The run of `model` on `hardware` under one plan. `workload`: fields of Workload (prompt, response, batch, ...).
+
+    Without layouts: generation in replicas of one device, training with FSDP over all devices.
+    """
+    if isinstance(model, Workload):
+        work = replace(model, **workload)  # type: ignore[arg-type]
+    else:
+        shape = ModelShape.named(model) if isinstance(model, str) else model
+        work = Workload(shape, **workload)  # type: ignore[arg-type]
+    where = cluster(hardware) if isinstance(hardware, str) else hardware
+    asked = generation_hardware or where
+    engines = cluster(asked) if isinstance(asked, str) else asked
+    plan = Plan(
+        placement, where, engines, generation or GenerationLayout(),
+        training or TrainingLayout(dp=where.devices, zero=3),
+        channel or "", (1 if placement == "async" else 0) if staleness is None else staleness,
+    )  # fmt: skip
+    plan = replace(plan, channel=channel or default_channel(plan, work))
+    return predict_plan(work, plan, constants or Constants())
+
+
+def default_channel(plan: Plan, workload: Workload) -> str:
+    if plan.shared:
+        return "shared" if plan.one_module(workload.dtype, workload.engine_dtype) else "ipc"
+    return "reshard"
+
+
+def predict_plan(
+    workload: Workload, plan: Plan, constants: Constants, generated: Generation | None = None, simulate: bool = True
+) -> Prediction:
+    """`generated` may be handed in where many plans share it. Without `simulate` async is the slower of its sides."""
+    plan.check(workload.model)
+    run = Parts(workload, plan, constants)
+    room = run.room()
+    made = generated or generate(
+        run.replica, plan.replicas, workload.batch, workload.prompt, workload.lengths(constants),
+        max(1.0, room.sequences), workload.samples_per_prompt,
+    )  # fmt: skip
+    phases, step, waits = run.timeline(made, room, simulate)
+    spent = cost(plan, step.value, workload.generated_tokens, workload.steps)
+    return Prediction(
+        workload, plan, phases, step, spent, run.host(), room.sequences, made.waves, room.shortages, waits
+    )

@@ -1,0 +1,150 @@
+"""Event simulations of what no formula gives: generation that overlaps training, and pools of prefill and decode."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.cost.generation import mixed
+from plaudit.plan.shape.lengths import Lengths
+
+PARTICLES = 24
+BATCHES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncRun:
+    step_seconds: float
+    """Between two updates, once the pipeline is full."""
+    trainer_waits: float
+    """Of that, the share in which the trainer has nothing to train on."""
+    staleness: float
+    """Mean number of updates between the weights a response began with and those it trains."""
+
+
+def overlap(
+    replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float,
+    train_seconds: float, sync_seconds: float, staleness: int, group: int = 1,
+) -> AsyncRun:  # fmt: skip
+    """A response of batch k may begin once update k - staleness is published. Staleness 0 is taking turns.
+
+    One replica stands for all. It pauses while weights arrive; sequences in flight go on with the new ones.
+    """
+    own = max(1.0, batch / replicas)
+    count = max(1, min(PARTICLES, int(own)))
+    weight = own / count
+    order = mixed(lengths.quantiles(count, batch))
+    slots = max(1, int(min(concurrency, own * (staleness + 1)) / weight))
+    scale = max(1.0, weight / concurrency)
+    prefill = replica.prefill_seconds(prompt) * weight / max(1, group)
+    total = BATCHES + 2 * staleness
+    waiting = [(k, length) for k in range(total) for length in order][::-1]
+    active: list[tuple[float, float, int, int]] = []
+    missing = [count] * total
+    now = clock = 0.0
+    version, training, trainer_done = 0, False, 0.0
+    published: list[float] = []
+    idle, aged = 0.0, 0.0
+    free_since = 0.0
+    while version < total:
+        while waiting and len(active) < slots and waiting[-1][0] - version <= staleness:
+            k, length = waiting.pop()
+            heapq.heappush(active, (now + length, length, k, version))
+            clock += prefill
+        if not training and missing[version] == 0:
+            training, trainer_done = True, clock + train_seconds
+            idle += clock - free_since if published else 0.0
+        alive = len(active)
+        until = trainer_done if training else float("inf")
+        if alive:
+            ends = active[0][0]
+            context = prompt + (now + ends) / 2 - sum(end - length for end, length, _, _ in active) / alive
+            step = scale * replica.step_seconds(min(alive * weight, concurrency), context)
+            if clock + (ends - now) * step <= until:
+                clock += (ends - now) * step
+                now = ends
+                while active and active[0][0] <= now:
+                    _, _, k, began = heapq.heappop(active)
+                    missing[k] -= 1
+                    aged += k - began
+                continue
+            now += max(0.0, until - clock) / step
+        clock = max(clock, until) + sync_seconds
+        version, training = version + 1, False
+        published.append(clock)
+        free_since = clock
+    settled = published[len(published) // 2 - 1 :]
+    step_seconds = (settled[-1] - settled[0]) / max(1, len(settled) - 1) if len(settled) > 1 else published[-1]
+    return AsyncRun(step_seconds, min(1.0, idle / max(clock, 1e-9)), aged / max(1, total * count))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsRun:
+    seconds: float
+    first_token: float
+    """Mean seconds from arrival to the first token."""
+    per_token: float
+    """Mean seconds between tokens of a response."""
+    prefill_busy: float
+    decode_busy: float
+
+
+def pools(
+    prefill: Replica, prefill_replicas: int, decode: Replica, decode_replicas: int, requests: int, prompt: float,
+    lengths: Lengths, concurrency: float, link_rate: float, cache_bytes: float,
+) -> PoolsRun:  # fmt: skip
+    """All requests at once, as a training step sends them: the prefill replica that is free first takes the next one,
+    its cache crosses the network, the decode replica with the fewest sequences takes it. Pools scale apart."""
+    count = max(decode_replicas, min(requests, 256))
+    weight = requests / count
+    drawn = mixed(lengths.quantiles(count, requests))
+    one = prefill.prefill_seconds(prompt) * weight
+    free = [0.0] * prefill_replicas
+    arrivals: list[list[tuple[float, float]]] = [[] for _ in range(decode_replicas)]
+    first = 0.0
+    for index, length in enumerate(drawn):
+        done = heapq.heappop(free) + one
+        heapq.heappush(free, done)
+        arrived = done + weight * cache_bytes / link_rate
+        first += arrived
+        # Least loaded: alike replicas and an even stream make that turn by turn.
+        arrivals[index % decode_replicas].append((arrived, length))
+    ends, busy, spent, tokens = 0.0, 0.0, 0.0, 0.0
+    for stream in arrivals:
+        finished, worked = _decode(decode, stream, weight, prompt, concurrency)
+        ends, busy = max(ends, finished), busy + worked
+        spent += worked
+        tokens += sum(length for _, length in stream)
+    mean_steps = tokens / count
+    return PoolsRun(
+        seconds=ends, first_token=first / count, per_token=(ends - first / count) / max(1.0, mean_steps),
+        prefill_busy=count * one / prefill_replicas / ends, decode_busy=busy / decode_replicas / ends,
+    )  # fmt: skip
+
+
+def _decode(
+    replica: Replica, stream: list[tuple[float, float]], weight: float, prompt: float, concurrency: float
+) -> tuple[float, float]:
+    """(when the last response of one replica ends, seconds in which it had work)"""
+    waiting = sorted(stream, reverse=True)
+    slots = max(1, int(concurrency / weight))
+    active: list[tuple[float, float]] = []
+    now = clock = busy = 0.0
+    while waiting or active:
+        if not active and waiting[-1][0] > clock:
+            clock = waiting[-1][0]
+        while waiting and waiting[-1][0] <= clock and len(active) < slots:
+            length = waiting.pop()[1]
+            heapq.heappush(active, (now + length, length))
+        alive = len(active)
+        ends = active[0][0]
+        context = prompt + (now + ends) / 2 - sum(end - length for end, length in active) / alive
+        step = replica.step_seconds(alive * weight, context)
+        steps = ends - now
+        if waiting and len(active) < slots and clock + steps * step > waiting[-1][0]:
+            steps = max(1e-6, (waiting[-1][0] - clock) / step)
+        clock, now, busy = clock + steps * step, now + steps, busy + steps * step
+        while active and active[0][0] <= now + 1e-9:
+            heapq.heappop(active)
+    return clock, busy

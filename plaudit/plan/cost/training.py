@@ -1,0 +1,196 @@
+"""Seconds of a training step and of a scoring pass: products, attention, memory traffic, links, bubble, optimizer.
+
+A device works on micro-batches of `tokens` tokens through its layers / pp layers. Per layer the work is what the
+roofline says, and no less than the host needs to launch it. Backward costs twice the forward in products, two and a
+half times in fused attention (which computes its scores again), and as much in traffic as forward twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plaudit.plan.cost.links import Links
+from plaudit.plan.cost.term import Term, total
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import Cluster, activation_bytes
+from plaudit.plan.shape.layouts import TrainingLayout
+from plaudit.plan.shape.model_shape import ModelShape
+
+OWN_LOGITS = 1 << 24
+"""Logits that Plaudit's trainer holds at once."""
+FORMULAS = {
+    "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward + 1 if recomputed) / (tp · pp) / "
+    "(FLOP/s · gemm_share)",
+    "attention": "4 · layers · heads · head_dim · context · tokens · (1 + 2.5 backward + 1 if recomputed) / (tp · pp) "
+    "/ (bf16 FLOP/s · attention_share)",
+    "traffic": "(activations of a token · bytes of a number + 8 B · vocabulary) · activation_passes · tokens · "
+    "(1 + 2 backward + 1 if recomputed) / (tp · pp) / (bandwidth · bandwidth_share)",
+    "tensor parallel": "layers · 2 gathers and 2 scatters of tokens · hidden · bytes of a number, forward "
+    "and again backward",
+    "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · bytes of a number over ep, forward "
+    "and again backward",
+    "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and "
+    "the head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
+    "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
+    "the work by; in our trainer, the work of the layers alone",
+    "weights gathered": "zero 3: what gathering each layer's weights, and scattering gradients, exceeds the work by",
+    "pipeline bubble": "(pp - 1) / (micro-batches · vpp) of the above",
+    "gradients": "reduce-scatter of gradients and all-gather of weights over dp, less one micro-batch's backward",
+    "optimizer": "parameters of a device / dp · 28 B / (bandwidth · bandwidth_share); offloaded: 16 B over PCIe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A model on the devices that train or score it."""
+
+    model: ModelShape
+    cluster: Cluster
+    layout: TrainingLayout
+    dtype: str
+    constants: Constants
+    keys_per_token: float = 1.0
+    """Keys that attention lays out for each token computed: more than one where responses share their prompt."""
+    most_tokens: float = math.inf
+    """Of an update, on one device: a micro-batch has no more."""
+
+    def held_tokens(self, length: float) -> float:
+        """Tokens of a micro-batch on one device, where sequences have `length`."""
+        return max(min(float(self.layout.micro_tokens), self.most_tokens), length) / self.layout.cp
+
+    def expert_parameters_here(self) -> float:
+        return self.model.routed_parameters / self.layout.ep / self.layout.pp
+
+    def dense_parameters_here(self) -> float:
+        return (self.model.parameters - self.model.routed_parameters) / self.layout.tp / self.layout.pp
+
+    def parameters_here(self) -> float:
+        return self.expert_parameters_here() + self.dense_parameters_here()
+
+    def step(self, sequences: float, length: float, updates: int = 1, ragged: bool = False) -> Term:
+        """All `sequences` of mean `length` tokens, forward and backward, in `updates` optimizer steps.
+
+        Where lengths differ (`ragged`) micro-batches are packed, and none is quite full.
+        """
+        return self._pass("training", sequences, length, updates, True, ragged)
+
+    def score(self, sequences: float, length: float, name: str = "scoring") -> Term:
+        """Forward only, over ragged sequences: log-probabilities, values, rewards."""
+        return self._pass(name, sequences, length, 0, False, True)
+
+    def _pass(self, name: str, sequences: float, length: float, updates: int, backward: bool, ragged: bool) -> Term:
+        model, layout, fixed, chip = self.model, self.layout, self.constants, self.cluster.accelerator
+        rounds = max(1, updates)
+        fill = fixed.packing_share if ragged else 1.0
+        # Every device has whole micro-batches: what does not divide waits for the fullest one.
+        held = max(float(layout.micro_tokens), length)
+        micro_batches = max(1, math.ceil(sequences / rounds / layout.dp * length / fill / held - 1e-9)) * rounds
+        tokens = max(1.0, sequences / layout.dp * length / layout.cp) / fill
+        again = 1.0 if backward and layout.recompute == "full" else 0.0
+        core_again = 1.0 if backward and layout.recompute in ("full", "selective") else 0.0
+        cuts = layout.tp * layout.pp
+        seen = length / 2
+        gemm = chip.flops(self.dtype) * (
+            fixed.gemm_share if self.dtype in ("bf16", "fp32") else fixed.narrow_gemm_share
+        )
+        bandwidth = chip.bandwidth * fixed.bandwidth_share
+        # Experts are cut by ep alone, so that with tp > 1 each device multiplies its share of the tokens of all.
+        products = 2 * model.active_parameters * tokens * (1 + 2 * backward + again) / cuts / gemm
+        attention = model.attention_flops(seen) * tokens * (1 + 2.5 * backward + core_again) / cuts
+        attention /= chip.bf16 * fixed.attention_share
+        logits = model.vocab * 8.0 / layout.tp / layout.pp  # each in two bytes, in four, and its gradient in two
+        moved = (model.activation_numbers / cuts * activation_bytes(self.dtype) + logits) * fixed.activation_passes
+        traffic = moved * tokens * (1 + 2 * backward + again) / bandwidth
+        passes = 1 + backward + again
+        work = {
+            "products": products, "attention": attention, "traffic": traffic,
+            "tensor parallel": self._tensor_parallel(tokens) * passes,
+            "experts' all-to-all": self._all_to_all(tokens) * passes,
+        }  # fmt: skip
+        if layout.plain and backward:
+            work["head again"] = self._head_again(tokens, micro_batches, gemm, bandwidth)
+        busy = sum(work.values())
+        # Our trainer's layers are over when the head begins: while theirs are launched a device has no other work.
+        apart = 0.0
+        if layout.plain:
+            head = 2 * model.vocab * model.hidden / cuts / gemm + logits * fixed.activation_passes / bandwidth
+            apart = head * tokens * (1 + 2 * backward + again) + work.get("head again", 0.0)
+        per_expert_layer = fixed.expert_launch_seconds * model.experts / layout.ep
+        kernels = (model.layers * fixed.launch_seconds + model.moe_layers * per_expert_layer) / layout.pp
+        launched = micro_batches * kernels * (1.0 if backward else 1 / 3)
+        work["launches"] = max(0.0, launched - (busy - apart))
+        busy += work["launches"]
+        if layout.zero == 3:
+            work["weights gathered"] = max(0.0, self._gathered(micro_batches, backward) - busy)
+            busy += work["weights gathered"]
+        work["pipeline bubble"] = busy * (layout.pp - 1) / (micro_batches / rounds * layout.vpp)
+        if backward:
+            overlap = busy / micro_batches * 2 / 3
+            work["gradients"] = rounds * max(0.0, self._gradients() - overlap)
+            work["optimizer"] = rounds * self._optimizer(bandwidth)
+        given = (("sequences", sequences), ("length", length), ("micro-batches", micro_batches), ("tokens", tokens))
+        return total(name, [Term(k, v, "s", FORMULAS[k], given) for k, v in work.items() if v], "s")
+
+    def _head_again(self, tokens: float, micro_batches: float, gemm: float, bandwidth: float) -> float:
+        head = self.model.vocab * self.model.hidden / self.layout.tp
+        stretches = micro_batches * math.ceil(tokens / micro_batches * self.model.vocab / OWN_LOGITS)
+        # The product of a stretch is added in place where the head is in fp32; else it is written, read and added.
+        touched = 8.0 if self.dtype == "fp32" else 12.0
+        summed = stretches * head * touched / bandwidth if stretches > micro_batches else 0.0
+        return 2 * tokens * head / gemm + summed
+
+    def _tensor_parallel(self, tokens: float) -> float:
+        """Of one pass forward. With sequence parallelism an all-reduce is a gather and a scatter: the same bytes."""
+        if self.layout.tp == 1:
+            return 0.0
+        links = Links.of(self.cluster, self.layout.tp, self.constants)
+        return (
+            self.model.layers
+            / self.layout.pp
+            * 2
+            * links.all_reduce(tokens * self.model.hidden * activation_bytes(self.dtype))
+        )
+
+    def _all_to_all(self, tokens: float) -> float:
+        if self.layout.ep == 1:
+            return 0.0
+        model, layout = self.model, self.layout
+        links = Links.of(self.cluster, layout.ep, self.constants)
+        sent = tokens / layout.tp * model.top_k * model.hidden * activation_bytes(self.dtype)
+        copies = model.top_k / max(1.0, min(model.top_k, layout.ep / links.inside))
+        return model.moe_layers / layout.pp * 2 * links.all_to_all(sent, copies)
+
+    def _gathered(self, micro_batches: float, backward: bool) -> float:
+        """Zero 3: weights twice and gradients once for every micro-batch, weights once where nothing is learned."""
+        links = Links.of(self.cluster, self.layout.dp * self.layout.cp, self.constants, stride=self.layout.tp)
+        return (
+            micro_batches
+            * (3 if backward else 1)
+            * links.all_gather(self.parameters_here() * activation_bytes(self.dtype))
+        )
+
+    def _gradients(self) -> float:
+        layout = self.layout
+        if layout.zero == 3:
+            return 0.0
+        dense = Links.of(self.cluster, layout.dp * layout.cp, self.constants, stride=layout.tp)
+        experts = Links.of(self.cluster, layout.expert_copies, self.constants, stride=layout.ep)
+        # Gradients are scattered, weights gathered.
+        return (layout.gradient_bytes + activation_bytes(self.dtype)) * (
+            dense.all_gather(self.dense_parameters_here()) + experts.all_gather(self.expert_parameters_here())
+        )
+
+    def _optimizer(self, bandwidth: float) -> float:
+        layout = self.layout
+        owned = self.optimizer_parameters_here()
+        if layout.offload_optimizer:
+            return owned * 16.0 / (self.cluster.accelerator.pcie * self.constants.bulk_link_share)
+        return owned * 28.0 / bandwidth
+
+    def optimizer_parameters_here(self) -> float:
+        layout = self.layout
+        if layout.zero == 0:
+            return self.parameters_here()
+        dense = self.dense_parameters_here() / (layout.dp * layout.cp)
+        return dense + self.expert_parameters_here() / layout.expert_copies

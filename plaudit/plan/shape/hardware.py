@@ -1,0 +1,259 @@
+"""Accelerators, nodes and clusters. The catalogue is data with its sources; a TOML file overrides any of it.
+
+Rates are dense (vendors like to print the doubled figures of structured sparsity) and bandwidths one way.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from plaudit.config.table import Positive, Table, check, read_toml
+from plaudit.errors import ConfigError, nearest
+
+_CATALOGUE = Path(__file__).parents[1] / "data" / "accelerators.csv"
+GB = 1e9
+DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
+"""fp4 carries a scale of one byte for every sixteen numbers."""
+
+
+def activation_bytes(dtype: str) -> float:
+    """Of a number between two kernels: narrow weights are multiplied with activations of two bytes."""
+    return max(2.0, DTYPE_BYTES[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Dollars per accelerator and hour."""
+
+    low: float
+    mid: float
+    high: float
+    owned: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("low", "mid", "high", "owned"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"price {name} = {getattr(self, name)} $/h: a price is zero or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    name: str
+    vendor: str
+    memory: float
+    bandwidth: float
+    bf16: float
+    fp8: float
+    fp4: float
+    """FLOP/s. What a chip cannot multiply in it unpacks to bf16 first, and that is the rate."""
+    scale_up: float
+    """Bytes per second and device, one way, inside a scale-up domain (NVLink, Infinity Fabric, ICI, or PCIe)."""
+    domain: int
+    scale_out: float
+    pcie: float
+    tdp: float
+    power: float
+    """Watts per device from the grid: device, host, network and cooling."""
+    price: Price
+    source: str
+
+    def flops(self, dtype: str) -> float:
+        return {"fp32": self.bf16 / 2, "bf16": self.bf16, "fp8": self.fp8, "fp4": self.fp4}[dtype]
+
+    def unpacks(self, dtype: str) -> bool:
+        """Whether weights of the format are widened before they are multiplied, for want of units."""
+        return dtype in ("fp8", "fp4") and self.flops(dtype) <= self.bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of one accelerator. `scale_up_devices` of them reach each other without the network."""
+
+    accelerator: Accelerator
+    nodes: int
+    devices_per_node: int
+    host_memory: float
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def domain(self) -> int:
+        """Devices that share the fast links. A rack-scale domain spans nodes."""
+        rack = self.accelerator.domain > 8
+        return min(self.devices, self.accelerator.domain if rack else self.devices_per_node)
+
+    @property
+    def name(self) -> str:
+        return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"
+
+    def part(self, devices: int) -> Cluster:
+        """So many devices of it, by whole nodes where that goes."""
+        if devices >= self.devices_per_node:
+            return replace(self, nodes=-(-devices // self.devices_per_node))
+        return replace(self, nodes=1, devices_per_node=devices)
+
+
+HOST_GB_PER_GPU = 256
+"""2 TB in a node of eight is what DGX H100 and the usual HGX boxes ship with."""
+
+_ALIASES = {
+    "a100": "A100-80G SXM", "a100-80g": "A100-80G SXM", "a100 80g": "A100-80G SXM", "a100-40g": "A100-40G SXM",
+    "a100 40g": "A100-40G SXM", "h100": "H100 SXM", "h100-80g": "H100 SXM", "h200": "H200 SXM", "b200": "B200 SXM",
+    "b300": "B300 SXM", "gb200": "GB200 NVL72", "gb300": "GB300 NVL72", "h800": "H800 SXM", "a800": "A800 SXM",
+    "rtx4090": "RTX 4090", "4090": "RTX 4090", "rtx pro 6000": "RTX PRO 6000 Server", "tpu7x": "TPU7x Ironwood",
+    "ironwood": "TPU7x Ironwood", "v5p": "TPU v5p", "v6e": "TPU v6e", "tpu-v5p": "TPU v5p", "tpu-v6e": "TPU v6e",
+}  # fmt: skip
+
+
+@cache
+def catalogue() -> dict[str, Accelerator]:
+    with _CATALOGUE.open(newline="", encoding="utf-8") as file:
+        return {row["name"]: _accelerator(row) for row in csv.DictReader(file)}
+
+
+def _accelerator(row: Mapping[str, str]) -> Accelerator:
+    def number(key: str, default: float = 0.0) -> float:
+        return float(row[key]) if row[key] else default
+
+    bf16 = number("bf16_dense_tflops") * 1e12
+    fp8 = number("fp8_dense_tflops") * 1e12 or bf16
+    tdp = number("tdp_w")
+    # Where nobody printed the all-in figure: the ratio to the TDP of the chips that have both is 1.75 to 2.5.
+    power = number("allin_utility_kw_per_gpu") * 1e3 or 2.2 * tdp
+    owned = number("tco_neocloud_usd_h") or number("tco_hyperscaler_usd_h")
+    on_demand = [number(f"cloud_{level}_usd_h") for level in ("low", "mid", "high")]
+    known = [price for price in on_demand if price] or [number("rental_3yr_usd_h") or owned]
+    low, mid, high = on_demand
+    price = Price(
+        low=low or known[0], mid=mid or known[len(known) // 2], high=high or known[-1], owned=owned or known[0],
+        source="; ".join(filter(None, (row["cloud_low_who"], row["cloud_mid_who"], row["cloud_high_who"]))),
+    )  # fmt: skip
+    pcie = number("pcie_unidir_gb_s", 32.0) * GB
+    return Accelerator(
+        name=row["name"], vendor=row["vendor"], memory=number("mem_gb") * GB, bandwidth=number("mem_bw_gb_s") * GB,
+        bf16=bf16, fp8=fp8, fp4=number("fp4_dense_tflops") * 1e12 or bf16,
+        scale_up=number("scale_up_unidir_gb_s_per_gpu") * GB, domain=int(number("scale_up_domain")),
+        scale_out=number("scale_out_gb_s_per_gpu", 12.5) * GB, pcie=pcie, tdp=tdp, power=power, price=price,
+        source=row["spec_source"],
+    )  # fmt: skip
+
+
+def accelerator(name: str, overrides: Overrides | None = None) -> Accelerator:
+    known = catalogue()
+    own = overrides.accelerator if overrides else {}
+    wanted = _ALIASES.get(name.strip().lower(), name.strip())
+    found = next((known[key] for key in known if key.lower() == wanted.lower()), None)
+    table = next((own[key] for key in own if key.lower() in (name.strip().lower(), wanted.lower())), None)
+    if found is None and table is None:
+        short = {key.replace(" SXM", "").replace(" NVL72", "") for key in known}
+        raise ConfigError(f"unknown accelerator {name!r}; {nearest(wanted, {*short, *own})}")
+    return found if table is None else _override(found, table, name)  # type: ignore[return-value]
+
+
+def cluster(text: str, overrides: Overrides | None = None) -> Cluster:
+    """`8x8xH100` is 8 nodes of 8, `64xH100` as many nodes as that takes, `H100` one device."""
+    match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z].*?)\s*", text)
+    if not match:
+        raise ConfigError(f"hardware {text!r}: expected nodes x devices x accelerator, such as 8x8xH100 or 64xH100")
+    first, second, name = match.groups()
+    device = accelerator(name, overrides)
+    per_node = 4 if device.domain == 72 else min(8, device.domain)
+    if second is not None:
+        nodes, count = int(first), int(second)
+    else:
+        devices = int(first or 1)
+        nodes, count = (devices // per_node, per_node) if devices % per_node == 0 else (1, devices)
+        if devices % per_node and devices > per_node:
+            raise ConfigError(
+                f"hardware {text!r}: {devices} devices do not fill nodes of {per_node}; "
+                f"take {devices // per_node * per_node} or {(devices // per_node + 1) * per_node}, or nodes x devices"
+            )
+    if nodes < 1 or count < 1:
+        raise ConfigError(f"hardware {text!r}: expected at least one node with one device")
+    host = overrides.host_memory_gb if overrides and overrides.host_memory_gb else HOST_GB_PER_GPU * count
+    return Cluster(device, nodes, count, host * GB)
+
+
+class AcceleratorTable(Table):
+    """What may be said of an accelerator; a new one needs memory, bandwidth and a rate."""
+
+    memory_gb: Positive | None = None
+    bandwidth_gb_s: Positive | None = None
+    bf16_tflops: Positive | None = None
+    fp8_tflops: Positive | None = None
+    fp4_tflops: Positive | None = None
+    scale_up_gb_s: Positive | None = None
+    domain: int | None = None
+    scale_out_gb_s: Positive | None = None
+    pcie_gb_s: Positive | None = None
+    tdp_w: Positive | None = None
+    power_w: Positive | None = None
+    price: float | None = None
+    """$ per hour, in place of low, mid, high and owned"""
+
+
+class Overrides(Table):
+    accelerator: Mapping[str, AcceleratorTable] = {}
+    host_memory_gb: Positive | None = None
+    """Of one node."""
+    constants: Mapping[str, float] = {}
+    """Constants of plan/shape/constants.py, as `plaudit plan --calibrate` writes them."""
+
+    @staticmethod
+    def read(path: Path) -> Overrides:
+        tree = read_toml(path, "hardware file")
+        tables = tree.get("accelerator")
+        for name, table in tables.items() if isinstance(tables, dict) else ():
+            # By itself, so that a message finds the keys beside a wrong one.
+            check(TypeAdapter(AcceleratorTable), table, f"{path}: [accelerator.{name}]", AcceleratorTable)
+        found: Overrides = check(TypeAdapter(Overrides), tree, str(path), Overrides)
+        return found
+
+
+_SCALES: dict[str, tuple[str, float]] = {
+    "memory_gb": ("memory", GB), "bandwidth_gb_s": ("bandwidth", GB), "bf16_tflops": ("bf16", 1e12),
+    "fp8_tflops": ("fp8", 1e12), "fp4_tflops": ("fp4", 1e12), "scale_up_gb_s": ("scale_up", GB),
+    "domain": ("domain", 1), "scale_out_gb_s": ("scale_out", GB), "pcie_gb_s": ("pcie", GB), "tdp_w": ("tdp", 1),
+    "power_w": ("power", 1),
+}  # fmt: skip
+
+
+def _override(found: Accelerator | None, table: AcceleratorTable, name: str) -> Accelerator:
+    given: dict[str, Any] = {
+        field: type_of(field)(getattr(table, key) * scale)
+        for key, (field, scale) in _SCALES.items()
+        if getattr(table, key) is not None
+    }
+    if table.price is not None:
+        given["price"] = Price(table.price, table.price, table.price, table.price, "given")
+    if found is not None:
+        return replace(found, **given)
+    missing = [key for key in ("memory_gb", "bandwidth_gb_s", "bf16_tflops") if getattr(table, key) is None]
+    if missing:
+        raise ConfigError(f"accelerator {name!r} is not in the catalogue and lacks {', '.join(missing)}")
+    bf16 = given["bf16"]
+    fp8 = given.get("fp8", bf16)
+    defaults = {
+        "vendor": "", "fp8": fp8, "fp4": fp8, "scale_up": 32 * GB, "domain": 8, "scale_out": 12.5 * GB,
+        "pcie": 32 * GB, "tdp": 0.0, "power": 2.2 * given.get("tdp", 0.0), "price": Price(0, 0, 0, 0, "not given"),
+        "source": "given",
+    }  # fmt: skip
+    return Accelerator(name=name, **{**defaults, **given})
+
+
+def type_of(field: str) -> type:
+    return int if field == "domain" else float
+
+
+assert {field for field, _ in _SCALES.values()} <= {field.name for field in fields(Accelerator)}

@@ -1,0 +1,125 @@
+"""How a model is cut over devices, for generation and for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plaudit.errors import ConfigError
+from plaudit.plan.shape.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationLayout:
+    """One replica. Without `ep` experts are cut like every matrix; with it they are dealt out whole, and where ep > tp
+    the attention runs ep / tp times beside itself on different sequences."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def width(self) -> int:
+        return max(self.tp, self.ep)
+
+    @property
+    def devices(self) -> int:
+        return self.width * self.pp
+
+    @property
+    def attention_groups(self) -> int:
+        return self.width // self.tp
+
+    def check(self, model: ModelShape) -> None:
+        _positive(self.tp, self.pp, self.ep)
+        _divides("generation", self.tp, model)
+        if self.ep > 1 and (not model.experts or model.experts % self.ep or (self.ep % self.tp and self.tp % self.ep)):
+            raise ConfigError(
+                f"generation ep = {self.ep}: {model.name} has {model.experts} experts, which ep must divide, "
+                f"and ep and tp = {self.tp} must divide one another"
+            )
+        _stages(self.pp, model)
+
+    def __str__(self) -> str:
+        cuts = [f"tp{self.tp}"] + [f"{k}{v}" for k, v in (("pp", self.pp), ("ep", self.ep)) if v > 1]
+        return " ".join(cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLayout:
+    """`dp` copies of tp × cp × pp devices. Experts are dealt to `ep` devices among tp × cp × dp ones.
+
+    zero   0 states whole, 1 optimizer cut over dp, 2 gradients too, 3 weights too (FSDP): gathered layer by layer
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+    vpp: int = 1
+    zero: int = 1
+    micro_tokens: int = 4096
+    """Tokens that go through at once: packed sequences, or one that is longer."""
+    recompute: str = "none"
+    """none | selective (the attention core) | full (everything but a layer's input)"""
+    gradient_bytes: int = 4
+    """4 where gradients are summed in fp32 (Megatron), 2 where in bf16 (FSDP2, NeMo RL)."""
+    plain: bool = False
+    """Plain modules (as Plaudit and FSDP trainers run them) keep what fused ones (Megatron) make again: the activated
+    gate and the normed input."""
+    park: bool = False
+    """Models that are only read (reference, reward) wait on the host between uses."""
+    offload_optimizer: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """Devices that hold the same experts."""
+        return max(1, self.tp * self.cp * self.dp // self.ep)
+
+    def check(self, model: ModelShape) -> None:
+        _positive(self.tp, self.pp, self.dp, self.ep, self.cp, self.micro_tokens)
+        _divides("training", self.tp, model)
+        if self.ep > 1 and (not model.experts or model.experts % self.ep):
+            raise ConfigError(
+                f"training ep = {self.ep}: {model.name} has {model.experts} experts, which it must divide"
+            )
+        if (self.tp * self.cp * self.dp) % self.ep:
+            raise ConfigError(
+                f"training ep = {self.ep} does not divide tp × cp × dp = {self.tp} × {self.cp} × {self.dp}"
+            )
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"zero = {self.zero}: expected 0, 1, 2 or 3")
+        if self.gradient_bytes not in (2, 4):
+            raise ConfigError(f"gradient_bytes = {self.gradient_bytes}: expected 2 (bf16) or 4 (fp32)")
+        _stages(self.pp, model)
+
+    def __str__(self) -> str:
+        cuts = [f"tp{self.tp}", f"dp{self.dp}"]
+        cuts += [f"{k}{v}" for k, v in (("pp", self.pp), ("ep", self.ep), ("cp", self.cp)) if v > 1]
+        cuts += ["fsdp" if self.zero == 3 else f"zero{self.zero}"]
+        cuts += ["recompute"] if self.recompute == "full" else []
+        cuts += ["parked reference"] if self.park else []
+        return " ".join(cuts + (["offload"] if self.offload_optimizer else []))
+
+
+def _positive(*sizes: int) -> None:
+    if min(sizes) < 1:
+        raise ConfigError(f"parallel sizes {sizes}: each is one or more")
+
+
+def _divides(what: str, tp: int, model: ModelShape) -> None:
+    if model.heads % tp:
+        fits = [size for size in (1, 2, 4, 8, 16, 32, 64) if model.heads % size == 0 and size <= model.heads]
+        near = min(fits, key=lambda size: abs(size - tp))
+        raise ConfigError(
+            f"{what} tp = {tp} does not divide the {model.heads} heads of {model.name}; nearest that does: tp = {near}"
+        )
+
+
+def _stages(pp: int, model: ModelShape) -> None:
+    if pp > model.layers:
+        raise ConfigError(f"pp = {pp}: {model.name} has {model.layers} layers, and a stage needs at least one")

@@ -1,0 +1,128 @@
+"""What one step of an RLHF run has to do, whatever it runs on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plaudit.config.algorithm import PRESETS
+from plaudit.errors import ConfigError, nearest
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import DTYPE_BYTES
+from plaudit.plan.shape.lengths import Lengths
+from plaudit.plan.shape.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    model: ModelShape
+    algorithm: str = "grpo"
+    prompt: float = 512
+    response: float = 1024
+    """Mean tokens of a response."""
+    max_response: float = 0
+    """0 = twice the mean"""
+    batch: int = 1024
+    """Responses in a step."""
+    samples_per_prompt: int = 1
+    updates: int = 1
+    """Optimizer steps in a step of the run, epochs × minibatches."""
+    epochs: int = 1
+    reference: bool | None = None
+    """None = as the algorithm has it."""
+    critic: ModelShape | None = None
+    """PPO without one named: of the policy's size."""
+    reward: ModelShape | None = None
+    """None = a rule, which takes no accelerator."""
+    dtype: str = "bf16"
+    generation_dtype: str = ""
+    """Empty = as trained."""
+    kv_dtype: str = "bf16"
+    steps: int = 1000
+    plain: bool = False
+    """Trained by plain modules, as Plaudit's own trainer does; see TrainingLayout."""
+    micro_tokens: int = 0
+    """Tokens that are trained on at once; 0 = 4096, or the longest sequence where that is longer."""
+    cache_bytes: float = 0
+    """Of an engine that is told the size of its cache and takes all of it; 0 = what is free, as far as it is needed."""
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in PRESETS:
+            raise ConfigError(f"unknown algorithm {self.algorithm!r}; {nearest(self.algorithm, PRESETS)}")
+        for name in ("batch", "samples_per_prompt", "updates", "epochs", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
+        if self.batch < self.samples_per_prompt:
+            raise ConfigError(
+                f"batch = {self.batch} responses is less than the {self.samples_per_prompt} samples of one prompt; "
+                f"--batch counts responses: set it to {self.samples_per_prompt} or more"
+            )
+        for name in ("prompt", "response", "max_response"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} = {getattr(self, name)} tokens: expected a number")
+        if self.prompt < 0 or self.response < 1 or self.max_response < 0:
+            raise ConfigError(
+                f"prompt = {self.prompt:g}, response = {self.response:g}, max_response = {self.max_response:g} tokens: "
+                "expected 0, 1 and 0 (twice the mean) or more"
+            )
+        if self.max_response and self.max_response < self.response:
+            raise ConfigError(
+                f"max_response = {self.max_response:g} is less than the mean response {self.response:g}; "
+                f"raise it to at least {self.response:g}"
+            )
+        for name, value in (
+            ("dtype", self.dtype),
+            ("kv_dtype", self.kv_dtype),
+            ("generation_dtype", self.engine_dtype),
+        ):
+            if value not in DTYPE_BYTES:
+                raise ConfigError(f"{name} = {value!r}; {nearest(value, DTYPE_BYTES)}")
+        longest = self.prompt + self.longest
+        if self.model.max_context and longest > self.model.max_context:
+            room = self.model.max_context - self.prompt
+            cure = f"set --max-response to {room:g}" if room >= self.response else f"--response may be {max(room, 0):g}"
+            raise ConfigError(
+                f"prompt + longest response = {self.prompt:g} + {self.longest:g} = {longest:g} tokens, and "
+                f"{self.model.name} has positions for {self.model.max_context}; {cure}"
+            )
+
+    @property
+    def longest(self) -> float:
+        return self.max_response or 2 * self.response
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def trained_length(self) -> float:
+        """Tokens of a response and its prompt that training computes: Plaudit packs responses to one prompt as a tree,
+        where one update takes the groups in order."""
+        shared = self.samples_per_prompt if self.plain and self.updates == 1 else 1
+        return self.prompt / shared + self.response
+
+    @property
+    def takes_old(self) -> bool:
+        """Whether log-probabilities are taken before the update. Plaudit's single update needs none: its ratio is 1."""
+        return not self.plain or self.updates > 1 or self.value_model is not None
+
+    @property
+    def has_reference(self) -> bool:
+        kl = PRESETS[self.algorithm].get("kl", {})
+        return kl.get("coef", 0.0) > 0 if self.reference is None else self.reference
+
+    @property
+    def value_model(self) -> ModelShape | None:
+        learns_values = PRESETS[self.algorithm].get("advantage", {}).get("estimator") == "gae"
+        return (self.critic or self.model) if learns_values else None
+
+    @property
+    def engine_dtype(self) -> str:
+        return self.generation_dtype or self.dtype
+
+    def lengths(self, constants: Constants) -> Lengths:
+        return Lengths(self.response, max(self.longest, self.response), constants.length_spread)
+
+    @property
+    def generated_tokens(self) -> float:
+        return self.batch * self.response

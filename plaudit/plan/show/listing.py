@@ -1,0 +1,154 @@
+"""Plans in the terminal: a ranked table, what was rejected and why, where the time goes."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from plaudit.plan.cost.prediction import Prediction
+from plaudit.plan.question import Outcome
+
+WIDE = 200
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
+
+
+def numbers(count: float) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def dollars(prediction: Prediction, price: str, what: str) -> str:
+    term = getattr(prediction.cost, what).get(price)
+    return f"{term.value:,.2f}" if term else "—"
+
+
+def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = None) -> None:
+    # A file or a pipe has no width: rows stay whole.
+    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
+    work = outcome.question.workload
+    critic = f", critic {work.value_model.name}" if work.value_model else ""
+    console.print(f"[bold]{escape(outcome.headline)}[/bold]", highlight=False, soft_wrap=True)
+    console.print(
+        f"{work.model.name}: {numbers(work.model.parameters)} parameters, "
+        f"{numbers(work.model.active_parameters)} active; "
+        f"{work.algorithm}{critic}; {work.batch} responses of {work.prompt:g} + {work.response:g} tokens "
+        f"(longest {work.longest:g}) a step", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if len(outcome.found) > 1:
+        _print_comparison(outcome, console)
+    if outcome.runnable:
+        _print_runnable(outcome, top, console)
+    if outcome.others:
+        _print_others(outcome, top, console)
+    for place, found in outcome.found.items():
+        for rejection in found.rejected:
+            console.print(f"[dim]{place}[/dim] {rejection.placement}: {rejection.reason} "
+                          f"({rejection.factor:.2f} times too much)", highlight=False, soft_wrap=True)  # fmt: skip
+    tried = sum(found.tried for found in outcome.found.values())
+    console.print(f"[dim]{tried} plans tried[/dim]", highlight=False, soft_wrap=True)
+
+
+def _print_others(outcome: Outcome, top: int, console: Console) -> None:
+    """A row for each set of things that our trainer lacks."""
+    ours = outcome.runnable[0].step.value if outcome.runnable else None
+    title = "With other software: what Plaudit's own trainer does not run, and what it lacks for that"
+    table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False)
+    for heading, side in (
+        ("placement", "left"), ("generation", "left"), ("training", "left"), ("step s", "right"),
+        *([("against ours", "right")] if ours else []),
+        ("$/M tokens", "right"), ("peak GB", "right"), ("plans", "right"), ("missing", "left"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+    kinds = outcome.kinds_of_others()
+    for p, alike in kinds[:top]:
+        table.add_row(
+            *_names(p, outcome), seconds(p.step.value), *([f"{ours / p.step.value:.2f}×"] if ours else []),
+            dollars(p, outcome.question.price, "million_tokens"), f"{p.peak.value / 1e9:.0f}", str(alike),
+            ", ".join(p.missing),
+        )  # fmt: skip
+    console.print()
+    console.print(table)
+    if len(kinds) > top:
+        console.print(f"[dim]and {len(kinds) - top} more kinds, all slower; --json has them[/dim]", highlight=False)
+    if not outcome.runnable:
+        _print_phases(outcome.best, console)
+
+
+def _names(p: Prediction, outcome: Outcome) -> tuple[str, str, str]:
+    plan = p.plan
+    where = f"{plan.cluster.accelerator.name} " if len(outcome.found) > 1 else ""
+    split = "" if plan.shared else f" {plan.generation_cluster.devices}+{plan.cluster.devices}"
+    return f"{where}{plan.placement}{split}", f"{plan.replicas} × {plan.generation}", str(plan.training)
+
+
+def _print_runnable(outcome: Outcome, top: int, console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading, side in (
+        ("#", "right"), ("placement", "left"), ("generation", "left"), ("training", "left"), ("step s", "right"),
+        ("$/step", "right"), ("$/M tokens", "right"), ("tok/s/GPU", "right"), ("tok/s/MW", "right"),
+        ("peak GB", "right"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+    price = outcome.question.price
+    for rank, p in enumerate(outcome.runnable[:top], 1):
+        megawatt = f"{p.cost.tokens_per_megawatt / 1e3:,.0f}k" if p.cost.tokens_per_megawatt else "—"
+        table.add_row(
+            str(rank), *_names(p, outcome), seconds(p.step.value), dollars(p, price, "step"),
+            dollars(p, price, "million_tokens"), f"{p.cost.tokens_per_device:,.0f}", megawatt,
+            f"{p.peak.value / 1e9:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    _print_phases(outcome.best, console)
+
+
+def _print_comparison(outcome: Outcome, console: Console) -> None:
+    """Accelerators side by side, by one trainer at a time."""
+    price = outcome.question.price
+    lines = []
+    if ours := outcome.best_of_each(runnable=True):
+        lines += _by_time_and_cost(ours, price, "")
+        without = [name for name, found in outcome.found.items() if not any(p.runnable for p in found.plans)]
+        lines += [f"with none that our trainer runs: {', '.join(without)}"] if without else []
+    best = outcome.best_of_each()
+    lines += _by_time_and_cost(best, price, " with any software")
+    silent = [p.plan.cluster.accelerator.name for p in best if price not in p.cost.step]
+    lines += [f"no public price: {', '.join(silent)}"] if silent else []
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _by_time_and_cost(best: list[Prediction], price: str, how: str) -> list[str]:
+    by_time = sorted(best, key=lambda p: p.step.value)
+    priced = [p for p in best if price in p.cost.step]
+    by_cost = sorted(priced, key=lambda p: p.cost.million_tokens[price].value)
+    times = (f"{p.plan.cluster.accelerator.name} {seconds(p.step.value)} s" for p in by_time)
+    costs = (f"{p.plan.cluster.accelerator.name} ${p.cost.million_tokens[price].value:.2f}/M tokens" for p in by_cost)
+    none = "no public price of any of them; give one with --price"
+    return [f"by time{how}: {', '.join(times)}", f"by cost{how}: {', '.join(costs) or none}"]
+
+
+def _print_phases(best: Prediction, console: Console) -> None:
+    table = Table(
+        title="the first of these, phase by phase", title_style="dim", title_justify="left", box=None, pad_edge=False
+    )
+    for heading in ("phase", "on"):
+        table.add_column(heading)
+    for heading in ("seconds", "GB per device"):
+        table.add_column(heading, justify="right")
+    table.add_column("the most of it")
+    for phase in best.phases:
+        held = sorted(phase.memory.parts, key=lambda part: -part.value)[:3]
+        most = ", ".join(f"{part.name} {part.value / 1e9:.1f}" for part in held)
+        table.add_row(phase.name, phase.pool, seconds(phase.seconds.value), f"{phase.memory.value / 1e9:.1f}", most)
+    console.print(table)
+    host = f", host memory {best.host.value / 1e9:,.0f} GB of a node" if best.host.value else ""
+    waits = f", the trainer waits {best.trainer_waits:.0%} of the time" if best.plan.placement == "async" else ""
+    waves = f" in {best.waves:.1f} waves" if best.waves > 1.05 else ""
+    console.print(
+        f"[dim]{best.concurrency:,.0f} sequences fit in a replica's cache{waves}{host}{waits}[/dim]", highlight=False
+    )

@@ -1,0 +1,1 @@
+"""What searches did, as tables and as a page."""

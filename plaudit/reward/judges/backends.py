@@ -1,0 +1,146 @@
+"""Two ways to ask a judge: an OpenAI-compatible server, or a model that our own engine runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from plaudit.config.reward import JudgeTable
+from plaudit.errors import ConfigError, PlauditError, RequestError
+from plaudit.models import render_chat
+from plaudit.records import ItemError
+from plaudit.reward.judges.judge import Conversation
+
+if TYPE_CHECKING:
+    from plaudit.core import Engine
+
+REPLY_LIMIT = 1 << 22
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+
+
+class HttpAsk:
+    """The address is the configuration's: redirects are not followed, and proxies of the environment not used."""
+
+    def __init__(self, table: JudgeTable) -> None:
+        assert table.url is not None, "the table says where to ask"
+        self.table = table
+        self._url = table.url.rstrip("/") + "/chat/completions"
+        headers = {}
+        if table.key_env is not None:
+            if not os.environ.get(table.key_env):
+                raise ConfigError(f"key_env names the environment variable {table.key_env}, which is not set")
+            headers["Authorization"] = f"Bearer {os.environ[table.key_env]}"
+        limits = httpx.Limits(max_connections=table.concurrency)
+        self._client = httpx.Client(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
+        self._threads = ThreadPoolExecutor(table.concurrency, thread_name_prefix="judge")
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[str | ItemError]:
+        return list(self._threads.map(self._one, conversations))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _one(self, conversation: Conversation) -> str | ItemError:
+        deadline = time.monotonic() + self.table.timeout
+        pause = FIRST_PAUSE
+        for attempt in range(self.table.retries + 1):
+            answer, again = self._attempt(conversation, deadline)
+            if not again or attempt == self.table.retries:
+                break
+            # Of many that were turned away together, not all come back together.
+            wait = pause * random.uniform(0.5, 1.5)
+            if time.monotonic() + wait >= deadline:
+                break
+            time.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return answer
+
+    def _attempt(self, conversation: Conversation, deadline: float) -> tuple[str | ItemError, bool]:
+        """The answer or why there is none, and whether another attempt may help."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return self._late(), False
+        body = {
+            "model": self.table.model, "messages": conversation, "temperature": self.table.temperature,
+            "max_tokens": self.table.max_tokens, "n": 1, "stream": False,
+        }  # fmt: skip
+        try:
+            with self._client.stream("POST", self._url, json=body, timeout=left) as response:
+                content = b""
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if len(content) > REPLY_LIMIT:
+                        return _failed(f"the judge's reply is longer than {REPLY_LIMIT} bytes"), False
+                    if time.monotonic() > deadline:
+                        return self._late(), False
+                status = response.status_code
+                if status != 200:
+                    return _failed(f"the judge's server answered {status}"), status == 429 or status >= 500
+                return _content(content), False
+        except httpx.TimeoutException:
+            return self._late(), False
+        except (httpx.TransportError, UnicodeEncodeError) as error:
+            return _failed(f"the judge's server cannot be reached: {type(error).__name__}"), True
+        except httpx.HTTPError as error:
+            return _failed(f"asking the judge failed: {type(error).__name__}"), False
+
+    def _late(self) -> ItemError:
+        return ItemError("timeout", f"the judge did not answer in {self.table.timeout:g} s")
+
+
+def _content(content: bytes) -> str | ItemError:
+    try:
+        text: Any = json.loads(content)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text = None
+    return text if isinstance(text, str) else _failed("the judge's server sent no choices[0].message.content")
+
+
+class EngineAsk:
+    def __init__(self, engine: Engine, tokenizer: Any, table: JudgeTable) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.table = table
+        self._lock = threading.Lock()
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[str | ItemError]:
+        prompts = [self._prompt(conversation) for conversation in conversations]
+        texts = iter(self._generate([prompt for prompt in prompts if not isinstance(prompt, ItemError)]))
+        return [prompt if isinstance(prompt, ItemError) else next(texts) for prompt in prompts]
+
+    def close(self) -> None:
+        """The engine's memory goes with the object."""
+
+    def _prompt(self, conversation: Conversation) -> list[int] | ItemError:
+        try:
+            return render_chat(self.tokenizer, conversation, add_generation_prompt=True)
+        except PlauditError as error:
+            return ItemError("bad_messages", str(error))
+
+    def _generate(self, prompts: list[list[int]]) -> list[str | ItemError]:
+        from plaudit.core import SamplingParams
+
+        if not prompts:
+            return []
+        params = SamplingParams(temperature=self.table.temperature, max_tokens=self.table.max_tokens)
+        try:
+            with self._lock:
+                samples = self.engine.generate(prompts, params)
+        except RequestError as error:
+            if len(prompts) > 1:  # one that is too long must not cost the others their answers
+                return [text for prompt in prompts for text in self._generate([prompt])]
+            return [_failed(str(error))]
+        return [sample.text if sample.error is None else _failed(sample.error.message) for sample in samples]
+
+
+def _failed(message: str) -> ItemError:
+    return ItemError("judge_failed", message)

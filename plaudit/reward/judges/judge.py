@@ -1,0 +1,96 @@
+"""A language model asked for a number. What it is asked and how its answer is read is here; `ask.py` asks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from plaudit.config.reward import JudgeTable
+from plaudit.errors import Refused
+from plaudit.records import Item, ItemError, Score
+from plaudit.reward.reward import Result
+from plaudit.reward.rules.rule import what_was_said
+
+Conversation = list[dict[str, str]]
+PLACES = re.compile(r"\{(prompt|response|truth)\}")
+
+
+class Ask(Protocol):
+    def __call__(self, conversations: Sequence[Conversation]) -> Sequence[str | ItemError]:
+        """The answer to each, or why there is none."""
+
+    def close(self) -> None: ...
+
+
+class Judge:
+    def __init__(self, table: JudgeTable) -> None:
+        self.table = table
+        self._pattern = re.compile(table.pattern)
+
+    def messages(self, item: Item) -> Conversation:
+        said = what_was_said(item)
+        if isinstance(said, ItemError):
+            raise Refused(said.type, said.message)
+        prompt, response = said
+        if item.truth is None and "{truth}" in self.table.template:
+            raise Refused("no_truth", "the judge's template has {truth}, and the item has no truth")
+        values = {"prompt": _as_text(prompt), "response": response, "truth": _as_text(item.truth)}
+        # In one pass: what stands in a response for {truth} stays as it is.
+        asked = PLACES.sub(lambda place: values[place[1]], self.table.template)
+        system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
+        return [*system, {"role": "user", "content": asked}]
+
+    def read(self, text: str) -> Score:
+        """The number in the last match; one that cannot be read or is out of range is an error, not a guess."""
+        found = None
+        for match in self._pattern.finditer(text):
+            found = match[1]
+        try:
+            value = float(found) if found is not None else math.nan
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            return _unreadable(f"the judge gave no number that {self.table.pattern!r} finds")
+        if not self.table.low <= value <= self.table.high:
+            return _unreadable(f"the judge gave {value:g}, which is not from {self.table.low:g} to {self.table.high:g}")
+        return Score(value)
+
+
+class JudgeReward:
+    def __init__(self, judge: Judge, ask: Ask) -> None:
+        self.judge = judge
+        self.ask = ask
+
+    def score(self, items: Sequence[Item]) -> list[Result]:
+        results: list[Result | None] = []
+        asked = []
+        for item in items:
+            try:
+                asked.append(self.judge.messages(item))
+                results.append(None)
+            except Refused as error:
+                results.append(Score(error=ItemError(error.type, str(error))))
+        answers = iter(self.ask(asked) if asked else ())
+        return [self._read(next(answers)) if result is None else result for result in results]
+
+    def close(self) -> None:
+        self.ask.close()
+
+    def _read(self, answer: str | ItemError) -> Result:
+        return Score(error=answer) if isinstance(answer, ItemError) else self.judge.read(answer)
+
+
+def _as_text(value: Any) -> str:
+    """Text as it is, a conversation turn by turn, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value):
+        return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _unreadable(message: str) -> Score:
+    return Score(error=ItemError("judge_unreadable", message))

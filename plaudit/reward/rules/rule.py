@@ -1,0 +1,195 @@
+"""Rules: a program decides the score.
+
+Every rule, a regular expression included, runs in a process of its own, where it has a time limit for each response.
+One that overruns is killed and started again; only its item fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from plaudit.config.reward import RuleTable
+from plaudit.errors import ConfigError
+from plaudit.models.chat.renderer import exchange, exchange_lines
+from plaudit.records import Item, ItemError, Score
+from plaudit.reward.reward import Result
+from plaudit.reward.version import digest
+
+WORKER = Path(__file__).with_name("rule_worker.py")
+START_SECONDS = 60.0
+LIBRARIES = {"math": ("math-verify", "latex2sympy2_extended", "sympy"), "gym": ("reasoning-gym", "sympy")}
+TOGETHER = 64  # items that a process is handed at once: a slow one keeps few others waiting
+
+
+class RuleReward:
+    """`score` may be called from several threads."""
+
+    def __init__(self, table: RuleTable) -> None:
+        self.table = table
+        self.version = f"0-{_digest(table)}"
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [_Worker(table) for _ in range(table.processes)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(table.processes, thread_name_prefix="rule")
+        try:
+            self._workers[0].start()  # a function that does not exist is told now, not with the first item
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, items: Sequence[Item]) -> list[Result]:
+        size = min(TOGETHER, max(1, -(-len(items) // self.table.processes)))
+        parts = [items[start : start + size] for start in range(0, len(items), size)]
+        return [result for part in self._threads.map(self._score, parts) for result in part]
+
+    def close(self) -> None:
+        """Whoever still waits for a score gets an error."""
+        for worker in self._workers:
+            worker.stop()
+        self._threads.shutdown(wait=False)
+
+    def _score(self, items: Sequence[Item]) -> list[Result]:
+        asked = [_line(item) for item in items]
+        lines = [line for line in asked if isinstance(line, bytes)]
+        worker = self._idle.get()
+        try:
+            replies = iter(worker.ask(lines))
+        finally:
+            self._idle.put(worker)
+        found = (next(replies) if isinstance(line, bytes) else line for line in asked)
+        return [
+            Score(error=reply, version=self.version)
+            if isinstance(reply, ItemError)
+            else Score(reply, version=self.version)
+            for reply in found
+        ]
+
+
+def _line(item: Item) -> bytes | ItemError:
+    """What a worker is asked, or why it cannot be."""
+    asked = what_was_said(item)
+    if isinstance(asked, ItemError):
+        return asked
+    prompt, response = asked
+    try:
+        return json.dumps({"prompt": prompt, "response": response, "truth": item.truth}).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        return ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
+
+
+def what_was_said(item: Item) -> tuple[Any, str] | ItemError:
+    """The prompt, as text or messages, and the response of an item whose words are known."""
+    if item.messages is not None:
+        last = item.messages[-1] if item.messages else None
+        if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            return ItemError("bad_messages", "messages must end with the assistant's answer, whose content is text")
+        return [dict(message) for message in item.messages[:-1]], str(last["content"])
+    if item.prompt is None or item.response is None:
+        return ItemError("unsupported_form", "a rule or a judge reads prompt and response or messages, not raw input")
+    prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
+    steps = (item.response,) if isinstance(item.response, str) else item.response
+    if not all(isinstance(step, str) for step in steps):
+        return ItemError("bad_steps", "each step must be a text")
+    return prompt, "".join(steps)
+
+
+class _Worker:
+    """One process, which one thread asks at a time."""
+
+    def __init__(self, table: RuleTable) -> None:
+        self.table = table
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        # As the caller finds modules, so does the function's process; -P keeps this folder's own names out of it.
+        known = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": known}, start_new_session=True,
+        )  # fmt: skip
+        line = json.dumps(self.table.model_dump()).encode() + b"\n"
+        reply = exchange(self._process, line, time.monotonic() + START_SECONDS)
+        fault = "its process died or took too long" if reply is None else str(json.loads(reply)["fault"])
+        if fault:
+            self._end()
+            wanting = "math_verify" in fault or "reasoning_gym" in fault
+            cure = "; pip install 'plaudit[verify]'" if wanting else ""
+            raise ConfigError(f"the rule {self.table.function or self.table.rule!r} cannot start: {fault}{cure}")
+
+    def ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
+        """Answers in order. One that the process does not survive is an error; those behind it have a new process."""
+        with self._lock:
+            found: list[float | ItemError] = []
+            while len(found) < len(lines):
+                found += self._ask(lines[len(found) :])
+            return found
+
+    def _ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
+        """To all of the lines, or up to the first that the process did not answer; at least to one."""
+        if self._closed:
+            return [ItemError("rule_failed", "the rule was closed")] * len(lines)
+        if self._process is None:
+            try:
+                self.start()
+            except ConfigError as error:
+                return [ItemError("rule_failed", str(error))] * len(lines)
+        assert self._process is not None
+        replies, late = exchange_lines(self._process, b"".join(lines), len(lines), self.table.timeout)
+        found = [_read(reply) for reply in replies]
+        if len(found) < len(lines):
+            self._end()
+            too_late = f"the rule did not finish in {self.table.timeout:g} s and was stopped"
+            found.append(
+                ItemError("timeout", too_late) if late else ItemError("rule_failed", "the process of the rule died")
+            )
+        return found
+
+    def stop(self) -> None:
+        self._closed = True
+        if (process := self._process) is not None:
+            _kill(process)  # whoever waits for its answer stops waiting
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _kill(process)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _read(reply: bytes) -> float | ItemError:
+    answer = json.loads(reply)
+    return float(answer["score"]) if "score" in answer else ItemError(answer["type"], answer["message"])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With the processes that the function has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _digest(table: RuleTable) -> str:
+    file = Path((table.function or "").rpartition(":")[0])
+    own = hashlib.sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" and file.is_file() else ""
+    return digest(table, own, libraries=LIBRARIES.get(table.rule, ()))

@@ -1,0 +1,83 @@
+"""What a run is expected to hold in each phase, by owner, from the planner's formulas: the line under what is measured.
+
+Prompts are as long as held-out ones, responses as in the first evaluation; before it, half of what they may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from plaudit.config import RlRecipe
+from plaudit.errors import PlauditError
+from plaudit.models.catalog import resolve
+from plaudit.plan.cost.prediction import Prediction, predict
+from plaudit.plan.recipes import workload_of
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import cluster
+from plaudit.plan.shape.layouts import GenerationLayout, TrainingLayout
+from plaudit.plan.shape.workload import Workload
+
+# The ledger's phases by the planner's, and its owners.
+PHASES = {"generate": "generation", "reference": "scoring", "old": "scoring", "update": "training"}
+OWNERS = {
+    "weights": "policy weights", "engine weights": "policy weights", "gradients": "policy gradients",
+    "reference": "reference weights", "critic weights": "critic weights", "critic optimizer": "critic optimizer",
+    "reward model": "reward weights", "cache": "KV",
+}  # fmt: skip
+HUGE = 1e15
+"""Bytes of a device on which everything fits: what a run holds does not depend on what there is."""
+
+
+def forecast(
+    recipe: RlRecipe, program: int, *, prompt: float | None = None, response: float | None = None, cache: int = 0
+) -> dict[str, dict[str, int]]:
+    """Bytes by phase and owner; empty where the formulas do not hold.
+
+    program             of the process itself, on the host
+    prompt, response    mean tokens, where they are known
+    cache               bytes of an engine's cache that it takes whatever it needs; 0 = as much as it needs
+    """
+    if recipe.model.lora is not None or recipe.placement.name != "colocated":
+        return {}
+    try:
+        work = workload_of(recipe, resolve, prompt, response)
+        plan = _prediction(recipe, replace(work, cache_bytes=cache or work.cache_bytes))
+    except PlauditError:  # a kind of decoder that the planner has no formulas for
+        return {}
+    found = {name: _owners(plan, phase, program) for name, phase in PHASES.items()}
+    taken = {"reference": plan.workload.has_reference, "old": plan.workload.takes_old}
+    return {name: held for name, held in found.items() if taken.get(name, True)}
+
+
+def _prediction(recipe: RlRecipe, work: Workload) -> Prediction:
+    ranks = recipe.resources
+    place = cluster(f"1x{ranks.ranks}xH100")
+    chip = replace(place.accelerator, memory=HUGE)
+    training = TrainingLayout(
+        tp=ranks.tensor_parallel, dp=ranks.data_parallel, zero=3 if ranks.ranks > 1 else 0, plain=True,
+        micro_tokens=work.micro_tokens, recompute="full" if recipe.model.recompute else "none",
+    )  # fmt: skip
+    # Graphs and the reserve are no owner's: tensors alone are told.
+    constants = replace(Constants(), reserve_bytes=0.0, graph_bytes=0.0)
+    return predict(
+        work, replace(place, accelerator=chip), "colocated", generation=GenerationLayout(), training=training,
+        constants=constants,
+    )  # fmt: skip
+
+
+def _owners(plan: Prediction, phase: str, program: int) -> dict[str, int]:
+    held: dict[str, float] = {"program": float(program)}
+    for part in plan.phase(phase).memory.parts:
+        for owner, size in _shares(part.name, part.value, plan.workload.dtype).items():
+            held[owner] = held.get(owner, 0.0) + size
+    return {owner: round(size) for owner, size in held.items() if size >= 1}
+
+
+def _shares(name: str, size: float, dtype: str) -> Mapping[str, float]:
+    if name.endswith("optimizer"):
+        model = "critic" if name.startswith("critic") else "policy"
+        if dtype == "fp32":
+            return {f"{model} optimizer": size}
+        return {f"{model} masters": size / 3, f"{model} optimizer": size * 2 / 3}
+    return {OWNERS.get(name, "activations"): size}

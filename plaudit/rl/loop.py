@@ -1,0 +1,355 @@
+"""RL training: the one loop. Rollouts give scored samples, the learner updates, the placement publishes."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, Protocol
+
+import torch
+
+from plaudit.config import RlRecipe
+from plaudit.core import Engine
+from plaudit.errors import (
+    BadReply,
+    ChannelError,
+    EngineError,
+    RequestRefused,
+    RewardUnavailable,
+    RunError,
+    VersionChanged,
+)
+from plaudit.events import END, RESUME, WARNING
+from plaudit.place.build import new_placement
+from plaudit.place.memory.fit import check_room
+from plaudit.place.memory.ledger import new_ledger
+from plaudit.place.placement import PlacementContext
+from plaudit.place.ray.reward import RayReward
+from plaudit.place.resources import pin_learner
+from plaudit.place.workers.remote_engine import Host, OwnProcess
+from plaudit.records import Batch, Sample
+from plaudit.rl.forecast import forecast
+from plaudit.rl.sample_events import failed_events, sample_events
+from plaudit.train.data.encoder import LengthLimits
+from plaudit.train.data.prompts import open_prompts
+from plaudit.train.policy.advantages import Estimate
+from plaudit.train.policy.experience import Experience
+from plaudit.train.policy.trainee import Trainee
+from plaudit.train.rollouts.dump import Dump, DumpedRollouts
+from plaudit.train.rollouts.rollouts import RolloutSource, SampleScorer, batch_metrics, staleness
+from plaudit.train.rollouts.scorer import RewardFailed, Scorer
+from plaudit.train.rollouts.sharing import SharedScorer
+from plaudit.train.run import randomness
+from plaudit.train.run.checkpoint import Checkpoint
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.ranks import ALONE, Ranks
+from plaudit.train.run.run import Run
+from plaudit.train.run.signals import Interrupted, interruptible
+
+NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
+# Nothing was learned from a step that ends like this: it can be made again.
+NO_SAMPLES = (*NO_REWARDS, EngineError, ChannelError)
+
+
+class Viewer(Protocol):
+    """What a person sees of a run at work."""
+
+    def bar(self, done: int, total: int) -> Any: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def figures(self, step: int, figures: dict[str, float]) -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+
+class RlTraining:
+    def __init__(
+        self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None, ranks: Ranks = ALONE,
+        host: Host = OwnProcess,
+    ) -> None:  # fmt: skip
+        """`dumped`: samples of another run to learn from, in place of new ones. `host` starts rollout processes, where
+        the placement has such."""
+        self.recipe = recipe
+        self.run = run
+        self.viewer = viewer
+        self.dumped = dumped
+        self.ranks = ranks
+        self.host = host
+        self.clock = Clock()
+        self.cores = pin_learner(recipe)
+        randomness.seed_everything(recipe.seed)
+        if recipe.train.threads is not None:
+            torch.set_num_threads(recipe.train.threads)
+        checkpoint = run.checkpoints.load(self.warn) if run.resume else None
+        starts = set(ranks.everyone.gather_values(0 if checkpoint is None else checkpoint.step))
+        if len(starts) > 1:
+            raise RunError(
+                f"the ranks would go on from steps {sorted(starts)}: {run.directory} must be the same for all"
+            )
+        check_room(recipe)
+        # Rewards first: what cannot be had is known before a model is loaded.
+        pooled = recipe.resources.reward.processes > 0
+        actors = RayReward(recipe, ranks.main, self.warn) if pooled else None
+        self.scorer: SampleScorer = Scorer(recipe.reward, actors, self.warn)
+        self.truth: SampleScorer | None = None
+        try:
+            if recipe.truth is not None:
+                self.truth = Scorer(recipe.truth, warn=self.warn)
+            if ranks.everyone.size > 1:
+                self.scorer = SharedScorer(self.scorer, ranks.everyone, main_asks=pooled)
+                self.truth = None if self.truth is None else SharedScorer(self.truth, ranks.everyone)
+            self._build(checkpoint)
+        except BaseException:
+            self._close_scorers()
+            raise
+
+    def _build(self, checkpoint: Checkpoint | None) -> None:
+        recipe = self.recipe
+        with ExitStack() as undo:
+            self.trainee = Trainee(recipe, self.ranks, checkpoint, self.clock, self.warn)
+            undo.callback(self.trainee.close)
+            self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
+            room = LengthLimits(self.trainee.decoder.max_positions, recipe.sampling.max_tokens)
+            self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
+            self.heldout = self.prompts.heldout()
+            self.placement = new_placement(
+                PlacementContext(
+                    recipe, self.ranks, self.clock, self.trainee, self.prompts, self.scorer, self.run.events,
+                    self.run.directory, self.warn, self.cores, self.host,
+                )
+            )  # fmt: skip
+            undo.callback(self.placement.close)
+            self.engine, self.learner = self.placement.engine, self.placement.learner
+            self.rollouts: RolloutSource = self.placement.rollouts
+            if self.dumped is not None:
+                self.rollouts = DumpedRollouts(self.dumped, self.rollouts, self.trainee.decoder.vocab_size)
+            self.ledger = new_ledger(self.trainee, self.engine, self.scorer)
+            self.clock.watchers.append(self.ledger)
+            self.step = self.version = self.samples = self.tokens = 0
+            self.seconds = 0.0
+            self.before: dict[str, float] = {}
+            if checkpoint is not None:
+                self._restore(checkpoint)
+            self.placement.publish(self.version)
+            self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
+            if self.dump is not None:
+                self.dump.discard_after(self.step)
+            undo.pop_all()  # all is there: `close` ends it
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the last step, save the policy, and return the final figures."""
+        try:
+            with interruptible() as interrupted, self.viewer.bar(self.step, self.recipe.train.steps):
+                self._loop(interrupted)
+            return self._finish()
+        finally:
+            self.close()
+
+    def warn(self, message: str) -> None:
+        """For whoever looks on, and for those who come later. Any thread may call it."""
+        self.viewer.warn(message)
+        self.run.events.note(WARNING, message=message)
+
+    def close(self) -> None:
+        gc.unfreeze()
+        self.placement.close()
+        self._close_scorers()
+        self.trainee.close()
+
+    def _close_scorers(self) -> None:
+        self.scorer.close()
+        if self.truth is not None:
+            self.truth.close()
+
+    def _expect(self) -> None:
+        """Note the steps to come and what they should hold, as far as it is known by now."""
+        lengths = [len(prompt.token_ids) for prompt in self.heldout if prompt.token_ids]
+        # A GPU's cache is taken whole, whatever of it is needed.
+        local = self.engine if isinstance(self.engine, Engine) else None
+        memory = forecast(
+            self.recipe, self.ledger.program, prompt=fmean(lengths) if lengths else None,
+            response=max(1.0, self.before["length"]) if "length" in self.before else None,
+            cache=local.stats().kv_bytes if local and local.decoder.device.type == "cuda" else 0,
+        )  # fmt: skip
+        self.run.events.write(
+            "plan", task="rl", algorithm=self.recipe.algorithm.name, steps=self.recipe.train.steps,
+            clip_norm=self.recipe.train.clip_norm, memory=memory,
+        )  # fmt: skip
+
+    def _loop(self, interrupted: list[int]) -> None:
+        train = self.recipe.train
+        self._expect()
+        if not self.before:
+            self.before = self.evaluate()
+            self._expect()
+        # What lives as long as the run is not searched for garbage at every step: models have a million objects.
+        gc.collect()
+        gc.freeze()
+        begin = time.monotonic() - self.seconds
+        self.clock.split()
+        while self.step < train.steps:
+            try:
+                batch = self.rollouts.next(self.step, self.version)
+            except NO_SAMPLES as error:
+                self.save_checkpoint()
+                raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
+            if self.dump is not None:
+                with self.clock("dump"):
+                    self.dump.write(self.step + 1, batch, self.rollouts.drawn)
+            metrics, experience, advantage = self.learner.update(batch, self.step)
+            with self.clock("publish"):
+                self.version += 1
+                metrics |= self.placement.publish(self.version)
+            self.step += 1
+            self.seconds = time.monotonic() - begin
+            self._report(batch, metrics, experience, advantage)
+            if self.ranks.everyone.any(bool(interrupted)):
+                self.save_checkpoint()
+                raise Interrupted(f"stopped at step {self.step} of {train.steps}, state saved: --resume goes on")
+            if self.step % train.eval_every == 0 and self.step < train.steps:
+                self._look("training goes on")
+            if self.step % train.checkpoint.every == 0:
+                self.save_checkpoint()
+            self.seconds = time.monotonic() - begin
+
+    def _report(
+        self, batch: Batch, metrics: dict[str, float], experience: Experience | None, advantage: Estimate | None
+    ) -> None:
+        split = self.clock.split()
+        tokens = sum(len(sample.token_ids) for sample in batch.samples)
+        self.samples += len(batch.samples)
+        self.tokens += tokens
+        metrics = {
+            **batch_metrics(batch.samples),
+            **staleness(batch),
+            **metrics,
+            **split,
+            "perf/samples_per_second": len(batch.samples) / split["time/step"],
+            "perf/tokens_per_second": tokens / split["time/step"],
+            "perf/peak_bytes": float(self.ledger.peak),
+            "progress/samples": float(self.samples),
+            "progress/tokens": float(self.tokens),
+            "progress/prompts": float(self.rollouts.drawn),
+        }
+        self.run.events.metric(metrics, step=self.step, version=self.version)
+        self.ledger.write(self.run.events, self.step, self.version)
+        if self._shows():
+            self._show(batch, experience, advantage)
+        self.viewer.step(self.step, metrics)
+
+    def _show(self, batch: Batch, experience: Experience | None, advantage: Estimate | None) -> None:
+        count, tokenizer = self.recipe.train.show, self.loaded.tokenizer
+        events = list(failed_events(tokenizer, batch.samples, count // 2))
+        if experience is not None and advantage is not None:
+            events += sample_events(tokenizer, experience, advantage, count)
+        for event in events:
+            self.run.events.write("sample", step=self.step, version=batch.version, **event)
+
+    def _shows(self) -> bool:
+        train = self.recipe.train
+        return train.show > 0 and (self.step % train.eval_every == 0 or self.step in (1, train.steps))
+
+    def _look(self, then: str) -> dict[str, float]:
+        """Evaluate, with what was learned out of danger: whatever ends an evaluation, the state is saved. One without
+        rewards gives no figures, and ends the run where the recipe halts on errors."""
+        try:
+            return self.evaluate()
+        except BaseException as error:
+            if isinstance(error, NO_SAMPLES) or self.ranks.everyone.size == 1:  # else the others know nothing of it
+                self.save_checkpoint()
+            if not isinstance(error, NO_SAMPLES):
+                raise
+            halts = any(of is not None and of.on_error == "halt" for of in (self.recipe.reward, self.recipe.truth))
+            what = f"step {self.step}: the evaluation failed: {error}"
+            if halts or not isinstance(error, NO_REWARDS):
+                raise RunError(f"{what}; the state is saved: --resume goes on") from error
+            self.warn(f"{what}; {then}")
+            return {}
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out figures: the reward of the run and, where it is known, the truth."""
+        with self.clock("evaluate"):
+            samples = self.rollouts.heldout(self.heldout, self.recipe.train.eval_samples, "heldout")
+            true = self._true_rewards(samples)
+        scored = [sample.reward for sample in samples if sample.reward is not None]
+        figures = {"reward": sum(scored) / len(scored)} if scored else {}
+        truth = [self.prompts.right(self.heldout[sample.group], sample) for sample in samples]
+        known = [right for right in truth if right is not None]
+        if known:
+            figures["accuracy"] = sum(known) / len(known)
+        if true:
+            figures |= {"truth": fmean(true), "truth_se": pstdev(true) / math.sqrt(len(true))}
+        figures["length"] = sum(len(sample.token_ids) for sample in samples) / len(samples)
+        self.run.events.metric({f"heldout/{name}": value for name, value in figures.items()}, step=self.step)
+        self.viewer.figures(self.step, figures)
+        return figures
+
+    def _true_rewards(self, samples: Sequence[Sample]) -> list[float]:
+        """What [truth] gives for held-out samples, whether or not the run's reward has scored them."""
+        if self.truth is None:
+            return []
+        asked = [replace(sample, reward=None, error=None) for sample in samples]
+        judged = self.truth.score([self.heldout[sample.group] for sample in samples], asked)
+        return [sample.reward for sample in judged if sample.reward is not None]
+
+    def _finish(self) -> dict[str, Any]:
+        if self.ranks.main:  # first: nothing that was learned depends on whether it can be measured
+            self.trainee.save_model(self.run.final)
+        after = self._look(f"the model is in {self.run.final}, and --resume evaluates it")
+        summary: dict[str, Any] = {
+            "task": "rl",
+            "algorithm": self.recipe.algorithm.name,
+            "seed": self.recipe.seed,
+            "steps": self.recipe.train.steps,
+        }
+        for name in after:
+            summary |= {f"{name}_before": self.before.get(name), f"{name}_after": after[name]}
+        summary |= {
+            "seconds": round(self.seconds, 1),
+            "samples": self.samples,
+            "samples_per_second": round(self.samples / self.seconds, 1) if self.seconds else 0.0,
+            "peak_bytes": self.ledger.peak,
+            "parameters": sum(parameter.numel() for parameter in self.loaded.module.parameters()),
+        }
+        self.ledger.write(self.run.events, self.step, self.version)
+        self.run.summarise(summary)
+        self.run.events.note(END)
+        return summary
+
+    # State
+
+    def save_checkpoint(self) -> None:
+        state = {
+            "seconds": self.seconds,
+            "random": randomness.capture(),
+            "threads": torch.get_num_threads(),
+            "version": self.version,
+            "drawn": self.rollouts.drawn,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "before": self.before,
+            "learner": self.learner.state(),
+        }
+        with self.clock("checkpoint"), self.run.events.span("checkpoint", step=self.step):
+            trainee = self.trainee
+            self.run.checkpoints.save(self.step, trainee.save_model, trainee.optimizer.state(), state, self._save_more)
+
+    def _save_more(self, directory: Path) -> None:
+        self.trainee.save(directory)
+        self.placement.save(directory)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        self.step, self.version, self.seconds = checkpoint.step, state["version"], state["seconds"]
+        self.rollouts.drawn, self.samples, self.tokens = state["drawn"], state["samples"], state["tokens"]
+        self.before = state["before"]
+        self.placement.load(checkpoint.path)
+        randomness.restore(state["random"])
+        self.run.events.note(RESUME, step=self.step)

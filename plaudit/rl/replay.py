@@ -1,0 +1,84 @@
+"""`--replay`: train again on the samples that a run dumped, and compare every number with its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plaudit.config import RlRecipe
+from plaudit.config.recipe import parse_recipe
+from plaudit.config.table import read_toml
+from plaudit.errors import RunError
+from plaudit.events import read_events
+from plaudit.rl.loop import RlTraining, Viewer
+from plaudit.train.rollouts.dump import Dump, DumpEnded
+from plaudit.train.run.checkpoint import sha256
+from plaudit.train.run.run import Run
+
+OWN_AFFAIRS = ("time/", "perf/")  # how long it took, which is never the same twice
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    equal: bool
+    text: str
+
+
+def replay(directory: Path, out: Path, viewer: Viewer) -> Verdict:
+    """The run is trained again in `out`, as far as its dump goes."""
+    tree = read_toml(directory / "recipe.toml", "recipe of a run")
+    recipe = parse_recipe(tree, str(directory / "recipe.toml"))
+    if not isinstance(recipe, RlRecipe):
+        raise RunError(f"{directory} is a run of task = {recipe.task!r}; --replay is for rl")
+    if recipe.resources.ranks > 1:
+        raise RunError(
+            f"{directory} is a run over {recipe.resources.ranks} ranks, whose sums are in an order of their own: "
+            "--replay compares bits and is for one; --train-only learns from its dump"
+        )
+    dump = Dump.find(directory)
+    again = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dump": False})})
+    with Run(out, again, fresh=True) as run:
+        training = RlTraining(again, run, viewer, dump)
+        with suppress(DumpEnded):  # the run was stopped there
+            training.fit()
+    return compare(directory, out)
+
+
+def compare(run: Path, again: Path) -> Verdict:
+    """Every metric of every step that both have, and the final weights."""
+    there, here = _metrics(run), _metrics(again)
+    last = min(max(there, default=0), max(here, default=0))
+    if last == 0:
+        raise RunError(f"{run} and {again} have no step in common: there is nothing to compare")
+    count, different = 0, []
+    for step in range(last + 1):
+        old, new = there.get(step, {}), here.get(step, {})
+        for name in {**old, **new}:
+            count += 1
+            if old.get(name) != new.get(name):
+                different.append(f"step {step}: {name} was {old.get(name)!r} and is now {new.get(name)!r}")
+    weights = [_weights(run), _weights(again)]
+    if weights[0] != weights[1] and all(weights):
+        different.append("the final weights differ")
+    if different:
+        more = f"; {len(different)} of {count} numbers differ" if len(different) > 1 else ""
+        return Verdict(False, f"{different[0]}{more}")
+    also = " and the final weights" if all(weights) else ""
+    return Verdict(True, f"equal to the bit: {count} numbers of {last} steps{also}")
+
+
+def _metrics(run: Path) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for event in read_events(run):
+        if event["kind"] == "metric":
+            values: Mapping[str, Any] = event["values"]
+            kept = {name: value for name, value in values.items() if not name.startswith(OWN_AFFAIRS)}
+            found.setdefault(event.get("step", 0), {}).update(kept)
+    return found
+
+
+def _weights(run: Path) -> list[tuple[str, str]]:
+    return [(path.name, sha256(path)) for path in sorted((run / "final").glob("*.safetensors"))]

@@ -1,0 +1,175 @@
+"""A server that writes the next steps: OpenAI's /v1/completions (vLLM and others), or SGLang's /generate.
+
+Prompts go as token ids, so that nothing is tokenised anew and the server's prefix cache finds every path. Servers that
+do not say which tokens they drew are asked by text instead, and tokens are only counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from plaudit.config.search import GenerationTable, StepsTable
+from plaudit.errors import BadReply, ConfigError, RequestRefused, ServerError
+from plaudit.search.backends.policy import Ask, Ended, Step
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+UNFIT = (400, 413, 422)  # what is said of one request: a path that is too long for the model, say
+
+
+class RemotePolicy:
+    def __init__(self, table: GenerationTable, steps: StepsTable) -> None:
+        assert table.url is not None, "the table says where to ask"
+        self.table = table
+        self.steps = steps
+        self._url = table.url.rstrip("/") + ("/generate" if table.name == "sglang" else "/v1/completions")
+        headers = {}
+        if table.key_env is not None:
+            if not os.environ.get(table.key_env):
+                raise ConfigError(f"engine.key_env names the environment variable {table.key_env}, which is not set")
+            headers["Authorization"] = f"Bearer {os.environ[table.key_env]}"
+        limits = httpx.Limits(max_connections=table.concurrency)
+        self._http = httpx.Client(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
+        self._threads = ThreadPoolExecutor(table.concurrency, thread_name_prefix="search")
+        self._lost = threading.Event()
+        self._served = False
+
+    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
+        """A server that is lost is so for all: the first request to give up ends the others' waiting. A path that is
+        refused has that as its error, unless the server has refused everything so far."""
+        self._lost.clear()
+        found = list(self._threads.map(self._try, asks))
+        refused = [steps for steps in found if isinstance(steps, RequestRefused)]
+        self._served = self._served or len(refused) < len(found)
+        if refused and not self._served:
+            raise refused[0]
+        return [
+            [Step(error=str(steps))] * ask.count if isinstance(steps, RequestRefused) else steps
+            for ask, steps in zip(asks, found, strict=True)
+        ]
+
+    def release(
+        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """The server forgets by itself what is not asked for again."""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
+
+    def _try(self, ask: Ask) -> list[Step] | RequestRefused:
+        try:
+            return self._one(ask)
+        except RequestRefused as error:
+            if error.status not in UNFIT:
+                raise
+            return error
+
+    def _one(self, ask: Ask) -> list[Step]:
+        body = self._sglang(ask) if self.table.name == "sglang" else self._openai(ask)
+        reply = self._post(body)
+        try:
+            read = _read_sglang if self.table.name == "sglang" else _read_openai
+            found = [read(choice, self.steps.stop) for choice in _choices(reply, self.table.name)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise BadReply(f"{self._url} sent no completions ({type(error).__name__}: {error})") from None
+        if len(found) != self._draws(ask):
+            raise BadReply(f"{self._url} sent {len(found)} completions where {self._draws(ask)} were asked for")
+        return found * (ask.count // self._draws(ask))
+
+    def _openai(self, ask: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "prompt": [*ask.prompt, *ask.said] if _named(ask.said) else ask.prompt_text + ask.text,
+            "n": self._draws(ask), "max_tokens": self._room(ask), "temperature": self._temperature(ask),
+            "top_p": 1.0 if ask.greedy else self.steps.top_p, "stop": [self.steps.stop], "seed": ask.seed % 2**31,
+            "logprobs": 0, "include_stop_str_in_output": True, "return_token_ids": True,
+        }  # fmt: skip
+        if self.table.model is not None:
+            body["model"] = self.table.model
+        return body
+
+    def _sglang(self, ask: Ask) -> dict[str, Any]:
+        return {
+            "input_ids": [*ask.prompt, *ask.said],
+            "sampling_params": {
+                "n": self._draws(ask), "max_new_tokens": self._room(ask), "temperature": self._temperature(ask),
+                "stop": [self.steps.stop], "no_stop_trim": True,
+                "top_p": 1.0 if ask.greedy else self.steps.top_p, "sampling_seed": ask.seed % 2**31,
+            },
+        }  # fmt: skip
+
+    def _temperature(self, ask: Ask) -> float:
+        return 0.0 if ask.greedy else self.steps.temperature
+
+    def _draws(self, ask: Ask) -> int:
+        """Where nothing is drawn all steps are the same, and vLLM refuses to write more than one."""
+        return ask.count if self._temperature(ask) else 1
+
+    def _room(self, ask: Ask) -> int:
+        return min(self.steps.max_step_tokens, max(1, self.steps.max_tokens - len(ask.said)))
+
+    def _post(self, body: Mapping[str, Any]) -> Any:
+        deadline, pause, cause = time.monotonic() + self.table.timeout, FIRST_PAUSE, "there was no time for an attempt"
+        while (left := deadline - time.monotonic()) > 0 and not self._lost.is_set():
+            try:
+                reply = self._http.post(self._url, json=body, timeout=left)
+            except httpx.HTTPError as error:
+                cause = f"{type(error).__name__}: {error}"
+            else:
+                if reply.status_code == 200:
+                    return reply.json()
+                cause = f"it answered {reply.status_code}: {reply.text[:200]!r}"
+                if reply.status_code < 500 and reply.status_code not in (408, 429):
+                    raise RequestRefused(reply.status_code, "", f"{self._url} refuses the request: {cause}")
+            # Of many that were turned away together, not all come back together.
+            self._lost.wait(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, LONGEST_PAUSE)
+        self._lost.set()
+        raise ServerError(f"no steps from {self._url} in {self.table.timeout:g} s ({cause}); see whether it runs")
+
+
+def _named(tokens: Sequence[int]) -> bool:
+    """Whether the server has told which tokens it drew; -1 stands for one that it only counted."""
+    return all(token >= 0 for token in tokens)
+
+
+def _choices(reply: Any, name: str) -> list[Any]:
+    if name == "sglang":
+        return reply if isinstance(reply, list) else [reply]
+    return sorted(reply["choices"], key=lambda choice: choice["index"])
+
+
+def _read_openai(choice: Mapping[str, Any], stop: str) -> Step:
+    text, logprobs = str(choice["text"]), choice.get("logprobs") or {}
+    reason = choice["finish_reason"]
+    tokens = choice.get("token_ids")
+    if tokens is None:
+        tokens = [-1] * len(logprobs["tokens"])
+    values = [value for value in logprobs.get("token_logprobs") or [] if value is not None]
+    # A server that knows no include_stop_str_in_output leaves the stop text out, and says no more than "stop".
+    by_text = text.endswith(stop) or choice.get("stop_reason") == stop
+    if by_text and not text.endswith(stop):
+        text += stop
+    return _step(tokens, text, reason, by_text, math.fsum(values) / len(values) if values else None)
+
+
+def _read_sglang(choice: Mapping[str, Any], stop: str) -> Step:
+    reason = choice["meta_info"]["finish_reason"]
+    text = str(choice["text"])
+    by_text = text.endswith(stop) or reason.get("matched") == stop
+    return _step(choice["output_ids"], text, reason["type"], by_text, None)
+
+
+def _step(tokens: Sequence[int], text: str, reason: str, by_text: bool, logprob: float | None) -> Step:
+    if reason not in ("stop", "length"):
+        return Step(error=f"the server ended the step with finish_reason {reason!r}")
+    ended: Ended = "length" if reason == "length" else "step" if by_text else "end"
+    return Step(tuple(int(token) for token in tokens), text, ended, logprob)

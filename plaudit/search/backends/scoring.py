@@ -1,0 +1,257 @@
+"""Who scores steps: a process model of this process, or one behind `plaudit serve`. Both compute new tokens only.
+For best-of-n also an outcome model, here or there, which scores a response once it is finished."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from plaudit.config.search import Method, PrmTable, SearchRecipe
+from plaudit.errors import ConfigError, Refused, RequestError, RequestRefused
+from plaudit.records import Item, Score, StepScores
+
+if TYPE_CHECKING:
+    from plaudit.client.client import RewardClient
+    from plaudit.core import Engine
+    from plaudit.reward.model import ModelReward
+    from plaudit.reward.process import ProcessReading
+    from plaudit.reward.reward import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A response so far, its last step being the one to score."""
+
+    prompt: str | tuple[dict[str, Any], ...]
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score, of a process model from 0 to 1, or why there is none.
+
+    tokens   what was read, for giving its KV back; none where a server keeps it
+    hidden   the model's state at the end of the step, where it was asked for
+    """
+
+    value: float | None = None
+    error: str | None = None
+    tokens: tuple[int, ...] = ()
+    hidden: np.ndarray | None = None
+
+
+class Scorer(Protocol):
+    @property
+    def whole(self) -> bool:
+        """Whether it scores finished responses and not their steps."""
+
+    @property
+    def computed(self) -> int:
+        """Tokens computed so far; 0 where that is not known here."""
+
+    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
+        """The score of each path's last step, or of the whole path. What fails for one is that path's error."""
+
+    def release(
+        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalScorer:
+    whole = False
+
+    def __init__(self, engine: Engine, reading: ProcessReading) -> None:
+        self.engine = engine
+        self.reading = reading
+        self._lock = threading.Lock()  # an engine is for one thread at a time
+
+    @property
+    def computed(self) -> int:
+        return self.engine.stats().tokens_computed
+
+    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
+        works: list[Any] = []
+        items = _items(paths)
+        self.reading.foresee(items)
+        for path, item in zip(paths, items, strict=True):
+            try:
+                work = self.reading.prepare(item)
+                fits = work.steps == len(path.steps)
+                works.append(work if fits else Scored(error=_mismatch(work.steps, len(path.steps))))
+            except Refused as error:
+                works.append(Scored(error=f"{error.type}: {error}"))
+        # Earlier steps were scored when they were the last: only the new one is read, and only it is computed.
+        asked = [replace(w, positions=w.positions[-1:], steps=1) for w in works if not isinstance(w, Scored)]
+        values = iter(self._read(asked, hidden))
+        return [work if isinstance(work, Scored) else next(values) for work in works]
+
+    def release(
+        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        with self._lock:
+            self.engine.release(tokens, keep, below=below)
+
+    def close(self) -> None:
+        """The engine's memory goes with the object."""
+
+    def _read(self, works: Sequence[Any], hidden: bool) -> list[Scored]:
+        if not works:
+            return []
+        try:
+            with self._lock:
+                rows = self.engine.score(
+                    [work.tokens for work in works], positions=[work.positions for work in works],
+                    columns=works[0].columns, cache=True, hidden=hidden,
+                )  # fmt: skip
+        except RequestError as error:
+            if len(works) == 1:
+                return [Scored(error=f"scoring_failed: {error}")]
+            return [scored for work in works for scored in self._read([work], hidden)]
+        found = []
+        width = self.engine.decoder.trunk.config.hidden_size if hidden else 0  # type: ignore[union-attr]
+        for work, row in zip(works, rows, strict=True):
+            labels = row.shape[1] - width
+            result = self.reading.finish(work, row[:, :labels])
+            state = row[0, labels:] if hidden else None
+            found.append(_scored(result, tuple(work.tokens), state))
+        return found
+
+
+class OutcomeScorer:
+    """An outcome model of this process."""
+
+    whole = True
+
+    def __init__(self, reward: ModelReward) -> None:
+        self.reward = reward
+
+    @property
+    def computed(self) -> int:
+        return self.reward.engine.stats().tokens_computed
+
+    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
+        return [_scored(result) for result in self.reward.score(_items(paths))]
+
+    def release(
+        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """A response is read once, and nothing is kept of it."""
+
+    def close(self) -> None:
+        self.reward.close()
+
+
+class ServedScorer:
+    """The server keeps the scores and the KV of earlier steps: of a path that has grown only the new step is read."""
+
+    computed = 0
+
+    def __init__(self, client: RewardClient) -> None:
+        self.client = client
+
+    @cached_property
+    def whole(self) -> bool:
+        """The server says it when it is asked for the steps of anything."""
+        try:
+            self.client.score([Item(prompt="?", response="?")], steps=True)
+        except RequestRefused as error:
+            if error.type != "not_a_process_model":
+                raise
+            return True
+        return False
+
+    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
+        if hidden:
+            raise ConfigError('a server gives no hidden states: set search.clusters to "text", "encoder" or "served"')
+        if self.whole:
+            return [_scored(result) for result in self.client.score(_items(paths))]
+        found = []
+        for path, result in zip(paths, self.client.score(_items(paths), steps=True), strict=True):
+            steps = len(result.values) if isinstance(result, StepScores) else 1
+            fits = result.error is not None or steps == len(path.steps)
+            found.append(_scored(result) if fits else Scored(error=_mismatch(steps, len(path.steps))))
+        return found
+
+    def release(
+        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """The server forgets by itself what is not asked for again."""
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def open_scorer(table: PrmTable, threads: int | None = None, method: Method = "ets") -> Scorer:
+    if table.url is not None:
+        from plaudit.client.client import RewardClient
+
+        if table.key_env is not None and not os.environ.get(table.key_env):
+            raise ConfigError(f"prm.key_env names the environment variable {table.key_env}, which is not set")
+        key = os.environ[table.key_env] if table.key_env is not None else None
+        return ServedScorer(RewardClient(table.url, model=table.model, api_key=key, timeout=table.timeout))
+    from plaudit.config.reward import OutcomeTable, ProcessTable
+    from plaudit.reward.directory import complete
+    from plaudit.reward.load import load_reward, load_worker
+    from plaudit.reward.model import ModelReward
+    from plaudit.reward.process import ProcessReading
+
+    keys: dict[str, Any] = {
+        "path": table.path, "format": table.format, "dtype": table.dtype, "device": table.device,
+        "kv_bytes": table.kv_bytes, "threads": threads,
+    }  # fmt: skip
+    own = complete({key: value for key, value in keys.items() if value is not None}, f"prm.path {table.path}")
+    if isinstance(own, OutcomeTable):
+        _refuse_whole(table, method)  # before it is loaded
+        reward = load_reward(own)
+        assert isinstance(reward, ModelReward)
+        return OutcomeScorer(reward)
+    if not isinstance(own, ProcessTable):
+        raise ConfigError(f"prm.path {table.path} is a reward of kind {own.kind!r}: a search needs a process model")
+    engine, facts, tokenizer, _ = load_worker(own)
+    return LocalScorer(engine, ProcessReading(own, tokenizer, facts))
+
+
+def check_fits(scorer: Scorer, recipe: SearchRecipe) -> None:
+    """Refuses what a model of whole responses cannot do."""
+    if not scorer.whole:
+        return
+    _refuse_whole(recipe.prm, recipe.search.method)
+    if recipe.budget.lead and recipe.search.vote == "weighted":
+        raise ConfigError(
+            "budget.lead: the score of a whole response has no upper bound, so no lead in a weighted vote is safe; "
+            'set search.vote = "majority", or leave budget.lead out'
+        )
+
+
+def _refuse_whole(table: PrmTable, method: Method) -> None:
+    if method != "best-of-n":
+        name = table.path if table.url is None else f"{table.model or 'the first model'} at {table.url}"
+        raise ConfigError(
+            f"search.method = {method!r} chooses among steps, and {name} is an outcome model, which scores whole "
+            "responses: name a process model in [prm], or search with --method best-of-n"
+        )
+
+
+def _items(paths: Sequence[Path]) -> list[Item]:
+    return [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
+
+
+def _mismatch(found: int, made: int) -> str:
+    return (
+        f"step_mismatch: the PRM sees {found} step(s) where the search made {made}; let steps.stop be the text that "
+        "ends a step in the PRM's format"
+    )
+
+
+def _scored(result: Result, tokens: tuple[int, ...] = (), hidden: np.ndarray | None = None) -> Scored:
+    if result.error is not None:
+        return Scored(error=f"{result.error.type}: {result.error.message}")
+    return Scored(result.value if isinstance(result, Score) else result.values[-1], None, tokens, hidden)

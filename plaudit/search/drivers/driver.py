@@ -1,0 +1,99 @@
+"""How one question is searched: what is expanded in the next round, until it is over."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from plaudit.config.search import BudgetTable, SearchRuleTable
+from plaudit.search.questions.answers import AGGREGATES, Answer, decided
+from plaudit.search.questions.reading import AnswerReading
+from plaudit.search.tree.costs import Costs
+from plaudit.search.tree.tree import Node, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """`count` children for a node, which is no twin."""
+
+    node: int
+    count: int
+
+
+class Driver(ABC):
+    """needs_clusters  whether nodes must have their cluster before `choose`"""
+
+    needs_clusters = False
+
+    def __init__(self, tree: Tree, table: SearchRuleTable, budget: BudgetTable, reading: AnswerReading) -> None:
+        self.tree = tree
+        self.table = table
+        self.budget = budget
+        self.reading = reading
+        self.costs = Costs()
+        self.stopped: str | None = None
+        self._began = time.monotonic()
+
+    def expansions(self) -> list[Expand]:
+        """The next round; empty when the search is over. `stopped` then says why."""
+        live = self.live()
+        if live:
+            self.costs.saw(self.tree.kv_tokens(live))
+        self.costs.seconds = time.monotonic() - self._began
+        self.stopped = self._over()
+        chosen = [] if self.stopped else self.choose(live)
+        if not chosen:
+            self.stopped = self.stopped or "done"
+        return chosen
+
+    @abstractmethod
+    def live(self) -> list[int]:
+        """The nodes that may be expanded: what must be in the KV cache."""
+
+    @abstractmethod
+    def choose(self, live: Sequence[int]) -> list[Expand]: ...
+
+    @abstractmethod
+    def left(self) -> int:
+        """How many answers may still come."""
+
+    def take(self, nodes: Sequence[Node]) -> None:  # noqa: B027 (most have nothing to remember)
+        """The children of a round, scored."""
+
+    def value(self, node: Node) -> float:
+        return float(AGGREGATES[self.table.aggregate](self.tree.scores(node.id)))
+
+    def finished(self) -> list[int]:
+        """The nodes that answer, one entry for every vote."""
+        return [node.id for node in self.tree.having("finished")]
+
+    def answers(self) -> list[Answer]:
+        found = []
+        for id in self.finished():
+            text = self.reading.answer(self.tree.response(id))
+            if text is not None:
+                found.append(Answer(text, self.value(self.tree.nodes[id]), id))
+        return found
+
+    def _over(self) -> str | None:
+        budget, costs = self.budget, self.costs
+        for name in ("generated", "kv_tokens", "calls", "seconds"):
+            limit = getattr(budget, name)
+            if limit is not None and getattr(costs, name) >= limit:
+                return f"budget: {name}"
+        if budget.lead and decided(self.answers(), self.table.vote, self.left(), self.reading.alike):
+            return "lead"
+        return None
+
+
+def twins_together(tree: Tree, counts: Sequence[tuple[int, int]]) -> list[Expand]:
+    """Expansions of nodes, those of twins as one of the first: so their children are drawn together and differ."""
+    joined: dict[int, Expand] = {}
+    for id, count in counts:
+        if count:
+            first = tree.nodes[id].twin
+            before = joined.get(first, Expand(first, 0))
+            joined[first] = replace(before, count=before.count + count)
+    return list(joined.values())

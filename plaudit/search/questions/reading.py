@@ -1,0 +1,27 @@
+"""What a response says: whether it is finished, its answer, and which answers are the same."""
+
+from __future__ import annotations
+
+import re
+
+from plaudit.config.search import StepsTable
+from plaudit.search.questions.equivalence import open_equivalence
+
+
+class AnswerReading:
+    def __init__(self, table: StepsTable) -> None:
+        self.alike = open_equivalence(table.equivalence)
+        self._answer = re.compile(table.answer)
+        self._final = None if table.final is None else re.compile(table.final)
+
+    def answer(self, response: str) -> str | None:
+        found = None
+        for match in self._answer.finditer(response):
+            found = match[1]
+        return found
+
+    def final(self, response: str) -> bool:
+        return self._final is not None and self._final.search(response) is not None
+
+    def close(self) -> None:
+        self.alike.close()

@@ -1,0 +1,1 @@
+"""HTTP: the listener, the ASGI application, authentication, admission, requests and replies. No model, no protocol."""

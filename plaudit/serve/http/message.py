@@ -1,0 +1,307 @@
+"""Requests and replies over ASGI, with every bound that a hostile client could otherwise push."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from plaudit.errors import one_line
+
+if TYPE_CHECKING:
+    pass
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON = b"application/json"
+LINGER_SECONDS = 2.0
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
+_ENCODER = msgspec.json.Encoder()
+
+
+class HttpError(Exception):
+    """A reply that is an error. `type` is a word for programs, the message is for people."""
+
+    def __init__(
+        self, status: int, type: str, message: str, retry_after: int | None = None, allow: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.retry_after = retry_after
+        self.allow = allow
+
+    def reply(self, request_id: str) -> Reply:
+        content = {
+            "error": {
+                "type": self.type, "message": str(self), "request_id": request_id,
+                "retryable": self.status == 408 or self.status == 429 or self.status >= 500,
+            }
+        }  # fmt: skip
+        reply = Reply.json(content, self.status)
+        if self.retry_after is not None:
+            reply.headers.append((b"retry-after", str(self.retry_after).encode()))
+        if self.allow is not None:
+            reply.headers.append((b"allow", self.allow.encode()))
+        if self.status == 401:
+            reply.headers.append((b"www-authenticate", b"Bearer"))
+        return reply
+
+
+@dataclass(slots=True)
+class Reply:
+    status: int
+    body: bytes
+    content_type: bytes = JSON
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @classmethod
+    def json(cls, content: Any, status: int = 200) -> Reply:
+        return cls(status, _ENCODER.encode(content))
+
+
+@dataclass(slots=True)
+class Limits:
+    body_bytes: int
+    body_seconds: float
+    request_seconds: float
+
+
+class Connection:
+    """What the listener tells of a request's connection: who works for it, to be cancelled when it is lost."""
+
+    __slots__ = ("lost", "working")
+
+    def __init__(self) -> None:
+        self.lost = False
+        self.working: set[asyncio.Task[Any]] = set()
+
+    def enter(self, task: asyncio.Task[Any]) -> bool:
+        """Whether there is still anybody to work for."""
+        self.working.add(task)
+        return not self.lost
+
+    def lose(self) -> None:
+        self.lost = True
+        for task in self.working:
+            task.cancel()
+
+
+class Request:
+    """One request. `tenant` is the name of the API key it came with."""
+
+    __slots__ = (
+        "_fields",
+        "_limits",
+        "_receive",
+        "_scope",
+        "complete",
+        "connection",
+        "content",
+        "deadline",
+        "headers",
+        "id",
+        "method",
+        "path",
+        "query",
+        "route",
+        "server",
+        "tenant",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._scope = scope
+        self.connection: Connection = scope["connection"]
+        self.method: str = scope["method"]
+        # Never request.url: that is built from the Host header, which the client writes.
+        self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
+        self.server: tuple[str, int] = scope["server"]  # the address that the connection came to
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"")
+        self.id = given.decode() if _SAFE_ID.fullmatch(given) else fresh_id
+        self.tenant = ""
+        self.content = b""
+        self.route: Route | None = None
+        self._fields: dict[str, Any] | None = None
+        # Whether the whole body has been read. GET may have one too, and a client that never ends it.
+        self.complete = self.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in self.headers
+        self.deadline = time.monotonic() + limits.request_seconds
+
+    def take_deadline(self) -> None:
+        """`X-Deadline: seconds`, counted from now: a clock that jumps or differs between machines does not matter."""
+        given = self.headers.get(b"x-deadline")
+        if given is None:
+            return
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = float("nan")
+        if not -1e9 < seconds < 1e9:
+            raise HttpError(
+                400, "bad_deadline", f"X-Deadline is {_shown(given)}; expected seconds from now, such as 2.5"
+            )
+        if seconds <= 0:
+            raise HttpError(504, "deadline", f"the deadline passed {-seconds:g} s before the request arrived")
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+    def credential(self) -> bytes | None:
+        """The Authorization header, or the key where some clients put it."""
+        given = self.headers.get(b"authorization")
+        if given is None:
+            given = self.headers.get(b"x-api-key") or self.headers.get(b"triton-access-token")
+            return None if given is None else b"Bearer " + given
+        return given
+
+    def fields(self) -> dict[str, Any]:
+        """The body as a JSON object."""
+        if self._fields is None:
+            try:
+                found = msgspec.json.decode(self.content)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                why = one_line(error, 200)
+                raise HttpError(400, "invalid_json", f"the body is not JSON: {why}") from None
+            if not isinstance(found, dict):
+                raise HttpError(400, "invalid_json", f"the body is a JSON {type(found).__name__}; expected an object")
+            self._fields = found
+        return self._fields
+
+    def parameters(self) -> dict[str, str]:
+        """The query string's fields, the last of each name."""
+        try:
+            return dict(parse_qsl(self.query.decode("latin-1"), max_num_fields=16))
+        except ValueError:
+            raise HttpError(400, "bad_query", "the query string has more than 16 fields") from None
+
+    def content_type(self) -> bytes:
+        return self.headers.get(b"content-type", JSON).partition(b";")[0].strip().lower()
+
+    async def body(self) -> bytes:
+        """The whole body, unpacked, within the limits of size and time."""
+        limit = self._limits.body_bytes
+        self._announced(limit)
+        parts: list[bytes] = []
+        if "arrived" in self._scope:  # most bodies come with their headers: there is nothing to wait for
+            await self._receive_parts(parts, limit)
+        else:
+            try:
+                async with asyncio.timeout(self._limits.body_seconds):
+                    await self._receive_parts(parts, limit)
+            except TimeoutError:
+                seconds, size = self._limits.body_seconds, sum(map(len, parts))
+                raise HttpError(
+                    408, "slow_body", f"the body did not arrive within {seconds:g} s ({size} bytes came)"
+                ) from None
+        self.complete = True
+        body = b"".join(parts)
+        coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
+        if coding in (b"identity", b""):
+            return body
+        return await asyncio.to_thread(_unpacked, body, coding, limit)  # takes its time and releases the GIL
+
+    async def _receive_parts(self, parts: list[bytes], limit: int) -> None:
+        size, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise HttpError(400, "disconnected", "the client went away before its body had arrived")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            more = message.get("more_body", False)
+
+    async def linger(self) -> None:
+        """Drop what still comes of a body that nobody wants. A connection closed on unread bytes is reset, and the
+        client would lose the reply that tells it why."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await self._receive()).get("more_body", False):
+                    pass
+
+    def _announced(self, limit: int) -> None:
+        length = self.headers.get(b"content-length")
+        if length is not None and (not length.isdigit() or int(length) > limit):
+            raise _too_large(limit)
+
+
+def _unpacked(body: bytes, coding: bytes, limit: int) -> bytes:
+    if coding not in (b"gzip", b"deflate"):
+        raise HttpError(415, "unsupported_encoding", f"Content-Encoding {_shown(coding)}; gzip, deflate or none")
+    unpacker = zlib.decompressobj(wbits=31 if coding == b"gzip" else 15)
+    try:
+        plain = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise HttpError(400, "bad_encoding", f"the body is not {coding.decode()}: {error}") from None
+    if len(plain) > limit:
+        raise _too_large(limit)
+    if not unpacker.eof or unpacker.unused_data:
+        found = "goes on after its end" if unpacker.eof else "ends early"
+        raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {found}")
+    return plain
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, "too_large", f"the body is larger than {limit} bytes; send fewer items at once")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:40].decode("latin-1"))
+
+
+async def send_reply(send: Send, reply: Reply, request: Request) -> None:
+    headers = [
+        (b"content-type", reply.content_type),
+        (b"content-length", str(len(reply.body)).encode()),
+        (b"x-request-id", request.id.encode()),
+        *reply.headers,
+    ]
+    if not request.complete:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    if request.complete:
+        await send({"type": "http.response.body", "body": reply.body})
+        return
+    await send({"type": "http.response.body", "body": reply.body, "more_body": True})
+    await request.linger()
+    await send({"type": "http.response.body", "body": b""})
+
+
+Access = Literal["open", "key", "admin"]
+
+
+Handler = Callable[[Request], Awaitable[Reply]]
+
+
+ErrorWriter = Callable[[HttpError, str], Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """protocol  whose wire format it speaks, and the name by which `--allow-open` means it
+    work      whether it brings work: such routes are closed while the server drains or is overloaded
+    errors    how this protocol writes an error
+    claims    on a shared path: whether a body is this protocol's
+    """
+
+    method: str
+    path: str
+    access: Access
+    handler: Handler
+    protocol: str = "native"
+    work: bool = False
+    summary: str = ""
+    errors: ErrorWriter = HttpError.reply
+    claims: Callable[[Mapping[str, Any]], bool] | None = None

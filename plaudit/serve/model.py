@@ -1,0 +1,443 @@
+"""What stands behind a model's name: a model in its worker, a rule, a judge, or a blend of others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from plaudit.config.reward import (
+    BlendTable,
+    EmbeddingTable,
+    JudgeTable,
+    LogprobsTable,
+    OutcomeTable,
+    ProcessTable,
+    ReadByEngine,
+    RewardTable,
+    RuleTable,
+)
+from plaudit.errors import Refused, RequestError
+from plaudit.records import Item, ItemError, Score, StepScores
+from plaudit.reward.blend import combine
+from plaudit.reward.embedding import EmbeddingReading
+from plaudit.reward.intake import Intake
+from plaudit.reward.judges.backends import HttpAsk
+from plaudit.reward.judges.judge import Judge, JudgeReward
+from plaudit.reward.logprobs import LogprobsReading
+from plaudit.reward.outcome import OutcomeReading
+from plaudit.reward.process import ProcessReading
+from plaudit.reward.reward import Reward
+from plaudit.reward.rules.rule import RuleReward
+from plaudit.reward.version import digest, joined
+from plaudit.reward.work import ModelInfo, Work
+from plaudit.serve.handle import ModelHandle, RequestContext, Result, ScoredItems, ServerResources
+from plaudit.serve.http.message import HttpError
+from plaudit.serve.judge import JudgeReading
+from plaudit.serve.step_path import Path
+from plaudit.serve.text import tokenizer_of
+from plaudit.serve.workers.autoscale import Autoscale
+from plaudit.serve.workers.deployment import Deployment
+from plaudit.serve.workers.jobs import Answer, GenerateJob, Ticket
+
+if TYPE_CHECKING:
+    pass
+
+T = TypeVar("T")
+Scoring = OutcomeReading | ProcessReading | JudgeReading
+Reading = Scoring | LogprobsReading | EmbeddingReading
+Table = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | JudgeTable
+INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
+INLINE_TOKENS = 65536
+TOGETHER = 64  # items whose conversations are rendered at once: others wait for the template's process meanwhile
+
+
+class ServedModel:
+    """A model in its worker: outcome, process, or a judge of our own. A swap puts another deployment in place;
+    requests stay with the one they came to."""
+
+    def __init__(self, name: str, table: Table, shop: ServerResources) -> None:
+        self.name = name
+        self.kind: str = table.kind
+        self.table = table
+        self._shop = shop
+        self._counts = shop.metrics.history.model(name)
+        self._number = 0
+        self._deployments: set[Deployment] = set()  # in service, being loaded, being retired
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._autoscale = _autoscale(table)
+        self.deployment = self._deploy(table)
+        self.reading: Reading | None = None
+
+    async def open(self) -> None:
+        self.reading = await self._open(self.deployment, self.table)
+        self._shop.metrics.version.labels(self.name, self.deployment.version).set(1)
+
+    async def swap(self, table: Table) -> str:
+        """Load and warm up another version beside this one, then switch. If that fails, nothing has changed."""
+        if self.reading is None:
+            raise RequestError(f"{self.name} is still loading; wait until it is ready")
+        self._number += 1
+        fresh = self._deploy(table)
+        try:
+            reading = await self._open(fresh, table)
+        except BaseException:
+            await self._close(fresh)
+            raise
+        old, self.deployment, self.reading = self.deployment, fresh, reading
+        self.table, self.kind = table, table.kind
+        self._shop.metrics.version.remove(self.name, old.version)
+        self._shop.metrics.version.labels(self.name, fresh.version).set(1)
+        task = asyncio.create_task(self._retire(old))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        self._shop.on_change()
+        return fresh.version
+
+    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
+        deployment, reading = self.deployment, self.reading
+        if reading is None or deployment.state == "failed":
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
+        if isinstance(reading, EmbeddingReading):
+            raise HttpError(422, "wrong_kind", f"{self.name} is an encoder and gives no score: POST to /v1/embeddings")
+        if isinstance(reading, LogprobsReading):
+            raise HttpError(
+                422, "wrong_kind", f"{self.name} is served for log-probs and gives no score; a causal LM that judges "
+                'steps needs kind = "process" and its format',
+            )  # fmt: skip
+        with deployment.in_use():
+            began = time.perf_counter()
+            works = await self._prepare(reading, items, ask)
+            self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
+            sound = [work for work in works if not isinstance(work, ItemError)]
+            tokens = sum(len(work.tokens) for work in sound)
+            answers = await self._compute(deployment, sound, tokens, ask)
+        return ScoredItems(deployment.version, _finished(reading, works, answers, deployment.version), tokens)
+
+    async def read(self, works: Sequence[Work], ask: RequestContext) -> tuple[str, list[Answer]]:
+        """The rows of each work as they come from the model, and the version they are of."""
+        deployment = self.deployment
+        if self.reading is None or deployment.state == "failed":
+            raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
+        with deployment.in_use():
+            answers = await self._compute(deployment, works, sum(len(work.tokens) for work in works), ask)
+        return deployment.version, answers
+
+    async def tokenise(self, texts: Sequence[str], *, special: bool) -> list[list[int] | ItemError]:
+        """Texts that somebody else has rendered."""
+        intake = self.intake()
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return _tokenised(intake, texts, special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._shop.threads, _tokenised, intake, texts, special)
+
+    def intake(self) -> Intake:
+        if self.reading is None or isinstance(self.reading, JudgeReading):
+            raise HttpError(503, "not_ready", f"{self.name}: {self.deployment.public_reason}", retry_after=1)
+        return self.reading.intake
+
+    async def _compute(
+        self, deployment: Deployment, works: Sequence[Work | GenerateJob], tokens: int, ask: RequestContext
+    ) -> list[Answer]:
+        paths: list[Path] = []
+        left = works
+        if ask.path:
+            paths = [deployment.path(work, ask.salt, recall=ask.cache) for work in works if isinstance(work, Work)]
+            left = [path.rest for path in paths if path.rest is not None]
+        with self._shop.admission.tokens(ask.tenant, tokens):
+            ticket = deployment.submit(left, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
+            answers = await self._wait(deployment, ticket, ask)
+        if not ask.path:
+            return answers
+        given = iter(answers)
+        return [path.joined(None if path.rest is None else next(given)) for path in paths]
+
+    async def healthy(self) -> str:
+        why = await self.deployment.healthy() if self.reading is not None else "the model is loading"
+        return f"{self.name}: {why}" if why else ""
+
+    def describe(self) -> dict[str, Any]:
+        facts = None if self.reading is None else self.reading.facts
+        return {
+            "name": self.name, "kind": self.kind, "version": self.deployment.version,
+            "state": self.deployment.state, "reason": self.deployment.reason,
+            "restarts": self.deployment.restarts,
+            "max_tokens": None if self.reading is None else _limit(self.reading),
+            "labels": [] if facts is None else list(facts.labels),
+            "queue_items": self.deployment.queue.items, "queue_tokens": self.deployment.queue.tokens,
+            "held_tokens": self.deployment.held_tokens, "budget": self.deployment.budget,
+            "replicas": [replica.describe() for replica in self.deployment.replicas],
+        }  # fmt: skip
+
+    async def close(self) -> None:
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*(self._close(deployment) for deployment in tuple(self._deployments)))
+
+    def kill(self) -> None:
+        for deployment in self._deployments:
+            deployment.kill()
+
+    def scale(self, count: int) -> None:
+        """Towards this many replicas. With max_replicas in its table, what waits decides again from the next second."""
+        if not isinstance(self.table, ReadByEngine):
+            raise RequestError(f"{self.name} is a {self.kind} model, which has one worker")
+        self.table = self.table.model_copy(update={"replicas": count})
+        self.deployment.scale(count)
+
+    def tick(self) -> None:
+        """Every second."""
+        table = self.table
+        if self.reading is None or not isinstance(table, ReadByEngine) or table.max_replicas is None:
+            return
+        if self._shop.cluster is not None:
+            return  # Ray Serve does it
+        if (self._autoscale.least, self._autoscale.most) != (table.replicas, table.max_replicas):
+            self._autoscale = _autoscale(table)
+        staying = sum(not replica.leaving for replica in self.deployment.replicas)
+        wanted = self._autoscale.wanted(staying, self.deployment.queue.tokens, 1.0)
+        if wanted != staying:
+            self.deployment.scale(wanted)
+
+    def _deploy(self, table: Table) -> Deployment:
+        shop = self._shop
+        tree = table.model_dump(exclude_none=True)
+        arguments = (
+            self.name, self._number, tree, shop.cache, shop.metrics, dict(shop.environment), shop.load_seconds,
+            shop.on_change,
+        )  # fmt: skip
+        if shop.cluster is None:
+            deployment = Deployment(*arguments, replicas=getattr(table, "replicas", 1))
+        else:
+            from plaudit.serve.ray.deployment import RayDeployment
+
+            deployment = RayDeployment(shop.cluster, *arguments)
+        self._deployments.add(deployment)
+        return deployment
+
+    async def _retire(self, deployment: Deployment) -> None:
+        await deployment.drained()
+        await self._close(deployment)
+
+    async def _close(self, deployment: Deployment) -> None:
+        await deployment.close()
+        self._deployments.discard(deployment)
+
+    async def _open(self, deployment: Deployment, table: Table) -> Reading:
+        hello = await deployment.opened()
+        facts = ModelInfo(**{**hello.facts, "labels": tuple(hello.facts["labels"])})
+        # In a thread: to build a large tokenizer takes a second, and at a swap others are being answered.
+        tokenizer = await asyncio.get_running_loop().run_in_executor(
+            self._shop.threads, tokenizer_of, hello.tokenizer, hello.tokenizer_options
+        )
+        if isinstance(table, OutcomeTable):
+            return OutcomeReading(table, tokenizer, facts)
+        if isinstance(table, ProcessTable):
+            return ProcessReading(table, tokenizer, facts)
+        if isinstance(table, LogprobsTable):
+            return LogprobsReading(table, tokenizer, facts)
+        if isinstance(table, EmbeddingTable):
+            return EmbeddingReading(table, tokenizer, facts)
+        return JudgeReading(table, tokenizer, facts)
+
+    async def _prepare(
+        self, reading: Scoring, items: Sequence[Item], ask: RequestContext
+    ) -> list[Work | GenerateJob | ItemError]:
+        if _small(items):
+            return _prepared(reading, items, None)
+        over = threading.Event()
+        loop = asyncio.get_running_loop()
+        try:
+            return await _in_time(loop.run_in_executor(self._shop.threads, _prepared, reading, items, over), ask)
+        finally:
+            over.set()  # a thread cannot be stopped: this one looks here before each item
+
+    async def _wait(self, deployment: Deployment, ticket: Ticket, ask: RequestContext) -> list[Answer]:
+        metrics = self._shop.metrics
+        # asyncio.timeout does the same at several times the price, which small requests would feel.
+        timer = asyncio.get_running_loop().call_later(ask.deadline - time.monotonic(), ticket.expire)
+        try:
+            await ticket.done
+        except TimeoutError:
+            waiting, held = deployment.cancel(ticket)
+            metrics.expired.labels(self.name).inc(waiting)
+            raise HttpError(
+                504, "deadline", f"the deadline passed with {waiting} items waiting and {held} being computed"
+            ) from None
+        except asyncio.CancelledError:
+            waiting, held = deployment.cancel(ticket)
+            metrics.cancelled.labels(self.name).inc(waiting + held)
+            raise
+        finally:
+            timer.cancel()
+        return [answer for answer in ticket.answers if answer is not None]
+
+
+class ServedCalls:
+    """A rule, or a judge behind somebody's HTTP server: threads wait for what happens elsewhere."""
+
+    def __init__(self, name: str, kind: str, reward: Reward, version: str, shop: ServerResources, threads: int) -> None:
+        self.name = name
+        self.kind = kind
+        self._reward = reward
+        self._version = version
+        self._shop = shop
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"{kind}-{name}")
+
+    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
+        with self._shop.admission.tokens(ask.tenant, sum(map(_guessed_tokens, items))):
+            calls = asyncio.get_running_loop().run_in_executor(self._threads, self._reward.score, items)
+            results = await _in_time(calls, ask)
+        return ScoredItems(self._version, list(results), 0)
+
+    async def healthy(self) -> str:
+        return ""
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": self.kind, "version": self._version, "state": "ready", "reason": ""}
+
+    async def close(self) -> None:
+        self._reward.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def kill(self) -> None:
+        self._reward.close()
+
+
+class ServedBlend:
+    """All members score, one function combines."""
+
+    def __init__(self, name: str, table: BlendTable, members: Mapping[str, ModelHandle]) -> None:
+        self.name = name
+        self.kind = "blend"
+        self._table = table
+        self._members = {member: members[member] for member in table.members}
+
+    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
+        tasks = [asyncio.create_task(member.score(items, ask)) for member in self._members.values()]
+        try:
+            scored = dict(zip(self._members, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+        version = joined((s.version for s in scored.values()), self._table)
+        results = [combine(self._table, {name: s.results[i] for name, s in scored.items()}) for i in range(len(items))]
+        return ScoredItems(version, list(results), sum(s.tokens for s in scored.values()))
+
+    async def healthy(self) -> str:
+        return ""  # its members say it themselves
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": self.kind, "version": "", "state": "ready", "reason": ""}
+
+    async def close(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+def _autoscale(table: Table) -> Autoscale:
+    if not isinstance(table, ReadByEngine):
+        return Autoscale(1, 1, 1)
+    return Autoscale(table.replicas, table.max_replicas or table.replicas, table.replica_tokens)
+
+
+async def _in_time(future: asyncio.Future[T], ask: RequestContext) -> T:
+    try:
+        async with asyncio.timeout(ask.deadline - time.monotonic()):
+            return await future
+    except TimeoutError:
+        raise HttpError(504, "deadline", "the deadline passed before all items were answered") from None
+
+
+def _small(items: Sequence[Item]) -> bool:
+    characters = tokens = 0
+    for item in items:
+        if item.messages is not None or isinstance(item.prompt, tuple):
+            return False  # a chat template is rendered in another process, which takes its time
+        if item.tokens is not None:
+            tokens += len(item.tokens)
+        else:
+            response = item.response if isinstance(item.response, str) else "".join(item.response or ())
+            characters += len(item.text or "") + len(item.prompt or "") + len(response)
+    return characters <= INLINE_CHARACTERS and tokens <= INLINE_TOKENS
+
+
+def _prepared(
+    reading: Scoring, items: Sequence[Item], over: threading.Event | None
+) -> list[Work | GenerateJob | ItemError]:
+    works: list[Work | GenerateJob | ItemError] = []
+    for place, item in enumerate(items):
+        if over is not None and over.is_set():
+            break  # nobody waits for them
+        if place % TOGETHER == 0 and not isinstance(reading, JudgeReading):
+            reading.foresee(items[place : place + TOGETHER])
+        try:
+            works.append(reading.prepare(item))
+        except Refused as error:
+            works.append(ItemError(error.type, str(error)))
+        except RequestError as error:
+            works.append(ItemError("invalid_item", str(error)))
+    return works
+
+
+def _tokenised(intake: Intake, texts: Sequence[str], special: bool) -> list[list[int] | ItemError]:
+    found: list[list[int] | ItemError] = []
+    for text in texts:
+        try:
+            found.append(intake.rendered(text, special))
+        except Refused as error:
+            found.append(ItemError(error.type, str(error)))
+    return found
+
+
+def _finished(
+    reading: Scoring, works: Sequence[Work | GenerateJob | ItemError], answers: Sequence[Answer], version: str
+) -> list[Result]:
+    """Rows to scores, in the order of the items."""
+    results: list[Result] = []
+    given = iter(answers)
+    make = StepScores if isinstance(reading, ProcessReading) else Score
+    for work in works:
+        if isinstance(work, ItemError):
+            results.append(make(error=work, version=version))
+            continue
+        answer = next(given)
+        if isinstance(answer, ItemError):
+            results.append(make(error=answer, version=version, tokens=len(work.tokens)))
+        elif isinstance(reading, JudgeReading):
+            assert isinstance(answer, str)
+            results.append(reading.finish(answer))
+        else:
+            assert isinstance(work, Work)
+            assert isinstance(answer, np.ndarray)
+            results.append(reading.finish(work, answer))
+    return results
+
+
+def _limit(reading: Reading) -> int:
+    return reading.limit if isinstance(reading, JudgeReading) else reading.intake.limit
+
+
+def _guessed_tokens(item: Item) -> int:
+    """Rules have no tokenizer; four characters are about a token."""
+    return 1 + len(str(item.response or item.messages or item.text or "")) // 4
+
+
+def new_served(name: str, table: RewardTable, shop: ServerResources, known: Mapping[str, ModelHandle]) -> ModelHandle:
+    if isinstance(table, BlendTable):
+        return ServedBlend(name, table, known)
+    if isinstance(table, RuleTable):
+        rule = RuleReward(table)
+        return ServedCalls(name, table.kind, rule, rule.version, shop, table.processes)
+    if isinstance(table, JudgeTable) and table.url is not None:
+        judge = JudgeReward(Judge(table), HttpAsk(table))
+        return ServedCalls(name, table.kind, judge, f"0-{digest(table)}", shop, table.concurrency)
+    return ServedModel(name, table, shop)

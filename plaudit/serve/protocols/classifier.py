@@ -1,0 +1,259 @@
+"""What vLLM, TEI and Infinity ask alike: prompts become tokens as transformers reads them, tokens become class logits.
+
+These protocols show what the model's head says. Weights and standardisation of a reward are not applied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from plaudit.config.reward import OutcomeTable
+from plaudit.errors import Refused, RequestError
+from plaudit.models.text import refuse_surrogates
+from plaudit.records import Item, ItemError
+from plaudit.reward.intake import Intake
+from plaudit.reward.process import ProcessReading
+from plaudit.reward.work import Work
+from plaudit.serve.http.message import HttpError, Request
+from plaudit.serve.model import INLINE_CHARACTERS, INLINE_TOKENS, ServedModel
+from plaudit.serve.scoring import PROCESS_MODEL, REWARD_MODEL, ScoringService
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """special                whether the tokenizer adds what it adds of itself
+    text_most, pair_most   tokens of each that are looked at; 0: all
+    """
+
+    text: str
+    pair: str | None = None
+    special: bool = True
+    text_most: int = 0
+    pair_most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: Sequence[Mapping[str, Any]]
+    opening: bool = False
+    """Whether the template also writes where the assistant begins to answer."""
+
+
+Prompt = Text | Chat | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """most   tokens that stay; None: all, and more than the model takes are an error
+    added  whether what the tokenizer adds stays, as transformers cuts; otherwise it is cut like the rest
+    """
+
+    most: int | None = None
+    side: Literal["left", "right"] = "right"
+    added: bool = True
+
+
+class Classifier:
+    def __init__(self, desk: ScoringService) -> None:
+        self.desk = desk
+        self._paths: dict[str, str] = {}
+        for name, served in desk.models.served.items():
+            if isinstance(served, ServedModel) and served.table.path is not None:
+                for path in (served.table.path, str(Path(served.table.path).resolve())):
+                    self._paths.setdefault(path, name)
+
+    def find(self, name: str | None, kind: str | None = None) -> ServedModel:
+        """By name, alias or, as verl asks, by the path it was loaded from; the first one if None."""
+        if not name:
+            name = REWARD_MODEL if kind == "outcome" or REWARD_MODEL in self.desk.aliases else PROCESS_MODEL
+        return self.desk.find_model(self._paths.get(name, name), kind)
+
+    async def tokens(self, served: ServedModel, prompts: Sequence[Prompt], cut: Cut) -> list[list[int] | ItemError]:
+        self.desk.check_count(len(prompts))
+        intake = served.intake()
+        over = threading.Event()
+        if _effort(prompts) <= INLINE_CHARACTERS:
+            return _tokenised(intake, prompts, cut, over)
+        try:
+            return await asyncio.to_thread(_tokenised, intake, prompts, cut, over)
+        finally:
+            over.set()  # a thread cannot be stopped: this one looks here before each prompt
+
+    async def spelled(self, served: ServedModel, prompt: Prompt) -> list[int]:
+        """Of any length."""
+        try:
+            return await asyncio.to_thread(spelled, served.intake(), prompt, Cut())
+        except Refused as error:
+            raise HttpError(400, error.type, str(error)) from error
+
+    async def logits(
+        self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0
+    ) -> list[np.ndarray]:
+        """(labels,) of each."""
+        table = served.table
+        mean = isinstance(table, OutcomeTable) and table.pool == "mean"
+        works = [Work(t, tuple(range(len(t))) if mean else (len(t) - 1,), None, 0, False) for t in tokens]
+        return [rows.mean(axis=0) for rows in await self._read(request, served, works, priority)]
+
+    async def rows(
+        self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0
+    ) -> list[np.ndarray]:
+        """(tokens, labels) of each; of a process model whose format has a tag (steps, labels or columns)."""
+        reading = served.reading
+        works: Sequence[Work | None]
+        if isinstance(reading, ProcessReading) and reading.tag:
+            small = sum(map(len, tokens)) <= INLINE_TOKENS
+            works = _steps(reading, tokens) if small else await asyncio.to_thread(_steps, reading, tokens)
+        elif isinstance(reading, ProcessReading) and reading.columns is not None:
+            works = [Work(ids, tuple(range(len(ids))), reading.columns, 0, False) for ids in tokens]
+        else:
+            works = [Work(ids, tuple(range(len(ids))), None, 0, False) for ids in tokens]
+        # Of a format without a tag every token is read: too much to keep one by one.
+        steps = isinstance(reading, ProcessReading) and bool(reading.tag)
+        sound = [work for work in works if work is not None]
+        found = iter(await self._read(request, served, sound, priority, path=steps))
+        return [np.zeros((0, 0), dtype=np.float32) if work is None else next(found) for work in works]
+
+    async def _read(
+        self, request: Request, served: ServedModel, works: Sequence[Work], priority: int, *, path: bool = False
+    ) -> list[np.ndarray]:
+        _, answers = await self.desk.read(request, served, works, priority=priority, path=path)
+        rows = []
+        for place, answer in enumerate(answers):
+            if isinstance(answer, ItemError):
+                raise HttpError(500, answer.type, f"input {place}: {answer.message}")
+            assert isinstance(answer, np.ndarray)
+            if not np.isfinite(answer).all():
+                raise HttpError(500, "nonfinite_score", f"input {place}: {served.name} gave no finite number")
+            rows.append(answer)
+        return rows
+
+
+def activate(logits: np.ndarray) -> np.ndarray:
+    """The sigmoid of one label, the softmax of several. (..., labels) -> (..., labels)"""
+    values = logits.astype(np.float64)
+    if values.shape[-1] == 1:
+        chances: np.ndarray = np.exp(-np.logaddexp(0.0, -values))
+        return chances
+    raised = np.exp(values - values.max(axis=-1, keepdims=True, initial=-np.inf))
+    shares: np.ndarray = raised / raised.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def _steps(reading: ProcessReading, tokens: Sequence[list[int]]) -> list[Work | None]:
+    """None where there is no step."""
+    works: list[Work | None] = []
+    for ids in tokens:
+        try:
+            works.append(reading.prepare(Item(tokens=tuple(ids))))
+        except Refused as error:
+            if error.type != "no_steps":
+                raise HttpError(400, error.type, str(error)) from error
+            works.append(None)
+    return works
+
+
+def _effort(prompts: Sequence[Prompt]) -> int:
+    """In characters. A chat is more than any: its template is rendered in another process."""
+    effort = 0
+    for prompt in prompts:
+        if isinstance(prompt, Text):
+            effort += len(prompt.text) + len(prompt.pair or "")
+        elif isinstance(prompt, Chat):
+            return INLINE_CHARACTERS + 1
+        else:
+            effort += len(prompt) * INLINE_CHARACTERS // INLINE_TOKENS
+    return effort
+
+
+def _tokenised(
+    intake: Intake, prompts: Sequence[Prompt], cut: Cut, over: threading.Event
+) -> list[list[int] | ItemError]:
+    found: list[list[int] | ItemError] = []
+    for prompt in prompts:
+        if over.is_set():
+            break  # nobody waits for it
+        try:
+            found.append(_scorable(intake, prompt, cut))
+        except Refused as error:
+            found.append(ItemError(error.type, str(error)))
+    return found
+
+
+def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
+    tokens = spelled(intake, prompt, cut)
+    if not tokens:
+        raise Refused("empty", "the prompt has not one token; give at least one")
+    if len(tokens) > intake.limit:
+        raise Refused(
+            "too_long", f"the prompt has {len(tokens)} tokens, and {intake.facts.name} takes {intake.limit}; shorten it"
+        )
+    return intake.tokens(tokens)
+
+
+def spelled(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
+    if isinstance(prompt, Text):
+        return _encoded(intake, prompt, cut)
+    if isinstance(prompt, Chat):
+        ids = intake.opening(prompt.messages) if prompt.opening else intake.conversation(prompt.messages)
+    else:
+        ids = list(prompt)
+    return _kept(ids, cut.most, cut.side)
+
+
+def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
+    intake.refuse_huge(Item(text=prompt.text + (prompt.pair or "")))
+    try:
+        refuse_surrogates(prompt.text + (prompt.pair or ""))
+    except RequestError as error:
+        raise Refused("bad_text", str(error)) from error
+    text = _shortened(intake, prompt.text, prompt.text_most)
+    pair = None if prompt.pair is None else _shortened(intake, prompt.pair, prompt.pair_most)
+    found = intake.tokenizer(text, pair, add_special_tokens=prompt.special)
+    ids: list[int] = found["input_ids"]
+    if cut.most is None or len(ids) <= cut.most:
+        return ids
+    if not cut.added:
+        return _kept(ids, cut.most, cut.side)
+    # What the tokenizer added belongs to neither text. It is not told to cut itself: that would change it for others.
+    parts = found.sequence_ids()
+    first = [place for place, part in enumerate(parts) if part == 0]
+    second = [place for place, part in enumerate(parts) if part == 1]
+    room = max(0, cut.most - (len(ids) - len(first) - len(second)))
+    sizes = _shared(len(first), len(second), room) if prompt.pair is not None else (room, 0)
+    kept = {*_kept(first, sizes[0], cut.side), *_kept(second, sizes[1], cut.side)}
+    tokens = [token for place, token in enumerate(ids) if parts[place] is None or place in kept]
+    return tokens[: cut.most]
+
+
+def _shortened(intake: Intake, text: str, most: int) -> str:
+    """The text up to where its first `most` tokens end."""
+    while text and most:
+        spans = intake.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if len(spans) <= most:
+            break
+        # A shorter text may be cut into other tokens, so that there are still too many.
+        text = text[: min(spans[most - 1][1], spans[most][0], len(text) - 1)]
+    return text
+
+
+def _shared(first: int, second: int, room: int) -> tuple[int, int]:
+    """How much of each of two texts stays: the longer one is cut first, as transformers does."""
+    short, long = sorted((first, second))
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room // 2 + room % 2
+    return (long, short) if first > second else (short, long)
+
+
+def _kept(ids: list[int], most: int | None, side: str) -> list[int]:
+    if most is None or len(ids) <= most:
+        return ids
+    return ids[len(ids) - most :] if side == "left" else ids[:most]

@@ -1,0 +1,1 @@
+"""NeMo-Aligner's critic protocol."""

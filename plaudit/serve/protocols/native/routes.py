@@ -1,0 +1,172 @@
+"""The native routes: rewards, the list of models, the swap of a model, health, metrics, page and documentation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from plaudit import __version__
+from plaudit.errors import PlauditError, one_line
+from plaudit.records import Item
+from plaudit.serve.handle import Result
+from plaudit.serve.http.message import HttpError, Reply, Request, Route
+from plaudit.serve.http.page import PAGE
+from plaudit.serve.protocols.native import wire as native
+from plaudit.serve.protocols.openapi import docs_page, openapi
+from plaudit.serve.protocols.vllm import wire as vllm
+from plaudit.serve.scoring import ScoringService
+
+HTML = b"text/html; charset=utf-8"
+
+
+class NativeDoor:
+    """others  the routes of the other protocols, for the documentation"""
+
+    def __init__(self, desk: ScoringService, others: Sequence[Route] = ()) -> None:
+        self.desk = desk
+        self.models = desk.models
+        self.others = others
+        self.began = time.monotonic()
+        self.created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                "POST",
+                "/v1/rewards",
+                "key",
+                self.rewards,
+                work=True,
+                summary="Score responses, or the steps of responses",
+            ),
+            Route(
+                "GET", "/v1/models", "key", self.list_models, summary="List the models, with kind, version and state"
+            ),
+            Route("POST", "/admin/swap", "admin", self.swap, summary="Load another directory in a model's place"),
+            Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
+            Route("GET", "/health/live", "open", self.live, summary="Liveness: 200 while the process answers"),
+            Route("GET", "/health/ready", "open", self.ready, summary="Readiness: 200 if every model computes"),
+            Route("GET", "/health", "open", self.ready, summary="Readiness, where load balancers look for it"),
+            Route("GET", "/metrics", "key", self.metrics, summary="Metrics in the format of Prometheus"),
+            Route("GET", "/stats", "key", self.stats, summary="Figures of the last minutes, for the live page"),
+            Route("GET", "/", "open", self.page, summary="The live page: load, models, a form to try them"),
+            Route("GET", "/docs", "open", self.docs, summary="This page: every route of the server"),
+            Route("GET", "/openapi.json", "open", self.openapi, summary="This documentation as an OpenAPI document"),
+        ]
+
+    async def rewards(self, request: Request) -> Reply:
+        kind = request.content_type()
+        if kind == native.BINARY:
+            asked = native.read_binary(request.content, request.query, self.desk.most_items)
+        elif kind == b"application/json":
+            asked = native.read_json(request.content, self.desk.most_items)
+        else:
+            found, binary = kind[:60].decode("latin-1"), native.BINARY.decode()
+            cure = f"expected application/json (curl: -H 'Content-Type: application/json') or {binary}"
+            raise HttpError(415, "unsupported_type", f"Content-Type {found!r}; {cure}")
+        served = self.desk.find(asked.model)
+        if asked.steps and served.kind != "process":
+            raise HttpError(422, "not_a_process_model", f"{served.name} is no process model: it has no step scores")
+        items = [item for group in asked.groups if not isinstance(group, str) for item in group]
+        scored = await self.desk.score(request, served, items, priority=asked.priority, cache=asked.cache)
+        results = _regrouped(asked.groups, scored.results)
+        usage = {"items": len(items), "tokens": scored.tokens}
+        if kind == native.BINARY:
+            body = native.write_binary(served.name, scored.version, results, usage, request.id)
+            return Reply(200, body, native.BINARY_REPLY)
+        return Reply.json(native.write_json(asked, served.name, scored.version, results, usage, request.id))
+
+    async def list_models(self, request: Request) -> Reply:
+        keys = ("name", "kind", "version", "state", "max_tokens", "labels")
+        models = [{k: d[k] for k in keys if k in d} for d in self.models.describe()]
+        # Clients written for vLLM also look here. A model's path is the server's own affair: its root is its name.
+        cards = [vllm.model_card(m["name"], m["name"], m.get("max_tokens"), self.created) for m in models]
+        data = [{"id": m["name"], "object": "model", **m, **card} for m, card in zip(models, cards, strict=True)]
+        return Reply.json({"object": "list", "data": data})
+
+    async def scale(self, request: Request) -> Reply:
+        asked = await _asked(request, _Scale)
+        try:
+            self.models.scale(asked.model, asked.replicas)
+        except PlauditError as error:
+            raise HttpError(400, "scale_failed", str(error)) from None
+        return Reply.json({"model": asked.model, "replicas": asked.replicas})
+
+    async def swap(self, request: Request) -> Reply:
+        asked = await _asked(request, _Swap)
+        try:
+            version = await self.models.swap(asked.model, asked.path)
+        except PlauditError as error:
+            raise HttpError(400, "swap_failed", f"{self.models.scrub(str(error))}; nothing has changed") from None
+        return Reply.json({"model": asked.model, "version": version})
+
+    async def live(self, request: Request) -> Reply:
+        return Reply.json({"status": "live", "uptime": round(time.monotonic() - self.began, 1)})
+
+    async def ready(self, request: Request) -> Reply:
+        reasons = await self.models.unready()
+        if not reasons:
+            return Reply.json({"status": "ready"})
+        reply = Reply.json({"status": "not ready", "reasons": reasons}, 503)
+        reply.headers.append((b"retry-after", b"1"))
+        return reply
+
+    async def metrics(self, request: Request) -> Reply:
+        self.models.update_gauges()
+        return Reply(200, self.models.metrics.text(), b"text/plain; version=0.0.4; charset=utf-8")
+
+    async def stats(self, request: Request) -> Reply:
+        return Reply.json(self.models.stats())
+
+    async def page(self, request: Request) -> Reply:
+        return _html(PAGE)
+
+    async def docs(self, request: Request) -> Reply:
+        return _html(docs_page([*self.routes(), *self.others]))
+
+    async def openapi(self, request: Request) -> Reply:
+        return Reply.json(openapi([*self.routes(), *self.others], __version__))
+
+
+class _Swap(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    path: str
+
+
+class _Scale(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+A = TypeVar("A", _Swap, _Scale)
+
+
+async def _asked(request: Request, kind: type[A]) -> A:
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, "invalid_request", one_line(error, 200)) from None
+
+
+def _regrouped(groups: list[list[Item] | str], results: list[Result]) -> list[list[Result] | str]:
+    regrouped: list[list[Result] | str] = []
+    at = 0
+    for group in groups:
+        if isinstance(group, str):
+            regrouped.append(group)
+        else:
+            regrouped.append(results[at : at + len(group)])
+            at += len(group)
+    return regrouped
+
+
+def _html(text: str) -> Reply:
+    policy = (
+        b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+    )
+    return Reply(
+        200, text.encode(), HTML, [(b"content-security-policy", policy), (b"x-content-type-options", b"nosniff")]
+    )

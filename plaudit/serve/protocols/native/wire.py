@@ -1,0 +1,232 @@
+"""`POST /v1/rewards`, Plaudit's own protocol, as JSON and as binary.
+
+JSON, in:
+
+    {"model": "sums",                     # the first model served, if left out
+     "items": [{"prompt": "7+8=", "responses": ["#15", ["7+8=15;", "#15"]]},     # a response: text, or its steps
+               {"messages": [{"role": "user", "content": "7+8="}, {"role": "assistant", "content": "#15"}]},
+               {"text": "7+8=#15"},       # rendered by the caller: control tokens in it count
+               {"tokens": [1, 12, 14]}],
+     "steps": false,                      # step scores of a process model as well
+     "truncate": "left" | "right",        # the side that may be cut; without it too long is an error
+     "priority": 0, "cache": true}
+
+An item may also hold `truth`, for rules. JSON, out:
+
+    {"model", "version", "request_id", "usage": {"items", "tokens", "cached_items"},
+     "items": [{"scores": [0.9, 0.8], "steps": [[..], [..]], "attributes": [{..}, {..}], "truncated": [..]}
+               | {"error": {"type", "message"}}]}
+
+`steps`, `attributes` and `truncated` are there when they were asked for or say something. Where some responses of an
+item fail and others do not, theirs is `null` in `scores`, and `errors` has the reason in their place.
+
+Binary (`Content-Type: application/x-plaudit-tokens`, `?model=NAME`), everything little-endian:
+
+    in    uint32 n, uint32 offsets[n + 1], int32 tokens[offsets[n]]
+    out   uint32 n, float32 scores[n], then JSON as above with `errors` ({index: {type, message}}) in place of `items`;
+          the score of a failed item is NaN, and its error is there
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+from urllib.parse import parse_qsl
+
+import msgspec
+import numpy as np
+
+from plaudit.errors import one_line
+from plaudit.records import Item, Score, StepScores
+from plaudit.serve.http.message import HttpError
+
+BINARY = b"application/x-plaudit-tokens"
+BINARY_REPLY = b"application/x-plaudit-scores"
+PRIORITIES = 10
+
+Result = Score | StepScores
+
+
+class _Item(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str | list[dict[str, Any]] | None = None
+    responses: list[str | list[str]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    tokens: list[int] | None = None
+    truth: Any = None
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    items: list[msgspec.Raw]
+    model: str | None = None
+    steps: bool = False
+    truncate: Literal["left", "right"] | None = None
+    priority: int = 0
+    cache: bool = True
+
+
+NO_TEXT = b"\xff"  # stands in no UTF-8
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)((?:\\\\)*)"  # an even number of backslashes: the next one begins an escape
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
+)
+_BODY = msgspec.json.Decoder(_Body)
+_ITEM = msgspec.json.Decoder(_Item)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """What a request asks for: groups of items that are answered together, or the reason why a group cannot be."""
+
+    model: str | None
+    groups: list[list[Item] | str]
+    steps: bool = False
+    priority: int = 0
+    cache: bool = True
+
+
+def read_json(body: bytes, most_items: int) -> RewardRequest:
+    if not body:
+        raise HttpError(400, "empty_body", 'the body is empty; send {"model": ..., "items": [...]}')
+    try:
+        asked = _decoded(body, most_items)
+    except msgspec.ValidationError as error:
+        raise HttpError(422, "invalid_request", one_line(error, 200)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, "invalid_json", f"the body is not JSON: {one_line(error, 200)}") from None
+    if not -PRIORITIES <= asked.priority <= PRIORITIES:
+        raise HttpError(422, "invalid_request", f"priority {asked.priority} is not from {-PRIORITIES} to {PRIORITIES}")
+    if not asked.items:
+        raise HttpError(422, "no_items", "items is empty; send at least one")
+    _check_count(len(asked.items), most_items)
+    groups = [_group(raw, asked.truncate) for raw in asked.items]
+    _check_count(sum(1 if isinstance(group, str) else len(group) for group in groups), most_items)
+    return RewardRequest(asked.model, groups, asked.steps, asked.priority, asked.cache)
+
+
+def _decoded(body: bytes, most_items: int) -> _Body:
+    try:
+        return _BODY.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        # One lone surrogate makes msgspec refuse the whole body. As a byte that is no UTF-8 it spoils only its item.
+        mended = _LONE_SURROGATE.sub(rb"\1" + NO_TEXT, body, count=most_items)
+        if mended == body:
+            raise
+        return _BODY.decode(mended)
+
+
+def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[Item] | str:
+    """The responses of one item; or, as text, what is wrong with it. One bad item does not spoil the request."""
+    try:
+        item = _ITEM.decode(raw)
+    except UnicodeDecodeError:
+        return "a text of this item is not Unicode: it has a lone surrogate, or bytes that are not UTF-8"
+    except (msgspec.DecodeError, RecursionError) as error:
+        return one_line(error, 200)
+    forms = [name for name in ("prompt", "messages", "text", "tokens") if getattr(item, name) is not None]
+    if len(forms) != 1:
+        return f"an item has one of prompt + responses, messages, text and tokens; this has {forms or 'none'}"
+    if (item.prompt is None) != (item.responses is None):
+        return "prompt and responses go together; one of them is missing"
+    if item.responses is not None:
+        if not item.responses:
+            return "responses is empty; send at least one"
+        prompt = item.prompt if isinstance(item.prompt, str) else tuple(item.prompt or ())
+        return [
+            Item(prompt=prompt, response=r if isinstance(r, str) else tuple(r), truth=item.truth, truncate=truncate)
+            for r in item.responses
+        ]
+    if item.messages is not None:
+        return [Item(messages=tuple(item.messages), truth=item.truth, truncate=truncate)]
+    if item.text is not None:
+        return [Item(text=item.text, truth=item.truth, truncate=truncate)]
+    return [Item(tokens=tuple(item.tokens or ()), truth=item.truth, truncate=truncate)]
+
+
+def write_json(
+    asked: RewardRequest, model: str, version: str, results: Sequence[Sequence[Result] | str], usage: dict[str, int],
+    request_id: str,
+) -> dict[str, Any]:  # fmt: skip
+    items = [
+        {"error": {"type": "invalid_item", "message": group}} if isinstance(group, str) else _item(group, asked)
+        for group in results
+    ]
+    return {"model": model, "version": version, "items": items, "usage": usage, "request_id": request_id}
+
+
+def _item(results: Sequence[Result], asked: RewardRequest) -> dict[str, Any]:
+    errors = [None if r.error is None else {"type": r.error.type, "message": r.error.message} for r in results]
+    if all(e is not None for e in errors) and all(e == errors[0] for e in errors):
+        return {"error": errors[0]}
+    item: dict[str, Any] = {"scores": [value_of(r) for r in results]}
+    if asked.steps:
+        item["steps"] = [list(r.values) if isinstance(r, StepScores) and r.error is None else None for r in results]
+    attributes = [dict(r.attributes) if isinstance(r, Score) else {} for r in results]
+    if any(attributes):
+        item["attributes"] = attributes
+    if any(r.truncated for r in results):
+        item["truncated"] = [r.truncated for r in results]
+    if any(errors):
+        item["errors"] = errors
+    return item
+
+
+def value_of(result: Result) -> float | None:
+    return result.aggregate if isinstance(result, StepScores) else result.value
+
+
+def read_binary(body: bytes, query: bytes, most_items: int) -> RewardRequest:
+    if len(body) < 4:
+        raise HttpError(400, "invalid_binary", f"{len(body)} bytes are no request; see /docs for the form")
+    (count,) = struct.unpack_from("<I", body)
+    head = 4 + 4 * (count + 1)
+    if count == 0:
+        raise HttpError(422, "no_items", "the request has 0 items; send at least one")
+    if len(body) < head:
+        raise HttpError(400, "invalid_binary", f"{count} items need {head} bytes of offsets, and {len(body)} came")
+    _check_count(count, most_items)
+    offsets = np.frombuffer(body, dtype="<u4", count=count + 1, offset=4).astype(np.int64)
+    total = int(offsets[-1])
+    if offsets[0] != 0 or (np.diff(offsets) < 0).any() or len(body) != head + 4 * total:
+        raise HttpError(
+            400, "invalid_binary",
+            f"offsets must rise from 0 to the tokens; {(len(body) - head) / 4:g} came, the last offset is {total}",
+        )  # fmt: skip
+    tokens = np.frombuffer(body, dtype="<i4", offset=head).tolist()
+    ends = offsets.tolist()
+    groups: list[list[Item] | str] = [[Item(tokens=tuple(tokens[a:b]))] for a, b in pairwise(ends)]
+    return RewardRequest(_queried_model(query), groups)
+
+
+def write_binary(
+    model: str, version: str, results: Sequence[Sequence[Result] | str], usage: dict[str, int], request_id: str
+) -> bytes:
+    flat = [result for group in results if not isinstance(group, str) for result in group]
+    errors = {
+        str(i): {"type": r.error.type, "message": r.error.message} for i, r in enumerate(flat) if r.error is not None
+    }
+    values = [value_of(r) for r in flat]
+    scores = np.array([np.nan if v is None else v for v in values], dtype="<f4")
+    tail = {"model": model, "version": version, "errors": errors, "usage": usage, "request_id": request_id}
+    return struct.pack("<I", len(flat)) + scores.tobytes() + msgspec.json.encode(tail)
+
+
+def _queried_model(query: bytes) -> str | None:
+    if query.count(b"&"):
+        raise HttpError(422, "invalid_request", "several query fields; only model is known, once")
+    fields = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    for name, _ in fields:
+        if name != "model":
+            raise HttpError(422, "invalid_request", f"unknown query field {name[:40]!r}; only model is known")
+    return fields[0][1] if fields else None
+
+
+def _check_count(count: int, most: int) -> None:
+    if count > most:
+        raise HttpError(422, "too_many_items", f"{count} responses in one request, at most {most}; split it")

@@ -1,0 +1,1 @@
+"""OpenR's protocol for process rewards."""

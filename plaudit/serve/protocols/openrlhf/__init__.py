@@ -1,0 +1,1 @@
+"""OpenRLHF's and slime's remote reward protocols."""

@@ -1,0 +1,1 @@
+"""SGLang's reward routes, and ETS's and REBASE's use of its `/generate`."""

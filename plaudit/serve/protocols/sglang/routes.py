@@ -1,0 +1,298 @@
+"""SGLang's scoring routes, and the step scores that ETS and REBASE ask of their fork of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from plaudit import __version__
+from plaudit.records import NEXT, Item, ItemError, StepScores
+from plaudit.reward.process import ProcessReading
+from plaudit.reward.work import Work
+from plaudit.serve.http.message import ErrorWriter, HttpError, Reply, Request, Route
+from plaudit.serve.model import ServedModel
+from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text
+from plaudit.serve.protocols.sglang import ets_wire as ets
+from plaudit.serve.protocols.sglang import wire as sglang
+from plaudit.serve.protocols.sglang.wire import SglangInputs, Wish
+from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL, PROCESS_MODEL, ScoringService
+
+Claims = Callable[[Mapping[str, Any]], bool]
+
+
+class SGLangDoor:
+    shapes: Mapping[str, ErrorWriter] = {}
+
+    def __init__(self, desk: ScoringService) -> None:
+        self.desk = desk
+        self.classifier = Classifier(desk)
+
+    def routes(self) -> list[Route]:
+        routes = [
+            _work("POST", "/v1/classify", self.classify, "SGLang: probabilities of labels"),
+            _work("POST", "/v1/score", self.score, "SGLang: probabilities of label tokens", sglang.claims_scoring),
+            _work("POST", "/generate", self.step_scores, "ETS and REBASE: scores of a path's steps", ets.claims),
+            _work("POST", "/generate", self.generate, "SGLang: log-probabilities of a text's tokens"),
+            _route("GET", "/health_generate", self.health, "SGLang: 200 if every model computes", open=True),
+        ]
+        rerank = "SGLang: documents sorted by score"
+        for method in ("POST", "PUT"):
+            routes.append(_work(method, "/v1/rerank", self.rerank, rerank, sglang.claims_rerank))
+            for path in ("/classify", "/encode"):
+                routes.append(_work(method, path, self.encode, "SGLang: raw reward of a text", sglang.claims_inputs))
+        for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+            routes.append(_route("GET", path, self.info, "SGLang: the model behind /generate, and its limits"))
+        return routes
+
+    async def encode(self, request: Request) -> Reply:
+        began = time.monotonic()
+        inputs = sglang.read_inputs(request.fields())
+        served = self.classifier.find(self._named(request), "outcome")
+        tokens = await self._tokens(served, inputs)
+        logits = await self.classifier.logits(request, served, tokens)
+        replies = [
+            sglang.write_embedding(row.tolist(), _meta(request, i, ids, served, began))
+            for i, (row, ids) in enumerate(zip(logits, tokens, strict=True))
+        ]
+        return Reply.json(replies[0] if inputs.single else replies)
+
+    async def classify(self, request: Request) -> Reply:
+        inputs = sglang.read_classify(request.fields())
+        served = self.classifier.find(self._named(request), "outcome")
+        labels = _several_labels(served)
+        tokens = await self._tokens(served, inputs)
+        logits = await self.classifier.logits(request, served, tokens)
+        rows = [dict(zip(labels, row.tolist(), strict=True)) for row in logits]
+        return Reply.json(sglang.write_classify(served.name, rows, sum(map(len, tokens)), request.id))
+
+    async def score(self, request: Request) -> Reply:
+        asked = sglang.read_scoring(request.fields())
+        served = self._causal(self._named(request), LOGPROBS_MODEL, PROCESS_MODEL) if asked.labels else None
+        if served is None or asked.labels is None:
+            served = self.classifier.find(self._named(request), "outcome")
+            if asked.softmax:
+                _several_labels(served)
+            tokens = await self._tokens(served, asked.inputs)
+            rows = [row.tolist() for row in await self.classifier.logits(request, served, tokens)]
+            chances = [sglang.softmax(row) for row in rows] if asked.softmax else rows
+        else:
+            _check_ids(served, asked.labels, "label_token_ids")
+            tokens = await self._tokens(served, asked.inputs)
+            works = [Work(ids, (len(ids) - 1,), asked.labels, 0, False, logprobs=True) for ids in tokens]
+            logs = [row[0].tolist() for row in await self._read(request, served, works, asked.inputs.field)]
+            chances = [sglang.softmax(row) if asked.softmax else np.exp(row).tolist() for row in logs]
+        return Reply.json(sglang.write_scoring(served.name, chances, sum(map(len, tokens))))
+
+    async def rerank(self, request: Request) -> Reply:
+        began = time.monotonic()
+        asked = sglang.read_rerank(request.fields())
+        served = self.classifier.find(self._named(request), "outcome")
+        if len(served.intake().facts.labels) > 1:
+            raise HttpError(422, "wrong_kind", f"{served.name} has several labels, so its documents have no one order")
+        pairs: list[Prompt] = [Text(asked.query, document) for document in asked.documents]
+        tokens = _sound(await self.classifier.tokens(served, pairs, Cut()), "documents")
+        values = [float(row[0]) for row in await self.classifier.logits(request, served, tokens)]
+        metas = [_meta(request, i, ids, served, began) for i, ids in enumerate(tokens)]
+        return Reply.json(sglang.write_rerank(asked, values, metas))
+
+    async def generate(self, request: Request) -> Reply:
+        began = time.monotonic()
+        asked = sglang.read_generate(request.fields())
+        served = self._reader(self._named(request), LOGPROBS_MODEL, PROCESS_MODEL)
+        for wish in asked.wishes:
+            _check_ids(served, wish.tokens, "token_ids_logprob")
+        tokens = await self._tokens(served, asked.inputs)
+        works = [_generate_works(ids, wish) for ids, wish in zip(tokens, asked.wishes, strict=True)]
+        rows = iter(await self._read(request, served, [w for pair in works for w in pair if w], asked.inputs.field))
+        tokenizer = served.intake().tokenizer
+        name = (lambda token: str(tokenizer.decode([token]))) if asked.named else (lambda token: None)
+        replies = []
+        for i, (ids, wish, (first, last)) in enumerate(zip(tokens, asked.wishes, works, strict=True)):
+            read = next(rows) if first else None
+            at_last = next(rows)[0] if last else None
+            meta = _meta(request, i, ids, served, began)
+            replies.append(sglang.write_generate(ids, wish, read, at_last, name, meta))
+        return Reply.json(replies[0] if asked.inputs.single else replies)
+
+    async def step_scores(self, request: Request) -> Reply:
+        asked = ets.read(request.fields())
+        by_format = [i for i, require in enumerate(asked.requires) if require.pair is None]
+        scores: dict[int, tuple[int, Sequence[float]]] = {}
+        if by_format:
+            scores |= await self._scores_by_format(request, asked, by_format)
+        if len(by_format) < len(asked.requires):
+            scores |= await self._scores_of_pairs(request, asked)
+        replies = [ets.write(*scores[i], f"{request.id}-{i}") for i in range(len(asked.requires))]
+        return Reply.json(replies[0] if asked.inputs.single else replies)
+
+    async def _scores_by_format(
+        self, request: Request, asked: ets.EtsRequest, places: Sequence[int]
+    ) -> dict[int, tuple[int, Sequence[float]]]:
+        served = self.desk.find_model(PROCESS_MODEL, "process")
+        served.intake()
+        reading = served.reading
+        assert isinstance(reading, ProcessReading)
+        if not reading.tag:
+            raise HttpError(
+                422, "wrong_kind", f"the steps of {served.name} end without a tag, so {ets.FIELD} cannot name one; "
+                "serve a model whose format has a tag, or name it with --alias process_model=NAME",
+            )  # fmt: skip
+        for place in places:
+            if asked.requires[place].at != reading.tag[-1]:
+                raise HttpError(
+                    422, "invalid_request", f"{ets.FIELD} is {asked.requires[place].at}, and a step of {served.name} "
+                    f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
+                )  # fmt: skip
+        rows = await self._tokens(served, asked.inputs, places)
+        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows])
+        results = [StepScores((), 0.0) if r.error and r.error.type == "no_steps" else r for r in scored.results]
+        self.desk.values(results, asked.inputs.field)
+        return {
+            place: (len(row), result.values)
+            for place, row, result in zip(places, rows, results, strict=True)
+            if isinstance(result, StepScores)
+        }
+
+    async def _scores_of_pairs(self, request: Request, asked: ets.EtsRequest) -> dict[int, tuple[int, Sequence[float]]]:
+        served = self._reader(None, PROCESS_MODEL, LOGPROBS_MODEL)
+        places = [i for i, require in enumerate(asked.requires) if require.pair is not None]
+        rows = await self._tokens(served, asked.inputs, places)
+        scores: dict[int, tuple[int, Sequence[float]]] = {}
+        works: dict[int, Work] = {}
+        for place, row in zip(places, rows, strict=True):
+            require = asked.requires[place]
+            assert require.pair is not None
+            _check_ids(served, require.pair, ets.FIELD)
+            scores[place] = len(row), []
+            if positions := _positions(row, require.at):
+                works[place] = Work(row, positions, require.pair, len(positions), False)
+        found = await self._read(request, served, list(works.values()), asked.inputs.field, path=True) if works else []
+        for place, values in zip(works, found, strict=True):
+            scores[place] = scores[place][0], [sglang.softmax(pair)[0] for pair in values.tolist()]
+        return scores
+
+    async def health(self, request: Request) -> Reply:
+        return Reply(503 if await self.desk.models.unready() else 200, b"")
+
+    async def info(self, request: Request) -> Reply:
+        """Names and no paths: whoever reads them could not open those anyway."""
+        served = self._causal(None, LOGPROBS_MODEL, PROCESS_MODEL) or self.classifier.find(None)
+        facts = served.intake().facts
+        return Reply.json(
+            {
+                "model_path": served.name, "served_model_name": served.name, "tokenizer_path": served.name,
+                "is_generation": facts.causal, "preferred_sampling_params": None, "architectures": [facts.name],
+                "weight_version": served.deployment.version, "max_req_input_len": served.intake().limit,
+                "version": f"plaudit {__version__}",
+            }
+        )  # fmt: skip
+
+    def _named(self, request: Request) -> str | None:
+        """SGLang serves one model and does not look at this name; here it chooses, if it is one of ours."""
+        name = request.fields().get("model")
+        return (
+            name if isinstance(name, str) and (name in self.desk.models.served or name in self.desk.aliases) else None
+        )
+
+    def _causal(self, *names: str | None) -> ServedModel | None:
+        """The first of these that is a causal LM."""
+        for name in names:
+            served = self.desk.models.served.get(self.desk.aliases.get(name or "", name or ""))
+            if isinstance(served, ServedModel) and served.kind != "judge" and served.intake().facts.causal:
+                return served
+        return None
+
+    def _reader(self, *names: str | None) -> ServedModel:
+        served = self._causal(*names)
+        if served is None:
+            raise HttpError(
+                422, "wrong_kind", "no causal LM is served, and only its vocabulary head has what is asked: serve one "
+                f"(--model PATH), or say which (--alias {LOGPROBS_MODEL}=NAME)",
+            )  # fmt: skip
+        return served
+
+    async def _tokens(
+        self, served: ServedModel, inputs: SglangInputs, places: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """As SGLang makes them: control strings are control tokens, and the tokenizer adds what it adds of itself."""
+        prompts: list[Prompt] = [Text(text) for text in inputs.texts] or list(inputs.tokens)
+        chosen = prompts if places is None else [prompts[place] for place in places]
+        return _sound(await self.classifier.tokens(served, chosen, Cut()), inputs.field)
+
+    async def _read(
+        self, request: Request, served: ServedModel, works: Sequence[Work], field: str, *, path: bool = False
+    ) -> list[np.ndarray]:
+        _, answers = await self.desk.read(request, served, works, path=path)
+        rows = []
+        for answer in answers:
+            if isinstance(answer, ItemError):
+                status = 422 if answer.type in INPUT_ERRORS else 500
+                raise HttpError(status, answer.type, f"{field}: {answer.message}")
+            assert isinstance(answer, np.ndarray)
+            rows.append(answer)
+        return rows
+
+
+def _work(
+    method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, claims: Claims | None = None
+) -> Route:
+    return Route(method, path, "key", handler, "sglang", True, summary, sglang.write_error, claims)
+
+
+def _route(
+    method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, *, open: bool = False
+) -> Route:
+    return Route(method, path, "open" if open else "key", handler, "sglang", False, summary, sglang.write_error)
+
+
+def _generate_works(tokens: list[int], wish: Wish) -> tuple[Work | None, Work | None]:
+    """What is read before the last token, and at it. Both share the computation of the tokens."""
+    count = len(tokens)
+    start = count if wish.start is None else wish.start
+    if start > count:
+        raise HttpError(
+            400, "invalid_request", f"logprob_start_len is {start}, and there are {count} tokens; take a smaller one"
+        )
+    first = Work(tokens, tuple(range(start, count - 1)), (NEXT, *wish.tokens), 0, False, logprobs=True)
+    last = Work(tokens, (count - 1,), wish.tokens or (0,), 0, False, logprobs=True)
+    if not first.positions:
+        return None, last  # also where nothing is asked: the tokens are computed, and the next request finds them
+    return first, last if wish.tokens else None
+
+
+def _positions(tokens: Sequence[int], at: int) -> tuple[int, ...]:
+    """None where no token is the tag, or where the text is shorter than the position: it is then answered with an empty
+    list, as the fork answers it. Its client has no handler for an error and would wait for ever."""
+    if at >= 0:
+        return tuple(i for i, token in enumerate(tokens) if token == at)
+    return (len(tokens) + at,) if len(tokens) + at >= 0 else ()
+
+
+def _sound(rows: Sequence[list[int] | ItemError], field: str) -> list[list[int]]:
+    for place, row in enumerate(rows):
+        if isinstance(row, ItemError):
+            raise HttpError(422, row.type, f"{field}[{place}]: {row.message}")
+    return [row for row in rows if not isinstance(row, ItemError)]
+
+
+def _check_ids(served: ServedModel, tokens: Sequence[int], field: str) -> None:
+    size = served.intake().facts.vocab_size
+    for token in tokens:
+        if not 0 <= token < size:
+            raise HttpError(400, "invalid_request", f"{field} has {token}; {served.name} has the tokens 0..{size - 1}")
+
+
+def _several_labels(served: ServedModel) -> tuple[str, ...]:
+    labels = served.intake().facts.labels
+    if len(labels) < 2:
+        raise HttpError(
+            422, "wrong_kind", f"{served.name} has one label, whose softmax is always 1; ask /classify for the reward"
+        )
+    return labels
+
+
+def _meta(request: Request, place: int, tokens: Sequence[int], served: ServedModel, began: float) -> dict[str, Any]:
+    return sglang.meta_info(f"{request.id}-{place}", len(tokens), served.deployment.version, began)

@@ -1,0 +1,1 @@
+"""Text Embeddings Inference's and Infinity's routes."""

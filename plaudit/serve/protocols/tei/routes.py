@@ -1,0 +1,162 @@
+"""Text Embeddings Inference, huggingface_hub's text classification, and Infinity: clients of classifiers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from plaudit import __version__
+from plaudit.records import ItemError
+from plaudit.serve.http.message import ErrorWriter, Handler, HttpError, Reply, Request, Route
+from plaudit.serve.model import ServedModel
+from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text, activate
+from plaudit.serve.protocols.tei import infinity_wire as infinity
+from plaudit.serve.protocols.tei import wire as tei
+from plaudit.serve.scoring import ScoringService
+
+Side = Literal["left", "right"] | None
+FUNCTIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
+    None: activate,
+    "softmax": lambda logits: activate(logits) if len(logits) > 1 else np.ones(1),
+    "sigmoid": lambda logits: activate(logits[:, None])[:, 0],
+    "none": lambda logits: logits,
+}
+
+
+class TeiDoor:
+    """It serves one model, as the original does: `reward_model`."""
+
+    shapes: Mapping[str, ErrorWriter] = {}
+
+    def __init__(self, desk: ScoringService) -> None:
+        self.desk = desk
+        self.classifier = Classifier(desk)
+
+    def routes(self) -> list[Route]:
+        return [
+            _tei("/predict", self.predict, "TEI: every label with its score"),
+            _tei("/rerank", self.rerank, "TEI: texts sorted by score", claims=lambda body: "texts" in body),
+            _tei("/", self.pipeline, "huggingface_hub: text classification by InferenceClient"),
+            Route("GET", "/info", "key", self.info, "tei", False, "TEI: the model and its limits", tei.write_error),
+        ]
+
+    async def predict(self, request: Request) -> Reply:
+        asked = tei.read_predict(request.fields())
+        served = self.classifier.find(None, "outcome")
+        prompts = [Text(text, pair) for text, pair in asked.texts]
+        rows, _ = await _logits(self.classifier, request, served, prompts, asked.side, "inputs")
+        labels = served.intake().facts.labels
+        found = [tei.predictions(row if asked.raw else activate(row), labels) for row in rows]
+        return Reply.json(found[0] if asked.single else found)
+
+    async def rerank(self, request: Request) -> Reply:
+        asked = tei.read_rerank(request.fields())
+        served = self.classifier.find(None, "outcome")
+        prompts = [Text(asked.query, text) for text in asked.texts]
+        values, _ = await _scores(self.classifier, request, served, prompts, asked.side, "texts", raw=asked.raw)
+        return Reply.json(tei.ranks(asked, values))
+
+    async def pipeline(self, request: Request) -> Reply:
+        asked = tei.read_pipeline(request.fields())
+        served = self.classifier.find(None, "outcome")
+        prompts = [Text(text) for text in asked.texts]
+        rows, _ = await _logits(self.classifier, request, served, prompts, None, "inputs")
+        labels = served.intake().facts.labels
+        apply = FUNCTIONS[asked.function]
+        return Reply.json([tei.predictions(apply(row), labels)[: asked.top] for row in rows])
+
+    async def info(self, request: Request) -> Reply:
+        served = self.classifier.find(None, "outcome")
+        intake = served.intake()
+        version = served.deployment.version
+        return Reply.json(
+            tei.info(served.name, version, intake.facts.labels, intake.limit, self.desk.most_items, __version__)
+        )
+
+
+class InfinityDoor:
+    shapes: Mapping[str, ErrorWriter] = {"/infinity": infinity.write_error}
+
+    def __init__(self, desk: ScoringService) -> None:
+        self.desk = desk
+        self.classifier = Classifier(desk)
+        self.began = int(time.time())
+
+    def routes(self) -> list[Route]:
+        classify, rerank = "Infinity: every label with its score", "Infinity: documents sorted by score"
+        return [
+            _infinity("/classify", self.classify, classify, claims=lambda body: "raw_scores" in body),
+            _infinity("/infinity/classify", self.classify, classify),
+            _infinity("/rerank", self.rerank, rerank, claims=_infinity_rerank),
+            _infinity("/infinity/rerank", self.rerank, rerank),
+            Route("GET", "/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
+            Route("GET", "/infinity/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
+            Route("GET", "/infinity/health", "open", self.health, "infinity", summary="Infinity: 200 while it answers"),
+        ]
+
+    async def classify(self, request: Request) -> Reply:
+        asked = infinity.read_classify(request.fields())
+        served = self.classifier.find(asked.model, "outcome")
+        prompts = [Text(text) for text in asked.texts]
+        rows, tokens = await _logits(self.classifier, request, served, prompts, None, "input")
+        shown = rows if asked.raw else [activate(row) for row in rows]
+        labels = served.intake().facts.labels
+        return Reply.json(infinity.classified(request.id, served.name, shown, labels, tokens))
+
+    async def rerank(self, request: Request) -> Reply:
+        asked = infinity.read_rerank(request.fields())
+        served = self.classifier.find(asked.model, "outcome")
+        prompts = [Text(asked.query, document) for document in asked.documents]
+        values, tokens = await _scores(self.classifier, request, served, prompts, None, "documents", raw=asked.raw)
+        return Reply.json(infinity.reranked(request.id, served.name, asked, values, tokens))
+
+    async def models(self, request: Request) -> Reply:
+        entries = [entry for entry in self.desk.models.describe() if entry["kind"] == "outcome"]
+        return Reply.json(infinity.models(entries, self.began))
+
+    async def health(self, request: Request) -> Reply:
+        return Reply.json({"unix": time.time()})
+
+
+async def _logits(
+    classifier: Classifier, request: Request, served: ServedModel, prompts: Sequence[Prompt], side: Side, what: str
+) -> tuple[list[np.ndarray], int]:
+    """The rows, and of how many tokens. Without a side nothing is cut."""
+    cut = Cut() if side is None else Cut(served.intake().limit, side)
+    tokens = []
+    for place, found in enumerate(await classifier.tokens(served, prompts, cut)):
+        if isinstance(found, ItemError):
+            raise HttpError(422, found.type, f"{what}[{place}]: {found.message}")
+        tokens.append(found)
+    return await classifier.logits(request, served, tokens), sum(map(len, tokens))
+
+
+async def _scores(
+    classifier: Classifier, request: Request, served: ServedModel, prompts: Sequence[Prompt], side: Side, what: str, *,
+    raw: bool,
+) -> tuple[list[float], int]:  # fmt: skip
+    labels = served.intake().facts.labels
+    if len(labels) != 1:
+        raise HttpError(
+            422, "wrong_kind", f"{served.name} has {len(labels)} labels, and a reranker has one; use /predict"
+        )
+    rows, tokens = await _logits(classifier, request, served, prompts, side, what)
+    values = rows if raw else [activate(row) for row in rows]
+    return [float(row[0]) for row in values], tokens
+
+
+def _infinity_rerank(body: Mapping[str, Any]) -> bool:
+    return "return_documents" in body or "raw_scores" in body
+
+
+def _tei(path: str, handler: Handler, summary: str, claims: Callable[[Mapping[str, Any]], bool] | None = None) -> Route:
+    return Route("POST", path, "key", handler, "tei", True, summary, tei.write_error, claims)
+
+
+def _infinity(
+    path: str, handler: Handler, summary: str, claims: Callable[[Mapping[str, Any]], bool] | None = None
+) -> Route:
+    return Route("POST", path, "key", handler, "infinity", True, summary, infinity.write_error, claims)

@@ -1,0 +1,166 @@
+"""Text Embeddings Inference (/predict, /rerank, /info), and the text classification that huggingface_hub asks for.
+
+In /predict a list of two texts is a pair; several texts are a list of lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from plaudit.serve.http.message import HttpError, Reply
+
+T = TypeVar("T", bound=msgspec.Struct)
+Direction = Literal["left", "right", "Left", "Right"]
+FORMS = "a text, a pair of texts, or a list of [text] and [text, text]"
+# (status, error_type) by our type, then by our status
+BY_TYPE = {
+    "overloaded": (429, "Overloaded"), "too_long": (413, "Validation"), "too_many_items": (413, "Validation"),
+    "too_many_tokens": (413, "Validation"), "empty": (400, "Empty"), "bad_text": (422, "Tokenizer"),
+    "bad_tokens": (422, "Tokenizer"), "wrong_kind": (424, "Backend"), "unknown_model": (424, "Backend"),
+}  # fmt: skip
+BY_STATUS = {503: (503, "Unhealthy"), 500: (424, "Backend"), 504: (504, "Backend")}
+
+
+def write_error(error: HttpError, request_id: str) -> Reply:
+    status, name = BY_TYPE.get(error.type) or BY_STATUS.get(error.status, (error.status, "Validation"))
+    content = {"error": str(error), "error_type": name}
+    return Reply(status, msgspec.json.encode(content), headers=error.reply(request_id).headers)
+
+
+class _Predict(msgspec.Struct):
+    inputs: Any
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    raw_scores: bool = False
+
+
+class _Rerank(msgspec.Struct):
+    query: str
+    texts: list[str]
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    raw_scores: bool = False
+    return_text: bool = False
+
+
+class _Parameters(msgspec.Struct):
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+
+
+class _Pipeline(msgspec.Struct):
+    inputs: str | list[str]
+    parameters: _Parameters | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Predict:
+    """single  whether the reply is one list and not a list of lists"""
+
+    texts: Sequence[tuple[str, str | None]]
+    single: bool
+    side: Literal["left", "right"] | None
+    raw: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TeiRerank:
+    query: str
+    texts: Sequence[str]
+    side: Literal["left", "right"] | None
+    raw: bool
+    with_text: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    texts: Sequence[str]
+    function: Literal["sigmoid", "softmax", "none"] | None
+    top: int | None
+
+
+def read_predict(fields: Mapping[str, Any]) -> Predict:
+    found = decoded(fields, _Predict)
+    texts, single = _texts(found.inputs)
+    return Predict(texts, single, _side(found), found.raw_scores)
+
+
+def read_rerank(fields: Mapping[str, Any]) -> TeiRerank:
+    found = decoded(fields, _Rerank)
+    if not found.texts:
+        raise HttpError(400, "empty", "`texts` cannot be empty")
+    return TeiRerank(found.query, found.texts, _side(found), found.raw_scores, found.return_text)
+
+
+def read_pipeline(fields: Mapping[str, Any]) -> Pipeline:
+    found = decoded(fields, _Pipeline)
+    options = found.parameters or _Parameters()
+    texts = [found.inputs] if isinstance(found.inputs, str) else found.inputs
+    if not texts:
+        raise HttpError(400, "empty", "`inputs` cannot be empty")
+    return Pipeline(texts, options.function_to_apply, options.top_k)
+
+
+def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise HttpError(422, "invalid_request", str(error)) from None
+
+
+def _side(found: _Predict | _Rerank) -> Literal["left", "right"] | None:
+    if not found.truncate:
+        return None
+    return "left" if found.truncation_direction.lower() == "left" else "right"
+
+
+def _texts(given: Any) -> tuple[list[tuple[str, str | None]], bool]:
+    if isinstance(given, str):
+        return [(given, None)], True
+    if isinstance(given, list) and given and isinstance(given[0], str):
+        return [_sequence(given, "inputs")], True
+    if isinstance(given, list) and given:
+        return [_sequence(entry, f"inputs[{place}]") for place, entry in enumerate(given)], False
+    if given == []:
+        raise HttpError(400, "empty", "`inputs` cannot be empty")
+    raise HttpError(422, "invalid_request", f"inputs is a {type(given).__name__}; expected {FORMS}")
+
+
+def _sequence(entry: Any, what: str) -> tuple[str, str | None]:
+    if not isinstance(entry, list) or not 1 <= len(entry) <= 2 or not all(isinstance(text, str) for text in entry):
+        raise HttpError(422, "invalid_request", f"{what} is no text and no pair of texts; expected {FORMS}")
+    return entry[0], entry[1] if len(entry) == 2 else None
+
+
+def predictions(values: np.ndarray, labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Every label with its score, the best first."""
+    found = [{"score": float(value), "label": label} for value, label in zip(values, labels, strict=True)]
+    return sorted(found, key=lambda entry: -float(entry["score"]))
+
+
+def ranks(asked: TeiRerank, values: Sequence[float]) -> list[dict[str, Any]]:
+    order = sorted(range(len(values)), key=lambda place: -values[place])
+    if not asked.with_text:
+        return [{"index": place, "score": values[place]} for place in order]
+    return [{"index": place, "text": asked.texts[place], "score": values[place]} for place in order]
+
+
+def info(name: str, version: str, labels: Sequence[str], limit: int, most_items: int, server: str) -> dict[str, Any]:
+    classes = {
+        "id2label": {str(place): label for place, label in enumerate(labels)},
+        "label2id": {label: place for place, label in enumerate(labels)},
+    }
+    return {
+        "model_id": name, "model_sha": version, "model_dtype": "float32", "served_model_name": name,
+        "model_type": {"reranker" if len(labels) == 1 else "classifier": classes},
+        "max_concurrent_requests": most_items,
+        "max_input_length": limit, "max_batch_tokens": limit, "max_batch_requests": None,
+        "max_client_batch_size": most_items, "auto_truncate": False, "tokenization_workers": 1, "version": server,
+        "sha": None, "docker_label": None,
+    }  # fmt: skip

@@ -1,0 +1,176 @@
+"""Triton clients: NeMo-Aligner's reward models and their names under /v2."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from plaudit import __version__
+from plaudit.records import Item, ItemError, Score
+from plaudit.serve.handle import Result
+from plaudit.serve.http.message import ErrorWriter, HttpError, Reply, Request, Route
+from plaudit.serve.model import ServedModel
+from plaudit.serve.protocols.triton import wire as triton
+from plaudit.serve.scoring import SCORED, ScoringService
+
+WORTH_PACKING = 1024  # bytes
+MOST_NAMED = 20  # models in an error
+
+
+METADATA = "Triton: inputs and outputs of the model in the path"
+CONFIG = "Triton: configuration of the model in the path"
+STATS = "Triton: counts and times of the model in the path"
+READY = "Triton: 200 if the model in the path computes"
+INFER = "Triton and NeMo-Aligner: rewards of sentences or tokens by the model in the path"
+
+
+class TritonDoor:
+    shapes: Mapping[str, ErrorWriter] = {"/v2": triton.write_error}
+
+    def __init__(self, desk: ScoringService) -> None:
+        self.desk = desk
+        served = desk.models.served
+        models = [name for name, model in served.items() if isinstance(model, ServedModel) and model.kind in SCORED]
+        self.names = [*models, *(alias for alias, name in desk.aliases.items() if name in models)]
+
+    def routes(self) -> list[Route]:
+        routes = [
+            self._route("GET", "/v2", self.server, "Triton: name, release and extensions of the server"),
+            self._route("GET", "/v2/health/live", self.live, "Triton: 200 while the process answers", open=True),
+            self._route("GET", "/v2/health/ready", self.ready, "Triton: 200 if every model computes", open=True),
+            self._route("POST", "/v2/repository/index", self.index, "Triton: list the models and their state"),
+            self._route("GET", "/v2/models/stats", self.all_stats, "Triton: statistics of all models"),
+        ]
+        for name in self.names:
+            for start in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
+                routes += [
+                    self._route("GET", start, partial(self.metadata, name), METADATA),
+                    self._route("GET", f"{start}/config", partial(self.config, name), CONFIG),
+                    self._route("GET", f"{start}/stats", partial(self.stats, name), STATS),
+                    self._route("GET", f"{start}/ready", partial(self.model_ready, name), READY, open=True),
+                    self._route("POST", f"{start}/infer", partial(self.infer, name), INFER, work=True),
+                ]
+        return routes
+
+    def strangers(self) -> list[tuple[str, Route]]:
+        """What the paths of models that are not served lead to. With a key, for the answer names those that are."""
+        return [("/v2/models/", self._route("", "/v2/models/", self.unknown, ""))]
+
+    def _route(
+        self, method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, *,
+        open: bool = False, work: bool = False,
+    ) -> Route:  # fmt: skip
+        access = "open" if open else "key"
+        return Route(method, path, access, handler, "triton", work, summary, triton.write_error)  # type: ignore[arg-type]
+
+    async def server(self, request: Request) -> Reply:
+        return Reply.json(triton.server_metadata(__version__))
+
+    async def unknown(self, request: Request) -> Reply:
+        name, _, rest = request.path.removeprefix("/v2/models/").partition("/")
+        served = ", ".join(self.names[:MOST_NAMED]) or "none"
+        if name in self.names:
+            raise HttpError(404, "not_found", f"no {rest[:100]!r} of model {name!r}; its only version is 1, see /docs")
+        raise HttpError(
+            404, "unknown_model", f"Request for unknown model: {name[:100]!r} is not found; served: {served}"
+        )
+
+    async def live(self, request: Request) -> Reply:
+        return Reply(200, b"")
+
+    async def ready(self, request: Request) -> Reply:
+        return Reply(200 if not await self.desk.models.unready() else 503, b"")
+
+    async def model_ready(self, name: str, request: Request) -> Reply:
+        return Reply(200 if not await self.desk.find(name).healthy() else 503, b"")
+
+    async def index(self, request: Request) -> Reply:
+        entries = [(name, self.desk.find_model(name).describe()) for name in self.names]
+        return Reply.json(triton.index([(name, d["state"] == "ready", d["reason"]) for name, d in entries]))
+
+    async def metadata(self, name: str, request: Request) -> Reply:
+        return Reply.json(triton.metadata(name, self._signature(name)))
+
+    async def config(self, name: str, request: Request) -> Reply:
+        return Reply.json(triton.config(name, self.desk.most_items, self._signature(name)))
+
+    async def stats(self, name: str, request: Request) -> Reply:
+        return Reply.json(triton.statistics(self._counts([name])))
+
+    async def all_stats(self, request: Request) -> Reply:
+        return Reply.json(triton.statistics(self._counts(self.names)))
+
+    async def infer(self, name: str, request: Request) -> Reply:
+        header = request.headers.get(b"inference-header-content-length")
+        infer = triton.read_infer(request.content, header, self.desk.most_items)
+        given = triton.reward_rows(infer)
+        served = self.desk.find_model(name)
+        if given.tokens is not None:
+            tokens, exceeded = given.tokens, np.zeros((len(given.tokens), 1), dtype=np.int32)
+        else:
+            tokens, exceeded = await self._sentences(served, given, cut="exceeded" in infer.outputs)
+        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
+        values = self.desk.values(scored.results, "row")
+        rows = [[value] for value in values]
+        if name in self.desk.unmerged:
+            rows = [_labels(result) or row for result, row in zip(scored.results, rows, strict=True)]
+        outputs = {"rewards": _matrix(rows), "exceeded": exceeded}
+        body, head = triton.write_infer(infer, name, outputs)
+        return packed(body, head, request.headers.get(b"accept-encoding", b""))
+
+    async def _sentences(
+        self, served: ServedModel, rows: triton.Rows, *, cut: bool
+    ) -> tuple[list[list[int]], np.ndarray]:
+        """Without begin and end token, as the original reads them; cut on the right if the caller sees `exceeded`."""
+        intake = served.intake()
+        tokens: list[list[int]] = []
+        exceeded: list[list[int]] = []
+        for row, ids in enumerate(await served.tokenise(rows.sentences or [], special=False)):
+            if isinstance(ids, ItemError):
+                raise HttpError(400, ids.type, f"sentences[{row}]: {ids.message}")
+            if rows.add_end and intake.tokenizer.eos_token_id is not None:
+                ids = [*ids, intake.tokenizer.eos_token_id]
+            exceeded.append([int(len(ids) > intake.limit)])
+            tokens.append(ids[: intake.limit] if cut else ids)
+        return tokens, np.array(exceeded, dtype=np.int32).reshape(-1, 1)
+
+    def _signature(self, name: str) -> triton.Signature:
+        return triton.ATTRIBUTES if name in self.desk.unmerged else triton.REWARD
+
+    def _counts(self, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+        history = self.desk.models.metrics.history
+        counts = {name: history.model(self.desk.find(name).name) for name in names}
+        return {name: (c.items, c.failed, c.steps) for name, c in counts.items()}
+
+
+def _labels(result: Result) -> list[float]:
+    return list(result.attributes.values()) if isinstance(result, Score) else []
+
+
+def _matrix(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """As FP32, which holds less than a score may be: what does not fit is no infinity, but an error."""
+    with np.errstate(over="ignore"):
+        matrix = np.array(rows, dtype=np.float32).reshape(len(rows), -1 if rows else 1)
+    for row, column in np.argwhere(~np.isfinite(matrix)):
+        raise HttpError(500, "nonfinite_score", f"row[{row}]: the score {rows[row][column]:g} does not fit FP32")
+    return matrix
+
+
+def packed(body: bytes, head: int | None, accepted: bytes) -> Reply:
+    headers: list[tuple[bytes, bytes]] = []
+    kind = b"application/json"
+    if head is not None:
+        headers.append((b"inference-header-content-length", str(head).encode()))
+        kind = b"application/octet-stream"
+    if len(body) > WORTH_PACKING:
+        if b"gzip" in accepted:
+            headers.append((b"content-encoding", b"gzip"))
+            body = gzip.compress(body, 1)
+        elif b"deflate" in accepted:
+            headers.append((b"content-encoding", b"deflate"))
+            body = zlib.compress(body, 1)
+    return Reply(200, body, kind, headers)

@@ -1,0 +1,1 @@
+"""vLLM's pooling, scoring, classification and embedding routes."""

@@ -1,0 +1,451 @@
+"""vLLM's pooling API (0.32) and the OpenAI embeddings shape that SGLang's reward models answer in.
+
+Fields that vLLM does not know it ignores, and so does this. Fields it knows and that cannot be honoured here are
+refused, each by its name.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from plaudit.serve.http.message import HttpError, Reply
+
+T = TypeVar("T", bound="_Common")
+TASKS = ("classify", "token_classify")
+ERROR_NAMES = {
+    400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError",
+}  # fmt: skip
+# In vLLM a request that its schema refuses has another type than one that is refused later.
+SCHEMA_ERRORS = ("invalid_json", "invalid_request")
+NUMBERS = {"float32": "f4", "float16": "f2"}
+ORDERS = {"native": "=", "little": "<", "big": ">"}
+MOST_PRIORITY = 10
+
+
+class FieldError(HttpError):
+    """An error that says which field is to blame."""
+
+    def __init__(self, message: str, param: str | None, type: str = "refused") -> None:
+        super().__init__(400, type, message)
+        self.param = param
+
+
+def write_error(error: HttpError, request_id: str) -> Reply:
+    status = 400 if error.status in (415, 422) else error.status
+    schema = error.type in SCHEMA_ERRORS
+    name = "Bad Request" if schema else ERROR_NAMES.get(status, HTTPStatus(status).phrase)
+    param = error.param if isinstance(error, FieldError) else "body" if schema else None
+    content = {"error": {"message": str(error), "type": name, "param": param, "code": status}}
+    return Reply(status, msgspec.json.encode(content), headers=error.reply(request_id).headers)
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    padding: Literal["max_length", "do_not_pad"] | None = None
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+    normalize: Any = msgspec.UNSET
+
+
+class _Inputs(_Common, kw_only=True):
+    input: Any = msgspec.UNSET
+    messages: Any = msgspec.UNSET
+    data: Any = msgspec.UNSET
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    task: Literal["embed", "classify", "token_embed", "token_classify", "plugin", "score", "encode"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = "float32"
+    endianness: Literal["native", "big", "little"] = "native"
+    dimensions: int | None = None
+
+
+class _Pairs(_Common, kw_only=True):
+    query: Any = msgspec.UNSET
+    queries: Any = msgspec.UNSET
+    documents: Any = msgspec.UNSET
+    items: Any = msgspec.UNSET
+    data_1: Any = msgspec.UNSET
+    data_2: Any = msgspec.UNSET
+    text_1: Any = msgspec.UNSET
+    text_2: Any = msgspec.UNSET
+    top_n: Annotated[int, Meta(ge=0)] = 0
+    max_tokens_per_query: int = 0
+    max_tokens_per_doc: int = 0
+    instruction: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Tokenize(_Common, kw_only=True):
+    prompt: str | None = None
+    messages: Any = msgspec.UNSET
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+    tools: list[Any] | None = None
+
+
+class _Detokenize(_Common, kw_only=True):
+    tokens: list[Annotated[int, Meta(ge=0)]]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What every request says.
+
+    truncate  tokens that stay, -1: as many as the model takes; None: all
+    side      None: what transformers does
+    activate  None: as the route has it
+    """
+
+    model: str | None
+    truncate: int | None
+    side: Literal["left", "right"] | None
+    activate: bool | None
+    request_id: str | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class VllmInputs:
+    """texts, token lists, or one conversation. `encode` writes an array as the caller wants it."""
+
+    asked: VllmOptions
+    prompts: Sequence[str | Sequence[int]]
+    messages: Sequence[Mapping[str, Any]] | None
+    special: bool
+    opening: bool
+    task: str | None
+    dimensions: int | None
+    number: str | None
+
+    def encode(self, values: np.ndarray) -> Any:
+        if self.number is None:
+            return values.tolist()
+        return base64.b64encode(np.ascontiguousarray(values, dtype=self.number).tobytes()).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    asked: VllmOptions
+    queries: Sequence[str]
+    documents: Sequence[str]
+    query_tokens: int
+    document_tokens: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenize:
+    asked: VllmOptions
+    prompt: str | None
+    messages: Sequence[Mapping[str, Any]] | None
+    special: bool
+    opening: bool
+    strings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenize:
+    asked: VllmOptions
+    tokens: list[int]
+
+
+def read_inputs(fields: Mapping[str, Any]) -> VllmInputs:
+    found = _decoded(fields, _Inputs)
+    _refuse_chat_options(found)
+    if found.data is not msgspec.UNSET:
+        raise FieldError("`data` is for IO processor plugins, which this server does not have", "task")
+    if found.task in ("score", "encode"):
+        cure = "`classify`" if found.task == "score" else "`token_classify`"
+        raise FieldError(f"`{found.task}` task was removed; use {cure} instead.", "task")
+    if found.task is not None and found.task not in TASKS:
+        raise FieldError(f"Unsupported task: {found.task!r} Supported tasks: {list(TASKS)}", "task")
+    messages = _conversation(found.messages, found.input)
+    prompts = _prompts(found.input) if messages is None else []
+    if messages is not None and found.add_special_tokens:
+        raise FieldError("add_special_tokens: the chat template writes them already", "add_special_tokens")
+    return VllmInputs(
+        _asked(found), prompts, messages, found.add_special_tokens is not False, found.add_generation_prompt,
+        found.task, found.dimensions, _number(found),
+    )  # fmt: skip
+
+
+def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
+    found = _decoded(fields, _Pairs)
+    if found.instruction or found.chat_template_kwargs:
+        name = "instruction" if found.instruction else "chat_template_kwargs"
+        raise FieldError(f"{name} needs a score template, and this server scores query and document without one", name)
+    first, second = _pair_fields(found, rerank=rerank)
+    queries, documents = _texts(found, first), _texts(found, second)
+    if len(queries) > 1 and len(queries) != len(documents):
+        raise FieldError("Input lengths must be either 1:1, 1:N or N:N", None)
+    if not queries:
+        raise FieldError("At least one text element must be given", None)
+    if not documents:
+        raise FieldError("At least one text_pair element must be given", None)
+    for name, value in (("query", found.max_tokens_per_query), ("doc", found.max_tokens_per_doc)):
+        if value < 0:
+            raise FieldError(f"max_tokens_per_{name} must be a non-negative integer", None)
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    return Pairs(_asked(found), queries, documents, found.max_tokens_per_query, found.max_tokens_per_doc, found.top_n)
+
+
+def read_tokenize(fields: Mapping[str, Any]) -> Tokenize:
+    found = _decoded(fields, _Tokenize)
+    # By default a text to tokenise is opened for an answer: only who asks for both wants what cannot be.
+    _refuse_chat_options(found, both="add_generation_prompt" in fields)
+    if found.tools:
+        raise FieldError("tools are not supported: a reward model's template writes none", "tools")
+    messages = _conversation(found.messages, msgspec.UNSET if found.prompt is None else found.prompt)
+    if messages is None and found.prompt is None:
+        raise _missing("prompt", "messages")
+    special = found.add_special_tokens is not False
+    return Tokenize(
+        _asked(found), found.prompt, messages, special, found.add_generation_prompt, bool(found.return_token_strs)
+    )
+
+
+def read_detokenize(fields: Mapping[str, Any]) -> Detokenize:
+    found = _decoded(fields, _Detokenize)
+    return Detokenize(_asked(found), found.tokens)
+
+
+def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
+    try:
+        found = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(str(error), _blamed(str(error)), "invalid_request") from None
+    if found.normalize is not msgspec.UNSET:
+        raise FieldError("Parameter `normalize` was removed; use `use_activation` instead.", "normalize")
+    if found.cache_salt == "":
+        raise FieldError("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    if found.padding == "max_length":
+        raise FieldError("padding: a reward model's prompts are not padded", "padding")
+    if found.mm_processor_kwargs:
+        raise FieldError("mm_processor_kwargs: the models here take text only", "mm_processor_kwargs")
+    return found
+
+
+def _blamed(message: str) -> str:
+    """The field that msgspec complains about, as vLLM writes it."""
+    place = re.search(r"at `\$([^`]*)`", message)
+    missing = re.search(r"missing required field `([^`]*)`", message)
+    path = "" if place is None else re.sub(r"\[(\d+|\.\.\.)\]", r".\1", place[1])
+    return f"body{path}" + (f".{missing[1]}" if missing else "")
+
+
+def _asked(found: _Common) -> VllmOptions:
+    activate = found.activation if found.use_activation is None else found.use_activation
+    # In vLLM the lower number goes first, here the higher.
+    priority = max(-MOST_PRIORITY, min(MOST_PRIORITY, -found.priority))
+    return VllmOptions(
+        found.model, found.truncate_prompt_tokens, found.truncation_side, activate, found.request_id, priority
+    )
+
+
+def _refuse_chat_options(found: _Inputs | _Tokenize, *, both: bool = True) -> None:
+    if found.continue_final_message and found.add_generation_prompt and both:
+        raise FieldError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
+    if found.continue_final_message:
+        raise FieldError("continue_final_message is not supported", "continue_final_message")
+    if found.chat_template is not None:
+        raise FieldError("Refused request with untrusted chat template: the model's own is used", None)
+    if found.chat_template_kwargs:
+        raise FieldError("chat_template_kwargs are not supported: leave them out", "chat_template_kwargs")
+    if isinstance(found, _Inputs) and found.media_io_kwargs:
+        raise FieldError("media_io_kwargs: the models here take text only", "media_io_kwargs")
+
+
+def _prompts(given: Any) -> Sequence[str | Sequence[int]]:
+    if given is msgspec.UNSET:
+        raise _missing("input", "messages")
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list):
+        if not given:
+            raise FieldError("You must pass at least one prompt", None)
+        kinds = {*map(type, given)}  # there may be millions: booleans are no ints here
+        if kinds == {str}:
+            return given
+        if kinds == {int}:
+            return [given]
+        for place, entry in enumerate(given):
+            if type(entry) is not list or not {*map(type, entry)} <= {int}:
+                raise _schema(f"input[{place}] is {_shown(entry)}; expected all texts, or all token ids", place)
+        return given
+    raise _schema(f"input is {_shown(given)}; expected a text, token ids, or a list of either")
+
+
+def _conversation(given: Any, instead: Any) -> Sequence[Mapping[str, Any]] | None:
+    """The messages, with contents given in parts as one text; None if there is something else."""
+    if given is msgspec.UNSET or instead is not msgspec.UNSET:
+        return None
+    if not isinstance(given, list):
+        raise FieldError(f"messages is {_shown(given)}; expected a list", "body.messages", "invalid_request")
+    if not given:
+        raise FieldError("Cannot apply chat template to an empty conversation. Provide at least one message.", None)
+    messages = []
+    for place, message in enumerate(given):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            what = f"messages[{place}] is {_shown(message)}; expected an object with role and content"
+            raise FieldError(what, f"body.messages.{place}", "invalid_request")
+        content = message.get("content")
+        if isinstance(content, list):
+            message = {**message, "content": "\n".join(_part(part, place) for part in content)}
+        messages.append(message)
+    return messages
+
+
+def _part(part: Any, place: int) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise FieldError(f"messages[{place}] has a part of type {_shown(kind)}; the models here take text only", None)
+
+
+def _number(found: _Inputs) -> str | None:
+    if found.encoding_format == "float":
+        return None
+    if found.encoding_format != "base64":
+        raise FieldError(f"encoding_format {found.encoding_format!r} is not supported; use float or base64", None)
+    if found.embed_dtype not in NUMBERS:
+        raise FieldError(f"embed_dtype {found.embed_dtype!r} is not supported; use float32 or float16", None)
+    return ORDERS[found.endianness] + NUMBERS[found.embed_dtype]
+
+
+def _pair_fields(found: _Pairs, *, rerank: bool) -> tuple[str, str]:
+    known = (
+        [("query", "documents")]
+        if rerank
+        else [("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2")]
+    )
+    for first, second in known:
+        if getattr(found, first) is not msgspec.UNSET and getattr(found, second) is not msgspec.UNSET:
+            return first, second
+    lacking = next(name for name in known[0] if getattr(found, name) is msgspec.UNSET)
+    forms = ", or ".join(f"{a} and {b}" for a, b in known)
+    raise FieldError(f"{lacking} is missing; give {forms}", f"body.{lacking}", "invalid_request")
+
+
+def _texts(found: _Pairs, name: str) -> list[str]:
+    given = getattr(found, name)
+    if isinstance(given, list) and name != "query":
+        for place, entry in enumerate(given):
+            _check_text(entry, f"{name}[{place}]", f"body.{name}.{place}")
+        return given
+    _check_text(given, name, f"body.{name}")
+    return [given]
+
+
+def _check_text(value: Any, what: str, param: str) -> None:
+    if isinstance(value, dict) and "content" in value:
+        raise FieldError(f"{what}: MultiModalParam is not supported, the models here take text only", None)
+    if not isinstance(value, str):
+        raise FieldError(f"{what} is {_shown(value)}; expected text", param, "invalid_request")
+
+
+def _missing(*names: str) -> HttpError:
+    return FieldError(f"{' or '.join(names)} is missing", f"body.{names[0]}", "invalid_request")
+
+
+def _schema(message: str, place: int | None = None) -> HttpError:
+    return FieldError(message, "body.input" if place is None else f"body.input.{place}", "invalid_request")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value[:60])
+    return str(value) if isinstance(value, bool | float | None) else f"of type {type(value).__name__}"
+
+
+def classification(
+    id: str, model: str, rows: Sequence[np.ndarray], labels: Sequence[str], tokens: int
+) -> dict[str, Any]:
+    data = [
+        {"index": place, "label": labels[int(row.argmax())], "probs": row.tolist(), "num_classes": len(row)}
+        for place, row in enumerate(rows)
+    ]
+    return {**_list(f"classify-{id}", model, data), "usage": _usage(tokens)}
+
+
+def pooled(id: str, model: str, rows: Sequence[Any], tokens: int) -> dict[str, Any]:
+    data = [{"index": place, "object": "pooling", "data": row} for place, row in enumerate(rows)]
+    return {**_list(f"pooling-{id}", model, data), "usage": _usage(tokens)}
+
+
+def embeddings(id: str, model: str, rows: Sequence[Any], tokens: int) -> dict[str, Any]:
+    data = [{"index": place, "object": "embedding", "embedding": row} for place, row in enumerate(rows)]
+    return {**_list(f"embd-{id}", model, data), "usage": _usage(tokens)}
+
+
+def scores(id: str, model: str, values: Sequence[float], tokens: int) -> dict[str, Any]:
+    data = [{"index": place, "object": "score", "score": value} for place, value in enumerate(values)]
+    return {**_list(f"score-{id}", model, data), "usage": _usage(tokens)}
+
+
+def reranked(
+    id: str, model: str, documents: Sequence[str], values: Sequence[float], top: int, tokens: int
+) -> dict[str, Any]:
+    order = sorted(range(len(values)), key=lambda place: -values[place])[: top or len(values)]
+    results = [
+        {"index": i, "document": {"text": documents[i], "multi_modal": None}, "relevance_score": values[i]}
+        for i in order
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"id": f"score-{id}", "model": model, "usage": usage, "results": results}
+
+
+def tokenized(tokens: list[int], strings: list[str] | None, limit: int) -> dict[str, Any]:
+    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+
+
+def model_card(name: str, root: str | None, limit: int | None, created: int) -> dict[str, Any]:
+    """What /v1/models says of a model beside its name."""
+    permission = {
+        "id": f"modelperm-{name}", "object": "model_permission", "created": created, "allow_create_engine": False,
+        "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False, "allow_view": True,
+        "allow_fine_tuning": False, "organization": "*", "group": None, "is_blocking": False,
+    }  # fmt: skip
+    return {
+        "created": created, "owned_by": "plaudit", "root": root, "parent": None, "max_model_len": limit,
+        "permission": [permission],
+    }  # fmt: skip
+
+
+def _list(id: str, model: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": id, "object": "list", "created": int(time.time()), "model": model, "data": data}
+
+
+def _usage(tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Replicas that Ray Serve keeps; `plaudit deploy`."""

@@ -1,0 +1,265 @@
+"""Models whose workers Ray Serve keeps, on this machine or on a cluster.
+
+Each version of a model is an application of its own: Ray Serve places its replicas, asks for their health, replaces
+dead ones and scales them by the tokens that wait. The front keeps its queue, gathers the items of many requests into
+one frame per replica, and chooses the replica; frames go over a connection of their own, not through Ray Serve's router
+(which lost calls when its controller was killed). A connection that breaks is a death: what was held goes to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray import serve
+
+from plaudit.errors import ConfigError, ModelError, one_line
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.ray.config import application_name
+from plaudit.serve.ray.replica import build
+from plaudit.serve.ray.seats import seats
+from plaudit.serve.workers import frames
+from plaudit.serve.workers.cache import ScoreCache
+from plaudit.serve.workers.deployment import Deployment
+from plaudit.serve.workers.link import Owner, State
+from plaudit.serve.workers.replica import Replica
+
+LOCAL = "local"
+LOCAL_CPUS = 64  # places for workers on one machine, which share its cores as processes do
+CALL_SECONDS = 20.0
+LOOK_SECONDS = 0.25
+ABSENT_SECONDS = 1.0  # a replica that failed a call is tried again after this, if Ray Serve still has it
+
+
+class Cluster:
+    """One connection to Ray for all models of a server. Calls that block run in a thread."""
+
+    def __init__(self, address: str) -> None:
+        self.host = "127.0.0.1" if address == LOCAL else None
+        """Where replicas listen for the front; None: on the address of their node."""
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._started = self._threads.submit(self._start, address)
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        await asyncio.wrap_future(self._started)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def close(self) -> None:
+        """Applications were deleted with their deployments; a Ray of our own ends."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, ray.shutdown)
+        self._threads.shutdown(wait=False)
+
+    def _start(self, address: str) -> None:
+        # Before Ray starts: its workers are as urgent as ours, and what Serve says goes to its own log.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        options: dict[str, Any] = {"num_cpus": LOCAL_CPUS} if address == LOCAL else {"address": address}
+        try:
+            ray.init(
+                namespace="plaudit", include_dashboard=False if address == LOCAL else None, log_to_driver=False,
+                logging_level=logging.ERROR, configure_logging=False, **options,
+            )  # fmt: skip
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise ConfigError(
+                f"no Ray at {address!r}: {one_line(error)}; start one with `ray start --head`, or give --ray local"
+            ) from error
+        serve.start(proxy_location="Disabled")  # ours is the only way in
+
+
+class RayLink:
+    """The way to one replica of Ray Serve's: a connection of our own, over which batches cross as to a local worker. It
+    has one life; another connection is another link."""
+
+    def __init__(self, seat: str, application: str, owner: Owner, waiting: Callable[[], int]) -> None:
+        self.seat = seat
+        self.state: State = "loading"
+        self.reason = "the replica is being connected"
+        self.hello: frames.Hello | None = None
+        self.restarts = 0
+        self.writable = True
+        self.last_sign = self.last_result = time.monotonic()
+        self._owner = owner
+        self._waiting = waiting
+        self._writer: asyncio.StreamWriter | None = None
+        self._told: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._live(application), name=f"ray-{seat}")
+
+    @property
+    def public_reason(self) -> str:
+        return self.reason
+
+    async def loaded(self) -> frames.Hello:
+        return await asyncio.shield(self._told)
+
+    def send(self, frame: frames.Frame) -> None:
+        assert self._writer is not None, f"the replica is {self.state}, nothing can be sent"
+        self._writer.write(frames.pack(frame))
+
+    def silent_for(self) -> float:
+        return time.monotonic() - self.last_sign
+
+    def kill(self, why: str | None = None) -> None:
+        """Give it up. Ray Serve probes it too, and replaces it if it is ill."""
+        self.reason = why or "it was given up"
+        self._task.cancel()
+
+    async def close(self) -> None:
+        self.state, self.reason = "closed", "the replica is no longer used"
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._tell_nothing()
+
+    async def _live(self, application: str) -> None:
+        why = "its replica has gone"
+        try:
+            await self._connect(application)
+        except asyncio.CancelledError:
+            why = self.reason
+        except Exception as error:  # of many kinds: the actor is not there, no connection, a broken one
+            why = f"its replica failed: {one_line(error)}"
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+        if self.state != "closed":
+            if self.state == "ready":
+                self._owner.on_death()
+            self.state, self.reason = "failed", why
+            self._tell_nothing()
+            self._owner.on_change()
+
+    async def _connect(self, application: str) -> None:
+        async with asyncio.timeout(CALL_SECONDS):
+            found = await serve.get_deployment_handle("model", application).introduce.remote(seat=self.seat)
+            if found is None:
+                return
+            host, port, token = found
+            reader, self._writer = await asyncio.open_connection(host, port)
+        self._writer.write(token)
+        unpacker = frames.Unpacker()
+        while data := await reader.read(1 << 20):
+            for frame in unpacker.feed(data):
+                self._take(frame)
+
+    def _take(self, frame: frames.Frame) -> None:
+        self.last_sign = time.monotonic()
+        match frame:
+            case frames.Hello():
+                self.hello = frame
+            case frames.Ready():
+                assert self.hello is not None
+                self.state, self.reason = "ready", ""
+                self._told.set_result(self.hello)
+                self._owner.on_change()
+            case frames.Results():
+                self.last_result = self.last_sign
+                self._owner.on_results(frame)
+            case _:  # a sign of life
+                self.send(frames.Waiting(self._waiting()))
+
+    def _tell_nothing(self) -> None:
+        if not self._told.done():
+            self._told.set_exception(ModelError(self.reason))
+        self._told.exception()  # whoever awaits it gets it; nobody has to
+
+
+class RayDeployment(Deployment):
+    """A deployment whose replicas come and go as Ray Serve says."""
+
+    def __init__(
+        self, cluster: Cluster, name: str, number: int, table: dict[str, Any], cache: ScoreCache, metrics: Metrics,
+        environment: dict[str, str], load_seconds: float, on_change: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.application = application_name(name, number)
+        self._cluster = cluster
+        table = json.loads(json.dumps(table))  # as `plaudit deploy` writes it: lists, no tuples
+        self._load_seconds = load_seconds
+        self._arguments: dict[str, Any] = {
+            "table": table, "environment": environment, "load_seconds": load_seconds, "host": cluster.host,
+        }  # fmt: skip
+        self._least = int(table.get("replicas", 1))
+        self._ours = False
+        self._next_seat = ""
+        self._failed_at: dict[str, float] = {}
+        self._follow: asyncio.Task[None] | None = None
+        super().__init__(
+            name, number, table, cache, metrics, environment, load_seconds, on_change, replicas=0, connect=self._link
+        )
+
+    async def opened(self) -> frames.Hello:
+        try:
+            await self._cluster.run(self._deploy)
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(f"cannot serve {self.name}: {one_line(error)}") from error
+        async with asyncio.timeout(self._load_seconds):
+            # The first call makes the handle's router, which then hears of every replica.
+            await serve.get_deployment_handle("model", self.application).configured.remote(seat="")
+            self._follow = asyncio.create_task(self._follow_seats())
+            while sum(replica.ready for replica in self.replicas) < self._least:
+                await asyncio.sleep(LOOK_SECONDS)
+        hello = next(replica.wire.hello for replica in self.replicas if replica.ready)
+        assert hello is not None
+        self._digest = hello.digest
+        self.version = f"{self.number}-{hello.digest}"
+        return hello
+
+    def scale(self, count: int) -> None:
+        self._arguments["table"] = {**self._arguments["table"], "replicas": count}
+        self._change(self._cluster.run(self._deploy))
+
+    async def close(self) -> None:
+        if self._follow is not None:
+            self._follow.cancel()
+        await super().close()
+        if self._ours:
+            await self._cluster.run(lambda: serve.delete(self.application))
+
+    def on_change(self) -> None:
+        for replica in [replica for replica in self.replicas if replica.wire.state == "failed"]:
+            assert isinstance(replica.wire, RayLink)
+            self._failed_at[replica.wire.seat] = time.monotonic()
+            self.replicas.remove(replica)
+        super().on_change()
+
+    def _deploy(self) -> None:
+        """Unless somebody, such as `serve deploy`, has done it already, with the same table."""
+        known = serve.status().applications.get(self.application)
+        if known is not None and known.status == "RUNNING" and not self._ours:
+            handle = serve.get_deployment_handle("model", self.application)
+            if handle.configured.remote(seat="").result(timeout_s=CALL_SECONDS) == self._arguments["table"]:
+                return
+        self._ours = True
+        serve.run(build(self._arguments), name=self.application, route_prefix=None)
+
+    def _link(self, number: int, owner: Owner) -> RayLink:
+        return RayLink(self._next_seat, self.application, owner, lambda: self.queue.tokens)
+
+    async def _follow_seats(self) -> None:
+        while True:
+            there = seats(self.application)
+            known = {replica.wire.seat: replica for replica in self.replicas if isinstance(replica.wire, RayLink)}
+            for seat in sorted(there - known.keys()):
+                if time.monotonic() - self._failed_at.get(seat, 0.0) > ABSENT_SECONDS:
+                    self._next_seat = seat
+                    self._change(self._arrive(self._add()))
+            for seat in known.keys() - there:
+                if not known[seat].leaving:  # it finishes what it has
+                    self.retire(known[seat])
+            self._failed_at = {seat: at for seat, at in self._failed_at.items() if seat in there}
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _arrive(self, replica: Replica) -> None:
+        if not self._digest:  # opened() waits for the first ones
+            try:
+                hello = await replica.opened()
+            except ModelError:
+                return
+            self._digest = self._digest or hello.digest
+            return
+        await super()._arrive(replica)

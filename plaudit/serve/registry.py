@@ -1,0 +1,216 @@
+"""The models of a server by their names: opening, finding, swapping, watching and closing them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plaudit.config.reward import RewardTable, parse_reward
+from plaudit.config.serve import NO_SCORE, ServeTable
+from plaudit.errors import ConfigError, nearest
+from plaudit.reward.process import ProcessReading
+from plaudit.serve.handle import ModelHandle, ServerResources
+from plaudit.serve.http.admission import Admission
+from plaudit.serve.http.message import HttpError
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.model import ServedModel, Table, new_served
+from plaudit.serve.options import completed
+from plaudit.serve.workers.cache import ScoreCache
+
+if TYPE_CHECKING:
+    from plaudit.serve.ray.deployment import Cluster
+
+
+class Models:
+    def __init__(self, table: ServeTable, admission: Admission, metrics: Metrics, log: Log) -> None:
+        self.metrics = metrics
+        self.admission = admission
+        self.changed = asyncio.Event()
+        self.swaps = 0
+        self._explicit = {name: table.explicit(name) for name in table.models}
+        self._root = None if table.model_root is None else Path(table.model_root).resolve()
+        self._log = log
+        self._swapping = asyncio.Lock()
+        self._states: dict[str, str] = {}
+        self._cluster = None if table.ray is None else _cluster(table.ray)
+        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="tokenise")
+        shop = ServerResources(
+            admission, metrics, ScoreCache(table.limits.cache_bytes), self._threads, _environment(table), self._change,
+            table.limits.load_seconds, self._cluster,
+        )  # fmt: skip
+        self.served: dict[str, ModelHandle] = {}
+        # Blends last: they hold their members.
+        for name, entry in sorted(table.models.items(), key=lambda pair: pair[1].kind == "blend"):
+            self.served[name] = new_served(name, entry, shop, self.served)
+        self.served = {name: self.served[name] for name in table.models}
+
+    async def open(self) -> None:
+        """Until all are loaded and warmed up; ModelError if one cannot be."""
+        await asyncio.gather(*(served.open() for served in self.served.values() if isinstance(served, ServedModel)))
+
+    def named(self, name: str) -> ModelHandle:
+        if name not in self.served:
+            raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], self.served)}")
+        return self.served[name]
+
+    async def swap(self, name: str, path: str) -> str:
+        served = self.named(name)
+        if not isinstance(served, ServedModel):
+            raise ConfigError(f"{name} is a {served.kind}; only outcome and process models can be swapped")
+        directory = self._confined(path)
+        if self._swapping.locked():
+            raise ConfigError("another swap is under way; wait for it")
+        table = self._table(served, {**self._explicit[name], "path": str(directory)})
+        async with self._swapping:
+            version = await served.swap(table)
+        self.swaps += 1
+        self._log("swapped", model=name, version=version)
+        return version
+
+    def scale(self, name: str, count: int) -> None:
+        served = self.named(name)
+        if not isinstance(served, ServedModel):
+            raise ConfigError(f"{name} is a {served.kind}; only models with workers have replicas")
+        served.scale(count)
+        self._explicit[name]["replicas"] = count
+        self._log("scaled", model=name, replicas=count)
+
+    def _table(self, served: ServedModel, entry: Mapping[str, Any]) -> Table:
+        """As a new server would read the directory, with what the operator set for this name."""
+        source = f"models.{served.name}"
+        table: RewardTable = parse_reward(completed(entry, source), source)
+        if table.kind in NO_SCORE and served.kind not in NO_SCORE:
+            raise ConfigError(
+                f"the new model would be of kind {table.kind!r} and give no score, and {served.name} is a "
+                f"{served.kind} model; put a reward.toml beside it, or set kind and format for this name"
+            )
+        assert isinstance(table, Table)
+        return table
+
+    def _confined(self, path: str) -> Path:
+        """`path` under the root, links followed: nothing outside is opened, whatever is asked for."""
+        if self._root is None:
+            raise ConfigError("the server was started without model_root, so no model can be swapped in")
+        if "\0" in path or "://" in path or Path(path).is_absolute():
+            raise ConfigError(f"path {path[:100]!r} must be a path relative to model_root")
+        try:
+            found = (self._root / path).resolve()
+            inside = found.is_relative_to(self._root) and found.is_dir()
+        except (OSError, RuntimeError):  # a name that is too long, links in a circle
+            inside = False
+        if not inside:
+            raise ConfigError(f"path {path[:100]!r} is no directory under model_root")
+        for file in found.rglob("*"):
+            if not file.resolve().is_relative_to(self._root):
+                raise ConfigError(f"path {path[:100]!r} holds the link {file.name!r}, which leads out of model_root")
+        return found
+
+    def scrub(self, message: str) -> str:
+        """An error message without the server's own paths."""
+        return message if self._root is None else message.replace(f"{self._root}/", "").replace(str(self._root), ".")
+
+    async def unready(self) -> list[str]:
+        if self.admission.draining:
+            return ["the server is shutting down"]
+        return [why for why in await asyncio.gather(*(s.healthy() for s in self.served.values())) if why]
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [served.describe() for served in self.served.values()]
+
+    def failed(self) -> list[str]:
+        """Models that will not come back."""
+        return [f"{d['name']}: {d['reason']}" for d in self.describe() if d["state"] == "failed"]
+
+    def hopeful(self) -> bool:
+        """Whether a model with a worker is left that serves or may yet."""
+        return any(d["state"] != "failed" for d in self.describe() if "queue_tokens" in d)
+
+    def update_gauges(self) -> None:
+        self.metrics.replica_held.clear()
+        self.metrics.replica_ready.clear()
+        for entry in self.describe():
+            for replica in entry.get("replicas", ()):
+                labels = (entry["name"], str(replica["replica"]))
+                self.metrics.replica_held.labels(*labels).set(replica["held_tokens"])
+                self.metrics.replica_ready.labels(*labels).set(replica["state"] == "ready")
+            if "queue_tokens" in entry:
+                self.metrics.queue_tokens.labels(entry["name"]).set(entry["queue_tokens"])
+                self.metrics.queue_items.labels(entry["name"]).set(entry["queue_items"])
+                self.metrics.held_tokens.labels(entry["name"]).set(entry["held_tokens"])
+
+    def tick(self) -> None:
+        """Every second."""
+        for served in self.served.values():
+            if isinstance(served, ServedModel):
+                served.tick()
+        entries = [entry for entry in self.describe() if "queue_tokens" in entry]
+        budget = max((entry["budget"] for entry in entries), default=0)
+        self.metrics.history.tick(sum(entry["queue_tokens"] for entry in entries), budget)
+
+    def stats(self) -> dict[str, Any]:
+        history = self.metrics.history
+        models = []
+        for served in self.served.values():
+            entry, counts = served.describe(), history.model(served.name)
+            if isinstance(served, ServedModel) and isinstance(served.reading, ProcessReading):
+                entry["split"] = served.reading.format.split
+            models.append(
+                {
+                    **entry, "items": counts.items, "failed": counts.failed, "tokens": counts.tokens,
+                    "computed_tokens": counts.computed, "prefix_tokens": counts.prefix,
+                    "deduplicated_tokens": counts.deduplicated, "cached_tokens": counts.cached, "steps": counts.steps,
+                    "scores": counts.histogram(),
+                }
+            )  # fmt: skip
+        return {
+            "draining": self.admission.draining, "open_requests": self.admission.open_requests,
+            "open_tokens": self.admission.open_tokens, "most_tokens": self.admission.most_tokens, "models": models,
+            "seconds": list(history.seconds), "errors": list(history.errors)[::-1],
+        }  # fmt: skip
+
+    def kill(self) -> None:
+        for served in self.served.values():
+            served.kill()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(served.close() for served in self.served.values()), return_exceptions=True)
+        if self._cluster is not None:
+            await self._cluster.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _change(self) -> None:
+        for entry in self.describe() if hasattr(self, "served") else ():
+            if self._states.get(entry["name"]) != entry["state"]:
+                self._states[entry["name"]] = entry["state"]
+                self._log("model", model=entry["name"], state=entry["state"], reason=entry["reason"])
+        self.changed.set()
+
+
+def _cluster(address: str) -> Cluster:
+    try:
+        from plaudit.serve.ray.deployment import Cluster
+    except ImportError as error:
+        raise ConfigError(f"--ray needs Ray Serve ({error}): pip install 'plaudit[ray]'") from error
+    return Cluster(address)
+
+
+def _environment(table: ServeTable) -> Mapping[str, str]:
+    """Each worker gets its share of the cores, and threads that sleep while they wait: they have neighbours."""
+    workers = sum(
+        getattr(entry, "replicas", 1) * getattr(entry, "ranks", 1)
+        for entry in table.models.values()
+        if getattr(entry, "path", None) is not None
+    )
+    threads = max(1, (os.cpu_count() or 1) // max(1, workers))
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -1,0 +1,142 @@
+"""What all protocols need between their wire format and the models: find the model, tokenise, score, read, count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plaudit.config.serve import ATTRIBUTES
+from plaudit.errors import nearest
+from plaudit.records import Item, ItemError, StepScores
+from plaudit.reward.work import Work
+from plaudit.serve.handle import ModelHandle, RequestContext, Result, ScoredItems
+from plaudit.serve.http.message import HttpError, Request
+from plaudit.serve.model import ServedModel
+from plaudit.serve.registry import Models
+from plaudit.serve.workers.jobs import Answer
+
+INPUT_ERRORS = frozenset(
+    (
+        "too_long", "empty", "bad_text", "bad_tokens", "bad_messages", "bad_steps", "no_steps", "bad_truth", "no_truth",
+        "unsupported_form", "invalid_item", "refused",
+    )
+)  # fmt: skip
+SCORED = ("outcome", "process")
+# The names that protocols without a model's name in them ask for.
+REWARD_MODEL, PROCESS_MODEL, LOGPROBS_MODEL = "reward_model", "process_model", "logprobs_model"
+EMBEDDING_MODEL = "embedding_model"
+DEFAULT_KINDS = {
+    REWARD_MODEL: "outcome", PROCESS_MODEL: "process", LOGPROBS_MODEL: "logprobs", EMBEDDING_MODEL: "embedding",
+}  # fmt: skip
+
+
+class ScoringService:
+    """aliases  other names of models; `reward_model` is the first outcome model and `process_model` the first process
+    model unless they say otherwise
+    unmerged  aliases under which every label of a model is a reward of its own
+    salted   whether callers with different keys must not share cached scores
+    """
+
+    def __init__(self, models: Models, aliases: Mapping[str, str], most_items: int, *, salted: bool) -> None:
+        self.models = models
+        self.most_items = most_items
+        self._salted = salted
+        self._set = {alias: name.removesuffix(ATTRIBUTES) for alias, name in aliases.items()}
+        self._aliases = self._with_defaults()
+        self._swaps = models.swaps
+        self.unmerged = {alias for alias, name in aliases.items() if name.endswith(ATTRIBUTES)}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        if self._swaps != self.models.swaps:  # a model may have come back as another kind
+            self._aliases, self._swaps = self._with_defaults(), self.models.swaps
+        return self._aliases
+
+    def _with_defaults(self) -> dict[str, str]:
+        aliases = dict(self._set)
+        for alias, kind in DEFAULT_KINDS.items():
+            first = next((name for name, served in self.models.served.items() if served.kind == kind), None)
+            if first is not None:
+                aliases.setdefault(alias, first)
+        return aliases
+
+    def find(self, name: str | None) -> ModelHandle:
+        """A model by its name or alias; the first one if None."""
+        if name is None:
+            return next(iter(self.models.served.values()))
+        found = self.models.served.get(self.aliases.get(name, name))
+        if found is None:
+            known = [*self.models.served, *self.aliases]
+            raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], known)}")
+        return found
+
+    def find_model(self, name: str | None, kind: str | None = None) -> ServedModel:
+        """One that has tokens: an outcome or process model. `kind` says which, if only one will do."""
+        served = self.find(name)
+        if (
+            not isinstance(served, ServedModel)
+            or served.kind not in SCORED
+            or (kind is not None and served.kind != kind)
+        ):
+            wanted = "outcome or process" if kind is None else kind
+            raise HttpError(
+                422, "wrong_kind", f"{served.name} is a {served.kind} model, this route needs an {wanted} model: "
+                f"serve one, or name it with --alias {name or REWARD_MODEL}=NAME",
+            )  # fmt: skip
+        return served
+
+    async def score(
+        self, request: Request, served: ModelHandle, items: Sequence[Item], *, priority: int = 0, cache: bool = True,
+    ) -> ScoredItems:  # fmt: skip
+        """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
+        self.check_count(len(items))
+        scored = await served.score(items, self._ask(request, priority, cache, path=served.kind == "process"))
+        self._count(served.name, [result.error for result in scored.results], request.id)
+        values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
+        self.models.metrics.history.model(served.name).scores.extend(value for value in values if value is not None)
+        return scored
+
+    async def read(
+        self, request: Request, served: ServedModel, works: Sequence[Work], *, priority: int = 0, path: bool = False
+    ) -> tuple[str, list[Answer]]:
+        """The version, and for each work its rows as they come from the model, or an ItemError."""
+        self.check_count(len(works))
+        version, answers = await served.read(works, self._ask(request, priority, True, path))
+        self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request.id)
+        return version, answers
+
+    @staticmethod
+    def values(results: Sequence[Result], what: str) -> list[float]:
+        """For protocols that have no error for a single item: one that failed fails its request, and no other."""
+        values = []
+        for place, result in enumerate(results):
+            value = result.aggregate if isinstance(result, StepScores) else result.value
+            if value is None:
+                assert result.error is not None
+                status = 422 if result.error.type in INPUT_ERRORS else 500
+                raise HttpError(status, result.error.type, f"{what}[{place}]: {result.error.message}")
+            values.append(value)
+        return values
+
+    def check_count(self, count: int) -> None:
+        if count > self.most_items:
+            raise HttpError(
+                422, "too_many_items", f"{count} inputs in one request, at most {self.most_items}; split it"
+            )
+
+    def _ask(self, request: Request, priority: int, cache: bool, path: bool) -> RequestContext:
+        salt = request.tenant if self._salted else ""
+        return RequestContext(request.tenant, request.id, request.deadline, priority, cache, salt, path)
+
+    def _count(self, model: str, errors: Sequence[ItemError | None], request_id: str) -> None:
+        metrics = self.models.metrics
+        counts = metrics.history.model(model)
+        good = 0
+        for error in errors:
+            if error is None:
+                good += 1
+                continue
+            counts.failed += 1
+            metrics.errors.labels(error.type).inc()
+            metrics.history.error(error.type, error.message, model, request_id)
+        counts.items += good
+        metrics.items.labels(model).inc(good)

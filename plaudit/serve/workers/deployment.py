@@ -1,0 +1,391 @@
+"""One version of a model in service: the queue its works wait in, and the replicas that compute them.
+
+A request belongs to the deployment that took it, so all its scores are of one version. A new version is another
+deployment with a queue and workers of its own; the old one finishes what it has and goes. What a replica held when it
+died is computed again, by itself or by another: scoring twice gives the same score, and only one answer is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from plaudit.errors import ModelError
+from plaudit.records import ItemError
+from plaudit.reward.work import Work
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.step_path import Path
+from plaudit.serve.workers import frames
+from plaudit.serve.workers.cache import ScoreCache, work_key
+from plaudit.serve.workers.jobs import Answer, GenerateJob, Job, Ticket
+from plaudit.serve.workers.link import Link, Owner, State
+from plaudit.serve.workers.queue import FairQueue
+from plaudit.serve.workers.replica import GUILTY, PROBE_ID, SUSPECT, Connect, Replica
+from plaudit.serve.workers.routing import Affinity
+
+WORKER, ENCODER = "plaudit.serve.workers.worker", "plaudit.serve.workers.encoder_worker"
+
+
+class Deployment:
+    """connect   how a replica reaches its worker; a process of its own if it is None"""
+
+    def __init__(
+        self, name: str, number: int, table: dict[str, Any], cache: ScoreCache, metrics: Metrics,
+        environment: dict[str, str], load_seconds: float, on_change: Callable[[], None], replicas: int = 1,
+        connect: Connect | None = None,
+    ) -> None:  # fmt: skip
+        def local(number: int, owner: Owner) -> Link:
+            module = ENCODER if table.get("kind") == "embedding" else WORKER
+            return Link(f"{name}-{number}" if number else name, table, owner, environment, load_seconds, module)
+
+        self.name = name
+        self.number = number
+        self.version = ""
+        self.queue: FairQueue[Job] = FairQueue()
+        self.replicas: list[Replica] = []
+        self._digest = ""
+        self._connect = connect or local
+        self._cache = cache
+        self._metrics = metrics
+        self.counts = metrics.history.model(name)
+        self._tell = on_change
+        self._users = 0
+        self._affinity = Affinity()
+        self._again: deque[Job] = deque()
+        self._known: dict[bytes, Job] = {}  # queued or held, by key
+        self._holder: dict[int, Replica] = {}  # by the job's id
+        self._next_id = PROBE_ID + 1
+        self._next_replica = 0
+        self._pumping = False
+        self._closed = False
+        self._changing: set[asyncio.Task[None]] = set()
+        for _ in range(replicas):
+            self._add()
+        self._watch = asyncio.create_task(self._supervise(), name=f"watch-{name}")
+
+    async def opened(self) -> frames.Hello:
+        """Wait until the model is loaded and warmed up, everywhere, and the same everywhere."""
+        hello, *others = await asyncio.gather(*(replica.opened() for replica in self.replicas))
+        for replica, other in zip(self.replicas[1:], others, strict=True):
+            if other.digest != hello.digest:
+                raise ModelError(
+                    f"cannot serve {self.name}: replica {replica.number} is of version {other.digest}, replica "
+                    f"{self.replicas[0].number} of {hello.digest}: the same model and the same code must be everywhere"
+                )
+        self._digest = hello.digest
+        self.version = f"{self.number}-{hello.digest}"
+        return hello
+
+    # How it fares
+
+    @property
+    def ready(self) -> bool:
+        return any(replica.ready for replica in self.replicas)
+
+    @property
+    def state(self) -> State:
+        """Of the replica that fares best."""
+        if self._closed:
+            return "closed"
+        if not self.replicas:
+            return "loading"
+        states = {replica.wire.state for replica in self.replicas}
+        return next((state for state in ("ready", "loading") if state in states), "failed")
+
+    @property
+    def reason(self) -> str:
+        return self._best("reason")
+
+    @property
+    def public_reason(self) -> str:
+        return self._best("public_reason")
+
+    def _best(self, reason: str) -> str:
+        if self._closed:
+            return "the model is no longer served"
+        if not self.replicas:
+            return "none of its replicas is there"
+        state = self.state
+        return str(next(getattr(r.wire, reason) for r in self.replicas if r.wire.state == state))
+
+    @property
+    def restarts(self) -> int:
+        return sum(replica.wire.restarts for replica in self.replicas)
+
+    @property
+    def held_tokens(self) -> int:
+        return sum(replica.held_tokens for replica in self.replicas)
+
+    @property
+    def budget(self) -> int:
+        return max((replica.budget for replica in self.replicas), default=1)
+
+    async def healthy(self) -> str:
+        """ "" if a replica computes; else why none does."""
+        if not self.replicas:
+            return self.public_reason
+        found = await asyncio.gather(*(replica.healthy() for replica in self.replicas))
+        return "" if "" in found else found[0]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While a request holds on to this version, it is not closed: also before its works are queued."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+
+    # Replicas
+
+    def scale(self, count: int) -> None:
+        """Towards this many replicas: more load beside the others, those with least to do finish it and leave."""
+        staying = [replica for replica in self.replicas if not replica.leaving]
+        for _ in range(count - len(staying)):
+            self._change(self._arrive(self._add()))
+        idle_first = sorted(staying, key=lambda replica: (replica.ready, replica.held_tokens, -replica.number))
+        for replica in idle_first[: max(0, len(staying) - count)]:
+            self.retire(replica)
+
+    def _add(self) -> Replica:
+        replica = Replica(self._next_replica, self, self._metrics, self._connect)
+        self._next_replica += 1
+        self.replicas.append(replica)
+        return replica
+
+    async def _arrive(self, replica: Replica) -> None:
+        try:
+            hello = await replica.opened()
+        except ModelError:
+            return  # it is among the replicas as failed, with its reason
+        if hello.digest != self._digest:  # other scores under the same version
+            await self._leave(replica)
+
+    def retire(self, replica: Replica) -> None:
+        replica.leaving = True
+        self._change(self._leave(replica))
+
+    async def _leave(self, replica: Replica) -> None:
+        replica.leaving = True
+        if replica.ready:
+            await replica.drained()
+        await replica.wire.close()
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+        self.on_change()
+
+    def _change(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+
+    # Works
+
+    def submit(
+        self,
+        works: Sequence[Work | GenerateJob],
+        *,
+        tenant: str,
+        priority: int = 0,
+        salt: str = "",
+        cached: bool = True,
+    ) -> Ticket:
+        """Queue the works of one request. What is in the cache is answered at once; what is already on its way is
+        waited for and not computed twice."""
+        ticket = Ticket(len(works))
+        fresh: list[Job] = []
+        now = time.monotonic()
+        for index, work in enumerate(works):
+            cost = len(work.tokens)
+            self.counts.tokens += cost
+            key = self._key(work, salt)
+            if cached and (values := self._cache.get(key)) is not None:
+                self.counts.cached += cost
+                self._metrics.tokens.labels(self.name, "cached").inc(cost)
+                ticket.answer(index, values)
+                continue
+            job = self._known.get(key)
+            if job is None:
+                job = self._known[key] = Job(self._next_id, key, work, cost, salt, since=now)
+                self._next_id += 1
+                fresh.append(job)
+            else:
+                self.counts.deduplicated += cost
+                self._metrics.tokens.labels(self.name, "deduplicated").inc(cost)
+            job.waiters.append((ticket, index))
+            ticket.jobs.append(job)
+        self._metrics.tokens.labels(self.name, "submitted").inc(sum(len(w.tokens) for w in works))
+        if self.state in ("failed", "closed"):
+            self._answer_all(fresh, ItemError("model_failed", self.public_reason))
+        else:
+            self.queue.add(tenant, fresh, priority)
+            self._pump_soon()
+        return ticket
+
+    def path(self, work: Work, salt: str, *, recall: bool) -> Path:
+        """The work as a path, whose steps are found again. One that needs nothing computed is counted here."""
+        path = Path(work, self.version, salt, self._cache, recall=recall)
+        if path.rest is None:
+            cost = len(work.tokens)
+            self.counts.tokens += cost
+            self.counts.cached += cost
+            for kind in ("submitted", "cached"):
+                self._metrics.tokens.labels(self.name, kind).inc(cost)
+        return path
+
+    def _key(self, work: Work | GenerateJob, salt: str) -> bytes:
+        if isinstance(work, GenerateJob):
+            return work_key(f"{self.version} {work.max_tokens} {work.temperature}", work.tokens, (), None, salt)
+        return work_key(self.version, work.tokens, work.positions, work.columns, salt, work.logprobs)
+
+    def cancel(self, ticket: Ticket) -> tuple[int, int]:
+        """Nobody waits for the ticket any more: what was not sent is not computed. (not sent, sent) works dropped."""
+        waiting = held = 0
+        for job in ticket.jobs:
+            job.waiters = [waiter for waiter in job.waiters if waiter[0] is not ticket]
+            if job.waiters or self._known.get(job.key) is not job:
+                continue  # others wait for it, or it was answered
+            del self._known[job.key]
+            holder = self._holder.pop(job.id, None)
+            if holder is not None:
+                held += 1
+                holder.cancel([job])
+            else:
+                waiting += 1
+                self._unqueue(job)
+        if held:
+            self._pump_soon()
+        return waiting, held
+
+    async def drained(self) -> None:
+        while self._users:
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        self._closed = True
+        tasks = [self._watch, *self._changing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(replica.wire.close() for replica in self.replicas))
+        self._fail(ItemError("model_closed", f"{self.name} is no longer served"))
+
+    def kill(self) -> None:
+        for replica in self.replicas:
+            replica.wire.kill()
+
+    # Towards the workers
+
+    def _pump_soon(self) -> None:
+        """Gather what this turn of the event loop brings, then send it in one frame to each replica."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        batches: dict[Replica, list[Job]] = {}
+        while (room := [replica for replica in self.replicas if replica.has_room]) and (job := self._next(room)):
+            suspect = job.deaths >= SUSPECT
+            among = [replica for replica in room if not replica.held] if suspect else room
+            if len(self.replicas) == 1:
+                (chosen,) = among
+            else:
+                chosen = self._affinity.choose(job.work.tokens, job.salt, among)
+            chosen.hold(job)
+            self._holder[job.id] = chosen
+            batches.setdefault(chosen, []).append(job)
+        now = time.monotonic()
+        waits = self._metrics.queue_seconds.labels(self.name)
+        for replica, batch in batches.items():
+            for job in batch:
+                waits.observe(now - job.since)
+                job.since = now
+            replica.send(batch)
+
+    def _next(self, room: Sequence[Replica]) -> Job | None:
+        """The next work that one of these has room for. What several deaths saw waits for one that holds nothing."""
+        if self._again:
+            if self._again[0].deaths >= SUSPECT and all(replica.held for replica in room):
+                return None
+            return self._again.popleft()
+        return self.queue.take()
+
+    # From the workers
+
+    def on_answer(self, replica: Replica, job: Job, answer: Answer) -> None:
+        del self._holder[job.id]
+        del self._known[job.key]
+        self._metrics.compute_seconds.labels(self.name).observe(time.monotonic() - job.since)
+        if isinstance(answer, np.ndarray):
+            answer = answer.copy()  # of its own, so that the cache does not keep the whole frame
+            self._cache.put(job.key, answer)
+        for ticket, index in job.waiters:
+            ticket.answer(index, answer)
+
+    def on_counted(self, steps: int, computed: int, shared: int, budget: int) -> None:
+        self.counts.steps += steps
+        self.counts.computed += computed
+        self.counts.prefix += shared
+        self._metrics.tokens.labels(self.name, "computed").inc(computed)
+        self._metrics.tokens.labels(self.name, "prefix").inc(shared)
+        if steps:
+            self._metrics.batch_tokens.labels(self.name).observe(computed / steps)
+
+    def on_room(self) -> None:
+        self._pump_soon()
+
+    def on_change(self) -> None:
+        if self.state == "failed":
+            self._fail(ItemError("model_failed", self.public_reason))
+        elif self.ready:
+            self._pump_soon()
+        self._tell()
+
+    def take_back(self, jobs: list[Job]) -> bool:
+        """First to be sent again, in their order."""
+        for job in jobs:
+            job.deaths += 1
+            del self._holder[job.id]
+        if len(jobs) == 1 and jobs[0].deaths >= GUILTY:
+            message = f"the worker died {jobs[0].deaths} times while it computed this item"
+            self._answer_all(jobs, ItemError("worker_crash", message))
+            return True
+        self._again.extendleft(reversed(jobs))
+        self._pump_soon()
+        return False
+
+    def _fail(self, error: ItemError) -> None:
+        """Answer everything that waits or is held."""
+        jobs = list(self._known.values())
+        for job in jobs:
+            holder = self._holder.pop(job.id, None)
+            if holder is not None:
+                holder.release(job)
+            else:
+                self._unqueue(job)
+        self._answer_all(jobs, error)
+
+    def _answer_all(self, jobs: Iterable[Job], error: ItemError) -> None:
+        for job in jobs:
+            del self._known[job.key]
+            for ticket, index in job.waiters:
+                ticket.answer(index, error)
+
+    def _unqueue(self, job: Job) -> None:
+        if job.deaths:
+            self._again.remove(job)
+        else:
+            self.queue.discard(job)
+
+    async def _supervise(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for replica in self.replicas:
+                replica.supervise()

@@ -1,0 +1,41 @@
+"""`torchrun -m plaudit serve`: rank 0 is the server, every other process has the ranks that its workers ask for."""
+
+from __future__ import annotations
+
+import os
+
+from plaudit.config.reward import ReadByEngine
+from plaudit.config.serve import ServeTable
+from plaudit.errors import ConfigError
+
+
+def serve_launched(table: ServeTable) -> int:
+    _check(table)
+    from plaudit.serve.workers.ranks import dismiss, host_board, subscribe
+
+    if os.environ["RANK"] != "0":
+        return subscribe()
+    from plaudit.serve.server import serve
+
+    board = host_board()
+    code = serve(table)
+    dismiss()
+    del board
+    return code
+
+
+def _check(table: ServeTable) -> None:
+    """On every rank, before anything is loaded or opened."""
+    world = int(os.environ["WORLD_SIZE"])
+    models = [e for e in table.models.values() if isinstance(e, ReadByEngine) and e.ranks > 1]
+    if not models:
+        raise ConfigError(
+            f"WORLD_SIZE = {world} processes were started, and no model has ranks: give --tensor-parallel {world}, or "
+            "start without torchrun"
+        )
+    for each in models:
+        if each.ranks != world:
+            raise ConfigError(
+                f"WORLD_SIZE = {world} processes were started, and {each.shown_ranks}: make them equal, or start "
+                "without torchrun"
+            )

@@ -1,0 +1,245 @@
+"""The HTTP process's end of a worker: starts it, talks to it, notices that it has died or hangs, starts it again.
+
+    loading -> ready -> (died or hung) -> loading ...          -> failed, when it cannot serve
+
+What a dead worker held is taken back by the owner, who sends it again: scoring twice gives the same score. A worker
+that cannot load its model the first time, or that dies three times in a row without having finished anything, is given
+up, unless it was one item that killed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, Literal, Protocol
+
+from plaudit.errors import ModelError
+from plaudit.serve.workers import frames
+
+State = Literal["loading", "ready", "failed", "closed"]
+SILENCE_SECONDS = 10.0  # without a sign of life: the process is stopped or the machine is choking; not ready
+KILL_SECONDS = 30.0  # ... and now it is replaced
+HANG_SECONDS = 300.0  # alive, but no result of what it holds
+MOST_DEATHS = 3  # in a row, each without a single result
+MOST_BLAMED = 4  # items in a row that may take the blame for deaths, before it must be the worker after all
+PAUSE_SECONDS = 0.2  # before the second start in a row, and so much longer before every further one
+
+
+class Owner(Protocol):
+    """Who hears of the worker."""
+
+    def on_results(self, results: frames.Results) -> None: ...
+
+    def on_death(self) -> bool:
+        """The worker has died with what it held. Whether it is now clear that one item was to blame, also for the
+        deaths before."""
+
+    def on_change(self) -> None:
+        """The state has changed, or more can be sent."""
+
+
+class Link:
+    """writable is False while more is on its way to the worker than it has read."""
+
+    def __init__(
+        self, name: str, table: dict[str, Any], owner: Owner, environment: dict[str, str], load_seconds: float,
+        module: str = "plaudit.serve.workers.worker",
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.table = table
+        self.environment = environment
+        self.load_seconds = load_seconds
+        self.module = module
+        self.state: State = "loading"
+        self.reason = "the model is loading"
+        self.hello: frames.Hello | None = None
+        self.restarts = 0
+        self.writable = False
+        self.last_sign = self.last_result = time.monotonic()
+        self._owner = owner
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._served = False  # whether this life of it has had a result
+        self._deaths = 0
+        self._blamed = 0
+        self._cause: str | None = None  # why we killed it
+        self._told: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep_alive(), name=f"link-{name}")
+
+    @property
+    def public_reason(self) -> str:
+        """The reason as clients may hear it: what a loader says names places on our disk."""
+        return "it has failed, and the server's log says why" if self.state == "failed" else self.reason
+
+    async def loaded(self) -> frames.Hello:
+        """The worker's introduction, once it is ready to compute; raises ModelError if it cannot load its model."""
+        return await asyncio.shield(self._told)
+
+    def send(self, frame: frames.Frame) -> None:
+        """Only while the state is "ready"."""
+        assert self._transport is not None, f"{self.name} is {self.state}, nothing can be sent"
+        self._transport.write(frames.pack(frame))
+
+    def silent_for(self) -> float:
+        return time.monotonic() - self.last_sign
+
+    def kill(self, why: str | None = None) -> None:
+        """End the process at once. Unless the link is closed, its end is noticed and another one started."""
+        self._cause = why
+        if self._process is not None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        self._set("closed", "the model is no longer served")
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._end()
+        if not self._told.done():
+            self._told.set_exception(ModelError(f"{self.name} was closed while it loaded"))
+        self._told.exception()  # whoever awaits it gets it; nobody has to
+
+    async def _keep_alive(self) -> None:
+        while True:
+            self._served = False
+            failure = await self._live()
+            # From here on nothing can be sent, and the state must say so before anything else runs.
+            first = not self._told.done()
+            blamed = self._owner.on_death()
+            self.state, self.reason = "loading", "its worker died and is starting again"
+            code = await self._end()
+            if self._served:
+                self._deaths = self._blamed = 0
+            elif blamed and self._blamed < MOST_BLAMED:
+                self._deaths, self._blamed = 0, self._blamed + 1
+            else:
+                self._deaths += 1
+            why = failure or self._cause or f"its worker died (exit {code})"
+            self._cause = None
+            if failure is not None and first:
+                return self._give_up(failure)
+            if self._deaths >= MOST_DEATHS:
+                return self._give_up(f"{why}, {self._deaths} times in a row without serving")
+            self.restarts += 1
+            self._set("loading", f"{why} and is starting again")
+            await asyncio.sleep(PAUSE_SECONDS * self._deaths)
+
+    async def _live(self) -> str | None:
+        """One life of the worker. Returns when it is over: why it could not load, if it said so."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                # A file descriptor and not a port: nothing listens, and nobody else can connect.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", self.module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, env={**os.environ, **self.environment},
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            return f"its worker cannot be started: {error}"
+        loop = asyncio.get_running_loop()
+        transport, connection = await loop.create_unix_connection(lambda: _Connection(self), sock=ours)
+        self._transport, self.writable = transport, True
+        self.send(frames.Start(self.table))
+        try:
+            async with asyncio.timeout(self.load_seconds):
+                await connection.settled
+        except TimeoutError:
+            return f"its worker did not load it within {self.load_seconds:g} s"
+        await connection.over
+        return connection.failure
+
+    async def _end(self) -> int | None:
+        """Make sure that the process is gone; its exit code."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        return await asyncio.get_running_loop().run_in_executor(None, process.wait)
+
+    def _give_up(self, why: str) -> None:
+        self._set("failed", why)
+        if not self._told.done():
+            self._told.set_exception(ModelError(f"cannot serve {self.name}: {why}"))
+            self._told.exception()  # whoever awaits it gets it; nobody has to
+
+    def _set(self, state: State, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self._owner.on_change()
+
+    def _flow(self, writable: bool) -> None:
+        self.writable = writable
+        self._owner.on_change()
+
+    def _frame(self, frame: frames.Frame, connection: _Connection) -> None:
+        self.last_sign = time.monotonic()
+        match frame:
+            case frames.Hello():
+                if self.hello is not None and frame.digest != self.hello.digest:
+                    # Scores of these under the name of those would be wrong, and so would be what the cache holds.
+                    connection.end(
+                        "its files, or the code that reads them, have changed on disk: swap it in, or start the server "
+                        "again"
+                    )
+                    return
+                self.hello = frame
+            case frames.Ready():
+                assert self.hello is not None, "a worker says who it is before it is ready"
+                self.last_result = self.last_sign
+                connection.settle()
+                self._set("ready", "")
+                if not self._told.done():
+                    self._told.set_result(self.hello)
+            case frames.Results():
+                self.last_result = self.last_sign
+                self._served = True
+                self._owner.on_results(frame)
+            case frames.Failed():
+                connection.end(frame.message)
+            case frames.Alive():
+                pass
+            case _:
+                raise ValueError(f"a worker sends no {type(frame).__name__}")
+
+
+class _Connection(asyncio.Protocol):
+    """One life of the worker. `settled` when it is ready, or over."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        loop = asyncio.get_running_loop()
+        self.settled: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
+        self.failure: str | None = None
+        self._unpacker = frames.Unpacker()
+
+    def settle(self) -> None:
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+    def end(self, failure: str | None = None) -> None:
+        self.failure = self.failure or failure
+        self.settle()
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.over.done():
+            for frame in self._unpacker.feed(data):
+                self.link._frame(frame, self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end()
+
+    def pause_writing(self) -> None:
+        self.link._flow(False)
+
+    def resume_writing(self) -> None:
+        self.link._flow(True)

@@ -1,0 +1,355 @@
+"""The ranks of one model: how they come together, load the same weights, and end together.
+
+Rank 0 is the model's worker. It starts the others itself on this machine (`python -m plaudit.serve.workers.ranks`,
+each a child that dies with it), and they meet in a file. Under torchrun, on one machine or several, the processes with
+another RANK run `subscribe`, which starts a rank for every group that a worker of rank 0's posts in torchrun's store:
+when the server starts, when a group is started again, when another version is swapped in.
+
+    joined    every rank is there, or the missing ones are named
+    loaded    every rank has its part of the same weights, by checksum, or all of them end with the same line
+    together  gloo carries messages (and products on a CPU), NCCL the products on GPUs, each with a deadline
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.config.reward import LogprobsTable, OutcomeTable, ProcessTable, parse_reward
+from plaudit.core import Engine
+from plaudit.core.device.lockstep import Leader, RankGroups, follow
+from plaudit.core.kv.memory import limit_memory
+from plaudit.core.model.stages import RankPosition
+from plaudit.errors import ConfigError, ModelError, PlauditError, RankLost, one_line
+from plaudit.models import choose_device
+from plaudit.reward.load import load_part, load_worker
+from plaudit.reward.work import ModelInfo
+from plaudit.serve.workers.torchrun import launched
+
+LOAD_SECONDS = 1800.0  # between the first rank and the last
+HEAR_SECONDS = 10.0  # for the others to hear why it failed
+LOOK_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1
+GROUPS = "plaudit/groups"
+ENDED = "ended"
+
+
+@dataclass
+class RankGroup:
+    """One process's place among the ranks of a model."""
+
+    rank: int
+    store: Store
+    table: OutcomeTable | ProcessTable | LogprobsTable
+    local: int
+    """Which of this machine's GPUs."""
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    meeting: tempfile.TemporaryDirectory[str] | None = None
+    """Where they meet, on one machine."""
+    on_loss: Callable[[str], None] | None = None
+    """What the heartbeat does when a rank is gone; the next step raises in any case."""
+
+    @property
+    def place(self) -> RankPosition:
+        return RankPosition(self.rank, self.table.tensor_parallel, self.table.pipeline_parallel)
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    def join(self) -> None:
+        """Wait until every rank is there."""
+        self.store.set(f"joined/{self.rank}", "yes")
+        missing = self._wait("joined", self.table.join_seconds)
+        if missing:
+            raise ModelError(
+                f"rank {', '.join(map(str, missing))} of {self.size} did not join within "
+                f"{self.table.join_seconds:g} s: is its node up, and does it run the same command?"
+            )
+
+    @property
+    def device(self) -> str:
+        device = choose_device(self.table.device)
+        if device != "cuda":
+            return device
+        count = torch.cuda.device_count()
+        if self.local >= count:
+            raise ConfigError(
+                f"rank {self.rank} is number {self.local} on this machine, which has {count} GPU(s): one rank takes "
+                'one GPU; set tensor_parallel or pipeline_parallel to fewer, or device = "cpu"'
+            )
+        return f"cuda:{self.local}"
+
+    def meet(self, hashes: Mapping[str, str]) -> RankGroups:
+        self.store.set(f"loaded/{self.rank}", json.dumps(hashes))
+        missing = self._wait("loaded", LOAD_SECONDS)
+        if missing:
+            raise ModelError(f"rank {missing[0]} of {self.size} did not load the model within {LOAD_SECONDS:g} s")
+        said = [self.store.get(f"loaded/{rank}").decode() for rank in range(self.size)]
+        self.store.set(f"heard/{self.rank}", "yes")
+        if (wrong := self._failure(said) or self._difference(said)) is not None:
+            if self.rank == 0:  # the store ends with this process: not before the others know too
+                with suppress(ModelError):
+                    self._wait("heard", HEAR_SECONDS)
+            raise ModelError(wrong)
+        cuda = self.device.startswith("cuda")
+        if cuda:
+            torch.cuda.set_device(self.local)
+        limit = datetime.timedelta(seconds=self.table.rank_seconds)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=PrefixStore("ranks", self.store), rank=self.rank,
+                world_size=self.size, timeout=limit,
+            )  # fmt: skip
+            place, everyone = self.place, list(range(self.size))
+            carrier = "nccl" if cuda else "gloo"
+            messages = dist.new_group(everyone, backend="gloo", timeout=limit)
+            shares = [dist.new_group(place.peers(n), backend=carrier, timeout=limit) for n in range(place.stages)]
+            stages = dist.new_group(everyone, backend=carrier, timeout=limit) if place.stages > 1 else None
+        except (RuntimeError, ValueError) as error:
+            raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
+        return RankGroups(self.rank, self.size, messages, shares[place.stage], self.on_loss, stages, place.last)
+
+    def _failure(self, said: list[str]) -> str | None:
+        failed = (f"rank {rank} of {self.size}: {words[1:]}" for rank, words in enumerate(said) if words[0] == "-")
+        return next(failed, None)
+
+    def _difference(self, said: list[str]) -> str | None:
+        """What keeps the ranks from being one model: another file than rank 0's."""
+        first, *others = (json.loads(words) for words in said)
+        for rank, hashes in enumerate(others, 1):
+            for name, found in hashes.items():
+                if first.get(name) != found:
+                    own = first.get(name, "none")
+                    return (
+                        f"the ranks found different weights in {self.table.path} ({name}: rank 0 has {own[:12]}, rank "
+                        f"{rank} has {found[:12]}, by SHA-256): copy the same model to every node"
+                    )
+        return None
+
+    def loaded(self) -> tuple[Engine, ModelInfo, PreTrainedTokenizerFast, str]:
+        """Rank 0's engine and what belongs to it; if that fails, the others hear why."""
+        try:
+            found = load_worker(self.table, self)
+        except Exception as error:
+            self.fail(error)
+            if isinstance(error, RuntimeError) and (why := self._heard()) is not None:
+                raise ModelError(why) from error
+            raise
+        if self.meeting is not None:
+            self.meeting.cleanup()  # all have met
+        return found
+
+    def _heard(self) -> str | None:
+        """Why another rank has left, if it says so; what this one saw of it is a broken connection."""
+        until = time.monotonic() + HEAR_SECONDS
+        while time.monotonic() < until:
+            keys = [f"loaded/{rank}" for rank in range(self.size)]
+            said = [self.store.get(key).decode() if self.store.check([key]) else "+" for key in keys]
+            if (why := self._failure(["+", *said[1:]])) is not None:
+                return why
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def fail(self, error: Exception) -> None:
+        """Tell the others, who wait to meet."""
+        with suppress(RuntimeError):
+            self.store.set(f"loaded/{self.rank}", f"-{one_line(error)}")
+
+    def _wait(self, what: str, seconds: float) -> list[int]:
+        """Ranks that have not said so in time. One that has died will not."""
+        until = time.monotonic() + seconds
+        missing = list(range(self.size))
+        while True:
+            missing = [rank for rank in missing if not self.store.check([f"{what}/{rank}"])]
+            if not missing or time.monotonic() > until:
+                return missing
+            for rank, child in enumerate(self.children, 1):
+                if rank in missing and child.poll() is not None and not self.store.check([f"{what}/{rank}"]):
+                    raise ModelError(
+                        f"rank {rank} of {self.size} ended with code {child.returncode} before it had {what}"
+                    )
+            time.sleep(LOOK_SECONDS)
+
+
+@contextmanager
+def ranked_engine(
+    path: str, ranks: int, *, stages: int = 1, device: str = "auto",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> Iterator[Engine]:  # fmt: skip
+    """An engine in this process for a model that several ranks share, on this machine: for rollouts, say. There are
+    `ranks` in each of so many stages. The process must have no process group of torch's already."""
+    if dist.is_initialized():
+        raise ConfigError("this process is a rank of something else already: give the engine a process of its own")
+    table = LogprobsTable(path=path, tensor_parallel=ranks, pipeline_parallel=stages, device=device, dtype=dtype)
+    group = lead(table.model_dump(exclude_none=True), table)
+    try:
+        engine = group.loaded()[0]
+        yield engine
+        assert isinstance(engine.backend, Leader)
+        engine.backend.end()
+    finally:
+        for child in group.children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            child.kill()
+            child.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def lead(tree: dict[str, Any], table: OutcomeTable | ProcessTable | LogprobsTable) -> RankGroup:
+    """The group whose rank 0 this is, all of it joined."""
+    size = table.ranks
+    if launched():
+        host = os.environ["MASTER_ADDR"]
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=30))
+        group = RankGroup(0, store, table, int(os.environ.get("LOCAL_RANK", "0")))
+        _post({"table": tree, "host": host, "port": store.port})
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else can connect
+        place = tempfile.TemporaryDirectory(prefix="plaudit-ranks-")
+        file = f"{place.name}/store"
+        group = RankGroup(0, FileStore(file, size), table, 0, meeting=place)
+        for rank in range(1, size):
+            group.children.append(_start({"table": tree, "file": file, "rank": rank, "local": rank}))
+    group.join()
+    return group
+
+
+def subscribe() -> int:
+    """A process of torchrun's with a RANK above 0: a rank of every group that is posted, until the server ends."""
+    running: list[subprocess.Popen[bytes]] = []
+    board = _board()
+    number = 1
+    try:
+        while (posted := _posted(board, number)) != ENDED:
+            running = [child for child in running if child.poll() is None]
+            rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+            running.append(_start({**json.loads(posted), "rank": rank, "local": local}))
+            number += 1
+    except RuntimeError as error:
+        for child in running:
+            child.wait(LOAD_SECONDS)
+        raise RankLost(f"the server on rank 0 has ended: {one_line(error)}") from error
+    for child in running:
+        child.wait()
+    return 0
+
+
+def _posted(board: Store, number: int) -> str:
+    while not board.check([f"{GROUPS}/{number}"]):
+        time.sleep(LOOK_SECONDS)
+    return board.get(f"{GROUPS}/{number}").decode()
+
+
+def dismiss() -> None:
+    """Rank 0's server has ended well: so do the others."""
+    board = _board()
+    board.set(f"{GROUPS}/{board.add(GROUPS, 1)}", ENDED)
+
+
+def host_board() -> Store | None:
+    """What the caller must keep: the store of ranks that were started by hand. torchrun has one of its own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return _tcp_store(is_master=True)
+
+
+def _board() -> Store:
+    try:
+        return _tcp_store(is_master=False)
+    except (RuntimeError, ValueError) as error:
+        raise RankLost(
+            f"cannot reach {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 should be: "
+            f"{one_line(error)}; is its node up, and does it run the same command?"
+        ) from error
+
+
+def _tcp_store(is_master: bool) -> TCPStore:
+    return TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master, wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+
+
+def _post(group: dict[str, Any]) -> None:
+    board = _board()
+    board.set(f"{GROUPS}/{board.add(GROUPS, 1)}", json.dumps(group))
+
+
+def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "plaudit.serve.workers.ranks", str(os.getpid())], stdin=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    with child.stdin as stdin, suppress(BrokenPipeError):
+        stdin.write(json.dumps(spec).encode())
+    return child
+
+
+def leave(why: str) -> NoReturn:
+    """The group is broken: whoever started it starts another."""
+    os.write(sys.stderr.fileno(), f"plaudit serve: rank {dist.get_rank()}: {why}\n".encode())
+    os._exit(RankLost.exit_code)
+
+
+def end_with(parent: int) -> None:
+    """This process ends when the one that started it is gone, however that came."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(RankLost.exit_code)
+
+
+def main(parent: int) -> None:
+    """A rank above 0, from what it reads on its standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with(parent)
+    spec = json.load(sys.stdin)
+    table = parse_reward(spec["table"], "the model's table")
+    assert isinstance(table, OutcomeTable | ProcessTable | LogprobsTable)
+    if table.threads is not None:
+        torch.set_num_threads(table.threads)
+    if "file" in spec:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store: Store = FileStore(spec["file"], table.ranks)
+    else:
+        store = TCPStore(spec["host"], spec["port"], is_master=False, timeout=datetime.timedelta(seconds=30))
+    group = RankGroup(spec["rank"], store, table, spec["local"])
+    try:
+        group.join()
+        if table.memory_fraction is not None:
+            limit_memory(group.device, table.memory_fraction)
+        loaded, _, channel = load_part(table, group)
+    except (PlauditError, OSError, ValueError, RuntimeError) as error:
+        group.fail(error)
+        sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
+    try:
+        follow(loaded.module, channel)
+    except ModelError as error:  # of its own layers: the others see no more than that it is gone
+        group.fail(error)
+        sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
+    except RuntimeError as error:
+        leave(f"rank 0 is gone or late: {one_line(error)}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,219 @@
+"""One worker of a deployment, as the deployment sees it: what it holds, how it fares, whether it is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from plaudit.records import ItemError
+from plaudit.serve.metrics import Metrics
+from plaudit.serve.workers import frames
+from plaudit.serve.workers.jobs import Answer, Job, as_frames
+from plaudit.serve.workers.link import HANG_SECONDS, KILL_SECONDS, SILENCE_SECONDS, Owner, State
+
+WINDOW = 4  # budgets of tokens that a worker may hold: enough to gather and to sort, little enough to stay fair
+WINDOW_ITEMS = 2048
+SUSPECT = 2  # a work that was held at this many deaths of a worker runs alone from now on ...
+GUILTY = 3  # ... and if that kills it too, is not tried again
+PROBE_SECONDS = 5.0
+FRESH_SECONDS = 1.0  # a result this recent proves the model as well as a probe
+PROBE_ID = 0
+
+
+class WorkerLink(Protocol):
+    """The way to a worker and back: `Link` to a process of our own, `RayLink` to a replica of Ray Serve's."""
+
+    state: State
+    reason: str
+    hello: frames.Hello | None
+    restarts: int
+    writable: bool
+    last_sign: float
+    last_result: float
+
+    @property
+    def public_reason(self) -> str: ...
+
+    async def loaded(self) -> frames.Hello: ...
+
+    def send(self, frame: frames.Frame) -> None: ...
+
+    def silent_for(self) -> float: ...
+
+    def kill(self, why: str | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[int, Owner], WorkerLink]
+"""A wire for the replica of this number."""
+
+
+class ReplicaOwner(Protocol):
+    """The deployment."""
+
+    name: str
+
+    def on_answer(self, replica: Replica, job: Job, answer: Answer) -> None: ...
+
+    def on_counted(self, steps: int, computed: int, shared: int, budget: int) -> None: ...
+
+    def take_back(self, jobs: list[Job]) -> bool:
+        """A worker has died with these. Whether it is clear that one of them was to blame."""
+
+    def on_room(self) -> None:
+        """A worker may take more."""
+
+    def on_change(self) -> None: ...
+
+
+class Replica:
+    def __init__(self, number: int, keeper: ReplicaOwner, metrics: Metrics, connect: Connect) -> None:
+        self.number = number
+        self.budget = 1
+        self.held: dict[int, Job] = {}
+        self.held_tokens = 0
+        self.leaving = False  # takes nothing more
+        self._keeper = keeper
+        self._metrics = metrics
+        self._labels = (keeper.name, str(number))
+        self._probe: asyncio.Future[bool] | None = None
+        self._probe_columns: tuple[int, ...] | None = None
+        self._seen = (0, 0, 0)  # the worker's counters
+        self._busy_since = 0.0
+        self.wire = connect(number, self)
+
+    async def opened(self) -> frames.Hello:
+        """Wait until its model is loaded and warmed up."""
+        hello = await self.wire.loaded()
+        self.budget = hello.budget
+        # A model without a class head is probed by one column of its vocabulary head.
+        self._probe_columns = (0,) if hello.facts["causal"] else None
+        return hello
+
+    @property
+    def ready(self) -> bool:
+        return self.wire.state == "ready"
+
+    @property
+    def has_room(self) -> bool:
+        """What several deaths saw runs alone: so the killer finds itself out."""
+        if not self.ready or not self.wire.writable or self.leaving:
+            return False
+        if len(self.held) == 1 and next(iter(self.held.values())).deaths >= SUSPECT:
+            return False
+        return not self.held or (self.held_tokens < WINDOW * self.budget and len(self.held) < WINDOW_ITEMS)
+
+    def hold(self, job: Job) -> None:
+        if not self.held:
+            self._busy_since = time.monotonic()
+        self.held[job.id] = job
+        self.held_tokens += job.cost
+
+    def release(self, job: Job) -> None:
+        del self.held[job.id]
+        self.held_tokens -= job.cost
+
+    def send(self, batch: Sequence[Job]) -> None:
+        """What it holds already."""
+        for frame in as_frames(batch):
+            self.wire.send(frame)
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.release(job)
+        if self.ready:
+            self.wire.send(frames.Cancel([job.id for job in jobs]))
+
+    async def healthy(self) -> str:
+        """ "" if a tiny work goes through batcher and model in time; else why not."""
+        if not self.ready:
+            return self.wire.public_reason
+        if self.wire.silent_for() > SILENCE_SECONDS:
+            return f"its worker has been silent for {self.wire.silent_for():.0f} s"
+        if time.monotonic() - self.wire.last_result < FRESH_SECONDS:
+            return ""
+        if self._probe is None:
+            self._probe = asyncio.get_running_loop().create_future()
+            ones, zero = [1], frames.as_bytes([[0]])
+            self.wire.send(frames.Works([PROBE_ID], ones, zero, ones, zero, [self._probe_columns], [False], [""]))
+        try:
+            passed = await asyncio.wait_for(asyncio.shield(self._probe), PROBE_SECONDS)
+        except TimeoutError:
+            return f"a probe did not come back in {PROBE_SECONDS:g} s"
+        return "" if passed else "a probe failed"
+
+    def supervise(self) -> None:
+        """Every second."""
+        if not self.ready:
+            return
+        if self.wire.silent_for() > KILL_SECONDS:
+            self.wire.kill(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
+        elif self.held and time.monotonic() - max(self.wire.last_result, self._busy_since) > HANG_SECONDS:
+            self.wire.kill(f"its worker finished nothing for {HANG_SECONDS:g} s")
+
+    async def drained(self) -> None:
+        """Until it holds nothing. It must be leaving."""
+        while self.held:
+            await asyncio.sleep(0.05)
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "replica": self.number, "state": "leaving" if self.leaving else self.wire.state, "reason": self.wire.reason,
+            "restarts": self.wire.restarts, "held_tokens": self.held_tokens,
+        }  # fmt: skip
+
+    # From the worker
+
+    def on_results(self, results: frames.Results) -> None:
+        self.budget = results.budget
+        self._count(results)
+        values = np.frombuffer(results.values, dtype="<f4")
+        at = 0
+        for id, rows, columns in zip(results.ids, results.rows, results.columns, strict=True):
+            size = rows * columns
+            self._answer(id, values[at : at + size].reshape(rows, columns))
+            at += size
+        for id, text in results.texts:
+            self._answer(id, text)
+        for id, type, message in results.errors:
+            self._answer(id, ItemError(type, message))
+        self._keeper.on_room()
+
+    def on_change(self) -> None:
+        self._keeper.on_change()
+
+    def on_death(self) -> bool:
+        self._metrics.restarts.labels(self._keeper.name).inc()
+        self._metrics.replica_restarts.labels(*self._labels).inc()
+        self._seen = (0, 0, 0)
+        if self._probe is not None:
+            self._probe.set_result(False)
+            self._probe = None
+        held, self.held, self.held_tokens = list(self.held.values()), {}, 0
+        return self._keeper.take_back(held)
+
+    def _answer(self, id: int, answer: Answer) -> None:
+        if id == PROBE_ID:
+            if self._probe is not None:
+                self._probe.set_result(isinstance(answer, np.ndarray))
+                self._probe = None
+            return
+        job = self.held.get(id)
+        if job is None:
+            return  # cancelled
+        self.release(job)
+        self._metrics.replica_items.labels(*self._labels).inc()
+        self._keeper.on_answer(self, job, answer)
+
+    def _count(self, results: frames.Results) -> None:
+        now = (results.steps, results.tokens_computed, results.tokens_shared)
+        steps, computed, shared = (new - old for new, old in zip(now, self._seen, strict=True))
+        self._seen = now
+        self._metrics.replica_tokens.labels(*self._labels, "computed").inc(computed)
+        self._metrics.replica_tokens.labels(*self._labels, "prefix").inc(shared)
+        self._keeper.on_counted(steps, computed, shared, results.budget)

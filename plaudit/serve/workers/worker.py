@@ -1,0 +1,283 @@
+"""The process that runs one model: `python -m plaudit.serve.workers.worker FD`, started by `link.py` on a socket pair.
+
+It reads what has come, computes one step of the core's scheduler for all of it, sends what is finished, and so on. It
+ends when the other end closes. An item whose step failed is computed again alone, so that one bad item fails alone; an
+error after which the device cannot be trusted ends the process, and the front starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+import torch
+
+from plaudit.config.reward import LogprobsTable, OutcomeTable, ProcessTable, ReadByEngine, parse_reward
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.kv.memory import limit_memory
+from plaudit.core.sequence import Update
+from plaudit.errors import ModelError, PlauditError, RankLost, RequestError
+from plaudit.models import choose_device
+from plaudit.models.text import tokenizer_parts
+from plaudit.records import ItemError
+from plaudit.reward.load import load_worker
+from plaudit.serve.workers import frames
+from plaudit.serve.workers.ranks import lead, leave
+
+ALIVE_EVERY = 1.0  # seconds
+BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+SMALLEST_BUDGET = 256
+NARROW = 192  # hidden units: for a narrower model threads that sleep while they wait cost more than they bring
+
+
+@dataclass
+class _Asked:
+    """One work or prompt of the front's."""
+
+    id: int
+    tokens: list[int]
+    params: SamplingParams
+    positions: tuple[int, ...] | None = None  # of a work; a prompt has none
+    columns: tuple[int, ...] | None = None
+    logprobs: bool = False
+    retried: bool = False
+
+
+class Worker:
+    def __init__(self, sock: socket.socket, engine: Engine) -> None:
+        self.sock = sock
+        self.engine = engine
+        self._incoming = select.poll()  # and not select(), which takes no descriptor from 1024 on
+        self._incoming.register(sock, select.POLLIN)
+        self._unpacker = frames.Unpacker()
+        self._asked: dict[int, _Asked] = {}  # by the engine's number
+        self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
+        self._waiting: deque[_Asked] = deque()  # come, and not yet with the engine
+        self._alone: deque[_Asked] = deque()  # to be computed again, one at a time, before what waits
+        self._sending = threading.Lock()
+        self._before = engine.stats()  # what the warm-up computed is not counted
+
+    def send(self, frame: frames.Frame) -> None:
+        with self._sending:
+            self.sock.sendall(frames.pack(frame))
+
+    def warm_up(self) -> None:
+        """Every kind of step once, so that the first request finds memory taken and kernels chosen."""
+        vocabulary, most = self.engine.decoder.vocab_size, min(self.engine.decoder.max_positions, self.engine.budget)
+        columns = [0] if self.engine.decoder.kind == "causal" else None
+        for lengths in ([1], [2, 7, 16], [most], [most // 2 or 1] * 2):
+            ids = [[(7 * i + n) % vocabulary for i in range(length)] for n, length in enumerate(lengths)]
+            with suppress(RequestError):  # a damaged model may give no number for some token; whoever sends it hears it
+                self.engine.score(ids, columns=columns, cache=True)
+        try:
+            self.engine.score([[0]], columns=columns)
+        except RequestError as error:
+            raise ModelError(f"it cannot score even one token ({error}); its weights are damaged") from error
+        self.engine.new_version(self.engine.version)  # nothing of this stays in the tree
+        self._before = self.engine.stats()
+
+    def run(self) -> None:
+        threading.Thread(target=self._say_alive, daemon=True).start()
+        while self._receive(block=not (self.engine.busy or self._alone or self._waiting)):
+            self._submit_next()
+            self._report(self.engine.step())
+
+    def _submit_next(self) -> None:
+        """All that waits; but as long as something must be computed alone, that and nothing else."""
+        if self._alone:
+            if not self.engine.busy:
+                self._submit(self._alone.popleft())
+            return
+        while self._waiting:
+            self._submit(self._waiting.popleft())
+
+    def _say_alive(self) -> None:
+        while True:
+            time.sleep(ALIVE_EVERY)
+            try:
+                self.send(frames.Alive())
+            except OSError:
+                return
+
+    def _receive(self, block: bool) -> bool:
+        """Take in what has come; False when the front is gone."""
+        while self._incoming.poll(None if block else 0):
+            data = self.sock.recv(1 << 20)
+            if not data:
+                return False
+            for frame in self._unpacker.feed(data):
+                self._take(frame)
+            block = False
+        return True
+
+    def _take(self, frame: frames.Frame) -> None:
+        match frame:
+            case frames.Works():
+                tokens = frames.cut(frame.tokens, frame.lengths)
+                positions = frames.cut(frame.positions, frame.counts)
+                parts = zip(
+                    frame.ids, tokens, map(_salted, frame.salts), map(tuple, positions), frame.columns, frame.logprobs,
+                    strict=True,
+                )  # fmt: skip
+                self._waiting += [_Asked(*part) for part in parts]
+            case frames.GenerateFrame():
+                params = SamplingParams(
+                    temperature=frame.temperature, max_tokens=frame.max_tokens, salt=frame.salt
+                )  # fmt: skip
+                (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
+                self._waiting.append(_Asked(frame.id, ids, params))
+            case frames.Cancel():
+                cancelled = set(frame.ids)
+                self._waiting = deque(asked for asked in self._waiting if asked.id not in cancelled)
+                self._alone = deque(asked for asked in self._alone if asked.id not in cancelled)
+                for id in cancelled & self._numbers.keys():
+                    self.engine.abort(self._numbers[id])
+            case _:
+                raise ValueError(f"a worker takes no {type(frame).__name__}")
+
+    def _submit(self, asked: _Asked) -> None:
+        try:
+            if asked.positions is None:
+                number = self.engine.submit(asked.tokens, asked.params)
+            else:
+                number = self.engine.submit_score(
+                    asked.tokens,
+                    positions=asked.positions,
+                    columns=asked.columns,
+                    logprobs=asked.logprobs,
+                    params=asked.params,
+                )
+        except RequestError as error:
+            self._send_results([], [(asked.id, "refused", str(error))], [])
+            return
+        self._asked[number] = asked
+        self._numbers[asked.id] = number
+
+    def _report(self, updates: list[Update]) -> None:
+        values: list[tuple[int, np.ndarray]] = []
+        errors: list[tuple[int, str, str]] = []
+        texts: list[tuple[int, str]] = []
+        for update in updates:
+            if update.values is None and update.sample is None:
+                continue  # a token of a judge's answer
+            asked = self._asked.pop(update.request)
+            del self._numbers[asked.id]
+            error = None if update.sample is None else update.sample.error
+            if update.values is not None:
+                values.append((asked.id, update.values))
+            elif error is not None:
+                errors += self._failed(asked, error)
+            elif update.sample is not None and update.sample.finish_reason != "abort":
+                texts.append((asked.id, update.sample.text))
+        if any(u.sample is not None and u.sample.error and u.sample.error.type in OUT_OF_MEMORY for u in updates):
+            self.engine.shrink(SMALLEST_BUDGET)  # once, however many items the step had
+        if values or errors or texts:
+            self._send_results(values, errors, texts)
+
+    def _failed(self, asked: _Asked, error: ItemError) -> list[tuple[int, str, str]]:
+        if error.type == RankLost.__name__:
+            os._exit(RankLost.exit_code)
+        if any(sign in error.message for sign in BROKEN_DEVICE) and error.type not in OUT_OF_MEMORY:
+            os._exit(3)  # nothing computed on this device after this would be worth anything
+        if error.type == "NotANumber":
+            # It spreads to all that share a beginning with it: nothing of this is kept, and alone it shows whose it is.
+            self.engine.new_version(self.engine.version)
+        if asked.retried:
+            type = "nonfinite_score" if error.type == "NotANumber" else "compute_failed"
+            return [(asked.id, type, error.message)]
+        asked.retried = True
+        self._alone.append(asked)
+        return []
+
+    def _send_results(
+        self, values: list[tuple[int, np.ndarray]], errors: list[tuple[int, str, str]], texts: list[tuple[int, str]]
+    ) -> None:
+        stats = self.engine.stats()
+        self.send(
+            frames.Results(
+                ids=[id for id, _ in values],
+                rows=[v.shape[0] for _, v in values],
+                columns=[v.shape[1] for _, v in values],
+                values=b"".join(np.ascontiguousarray(v, dtype="<f4").tobytes() for _, v in values),
+                errors=errors,
+                texts=texts,
+                tokens_computed=stats.tokens_computed - self._before.tokens_computed,
+                tokens_shared=stats.tokens_shared - self._before.tokens_shared,
+                steps=stats.steps - self._before.steps,
+                budget=self.engine.budget,
+            )
+        )
+
+
+@lru_cache(maxsize=1024)
+def _salted(salt: str) -> SamplingParams:
+    """Of a work nothing else of them counts; made once for each API key."""
+    return SamplingParams(salt=salt)
+
+
+def main(fd: int) -> None:
+    # The terminal's Ctrl-C reaches the whole group; the front decides when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    start = first_frame(sock)
+    try:
+        engine, hello = _load(start.table)
+    except (PlauditError, OSError, ValueError, RuntimeError) as error:
+        fail(sock, error)
+    with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
+        worker = Worker(sock, engine)
+        worker.send(hello)
+        try:
+            worker.warm_up()
+        except ModelError as error:
+            fail(sock, error)
+        worker.send(frames.Ready())
+        worker.run()
+
+
+def fail(sock: socket.socket, error: Exception) -> NoReturn:
+    sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
+    sys.exit(2)
+
+
+def first_frame(sock: socket.socket) -> frames.Start:
+    unpacker = frames.Unpacker()
+    while data := sock.recv(1 << 20):
+        for frame in unpacker.feed(data):
+            assert isinstance(frame, frames.Start), f"the first frame must be Start, not {type(frame).__name__}"
+            return frame
+    sys.exit(0)
+
+
+def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
+    table = parse_reward(tree, "the model's table")
+    if isinstance(table, ReadByEngine) and table.memory_fraction is not None:
+        limit_memory(choose_device(table.device), table.memory_fraction)
+    if isinstance(table, OutcomeTable | ProcessTable | LogprobsTable) and table.ranks > 1:
+        group = lead(tree, table)
+        group.on_loss = leave
+        engine, facts, tokenizer, digest = group.loaded()
+    else:
+        engine, facts, tokenizer, digest = load_worker(table)
+    if engine.decoder.device.type == "cpu" and getattr(table, "threads", None) is None:
+        width = engine.decoder.module.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        if width < NARROW:
+            torch.set_num_threads(1)
+    return engine, frames.Hello(digest, msgspec.to_builtins(facts), engine.budget, *tokenizer_parts(tokenizer))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""What a policy is asked: the prompts of a world, a file or a gym, each with what is needed to check an answer.
+
+The i-th training prompt is a pure function of (seed, i): a resumed run needs no reader state to see the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from plaudit.config.rl import RlDataTable
+from plaudit.errors import DataError
+from plaudit.records import Prompt, Sample
+from plaudit.train.data.encoder import LengthLimits, PromptEncoder, RawPrompt, messages_of
+from plaudit.train.data.rows import Row, read_rows, shuffled
+from plaudit.worlds import Sums, get_world
+from plaudit.worlds.sums import Problem, judge
+
+
+class Prompts(Protocol):
+    def train(self, indices: Sequence[int]) -> list[Prompt]: ...
+
+    def heldout(self) -> list[Prompt]: ...
+
+    def right(self, prompt: Prompt, sample: Sample) -> bool | None:
+        """Whether the response is truly right; None where nobody knows."""
+
+
+def open_prompts(data: RlDataTable, tokenizer: Any, seed: int, room: LengthLimits | None = None) -> Prompts:
+    encoder = PromptEncoder(data, tokenizer, room)
+    if data.world is not None:
+        return WorldPrompts(get_world(data.world, seed, data.sums), encoder, data)
+    if data.gym is not None:
+        from plaudit.train.data.gym import GymPrompts  # reasoning-gym is an extra
+
+        return GymPrompts(encoder, data, seed)
+    return FilePrompts(encoder, data, seed)
+
+
+class WorldPrompts:
+    def __init__(self, world: Sums, encoder: PromptEncoder, data: RlDataTable) -> None:
+        self.world = world
+        self.encoder = encoder
+        self.data = data
+
+    def train(self, indices: Sequence[int]) -> list[Prompt]:
+        limit = self.data.limit
+        return self._prompts([self.world.problem("train", i % limit if limit else i) for i in indices])
+
+    def heldout(self) -> list[Prompt]:
+        """Problems of the world itself, whatever part of the training comes from longer chains."""
+        plain = Sums(self.world.table.model_copy(update={"hard_share": 0.0}), self.world.seed)
+        return self._prompts(plain.heldout(self.data.eval_items))
+
+    def right(self, prompt: Prompt, sample: Sample) -> bool | None:
+        return judge(Problem.parse(prompt.text), sample.text).right
+
+    def _prompts(self, problems: Sequence[Problem]) -> list[Prompt]:
+        return self.encoder.prompts(
+            [RawPrompt(each.prompt, str(each.answer), f"{self.data.world}[{each.prompt}]") for each in problems]
+        )
+
+
+class FilePrompts:
+    def __init__(self, encoder: PromptEncoder, data: RlDataTable, seed: int) -> None:
+        assert data.path is not None
+        rows = read_rows(Path(data.path))[: data.limit]
+        if data.eval_path is not None:
+            self.rows, held = rows, read_rows(Path(data.eval_path))
+        else:
+            count = min(data.eval_items, max(1, len(rows) // 10))
+            self.rows, held = rows[:-count], rows[-count:]
+        if not self.rows:
+            raise DataError(
+                f"{data.path} has {len(rows)} prompt(s): too few to train on and hold one out; give data.eval_path"
+            )
+        self.encoder = encoder
+        self.data = data
+        self.seed = seed
+        self.held = held[: data.eval_items]
+        self._check([*self.rows, *self.held])
+
+    def train(self, indices: Sequence[int]) -> list[Prompt]:
+        places = (divmod(index, len(self.rows)) for index in indices)
+        return self._prompts([self.rows[shuffled(len(self.rows), f"{self.seed} {e}")[at]] for e, at in places])
+
+    def heldout(self) -> list[Prompt]:
+        return self._prompts(self.held)
+
+    def right(self, prompt: Prompt, sample: Sample) -> bool | None:
+        return None
+
+    def _prompts(self, rows: Sequence[Row]) -> list[Prompt]:
+        return self.encoder.rows(rows, self.data.truth)
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        """What is wrong with a row is told before the first step, not at the one that draws it."""
+        some_have_truth = any(row.fields.get(self.data.truth) is not None for row in rows)
+        for row in rows:
+            if row.fields.get("messages") is not None:
+                messages_of(row)
+            else:
+                row.text("prompt")
+            if some_have_truth and row.fields.get(self.data.truth) is None:
+                raise DataError(
+                    f"{row.origin}: has no {self.data.truth!r} (data.truth), which other items have; "
+                    f"its keys are {sorted(row.fields)}"
+                )
+            if self.encoder.may_be_too_long(row):
+                self._prompts([row])

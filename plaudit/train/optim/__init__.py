@@ -1,0 +1,1 @@
+"""Optimizers and how parameters are sharded over ranks."""

@@ -1,0 +1,66 @@
+"""The optimizer of a sharded module: AdamW on this rank's parts, as plain tensors.
+
+torch's clipping and its fused AdamW refuse parameters of different meshes side by side. On local parts both are simple
+again; only the norm needs an exchange. Its state is saved whole, so that a run can go on with other ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from plaudit.config import TrainTable
+from plaudit.train.optim.optimizer import Optimizer, local_master
+from plaudit.train.optim.sharding import Shards
+from plaudit.train.run.ranks import TENSOR
+
+
+class ShardedOptimizer(Optimizer):
+    def __init__(self, shards: Shards, table: TrainTable) -> None:
+        self.shards = shards
+        super().__init__(shards.module, table)
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        assert isinstance(parameter, DTensor)
+        return local_master(parameter, parameter.to_local())
+
+    def _clip(self) -> Tensor:
+        tensor = self.shards.mesh[TENSOR]
+        squares = torch.zeros(1, dtype=torch.float64, device=next(iter(self.masters.values())).device)
+        for name, master in self.masters.items():
+            if master.grad is None:
+                continue
+            if tensor.size() > 1 and not self.shards.on_both(name):
+                dist.all_reduce(master.grad, group=tensor.get_group())
+                if name not in self.shards.summed:
+                    # The ranks computed the same; after the mean they also have the same bits, and stay together.
+                    master.grad /= tensor.size()
+            once = 1 if self.shards.on_both(name) else tensor.size()
+            squares += master.grad.double().square().sum() / once
+        dist.all_reduce(squares)
+        norm = squares.sqrt().squeeze()
+        factor = (self.table.clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        for master in self.masters.values():
+            if master.grad is not None:
+                master.grad *= factor
+        return norm.float()
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor, whole, on the main rank; nothing on the others. All take part, tensor by tensor."""
+        found: dict[str, Tensor] = {}
+        for path, part in super().state().items():
+            name = path.split("/", 1)[1]
+            like = self.shards.parameters[name]
+            whole = part if part.ndim == 0 else self.shards.whole(part.to(like.device), like).cpu()
+            if self.shards.main:
+                found[path] = whole
+        return found
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        parts = {}
+        for path, whole in tensors.items():
+            like = self.shards.parameters[path.split("/", 1)[1]]
+            parts[path] = whole if whole.ndim == 0 else self.shards.part(whole, like)
+        super().load(parts)

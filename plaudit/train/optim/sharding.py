@@ -1,0 +1,140 @@
+"""A module spread over ranks: matrices split over the mesh's tensor dimension, all weights over its data dimension.
+
+FSDP2 holds a shard of every weight and gathers one layer at a time; tensor parallelism follows the plan that comes with
+the model (transformers' base_model_tp_plan) inside the layers. Embeddings and head stay whole on each tensor rank, so
+that they may be tied, and a log-prob needs no exchange.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from plaudit.core.model.fused import fused_rows
+from plaudit.core.model.packing import Packed, hidden_rows, trunk
+from plaudit.core.model.split import SUMMED, planned, split_parts
+from plaudit.errors import ModelError
+from plaudit.train.run.ranks import DATA, TENSOR, Ranks
+
+FORWARD = "sharded_rows"
+
+# It advises against gathering over two dimensions one after the other, which is the only way for FSDP2 under tensor
+# parallelism, and exact.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class Shards:
+    """Splits `module` in place; from then on its parameters are DTensors, this rank's parts of the whole."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        assert ranks.mesh is not None
+        self.module = module
+        self.mesh = ranks.mesh
+        self.main = ranks.main
+        self.skeleton = _copied(module, "meta")
+        self.summed: set[str] = set()
+        """Parameters that every tensor rank holds whole but uses for its own heads only: their gradients add up."""
+        if self.mesh[TENSOR].size() > 1:
+            self._split_matrices()
+        # Gradients are summed in float32, whatever the weights are in.
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        for layer in _layers(module):
+            fully_shard(layer, mesh=self.mesh[DATA], mp_policy=policy)
+        # Embeddings and head stay gathered after the forward pass: the head is read outside of it.
+        fully_shard(module, mesh=self.mesh[DATA], mp_policy=policy, reshard_after_forward=False)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                # The weights of tokens are those of the whole minibatch: shares add up, they are not averaged.
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        setattr(module, FORWARD, MethodType(_rows, module))
+        register_fsdp_forward_method(module, FORWARD)
+        self.parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
+
+    def whole(self, part: Tensor, like: DTensor) -> Tensor:
+        """A tensor that is split as a parameter is, put together. Every rank takes part."""
+        split = DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return split.full_tensor()
+
+    def part(self, whole: Tensor, like: DTensor) -> Tensor:
+        """This rank's part of a tensor that every rank has."""
+        whole = whole.to(like.device)
+        split = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return split.to_local().clone()
+
+    def publish(self, copy_of: nn.Module) -> None:
+        """Write the weights into a whole copy of the module, one parameter at a time."""
+        targets = dict(copy_of.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                targets[name].copy_(parameter.full_tensor())
+
+    def gathered(self) -> nn.Module | None:
+        """The whole module on the CPU of the main rank, for saving; None on the others, which take part."""
+        whole = _copied(self.skeleton, "cpu") if self.main else None
+        targets = {} if whole is None else dict(whole.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                full = parameter.full_tensor()
+                if whole is not None:
+                    targets[name].copy_(full)
+        return whole
+
+    def on_both(self, name: str) -> bool:
+        """Whether a parameter is split over the tensor dimension too; else each tensor rank has it whole."""
+        return self.parameters[name].device_mesh.ndim == 2
+
+    def _split_matrices(self) -> None:
+        base = trunk(self.module)
+        prefix = next(name for name, part in self.module.named_modules() if part is base)
+        for name, part, style in planned(base):
+            if style == SUMMED:
+                self.summed |= {f"{prefix}.{name}.{each}" for each, _ in part.named_parameters()}
+        styles: dict[str, ParallelStyle] = {
+            f"{prefix}.{name}": ColwiseParallel() if style == "colwise" else RowwiseParallel()
+            for name, _, style in split_parts(base, self.mesh[TENSOR].size())
+        }
+        parallelize_module(self.module, self.mesh[TENSOR], styles)
+
+
+def _copied(module: nn.Module, device: str) -> nn.Module:
+    """The module with empty parameters on a device; tied ones stay tied."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device=device), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, empty)
+
+
+def packed_rows(module: nn.Module, packed: Packed) -> Tensor:
+    """Final hidden states (T, hidden) of a module that may be sharded."""
+    rows: Tensor = getattr(module, FORWARD)(packed) if isinstance(module, FSDPModule) else fused_rows(module, packed)
+    return rows
+
+
+def let_go(module: nn.Module) -> None:
+    """After a forward pass without a backward: free what it left gathered, which would soon be older than the shards.
+    Does nothing to a module that is not sharded."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
+
+
+def _rows(module: nn.Module, packed: Packed) -> Tensor:
+    # FSDP2 hangs its hook on what is returned, and a view of something else would lose it.
+    return hidden_rows(module, packed).clone()
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    config: Any = module.config
+    count = config.get_text_config().num_hidden_layers
+    for part in trunk(module).modules():
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return list(part)
+    raise ModelError(f"{type(module).__name__} has no list of {count} layers to shard one by one: train it on one rank")

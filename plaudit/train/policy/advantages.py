@@ -1,0 +1,97 @@
+"""From scored samples to advantages: shaping, KL in the reward, the estimator of the recipe."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plaudit.algo.dapo import overlong_penalty
+from plaudit.algo.gae import gae
+from plaudit.algo.grpo import group_relative
+from plaudit.algo.kl import kl_estimate
+from plaudit.algo.reinforce import returns_to_go, spread
+from plaudit.algo.rewards import RunningNorm, at_last_token, clip_rewards, length_penalty
+from plaudit.algo.rloo import leave_one_out
+from plaudit.algo.tokens.ragged import policy_tokens, sample_sum
+from plaudit.algo.whiten import whiten
+from plaudit.config import RlAlgorithm
+from plaudit.config.algorithm import ShapingTable
+from plaudit.records import Sample
+from plaudit.train.policy.experience import own_tokens
+
+
+def usable(samples: Sequence[Sample], grouped: bool) -> tuple[Sample, ...]:
+    """The samples that can teach something: scored, finished or cut off, with a token of the policy's own. Where a
+    response is compared with its group, a group of one is left out."""
+    fit = [s for s in samples if s.reward is not None and s.finish_reason in ("stop", "length") and any(s.mask)]
+    if grouped:
+        sizes = Counter(sample.group for sample in fit)
+        fit = [sample for sample in fit if sizes[sample.group] > 1]
+    return tuple(fit)
+
+
+def shaped(table: ShapingTable, samples: Sequence[Sample], limit: int, norm: RunningNorm | None) -> Tensor:
+    """(N,) rewards as they are learned from."""
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    if norm is not None:
+        norm.update(rewards)
+        rewards = norm.normalise(rewards)
+    if table.clip is not None:
+        rewards = clip_rewards(rewards, *table.clip)
+    lengths: list[int] = policy_tokens(own_tokens(samples), [len(s.token_ids) for s in samples]).tolist()
+    if table.length_penalty:
+        rewards = rewards + length_penalty(lengths, table.length_penalty)
+    if table.overlong is not None:
+        rewards = rewards + overlong_penalty(lengths, limit, table.overlong.buffer, table.overlong.factor)
+    return rewards
+
+
+@dataclass(frozen=True)
+class Estimate:
+    advantages: Tensor  # (T,)
+    token_rewards: Tensor  # (T,) with the KL, where it is in the reward
+    returns: Tensor | None = None  # (T,) what a critic should have said
+
+
+def estimate(
+    algorithm: RlAlgorithm, samples: Sequence[Sample], rewards: Tensor, *, kl_coef: float = 0.0,
+    old: Tensor | None = None, reference: Tensor | None = None, values: Tensor | None = None,
+    after: Tensor | None = None,
+) -> Estimate:  # fmt: skip
+    """rewards (N,) shaped; old, reference, values (T,) where the recipe needs them; after (N,) the critic's value
+    behind the last token."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    mask = own_tokens(samples)
+    per_token = at_last_token(rewards, mask, lengths) + _given(samples, mask)
+    if algorithm.kl.where == "reward" and kl_coef:
+        assert old is not None
+        assert reference is not None
+        kl = kl_estimate(old, reference, algorithm.kl.estimator)
+        per_token = per_token - kl_coef * torch.where(mask, kl, 0.0)
+    estimator, returns = algorithm.advantage.estimator, None
+    if estimator == "gae":
+        assert values is not None
+        assert after is not None
+        cut = torch.tensor([algorithm.bootstrap and sample.finish_reason == "length" for sample in samples])
+        bootstrap = torch.where(cut, after, 0.0)
+        advantages, returns = gae(per_token, values, mask, lengths, bootstrap, algorithm.gamma, algorithm.lam)
+    elif estimator == "return":
+        advantages = returns_to_go(per_token, mask, lengths, algorithm.gamma)
+    else:
+        totals, groups = sample_sum(per_token, lengths), [sample.group for sample in samples]
+        scale = algorithm.advantage.scale
+        relative = leave_one_out(totals, groups) if estimator != "group" else group_relative(totals, groups, scale)
+        advantages = spread(relative, mask, lengths)
+    if algorithm.advantage.whiten:
+        advantages = whiten(advantages, mask)
+    return Estimate(advantages, per_token, returns)
+
+
+def _given(samples: Sequence[Sample], mask: Tensor) -> Tensor:
+    """(T,) rewards that came with single tokens, of an environment's turns for instance."""
+    rewards = [r for s in samples for r in (s.token_rewards or (0.0,) * len(s.token_ids))]
+    return torch.tensor(rewards, dtype=torch.float32)

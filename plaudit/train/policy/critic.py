@@ -1,0 +1,129 @@
+"""Critics: what a response will be worth, told at each of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.algo.aggregate import token_weights
+from plaudit.algo.ppo import value_clipped, value_loss
+from plaudit.core.model.packing import use_packed_attention
+from plaudit.models import ValueModel, save
+from plaudit.records import Sample
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.sharding import Shards, let_go
+from plaudit.train.policy.experience import Experience
+from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, values_of
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.tally import Tally
+from plaudit.train.run.ranks import ONE, Group
+
+
+class Critic(Protocol):
+    def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Before each response token (T,), and after each sample's last (N,)."""
+
+    def update(self, experience: Experience, step: int) -> Tally:
+        """Learn from one minibatch's returns."""
+
+    def save(self, directory: Path) -> None:
+        """Its whole state."""
+
+    def load(self, directory: Path) -> None: ...
+
+
+class LocalCritic:
+    """A model of its own, in this process or, with `shards`, over the ranks of it; `group` share the samples out."""
+
+    def __init__(
+        self, model: ValueModel, tokenizer: PreTrainedTokenizerFast, optimizer: Optimizer, *, clip: float | None,
+        micro_batch_tokens: int, shards: Shards | None = None, group: Group = ONE,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.tokenizer = tokenizer
+        self.optimizer = optimizer
+        self.clip = clip
+        self.micro_batch_tokens = micro_batch_tokens
+        self.shards = shards
+        self.group = group
+        self.device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        use_packed_attention(self.model)
+        before, after = [], []
+        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
+            responses = pack_responses([samples[i] for i in batch.indices], self.device)
+            at, end = values_of(self.model.score, responses, hidden_of(self.model, responses))
+            if batch.counts:
+                before.append(at.cpu())
+                after.append(end.cpu())
+        let_go(self.model)
+        return self.group.concatenate(before), self.group.concatenate(after)
+
+    def gradient(self, experience: Experience) -> Tally:
+        """Add the gradient of a minibatch's value loss to the parameters'."""
+        use_packed_attention(self.model)
+        tally = Tally()
+        weights = token_weights(experience.mask, experience.lengths, "token")
+        ends = torch.tensor(experience.lengths).cumsum(0).tolist()
+        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
+            part = experience.select(batch.indices)
+            assert part.values is not None
+            assert part.returns is not None
+            first, last = batch.indices[0], batch.indices[-1]
+            rows = slice(ends[first] - experience.lengths[first], ends[last])
+            responses = pack_responses(part.samples, self.device)
+            values, _ = values_of(self.model.score, responses, hidden_of(self.model, responses))
+            old, returns, mask = (each.to(self.device) for each in (part.values, part.returns, part.mask))
+            weighted = weights[rows].to(self.device) * float(batch.counts)
+            loss = (weighted * value_loss(values, old, returns, self.clip)).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if not batch.counts:
+                continue
+            tally.add("value/loss", loss)
+            if self.clip is not None:
+                tally.mean("value/clip", value_clipped(values.detach(), old, returns, self.clip).float(), mask)
+        return tally.gathered(self.group)
+
+    def update(self, experience: Experience, step: int) -> Tally:
+        self.optimizer.zero()
+        tally = self.gradient(experience)
+        norm = self.optimizer.step(step)["grad_norm"]
+        tally.weighted("value/grad_norm", norm, 1)
+        return tally
+
+    def save(self, directory: Path) -> None:
+        model = self.model if self.shards is None else self.shards.gathered()
+        tensors = self.optimizer.state()
+        if model is not None:  # the main rank has it
+            save(model, self.tokenizer, directory / "critic")
+            save_file(tensors, directory / "critic-optimizer.safetensors")
+
+    def load(self, directory: Path) -> None:
+        """The optimizer's state; the model was loaded from `directory` / "critic" when it was made."""
+        self.optimizer.restore(directory / "critic-optimizer.safetensors")
+
+
+class SharedCritic:
+    """A value head on the policy's own trunk: it learns in the policy's update."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        return self.policy.values(samples)
+
+    def update(self, experience: Experience, step: int) -> Tally:
+        return Tally()
+
+    def save(self, directory: Path) -> None:
+        """The head's weights are saved with the policy's optimizer, which has them among its parameters."""
+
+    def load(self, directory: Path) -> None: ...

@@ -1,0 +1,73 @@
+"""What a step learns from: scored samples as flat arrays over their response tokens, end to end, nothing padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.core.model.packing import send
+from plaudit.records import Sample
+
+FIELDS = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns")
+
+
+@dataclass(frozen=True)
+class Experience:
+    """N samples with T response tokens. What a recipe does not use is None."""
+
+    samples: tuple[Sample, ...]
+    mask: Tensor
+    """(T,) bool: the tokens that are learned from."""
+    behaviour: Tensor
+    """(T,) log-probs of the engine, under the distribution that was sampled."""
+    advantages: Tensor
+    old: Tensor | None = None
+    """(T,) log-probs before the first update; None: they are the first forward pass's own."""
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    """(T,) the critic's, before the first update."""
+    returns: Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample.token_ids) for sample in self.samples]
+
+    def select(self, indices: Sequence[int]) -> Experience:
+        """Some of the samples, in the order given."""
+        if list(indices) == list(range(len(self.samples))):
+            return self
+        ends = np.cumsum(self.lengths)
+        rows = torch.from_numpy(
+            np.concatenate([np.arange(ends[i] - len(self.samples[i].token_ids), ends[i]) for i in indices])
+        )
+        chosen = {name: values[rows] for name, values in self._known()}
+        return replace(self, samples=tuple(self.samples[i] for i in indices), **chosen)
+
+    def on(self, device: torch.device) -> Experience:
+        """The same with its arrays on a device, which the host does not wait for."""
+        moved = {name: send(values.numpy(), device) for name, values in self._known()}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    def _known(self) -> list[tuple[str, Tensor]]:
+        return [(name, values) for name in FIELDS if (values := getattr(self, name)) is not None]
+
+
+def own_tokens(samples: Sequence[Sample]) -> Tensor:
+    """(T,) bool: the policy's own."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool))
+
+
+def flat(samples: Sequence[Sample], field: str) -> Tensor:
+    return torch.from_numpy(np.fromiter(chain.from_iterable(map(attrgetter(field), samples)), np.float32))
+
+
+def minibatches(count: int, parts: int, seed: int | str) -> list[list[int]]:
+    """All samples in an order of their own, in parts of one size (the last ones may be smaller by one)."""
+    order = np.random.default_rng([*str(seed).encode()]).permutation(count) if parts > 1 else np.arange(count)
+    return [part.tolist() for part in np.array_split(order, min(parts, count))]

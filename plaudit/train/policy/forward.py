@@ -1,0 +1,115 @@
+"""The learner's forward pass: log-probs, entropies and values of response tokens, packed, with or without gradients.
+
+The token at t is predicted by the row of the token before it. Only the policy's own tokens are read; a tool's cost no
+head. Samples share the rows of a common beginning, their prompt above all: it is computed once, and its gradient is the
+sum of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plaudit.algo.tokens.logprobs import token_logprobs_and_entropy
+from plaudit.core.model.attention import rows_at
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import Packed, pack_tree, send
+from plaudit.records import Sample
+from plaudit.train.optim.sharding import packed_rows
+from plaudit.train.run.ranks import Group
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Samples packed into one row, and where their response tokens lie."""
+
+    packed: Packed
+    before: Tensor
+    """(T,) row of the token before each response token, which predicts it."""
+    targets: Tensor
+    """(T,) the response tokens."""
+    own: Tensor
+    """(K,) which of the T are the policy's."""
+    ends: Tensor
+    """(N,) row of each sample's last token."""
+
+
+def pack_responses(samples: Sequence[Sample], device: torch.device) -> Responses:
+    sequences = [sample.prompt_ids + sample.token_ids for sample in samples]
+    order = sorted(range(len(samples)), key=sequences.__getitem__)
+    tree = pack_tree([sequences[i] for i in order], device, lone=False)
+    rows = dict(zip(order, tree.rows, strict=True))
+    before = [rows[i][len(sample.prompt_ids) - 1 : -1] for i, sample in enumerate(samples)]
+    targets = np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int64)
+    mask = np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool)
+    ends = np.array([rows[i][-1] for i in range(len(samples))])
+    places = (np.concatenate(before), targets, mask.nonzero()[0], ends)
+    return Responses(tree.packed, *(send(place, device) for place in places))
+
+
+def logprobs_and_entropy(
+    decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(T,) each, 0 at tokens that are not the policy's."""
+    own = responses.own
+    head = decoder.module.get_output_embeddings()  # type: ignore[operator]
+    logp, entropy = token_logprobs_and_entropy(
+        rows_at(hidden, responses.before[own]), head.weight, responses.targets[own], head.bias, temperature=temperature,
+        finish=None if decoder.plain_logits else decoder.finish, entropy_grad=entropy_grad,
+    )  # fmt: skip
+    zeros = torch.zeros(len(responses.targets), device=logp.device)
+    return zeros.index_put((own,), logp), zeros.index_put((own,), entropy)
+
+
+def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The value before each response token (T,), and after each sample's last (N,), in float32."""
+    rows = torch.cat([responses.before, responses.ends])
+    bias = None if score.bias is None else score.bias.float()
+    values = nn.functional.linear(rows_at(hidden, rows).float(), score.weight.float(), bias).squeeze(-1)
+    return values[: len(responses.targets)], values[len(responses.targets) :]
+
+
+def hidden_of(module: nn.Module, responses: Responses) -> Tensor:
+    return packed_rows(module, responses.packed)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    indices: list[int]
+    """Samples that follow each other."""
+    counts: bool = True
+    """False: only computed because the other ranks compute too."""
+
+
+def micro_batches(samples: Sequence[Sample], budget: int, group: Group) -> list[MicroBatch]:
+    """This rank's share of the samples, in batches of the token budget. Every rank has as many batches: sharded weights
+    are gathered by all at once, so one that has fewer goes over the shortest sample again, which does not count."""
+    ends = np.cumsum([len(sample.prompt_ids) + len(sample.token_ids) for sample in samples])
+    # Cut where the tokens are halved, thirded, ...: a rank's time goes with its tokens.
+    cuts = np.searchsorted(ends, [ends[-1] * part / group.size for part in range(1, group.size)], side="right")
+    shares = []
+    for indices in np.split(np.arange(len(samples)), cuts):
+        share = indices.tolist()
+        shares.append([[share[i] for i in batch] for batch in by_tokens([samples[i] for i in share], budget)])
+    mine, most = shares[group.index], max(map(len, shares))
+    shortest = int(np.argmin(np.diff(ends, prepend=0)))
+    return [MicroBatch(batch) for batch in mine] + [MicroBatch([shortest], counts=False)] * (most - len(mine))
+
+
+def by_tokens(samples: Sequence[Sample], budget: int) -> list[list[int]]:
+    """Indices of whole samples in order, as many together as the token budget holds; a larger one goes alone."""
+    batches: list[list[int]] = []
+    room = 0
+    for index, sample in enumerate(samples):
+        size = len(sample.prompt_ids) + len(sample.token_ids)
+        if size > room or not batches:
+            batches.append([])
+            room = budget
+        batches[-1].append(index)
+        room -= size
+    return batches

@@ -1,0 +1,174 @@
+"""The policy as a learner: its own log-probs, and updates by a clipped policy gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.algo.aggregate import token_weights
+from plaudit.algo.cispo import cispo
+from plaudit.algo.correction import importance_weights, mismatch
+from plaudit.algo.gspo import gspo, gspo_token
+from plaudit.algo.kl import kl_loss
+from plaudit.algo.ppo import PolicyTerms, clipped, ratio_of, value_loss
+from plaudit.algo.reinforce import plain
+from plaudit.config import RlAlgorithm
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import send, use_packed_attention
+from plaudit.records import Sample
+from plaudit.train.optim.sharding import let_go
+from plaudit.train.policy.experience import Experience
+from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, micro_batches, pack_responses, values_of
+from plaudit.train.policy.tally import Tally
+from plaudit.train.run.ranks import ONE, Group
+
+
+class Policy:
+    """Runs the module with gradients. `value_head` is a critic's that shares the trunk, with `value_coef`; `group` are
+    the ranks that share the samples out."""
+
+    def __init__(
+        self, decoder: Decoder, algorithm: RlAlgorithm, *, temperature: float, max_tokens: int, micro_batch_tokens: int,
+        value_head: nn.Linear | None = None, value_coef: float = 0.0, group: Group = ONE,
+    ) -> None:  # fmt: skip
+        self.decoder = decoder
+        self.module = decoder.module
+        self.algorithm = algorithm
+        self.temperature = temperature
+        self.constant = algorithm.constant or float(max_tokens)
+        self.micro_batch_tokens = micro_batch_tokens
+        self.value_head = value_head
+        self.value_coef = value_coef
+        self.group = group
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        """(T,) of the response tokens, in micro-batches of the same make-up as an update's: bit-equal to it."""
+        use_packed_attention(self.module)
+        parts = []
+        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
+            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device)
+            hidden = hidden_of(self.module, responses)
+            if batch.counts:
+                parts.append(logprobs_and_entropy(self.decoder, responses, hidden, self.temperature)[0].cpu())
+        let_go(self.module)
+        return self.group.concatenate(parts)
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Of a critic that shares the trunk: before each response token, and after each sample's last."""
+        assert self.value_head is not None
+        use_packed_attention(self.module)
+        before, after = [], []
+        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
+            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device)
+            at, end = values_of(self.value_head, responses, hidden_of(self.module, responses))
+            if batch.counts:
+                before.append(at.cpu())
+                after.append(end.cpu())
+        let_go(self.module)
+        return self.group.concatenate(before), self.group.concatenate(after)
+
+    def gradient(self, experience: Experience, kl_coef: float) -> Tally:
+        """Add the gradient of a minibatch's loss to the parameters'; returns what was seen on the way."""
+        use_packed_attention(self.module)
+        tally = Tally()
+        weights = token_weights(experience.mask, experience.lengths, self.algorithm.aggregate, self.constant)
+        value_weights = token_weights(experience.mask, experience.lengths, "token")
+        ends = torch.tensor(experience.lengths).cumsum(0).tolist()
+        notes: list[Callable[[], None]] = []
+        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
+            first, last = batch.indices[0], batch.indices[-1]
+            rows = slice(ends[first] - experience.lengths[first], ends[last])
+            counts = float(batch.counts)
+            loss, note = self._loss(
+                experience.select(batch.indices), weights[rows] * counts, value_weights[rows] * counts, kl_coef,
+                tally if batch.counts else Tally(),
+            )  # fmt: skip
+            loss.backward()  # type: ignore[no-untyped-call]
+            notes.append(note)
+        # Figures come last: whoever reads one from a GPU waits for all that it was asked before.
+        for note in notes:
+            note()
+        return tally.gathered(self.group)
+
+    def _loss(
+        self, part: Experience, weights: Tensor, value_weights: Tensor, kl_coef: float, tally: Tally
+    ) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
+        """The loss, and what notes its figures once they may be waited for."""
+        algorithm, device = self.algorithm, self.decoder.device
+        responses = pack_responses(part.samples, device)
+        part, weights, value_weights = part.on(device), *(send(w.numpy(), device) for w in (weights, value_weights))
+        hidden = hidden_of(self.module, responses)
+        logp, entropy = logprobs_and_entropy(
+            self.decoder, responses, hidden, self.temperature, entropy_grad=algorithm.entropy > 0
+        )
+        mask, behaviour = part.mask, part.behaviour
+        old = logp.detach() if part.old is None else part.old
+        terms = self._terms(logp, old, part.advantages, mask, part.lengths)
+        per_token = terms.loss
+        if (c := algorithm.correction).mode != "none":
+            correction, kept = importance_weights(old, behaviour, mask, part.lengths, c.mode, c.level, c.cap, c.floor)
+            per_token = per_token * correction
+            tally.mean("mismatch/weight_mean", correction, mask)
+            tally.largest("mismatch/weight_max", correction, mask)
+            tally.mean("mismatch/masked", (~kept).float(), mask)
+        loss = (weights * per_token).sum()
+        tally.add("policy/loss", loss)
+        if part.reference is not None and algorithm.kl.where == "loss":
+            ratio = ratio_of(logp, old) if algorithm.kl.importance else None
+            how, through = algorithm.kl.estimator, algorithm.kl.straight_through
+            kl = (weights * kl_loss(logp, part.reference, how, through, ratio)).sum()
+            loss = loss + kl_coef * kl
+            tally.add("kl/loss", kl)
+        if algorithm.entropy:
+            loss = loss - algorithm.entropy * (weights * entropy).sum()
+        if self.value_head is not None:
+            loss = loss + self.value_coef * self._value_loss(part, responses, hidden, value_weights, tally)
+        seen = (terms._replace(loss=terms.loss.detach()), logp.detach(), old, behaviour, entropy.detach(), mask)
+        return loss, lambda: self._note(tally, *seen)
+
+    def _terms(
+        self, logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, lengths: Sequence[int]
+    ) -> PolicyTerms:
+        clip = self.algorithm.clip
+        if self.algorithm.loss == "plain":
+            return plain(logp, old, advantages)
+        if self.algorithm.loss == "cispo":
+            return cispo(logp, old, advantages, clip.low, clip.high)
+        if self.algorithm.loss in ("gspo", "gspo-token"):
+            by_sequence = gspo if self.algorithm.loss == "gspo" else gspo_token
+            return by_sequence(logp, old, advantages, mask, lengths, clip.low, clip.high)
+        return clipped(logp, old, advantages, clip.low, clip.high, clip.dual)
+
+    def _value_loss(self, part: Experience, responses: Any, hidden: Tensor, weights: Tensor, tally: Tally) -> Tensor:
+        assert self.value_head is not None
+        assert part.values is not None
+        assert part.returns is not None
+        values, _ = values_of(self.value_head, responses, hidden)
+        loss = (weights * value_loss(values, part.values, part.returns, self.algorithm.clip.value)).sum()
+        tally.add("value/loss", loss)
+        return loss
+
+    @staticmethod
+    def _note(
+        tally: Tally, terms: PolicyTerms, logp: Tensor, old: Tensor, behaviour: Tensor, entropy: Tensor, mask: Tensor
+    ) -> None:
+        ratio = terms.ratio.detach()
+        tally.mean("policy/entropy", entropy, mask)
+        tally.mean("policy/ratio_mean", ratio, mask)
+        tally.largest("policy/ratio_max", ratio, mask)
+        tally.smallest("policy/ratio_min", ratio, mask)
+        tally.mean("policy/kl_old", old - logp, mask)
+        tally.mean("policy/clip_low", terms.clipped_low.float(), mask)
+        tally.mean("policy/clip_high", terms.clipped_high.float(), mask)
+        tally.mean("policy/clip_dual", terms.clipped_dual.float(), mask)
+        own = int(mask.sum())
+        for name, value in mismatch(old, behaviour, mask).items():
+            if name == "abs_max":
+                tally.largest(f"mismatch/{name}", torch.full_like(logp, value), mask)
+            else:
+                tally.weighted(f"mismatch/{name}", value, own)

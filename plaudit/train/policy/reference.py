@@ -1,0 +1,37 @@
+"""The policy as it was at first, which the KL is measured from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from plaudit.records import Sample
+from plaudit.train.policy.policy import Policy
+
+
+class Reference(Protocol):
+    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        """(T,) of the response tokens, at the temperature of the sampling."""
+
+
+class WithoutAdapter:
+    """The policy's own module, with its LoRA adapter switched off while it is read: no second copy of the weights."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        with adapters_off(self.policy.module):
+            return self.policy.logprobs(samples)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    module.disable_adapters()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        module.enable_adapters()  # type: ignore[operator]

@@ -1,0 +1,250 @@
+"""A critic behind HTTP (`plaudit critic`), used in place of one in this process.
+
+A request is sent again when the server is away or its worker has died, until the recipe's patience ends. An update has
+an id of its own, so that it is made once however often it is sent; and it says how many updates this run knows of, so
+that a critic with another history refuses. A checkpoint holds the name of the critic's own save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from plaudit.config.rl import CriticTable
+from plaudit.errors import BadReply, ConfigError, RunError
+from plaudit.records import Sample
+from plaudit.serve.protocols.triton.request import HEADER, Given, read_reply, write_request
+from plaudit.train.optim.optimizer import NotFinite
+from plaudit.train.policy.experience import Experience
+from plaudit.train.policy.tally import Tally
+from plaudit.train.run.overdue import Warn, nobody, overdue
+
+FILE = "critic.json"
+AGAIN = (408, 429, 503, 504)  # what time may mend
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between attempts
+ROWS = 512  # sequences in one request for values
+
+
+class CriticFailed(RunError):
+    """The critic server did not do what the run needs."""
+
+
+class RemoteCritic:
+    def __init__(self, table: CriticTable, clip: float | None, vocabulary: int, warn: Warn = nobody) -> None:
+        """`clip` and `vocabulary` are this run's, which the server must agree with. `warn` hears of a server that is
+        waited for."""
+        assert table.url is not None
+        self.warn = warn
+        self.url = table.url.rstrip("/")
+        self.patience = table.patience
+        headers = {}
+        if table.key_env is not None:
+            key = os.environ.get(table.key_env)
+            if key is None:
+                raise ConfigError(f"critic.key_env names {table.key_env}, which is not set: export {table.key_env}=…")
+            headers["Authorization"] = f"Bearer {key}"
+        # The address is the recipe's: redirects are not followed, and proxies of the environment not used.
+        self._http = httpx.Client(headers=headers, follow_redirects=False, trust_env=False)
+        self._run = secrets.token_hex(8)
+        self._sent = 0
+        try:
+            self.updates = self._agreed(clip, vocabulary)
+        except BaseException:
+            self.close()
+            raise
+
+    def _agreed(self, clip: float | None, vocabulary: int) -> int:
+        """How many updates the critic has, if it fits this run."""
+        state = self._json("GET", "/v1/critic")
+        if state["vocabulary"] < vocabulary:
+            raise ConfigError(
+                f"the critic at {self.url} has a vocabulary of {state['vocabulary']} tokens and the policy one of "
+                f"{vocabulary}: the critic reads the policy's tokens, so they must be the same"
+            )
+        if state["clip"] != (clip or 0):
+            raise ConfigError(
+                f"the critic at {self.url} clips its loss at {state['clip']:g}, and algorithm.clip.value is "
+                f"{clip or 0:g} (0: not at all): start it with --clip {clip or 0:g}, or change the recipe"
+            )
+        updates: int = state["updates"]
+        return updates
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        before, after = [], []
+        for at in range(0, len(samples), ROWS):
+            part = samples[at : at + ROWS]
+            lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in part]
+            sizes = np.array(lengths, dtype=np.int64)[:, None]
+            given = self._infer("critic_infer", {"tokens": _tokens(part), "sequence_lengths": sizes}, {})
+            values = _expected(given, "values", (len(part), max(lengths)))
+            for row, sample, length in zip(values, part, lengths, strict=True):
+                before.append(row[len(sample.prompt_ids) - 1 : length - 1])
+                after.append(row[length - 1])
+        return torch.from_numpy(np.concatenate(before)), torch.from_numpy(np.array(after, dtype=np.float32))
+
+    def update(self, experience: Experience, step: int) -> Tally:
+        tally = Tally()
+        if not experience.mask.any():
+            return tally  # nothing to learn from
+        assert experience.values is not None
+        assert experience.returns is not None
+        samples = experience.samples
+        fields = {"returns": experience.returns, "prev_values": experience.values, "mask": experience.mask.float()}
+        tensors = {"tokens": _tokens(samples), **{n: _columns(samples, t.numpy()) for n, t in fields.items()}}
+        self._sent += 1
+        parameters = {"update_id": f"{self._run}-{self._sent}", "updates": self.updates}
+        given = self._infer("critic_train", tensors, parameters)
+        loss = float(_expected(given, "loss_mean", (1,))[0])
+        self.updates = int(given.parameters["updates"])
+        tally.add("value/loss", torch.tensor(loss))
+        for name, weight in (("value/clip", int(experience.mask.sum())), ("value/grad_norm", 1)):
+            if name in given.parameters:
+                tally.weighted(name, float(given.parameters[name]), weight)
+        return tally
+
+    def save(self, directory: Path) -> None:
+        """The critic's state stays with its server; its name is what a checkpoint needs."""
+        given = self._infer("critic_save", {"dummy_var": np.zeros(1, dtype=np.int64)}, {})
+        saved = {"url": self.url, "save": given.parameters["save"], "updates": given.parameters["updates"]}
+        if saved["updates"] != self.updates:
+            raise CriticFailed(
+                f"the critic at {self.url} saved {saved['updates']} updates and this run made {self.updates}: "
+                "somebody else trains it; give each run a server of its own, then --resume"
+            )
+        (directory / FILE).write_text(json.dumps(saved), encoding="utf-8")
+
+    def load(self, directory: Path) -> None:
+        saved = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        state = self._json("POST", "/v1/critic/load", {"save": saved["save"]})
+        if state["updates"] != saved["updates"]:
+            raise CriticFailed(
+                f"{saved['save']} of the critic at {self.url} has {state['updates']} updates, the checkpoint "
+                f"{saved['updates']}: it is another critic's; start the one that this run was begun with"
+            )
+        self.updates = state["updates"]
+
+    # HTTP
+
+    def _infer(self, model: str, tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> Given:
+        body, headers = write_request(tensors, parameters)
+        reply = self._send("POST", f"/v2/models/{model}/infer", body, headers)
+        try:
+            return read_reply(reply.content, reply.headers.get(HEADER))
+        except BadReply as error:
+            raise CriticFailed(f"the critic at {self.url}, {model}: {error}") from None
+
+    def _json(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        body = b"" if content is None else msgspec.json.encode(content)
+        reply = self._send(method, path, body, {"Content-Type": "application/json"})
+        try:
+            return msgspec.json.decode(reply.content, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise CriticFailed(f"{self.url}{path} is no JSON: is `plaudit critic` what listens there?") from None
+
+    def _send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        with overdue("the critic", [self.url], self.patience, "critic.patience", self.warn):
+            return self._answered(method, path, body, headers)
+
+    def _answered(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        until = time.monotonic() + self.patience
+        pause = FIRST_PAUSE
+        while True:
+            left = until - time.monotonic()
+            try:
+                reply = self._http.request(
+                    method, self.url + path, content=body, headers={**headers, "X-Deadline": f"{left:.3f}"},
+                    timeout=httpx.Timeout(left, connect=min(left, 10.0)),
+                )  # fmt: skip
+                if reply.status_code == 200:
+                    return reply
+                why = _reason(reply)
+                if reply.status_code not in AGAIN:
+                    raise self._refused(reply, path, why)
+            except httpx.TransportError as error:
+                why = str(error) or type(error).__name__
+            except httpx.InvalidURL as error:
+                raise ConfigError(f"critic.url {self.url!r} is no address: {error}") from None
+            if time.monotonic() + pause >= until:
+                raise CriticFailed(
+                    f"the critic at {self.url} did not answer within {self.patience:g} s (critic.patience): {why}; "
+                    "start `plaudit critic` there, then --resume"
+                )
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _refused(self, reply: httpx.Response, path: str, why: str) -> RunError:
+        if _type(reply) == "not_finite":
+            return NotFinite(why)
+        cure = {
+            401: "set critic.key_env", 403: "set critic.key_env to the admin key's variable",
+            409: "--resume goes back to the last checkpoint of both",
+        }.get(reply.status_code)  # fmt: skip
+        told = f"the critic at {self.url} refuses {path} ({reply.status_code}): {why}"
+        return CriticFailed(told if cure is None else f"{told}; {cure}")
+
+
+def _tokens(samples: Sequence[Sample]) -> np.ndarray:
+    """[N, T], zeros on the right."""
+    rows = [sample.prompt_ids + sample.token_ids for sample in samples]
+    tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row)] = row
+    return tokens
+
+
+def _columns(samples: Sequence[Sample], flat: np.ndarray) -> np.ndarray:
+    """[N, T-1]: what belongs to the token t + 1 stands in column t."""
+    longest = max(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
+    columns = np.zeros((len(samples), longest - 1), dtype=np.float32)
+    at = 0
+    for row, sample in enumerate(samples):
+        first, count = len(sample.prompt_ids) - 1, len(sample.token_ids)
+        columns[row, first : first + count] = flat[at : at + count]
+        at += count
+    return columns
+
+
+def _expected(given: Given, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = given.tensors.get(name)
+    if values is None or values.shape != shape or not np.isfinite(values).all():
+        found = "nothing" if values is None else f"shape {values.shape}, or numbers that are not finite"
+        raise CriticFailed(f"the critic was asked for {name} of shape {shape} and gave {found}")
+    return values
+
+
+def _error(reply: httpx.Response) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(reply.content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _reason(reply: httpx.Response) -> str:
+    error = _error(reply).get("error", f"HTTP status {reply.status_code}")
+    return str(error.get("message")) if isinstance(error, dict) else str(error)
+
+
+def _type(reply: httpx.Response) -> str:
+    return str(_error(reply).get("type", ""))

@@ -1,0 +1,167 @@
+"""One step of learning from a batch: reference, values, advantages, then the updates of policy and critic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plaudit.algo.kl import AdaptiveKl, kl_estimate
+from plaudit.algo.ppo import explained_variance
+from plaudit.algo.rewards import RunningNorm
+from plaudit.algo.tokens.ragged import repeat, sample_sum
+from plaudit.config import RlRecipe
+from plaudit.errors import RunError
+from plaudit.records import Batch, Sample
+from plaudit.train.optim.optimizer import NotFinite, Optimizer
+from plaudit.train.policy.advantages import Estimate, estimate, shaped, usable
+from plaudit.train.policy.critic import Critic
+from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.reference import Reference
+from plaudit.train.policy.tally import Tally
+from plaudit.train.run.clock import Clock
+
+
+class RlLearner:
+    def __init__(
+        self, recipe: RlRecipe, policy: Policy, optimizer: Optimizer, critic: Critic | None,
+        reference: Reference | None, clock: Clock,
+    ) -> None:  # fmt: skip
+        self.recipe = recipe
+        self.algorithm = recipe.algorithm
+        self.policy = policy
+        self.optimizer = optimizer
+        self.critic = critic
+        self.reference = reference
+        self.clock = clock
+        kl = recipe.algorithm.kl
+        self.kl = AdaptiveKl(kl.coef, kl.target, kl.horizon)
+        self.norm = RunningNorm() if recipe.algorithm.shaping.normalise else None
+
+    def update(self, batch: Batch, step: int) -> tuple[dict[str, float], Experience | None, Estimate | None]:
+        """Metrics, and what was learned from; nothing where no sample could teach anything."""
+        samples = usable(batch.samples, self.algorithm.grouped)
+        metrics = dropped(batch.samples, samples)
+        if not samples:
+            return metrics, None, None
+        experience, advantage, found = self._experience(Batch(samples, batch.version), step)
+        metrics |= found
+        seen, updates = Tally(), 0
+        train = self.recipe.train
+        for epoch in range(train.epochs):
+            for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} {epoch}"):
+                seen.merge(self._minibatch(experience.select(indices), step))
+                updates += 1
+        metrics |= {"policy/updates": float(updates), **seen.metrics(updates)}
+        return metrics, experience, advantage
+
+    def state(self) -> dict[str, Any]:
+        return {"kl": self.kl.state(), "norm": None if self.norm is None else self.norm.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.kl.load(state["kl"])
+        if self.norm is not None:
+            self.norm.load(state["norm"])
+
+    def _experience(self, batch: Batch, step: int) -> tuple[Experience, Estimate, dict[str, float]]:
+        samples, algorithm = batch.samples, self.algorithm
+        rewards = shaped(algorithm.shaping, samples, self.recipe.sampling.max_tokens, self.norm)
+        own = own_tokens(samples)
+        old = self._old(batch, step)
+        reference = values = after = None
+        if self.reference is not None:
+            with self.clock("reference"):
+                reference = self.reference.logprobs(samples)
+        if self.critic is not None:
+            with self.clock("values"):
+                values, after = self.critic.values(samples)
+        with self.clock("advantages"):
+            found = estimate(
+                algorithm, samples, rewards, kl_coef=self.kl.coef, old=old, reference=reference, values=values,
+                after=after,
+            )  # fmt: skip
+        mask = own
+        if algorithm.mask_truncated:
+            kept = torch.tensor([sample.finish_reason != "length" for sample in samples])
+            mask = own & repeat(kept, [len(sample.token_ids) for sample in samples])
+        experience = Experience(
+            samples, mask, flat(samples, "logprobs"), found.advantages, old, reference, values, found.returns
+        )
+        return experience, found, self._describe(experience, found, rewards, own)
+
+    def _old(self, batch: Batch, step: int) -> Tensor | None:
+        """π_old, where one forward pass does not already give it: the first update's ratio is then 1 by construction.
+
+        Taken in the first epoch's own micro-batches, so that it is equal to the bit to what that epoch computes."""
+        train, samples = self.recipe.train, batch.samples
+        if self.algorithm.old_logprobs == "engine":
+            return flat(samples, "logprobs")
+        in_reward = self.reference is not None and self.algorithm.kl.where == "reward"
+        if train.epochs * train.minibatches == 1 and not in_reward:
+            return None
+        with self.clock("old"):
+            ends = torch.tensor([len(sample.token_ids) for sample in samples]).cumsum(0).tolist()
+            old = torch.empty(ends[-1])
+            for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} 0"):
+                rows = [torch.arange(ends[i] - len(samples[i].token_ids), ends[i]) for i in indices]
+                old[torch.cat(rows)] = self.policy.logprobs([samples[i] for i in indices])
+            return old
+
+    def _minibatch(self, experience: Experience, step: int) -> Tally:
+        seen = Tally()
+        learn = self.recipe.critic is None or step >= self.recipe.critic.warmup
+        try:
+            with self.clock("update"):
+                self.optimizer.zero()
+                if learn:
+                    seen = self.policy.gradient(experience, self.kl.coef)
+                    loss = seen.sum("policy/loss")
+                    if not math.isfinite(loss):
+                        raise NotFinite(f"the loss is {loss} at step {step}: the weights are left as they were")
+                    for name, value in self.optimizer.step(step).items():
+                        seen.weighted(f"policy/{name}", value, 1)
+            if self.critic is not None:
+                with self.clock("critic"):
+                    seen.merge(self.critic.update(experience, step))
+        except NotFinite as error:
+            if self.recipe.train.non_finite == "halt":
+                raise RunError(f'{error}; lower train.lr, or set train.non_finite = "skip"') from error
+            seen = Tally()
+            seen.add("dropped/updates", torch.tensor(1.0))
+        return seen
+
+    def _describe(
+        self, experience: Experience, found: Estimate, rewards: Tensor, own: Tensor
+    ) -> dict[str, float]:  # fmt: skip
+        metrics = {
+            "shaped_reward/mean": rewards.mean().item(),
+            "advantage/mean": found.advantages[own].mean().item(),
+            "advantage/min": found.advantages[own].min().item(),
+            "advantage/max": found.advantages[own].max().item(),
+            "kl/coef": self.kl.coef,
+        }
+        if found.returns is not None and experience.values is not None:
+            returns = found.returns[own]
+            metrics |= {f"return/{name}": getattr(returns, name)().item() for name in ("mean", "min", "max")}
+            metrics["value/mean"] = experience.values[own].mean().item()
+            metrics["value/explained_variance"] = explained_variance(experience.values, found.returns, own)
+        if experience.reference is not None:
+            policy = experience.behaviour if experience.old is None else experience.old
+            kl = torch.where(own, kl_estimate(policy, experience.reference, "k1"), 0.0)
+            per_sample = sample_sum(kl, experience.lengths).mean().item()
+            metrics["kl/reference"] = kl[own].mean().item()
+            metrics["kl/reference_per_response"] = per_sample
+            self.kl.update(per_sample, len(experience.samples))
+        return metrics
+
+
+def dropped(given: Sequence[Sample], used: Sequence[Sample]) -> dict[str, float]:
+    """How many samples could not be learned from, and whether long ones are lost more than others."""
+    kept = {id(sample) for sample in used}
+    lost = [len(sample.token_ids) for sample in given if id(sample) not in kept]
+    found = {"dropped/samples": float(len(lost))}
+    return found | {"dropped/length_mean": sum(lost) / len(lost)} if lost else found

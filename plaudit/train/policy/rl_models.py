@@ -1,0 +1,113 @@
+"""The models of an RL run: the policy, the reference it is held near, the critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import nn
+
+from plaudit.config import RlRecipe
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import use_packed_attention
+from plaudit.errors import ConfigError
+from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_value
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
+from plaudit.train.optim.sharding import Shards
+from plaudit.train.policy import lora
+from plaudit.train.policy.critic import Critic, LocalCritic, SharedCritic
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.reference import Reference, WithoutAdapter
+from plaudit.train.policy.remote_critic import RemoteCritic
+from plaudit.train.run.checkpoint import Checkpoint
+from plaudit.train.run.overdue import Warn
+from plaudit.train.run.ranks import Ranks
+
+
+def load_trained(recipe: RlRecipe, checkpoint: Checkpoint | None) -> Loaded:
+    """The policy as it is at the start of this run or, with a checkpoint, as it was there."""
+    table = recipe.model
+    assert table.path is not None
+    source = checkpoint.model if checkpoint is not None and table.lora is None else table.path
+    loaded = load_policy(source, table.dtype, choose_device(table.device))
+    without_dropout(loaded.module)
+    if table.lora is not None:
+        lora.attach(loaded.module, table.lora, recipe.seed)
+        if checkpoint is not None:
+            lora.load_adapter(loaded.module, load_file(checkpoint.path / "adapter.safetensors"))
+    if table.recompute:
+        loaded.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        loaded.module.train()  # transformers recomputes in this mode alone; without dropout it differs in nothing else
+    return loaded
+
+
+def new_reference(recipe: RlRecipe, policy: Policy, ranks: Ranks) -> Reference | None:
+    """None without a KL: then no second model is held."""
+    if recipe.algorithm.kl.coef == 0:
+        return None
+    if recipe.model.lora is not None:
+        return WithoutAdapter(policy)
+    assert recipe.model.path is not None
+    frozen = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device)).module
+    frozen.requires_grad_(False)
+    use_packed_attention(frozen)
+    if ranks.mesh is not None:
+        Shards(frozen, ranks)
+    return Policy(
+        Decoder(frozen, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
+        max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens, group=ranks.data,
+    )  # fmt: skip
+
+
+def new_critic(
+    recipe: RlRecipe, policy: Policy, vocabulary: int, ranks: Ranks, checkpoint: Checkpoint | None, warn: Warn
+) -> Critic | None:
+    table = recipe.critic
+    if table is None:
+        return None
+    if table.shared:
+        return SharedCritic(policy)
+    if table.url is not None:
+        return RemoteCritic(table, recipe.algorithm.clip.value, vocabulary, warn)
+    source = checkpoint.path / "critic" if checkpoint is not None else table.path or recipe.model.path
+    assert source is not None
+    loaded = load_value(
+        source, recipe.model.dtype, choose_device(recipe.model.device), fresh_head=checkpoint is None,
+        seed=recipe.seed,
+    )  # fmt: skip
+    model = loaded.module
+    assert isinstance(model, ValueModel)
+    if len(loaded.tokenizer) != vocabulary:
+        raise ConfigError(
+            f"critic.path has a vocabulary of {len(loaded.tokenizer)} tokens and the policy one of {vocabulary}: "
+            "the critic reads the policy's tokens, so they must be the same"
+        )
+    if checkpoint is None:
+        nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
+    without_dropout(model)
+    train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
+    shards = None if ranks.mesh is None else Shards(model, ranks)
+    optimizer = Optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
+    return LocalCritic(
+        model, loaded.tokenizer, optimizer, clip=recipe.algorithm.clip.value,
+        micro_batch_tokens=recipe.train.micro_batch_tokens, shards=shards, group=ranks.data,
+    )  # fmt: skip
+
+
+def without_dropout(module: nn.Module) -> None:
+    """Two forward passes on the same tokens must agree: the ratio of an update starts at 1."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def value_head(module: nn.Module) -> nn.Linear:
+    """Of a critic that shares the policy's trunk."""
+    config: Any = module.config
+    device = next(module.parameters()).device
+    head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=device)
+    nn.init.zeros_(head.weight)
+    return head

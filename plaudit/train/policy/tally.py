@@ -1,0 +1,78 @@
+"""What the parts of a batch report, put together as if it had been one. Numbers stay on their device until they are
+asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plaudit.train.run.ranks import Group
+
+
+class Tally:
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Tensor]] = {}
+        self._means: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._lowest: dict[str, list[Tensor]] = {}
+        self._highest: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """A part of a sum."""
+        self._sums.setdefault(name, []).append(value.detach())
+
+    def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """The mean over all tokens that the mask names."""
+        self._means.setdefault(name, []).append((torch.where(mask, values, 0.0).sum(), mask.sum()))
+
+    def weighted(self, name: str, value: float, weight: float) -> None:
+        self._means.setdefault(name, []).append((torch.tensor(value * weight), torch.tensor(weight)))
+
+    def smallest(self, name: str, values: Tensor, mask: Tensor) -> None:
+        self._lowest.setdefault(name, []).append(torch.where(mask, values, torch.inf).min())
+
+    def largest(self, name: str, values: Tensor, mask: Tensor) -> None:
+        self._highest.setdefault(name, []).append(torch.where(mask, values, -torch.inf).max())
+
+    def sum(self, name: str) -> float:
+        return sum(part.item() for part in self._sums.get(name, ()))
+
+    def merge(self, other: Tally) -> None:
+        """With what another update of the same step saw."""
+        for mine, theirs in (
+            (self._sums, other._sums), (self._means, other._means), (self._lowest, other._lowest),
+            (self._highest, other._highest),
+        ):  # fmt: skip
+            for name, parts in theirs.items():
+                mine.setdefault(name, []).extend(parts)  # type: ignore[arg-type]
+
+    def gathered(self, group: Group) -> Tally:
+        """What all ranks of a group saw, the same on each."""
+        if group.size == 1:
+            return self
+        fields = ("_sums", "_means", "_lowest", "_highest")
+        together = Tally()
+        for seen in group.gather_values([_plain(getattr(self, name)) for name in fields]):
+            for name, parts in zip(fields, seen, strict=True):
+                for key, values in parts.items():
+                    tensors = torch.tensor(values, dtype=torch.float64)
+                    getattr(together, name).setdefault(key, []).extend(tensors)
+        return together
+
+    def metrics(self, updates: int = 1) -> dict[str, float]:
+        """Sums as the mean of the updates they come from."""
+        found = {name: self.sum(name) / updates for name in self._sums}
+        for name, parts in self._means.items():
+            count = sum(weight.item() for _, weight in parts)
+            if count:
+                found[name] = sum(total.item() for total, _ in parts) / count
+        found |= {name: min(part.item() for part in parts) for name, parts in self._lowest.items()}
+        return found | {name: max(part.item() for part in parts) for name, parts in self._highest.items()}
+
+
+def _plain(parts: Mapping[str, Sequence[Tensor | tuple[Tensor, Tensor]]]) -> dict[str, list[float | list[float]]]:
+    return {
+        name: [[each.item() for each in part] if isinstance(part, tuple) else part.item() for part in found]
+        for name, found in parts.items()
+    }

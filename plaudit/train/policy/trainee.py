@@ -1,0 +1,94 @@
+"""What learns, in this process: the policy with its optimizer, the critic, the reference, and the learner over them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from plaudit.config import RlRecipe
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.support import inspect
+from plaudit.models import save
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
+from plaudit.train.optim.sharding import Shards
+from plaudit.train.policy import lora
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.remote_critic import RemoteCritic
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.policy.rl_models import load_trained, new_critic, new_reference, value_head
+from plaudit.train.run.checkpoint import Checkpoint
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.overdue import Warn
+from plaudit.train.run.ranks import Ranks
+
+
+class Trainee:
+    """`loaded` has the whole policy. Over several ranks the learner trains `shards` of a copy, and the whole one is as
+    they were at the last `make_whole`."""
+
+    def __init__(self, recipe: RlRecipe, ranks: Ranks, checkpoint: Checkpoint | None, clock: Clock, warn: Warn) -> None:
+        self.recipe = recipe
+        self.loaded = load_trained(recipe, checkpoint)
+        module = self.loaded.module
+        self.decoder = inspect(module)
+        self.shards = None if ranks.mesh is None else Shards(copy.deepcopy(module), ranks)
+        head = value_head(module) if recipe.critic is not None and recipe.critic.shared else None
+        self.policy = Policy(
+            self.decoder if self.shards is None else Decoder(self.shards.module, "causal"), recipe.algorithm,
+            temperature=recipe.sampling.temperature, max_tokens=recipe.sampling.max_tokens,
+            micro_batch_tokens=recipe.train.micro_batch_tokens, value_head=head,
+            value_coef=0.0 if recipe.critic is None else recipe.critic.coef, group=ranks.data,
+        )  # fmt: skip
+        beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
+        if self.shards is None:
+            self.optimizer = Optimizer(module, recipe.train, beside)
+        else:
+            module.requires_grad_(False)
+            self.optimizer = ShardedOptimizer(self.shards, recipe.train)
+        self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), ranks, checkpoint, warn)
+        try:
+            self.reference = new_reference(recipe, self.policy, ranks)
+            self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self.reference, clock)
+            if checkpoint is not None:
+                self._restore(checkpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def make_whole(self) -> dict[str, float]:
+        """Bring the whole policy up to the shards, one weight at a time; what it cost."""
+        if self.shards is None:
+            return {}
+        begin = time.monotonic()
+        self.shards.publish(self.loaded.module)
+        size = sum(p.numel() * p.element_size() for p in self.loaded.module.parameters())
+        return {"publish/gather_seconds": time.monotonic() - begin, "publish/gather_bytes": float(size)}
+
+    def save_model(self, directory: Path) -> Path:
+        module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
+        return save(module, self.loaded.tokenizer, directory)
+
+    def save(self, directory: Path) -> None:
+        """What a checkpoint has besides the model and the optimizer."""
+        if self.critic is not None:
+            self.critic.save(directory)
+        if self.recipe.model.lora is not None:
+            save_file(lora.adapter_tensors(self.loaded.module), directory / "adapter.safetensors")
+        if self.policy.value_head is not None:
+            save_file(dict(self.policy.value_head.state_dict()), directory / "value_head.safetensors")
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        self.learner.load(checkpoint.state["learner"])
+        self.optimizer.load(checkpoint.optimizer())
+        if self.critic is not None:
+            self.critic.load(checkpoint.path)
+        if self.policy.value_head is not None:
+            self.policy.value_head.load_state_dict(load_file(checkpoint.path / "value_head.safetensors"))
+
+    def close(self) -> None:
+        if isinstance(self.critic, RemoteCritic):
+            self.critic.close()

@@ -1,0 +1,1 @@
+"""Rollouts: generate, play out environments, score, keep; and data for judges from what was kept."""

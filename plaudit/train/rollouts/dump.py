@@ -1,0 +1,135 @@
+"""Samples on disk, for looking at them and for training on them again.
+
+rollouts/step-000001.jsonl  the samples of the first step: one JSON object each, with every field of a Sample and
+                            `drawn`, how many prompts had been asked when the step's samples were complete
+
+A file is whole or absent. Numbers come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plaudit.errors import DataError, RunError, StorageError
+from plaudit.output import write_atomically
+from plaudit.records import Batch, ItemError, Prompt, Sample
+
+if TYPE_CHECKING:
+    from plaudit.train.rollouts.rollouts import (
+        RolloutSource,  # loads torch, which those who only read a dump do without
+    )
+
+_NAME = re.compile(r"step-(\d{6,})\.jsonl")
+_FIELDS = [field.name for field in fields(Sample)]
+
+
+class DumpEnded(RunError):
+    """There are no samples for the step."""
+
+
+class Dump:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @classmethod
+    def find(cls, path: Path) -> Dump:
+        """Of a run directory, or the directory of the files itself."""
+        dump = cls(path / "rollouts" if (path / "rollouts").is_dir() else path)
+        if not dump.steps():
+            raise RunError(f"{path} holds no rollouts/step-000001.jsonl: train with train.dump = true to have some")
+        return dump
+
+    def steps(self) -> list[int]:
+        found = [match for path in self.directory.glob("step-*.jsonl") if (match := _NAME.fullmatch(path.name))]
+        return sorted(int(match[1]) for match in found)
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}.jsonl"
+
+    def write(self, step: int, batch: Batch, drawn: int) -> None:
+        """`step` counts from 1."""
+        # A truth that JSON cannot write, such as a date of a parquet file, is written as text.
+        lines = [
+            json.dumps({"drawn": drawn, **as_plain(sample)}, ensure_ascii=False, default=str)
+            for sample in batch.samples
+        ]
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path(step), "\n".join(lines) + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.path(step)}: {error.strerror}; free some space and --resume"
+            ) from error
+
+    def read(self, step: int) -> tuple[tuple[Sample, ...], int]:
+        """The samples and `drawn`."""
+        path = self.path(step)
+        if not path.is_file():
+            raise DumpEnded(f"{path} is not there: the dump has steps {_span(self.steps())}")
+        rows = list(_rows(path))
+        if not rows:
+            raise DataError(f"{path} is empty: it needs at least one sample")
+        return tuple(sample for sample, _ in rows), rows[-1][1]
+
+    def discard_after(self, step: int) -> None:
+        """A run that goes on from `step` makes what comes later anew: the files of a killed attempt are void."""
+        for later in self.steps():
+            if later > step:
+                self.path(later).unlink()
+
+
+class DumpedRollouts:
+    """The samples of a dump in place of new ones. Held-out prompts are still asked, by `live`."""
+
+    def __init__(self, dump: Dump, live: RolloutSource, vocab_size: int) -> None:
+        self.dump = dump
+        self.live = live
+        self.vocab_size = vocab_size
+        self.drawn = 0
+
+    def next(self, step: int, version: int) -> Batch:
+        samples, self.drawn = self.dump.read(step + 1)
+        highest = max(max((*sample.prompt_ids, *sample.token_ids), default=0) for sample in samples)
+        if highest >= self.vocab_size:
+            raise DataError(
+                f"{self.dump.path(step + 1)} has the token id {highest} and this model a vocabulary of "
+                f"{self.vocab_size}: it is the dump of another model"
+            )
+        return Batch(samples, version)
+
+    def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
+        return self.live.heldout(prompts, n, seed)
+
+
+def as_plain(sample: Sample) -> dict[str, Any]:
+    """What JSON can write; numbers come back bit for bit."""
+    tree = {name: getattr(sample, name) for name in _FIELDS}
+    if sample.error is not None:
+        tree["error"] = {"type": sample.error.type, "message": sample.error.message}
+    return {**tree, "extra": dict(sample.extra)}
+
+
+def from_plain(tree: dict[str, Any]) -> Sample:
+    """Further keys are not looked at."""
+    kept: dict[str, Any] = {name: tuple(v) if isinstance(v := tree[name], list) else v for name in _FIELDS}
+    if kept["error"] is not None:
+        kept["error"] = ItemError(**kept["error"])
+    return Sample(**kept)
+
+
+def _rows(path: Path) -> Iterator[tuple[Sample, int]]:
+    for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), 1):
+        try:
+            tree = json.loads(line)
+            yield from_plain(tree), int(tree["drawn"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path.name}:{number} is no sample of a dump: {type(error).__name__} {error}") from None
+
+
+def _span(steps: list[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if steps else "none"

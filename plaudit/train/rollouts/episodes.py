@@ -1,0 +1,183 @@
+"""Turns with an environment, token in, token out.
+
+All samples of a step are played together, a turn each per round. What the policy reads is the prompt and every token so
+far exactly as it was sampled; an observation is tokenised once. Nothing is ever tokenised again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from plaudit.config import RlRecipe
+from plaudit.config.rl import EnvironmentTable, SamplingTable
+from plaudit.errors import PlauditError, one_line
+from plaudit.records import FinishReason, ItemError, Prompt, Sample, Turn
+from plaudit.train.rollouts.environment import Environment, load_environment
+from plaudit.train.rollouts.observation import ObservationEncoder
+from plaudit.train.rollouts.parallel_calls import Overdue, SideBySide
+from plaudit.train.rollouts.rollouts import Generator, Player, SingleTurn, sampling_params
+
+End = Literal["done", "tokens", "turns", "engine", "environment"]
+REASONS: dict[End, FinishReason] = {"done": "stop", "tokens": "length", "turns": "length", "environment": "error"}
+
+
+def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: int) -> Player:
+    """`tokenizer` and `positions` are the policy's, wherever the engine runs it."""
+    if recipe.environment is None:
+        return SingleTurn(engine, recipe.sampling, recipe.seed)
+    return Episodes(engine, tokenizer, positions, recipe.sampling, recipe.environment, recipe.seed)
+
+
+@dataclass
+class Episode:
+    """One response as it grows. `budget` is how many tokens it may have, observations included."""
+
+    prompt: Prompt
+    group: int
+    index: int
+    environment: Environment
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    turns: int = 0
+    end: End | None = None
+    reason: FinishReason = "stop"
+    error: ItemError | None = None
+
+    @property
+    def context(self) -> list[int]:
+        return [*(self.prompt.token_ids or ()), *self.tokens]
+
+    @property
+    def left(self) -> int:
+        return self.budget - len(self.tokens)
+
+    def wrote(self, sample: Sample) -> None:
+        """The policy's turn."""
+        self.tokens += sample.token_ids
+        self.logprobs += sample.logprobs
+        self.raw_logprobs += sample.raw_logprobs
+        self.versions += sample.versions
+        self.mask += sample.mask
+        self.rewards += [0.0] * len(sample.token_ids)
+        self.turns += 1
+        if sample.finish_reason in ("abort", "error"):
+            self.finish("engine", sample.finish_reason, sample.error)
+        elif sample.finish_reason == "length":
+            self.finish("tokens")  # a turn that was cut off is nothing to answer
+
+    def heard(self, tokens: Sequence[int], max_turns: int) -> None:
+        """The environment's answer; left out where the policy could not go on after it."""
+        if self.turns >= max_turns:
+            self.finish("turns")
+        elif len(tokens) >= self.left:
+            self.finish("tokens")
+        else:
+            self.tokens += tokens
+            self.versions += [self.versions[-1]] * len(tokens)
+            for numbers in (self.logprobs, self.raw_logprobs, self.rewards):
+                numbers += [0.0] * len(tokens)
+            self.mask += [0] * len(tokens)
+
+    def failed(self, error: Exception, doing: str) -> None:
+        name = type(self.environment).__name__
+        if isinstance(error, Overdue):
+            found = ItemError("timeout", f"{name}.{doing}: {error}")
+        else:
+            found = ItemError("environment_failed", f"{name}.{doing}: {type(error).__name__}: {one_line(error)}")
+        self.finish("environment", "error", found)
+
+    def finish(self, end: End, reason: FinishReason | None = None, error: ItemError | None = None) -> None:
+        self.end, self.reason, self.error = end, reason or REASONS[end], error
+
+    def sample(self, tokenizer: Any) -> Sample:
+        return Sample(
+            prompt_ids=tuple(self.prompt.token_ids or ()), token_ids=tuple(self.tokens),
+            text=tokenizer.decode(self.tokens, skip_special_tokens=True), logprobs=tuple(self.logprobs),
+            raw_logprobs=tuple(self.raw_logprobs), versions=tuple(self.versions), mask=tuple(self.mask),
+            finish_reason=self.reason, group=self.group, index=self.index, error=self.error,
+            token_rewards=tuple(self.rewards), extra={"turns": self.turns, "end": self.end},
+        )  # fmt: skip
+
+
+class Episodes:
+    """A player whose samples talk with environments, one each."""
+
+    def __init__(
+        self, engine: Generator, tokenizer: Any, positions: int, sampling: SamplingTable, table: EnvironmentTable,
+        seed: int, make: Callable[[], Environment] | None = None,
+    ) -> None:  # fmt: skip
+        """`make` gives a new environment; by default the one that the table names."""
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.positions = positions
+        self.sampling = sampling
+        self.table = table
+        self.seed = seed
+        self.make = make or load_environment(table)
+        self.observations = ObservationEncoder(tokenizer)
+        self.ask = SideBySide[Any](table.threads, table.timeout)
+
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        episodes = [self._begin(prompt, group, index) for group, prompt in enumerate(prompts) for index in range(n)]
+        answers = self.ask.run([_resetting(episode) for episode in episodes])
+        for episode, answer in zip(episodes, answers, strict=True):
+            if isinstance(answer, Exception):
+                episode.failed(answer, "reset")
+        while going := [episode for episode in episodes if episode.end is None]:
+            self._round(going, seed, first)
+        return [episode.sample(self.tokenizer) for episode in episodes]
+
+    def _begin(self, prompt: Prompt, group: int, index: int) -> Episode:
+        room = self.positions - len(prompt.token_ids or ())
+        return Episode(prompt, group, index, self.make(), min(self.sampling.max_tokens, room))
+
+    def _round(self, episodes: Sequence[Episode], seed: str, first: int) -> None:
+        """One turn of each."""
+        params = [
+            # The seed is the sample's own and the turn's: who else is playing changes nothing.
+            sampling_params(
+                self.sampling.model_copy(update={"max_tokens": e.left}), 1,
+                f"{self.seed} {seed} {first + e.group} {e.index} {e.turns}",
+            )
+            for e in episodes
+        ]  # fmt: skip
+        samples = self.engine.generate([episode.context for episode in episodes], params)
+        for episode, sample in zip(episodes, samples, strict=True):
+            episode.wrote(sample)
+        asked = [(e, sample) for e, sample in zip(episodes, samples, strict=True) if e.end is None]
+        answers = self.ask.run([self._stepping(episode, sample) for episode, sample in asked])
+        for (episode, _), answer in zip(asked, answers, strict=True):
+            try:
+                self._answer(episode, answer)
+            except (PlauditError, TypeError, ValueError) as error:
+                episode.failed(error, "step")
+
+    def _stepping(self, episode: Episode, sample: Sample) -> Callable[[], Turn]:
+        wrote = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        return lambda: episode.environment.step(wrote)
+
+    def _answer(self, episode: Episode, turn: Any) -> None:
+        if isinstance(turn, Exception):
+            return episode.failed(turn, "step")
+        if not isinstance(turn, Turn):
+            raise TypeError(f"gave {type(turn).__name__}, expected a Turn")
+        if not math.isfinite(turn.reward):
+            raise ValueError(f"the reward is {turn.reward}, expected a finite number")
+        episode.rewards[-1] += turn.reward
+        if turn.done:
+            return episode.finish("done")
+        chat = "messages" in episode.prompt.extra
+        tokens = self.observations.tokens(turn.observation, chat=chat, last=episode.tokens[-1])
+        return episode.heard(tokens, self.table.max_turns)
+
+
+def _resetting(episode: Episode) -> Callable[[], None]:
+    return lambda: episode.environment.reset(episode.prompt)

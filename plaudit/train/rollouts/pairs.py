@@ -1,0 +1,73 @@
+"""Preference pairs from rollouts: of the responses to one prompt the better over the worse. `plaudit pairs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plaudit.errors import DataError
+from plaudit.output import check_writable, written
+from plaudit.records import Batch, Sample
+from plaudit.train.data.answered import prompt_of
+from plaudit.train.rollouts.dump import Dump
+
+
+@dataclass(slots=True)
+class PairTally:
+    prompts: int = 0
+    equal: int = 0
+    """Prompts whose responses all have the same reward: nothing is better there."""
+    pairs: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.pairs} pairs of {self.prompts} prompts; {self.equal} prompts have responses of equal reward only"
+
+
+def write_pairs(run: Path, out: Path, most: int) -> PairTally:
+    """At most `most` pairs of each prompt of a run's rollouts, as rows that `task = "reward"` trains on."""
+    check_writable(out)
+    dump, tally = Dump.find(run), PairTally()
+    rows: list[dict[str, Any]] = []
+    for group in _groups(dump):
+        found = pairs_of(group, most)
+        tally.prompts += 1
+        tally.equal += not found
+        rows += found
+    tally.pairs = len(rows)
+    if not rows:
+        raise DataError(f"{dump.directory}: {tally}; take prompts that the policy answers right only sometimes")
+    with written(out) as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return tally
+
+
+def pairs_of(group: Sequence[Sample], most: int) -> list[dict[str, Any]]:
+    """The best over the worst, the second best over the second worst, and so on while their rewards differ."""
+    by_text = {sample.text: sample for sample in group if sample.reward is not None and sample.text}
+    ranked = sorted(by_text.values(), key=_reward, reverse=True)
+    found: list[dict[str, Any]] = []
+    for better, worse in zip(ranked, reversed(ranked), strict=True):
+        margin = _reward(better) - _reward(worse)
+        if margin <= 0 or len(found) == most:
+            break
+        found.append({**question_of(better), "chosen": better.text, "rejected": worse.text, "margin": margin})
+    return found
+
+
+def question_of(sample: Sample) -> dict[str, Any]:
+    """The prompt as data files have it."""
+    prompt = prompt_of(sample)
+    return {"messages": prompt.extra["messages"]} if "messages" in prompt.extra else {"prompt": prompt.text}
+
+
+def _groups(dump: Dump) -> Iterator[list[Sample]]:
+    for step in dump.steps():
+        yield from Batch(dump.read(step)[0]).groups().values()
+
+
+def _reward(sample: Sample) -> float:
+    assert sample.reward is not None
+    return sample.reward

@@ -1,0 +1,123 @@
+"""Rewards for samples: from a server, or from a reward of this process. A failure is an error, never a number."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from plaudit.client.client import RewardClient
+from plaudit.config.reward import BlendTable, RewardTable
+from plaudit.config.rl import RlRewardTable
+from plaudit.errors import ConfigError, RunError
+from plaudit.records import Item, ItemError, Prompt, Sample, StepScores
+from plaudit.reward import load_reward
+from plaudit.reward.directory import complete
+from plaudit.reward.reward import Result, Reward
+from plaudit.train.run.overdue import Warn, nobody, overdue
+
+
+class RewardFailed(RunError):
+    """Rewards cannot be had: the state is saved, `--resume` goes on."""
+
+
+class Source(Protocol):
+    def score(self, items: Sequence[Item]) -> Sequence[Result]: ...
+
+    def close(self) -> None: ...
+
+
+class Scorer:
+    """Gives each sample its reward or its error, in order."""
+
+    def __init__(self, table: RlRewardTable, source: Source | None = None, warn: Warn = nobody) -> None:
+        """`source`: what scores, in place of what the table names. `warn` hears of a server that is waited for."""
+        self.table = table
+        self.source = source or (ServerReward(table, warn) if table.url is not None else local_reward(table))
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        scored = self.ask(prompts, samples)
+        self.check(scored)
+        return scored
+
+    def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        """`prompts[i]` is what `samples[i]` answers. Samples that did not finish are not asked about."""
+        asked = [i for i, sample in enumerate(samples) if sample.finish_reason in ("stop", "length")]
+        results = self.source.score([_item(prompts[i], samples[i]) for i in asked])
+        scored = list(samples)
+        for i, result in zip(asked, results, strict=True):
+            scored[i] = _with(samples[i], result)
+        return scored
+
+    def close(self) -> None:
+        self.source.close()
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raises if more of a step's samples have no reward than the recipe allows."""
+        errors = Counter(f"{s.error.type}: {s.error.message}" for s in samples if s.error is not None)
+        failed = errors.total()
+        share = failed / max(1, len(samples))
+        if failed and (self.table.on_error == "halt" or share > self.table.max_errors):
+            limit = "on_error = halt" if self.table.on_error == "halt" else f"max_errors = {self.table.max_errors:g}"
+            most, count = errors.most_common(1)[0]
+            raise RewardFailed(
+                f"{failed} of {len(samples)} responses have no reward ({limit}); {count} times: {most}; mend the reward"
+            )
+
+
+class ServerReward:
+    """`plaudit serve`, waited for with patience when it is away."""
+
+    def __init__(self, table: RlRewardTable, warn: Warn) -> None:
+        assert table.url is not None
+        self.patience = table.patience
+        self.warn = warn
+        key = None
+        if table.key_env is not None:
+            key = os.environ.get(table.key_env)
+            if key is None:
+                raise ConfigError(f"reward.key_env names {table.key_env}, which is not set: export {table.key_env}=…")
+        # Attempts are bounded by time, not by number: a server that starts again may take a minute.
+        self.client = RewardClient(
+            table.url, model=table.model, api_key=key, timeout=table.patience, retries=1_000_000
+        )  # fmt: skip
+        self.urls = (table.url,) if isinstance(table.url, str) else table.url
+
+    def score(self, items: Sequence[Item]) -> list[Result]:
+        with overdue("the reward server", self.urls, self.patience, "reward.patience", self.warn):
+            return self.client.score(items)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def local_reward(table: RlRewardTable) -> Reward:
+    tables = {name: _completed(keys, name) for name, keys in table.tables().items()}
+    blend = table.blend()
+    if blend is None:
+        return load_reward(tables["reward"])
+    assert isinstance(blend, BlendTable)
+    return load_reward(blend, tables)
+
+
+def _completed(keys: RewardTable | Mapping[str, object], name: str) -> RewardTable:
+    return complete(keys, f"reward {name!r}") if isinstance(keys, Mapping) else keys
+
+
+def _item(prompt: Prompt, sample: Sample) -> Item:
+    asked = prompt.extra.get("messages")
+    return Item(prompt=prompt.text if asked is None else tuple(asked), response=sample.text, truth=prompt.truth)
+
+
+def _with(sample: Sample, result: Result) -> Sample:
+    if result.error is not None:
+        return replace(sample, error=result.error)
+    value = result.aggregate if isinstance(result, StepScores) else result.value
+    assert value is not None
+    if not math.isfinite(value):
+        return replace(sample, error=ItemError("nonfinite_score", f"the reward is {value}"))
+    # What an environment gave on the way is in token_rewards; this comes on top, at the end.
+    return replace(sample, reward=value)

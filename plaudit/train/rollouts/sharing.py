@@ -1,0 +1,90 @@
+"""Rollouts shared out among ranks: each plays and scores its part, and all have the whole in the same order.
+
+What is sampled depends on the prompt's place in the step, not on the rank that plays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from plaudit.errors import PlauditError, RankLost
+from plaudit.records import Prompt, Sample
+from plaudit.train.rollouts.rollouts import Player, SampleScorer
+from plaudit.train.rollouts.scorer import RewardFailed
+from plaudit.train.run.ranks import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    samples: tuple[Sample, ...] = ()
+    error: str | None = None
+
+
+class SharedPlayer:
+    def __init__(self, player: Player, group: Group) -> None:
+        self.player = player
+        self.group = group
+
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        mine = self.group.share(len(prompts))
+        played = self.player.play([prompts[i] for i in mine], n, seed, first + mine.start) if mine else []
+        placed = tuple(replace(sample, group=sample.group + mine.start) for sample in played)
+        return _together(self.group, Share(placed))
+
+
+class MainPlayer:
+    """The main rank has the engines and plays all; the others hear what came of it."""
+
+    def __init__(self, player: Player | None, group: Group) -> None:
+        """`player` is the main rank's."""
+        self.player = player
+        self.group = group
+
+    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        player = self.player
+        return _together(self.group, Share() if player is None else _told(lambda: player.play(prompts, n, seed, first)))
+
+
+class SharedScorer:
+    def __init__(self, scorer: SampleScorer, group: Group, main_asks: bool = False) -> None:
+        """`main_asks`: for all of them, because what scores is not in the ranks."""
+        self.scorer = scorer
+        self.group = group
+        self.main_asks = main_asks
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        scored = self.ask(prompts, samples)
+        self.check(scored)
+        return scored
+
+    def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
+        count = len(samples)
+        mine = range(count if self.group.index == 0 else 0) if self.main_asks else self.group.share(count)
+        return _together(
+            self.group, _told(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
+        )
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        self.scorer.check(samples)  # the same samples on every rank, and the same verdict
+
+    def close(self) -> None:
+        self.scorer.close()
+
+
+def _told(work: Callable[[], list[Sample]]) -> Share:
+    """A rank that fails says so, and all end alike with their state saved; alone it would leave them waiting."""
+    try:
+        return Share(tuple(work()))
+    except RankLost:
+        raise
+    except PlauditError as error:
+        return Share(error=str(error))
+
+
+def _together(group: Group, mine: Share) -> list[Sample]:
+    shares: list[Share] = group.gather_values(mine, Share)
+    for rank, share in enumerate(shares):
+        if share.error is not None:
+            raise RewardFailed(f"rank {rank}: {share.error}")
+    return [sample for share in shares for sample in share.samples]

@@ -1,0 +1,199 @@
+"""Step values by Monte Carlo: how often the policy comes out right from the end of each step. `plaudit steps`.
+
+Of each solution that a run dumped, every beginning that ends with a step is completed several times by the policy that
+the run started from. The mean reward of the completions is the step's value (Wang et al., Math-Shepherd, 2024: "soft
+estimation"); a whole solution's value is its own reward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from plaudit.config import RlRecipe
+from plaudit.config.recipe import parse_recipe
+from plaudit.config.table import read_toml
+from plaudit.core import Engine
+from plaudit.errors import DataError, RunError
+from plaudit.models import choose_device, load_policy
+from plaudit.output import check_writable, written
+from plaudit.records import Prompt, Sample
+from plaudit.train.data.answered import prompt_of
+from plaudit.train.rollouts.dump import Dump
+from plaudit.train.rollouts.pairs import question_of
+from plaudit.train.rollouts.rollouts import SampleScorer, sampling_params
+from plaudit.train.rollouts.scorer import Scorer
+
+Beginning = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt, and of the steps so far
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """cuts   token counts at which its steps end, the last one aside where that is the solution's own end
+    steps  their texts
+    """
+
+    sample: Sample
+    cuts: tuple[int, ...]
+    steps: tuple[str, ...]
+
+    @property
+    def beginnings(self) -> list[Beginning]:
+        return [(self.sample.prompt_ids, self.sample.token_ids[:cut]) for cut in self.cuts]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.steps) > len(self.cuts)
+
+
+@dataclass(slots=True)
+class StepTally:
+    solutions: int = 0
+    unusable: int = 0
+    """Solutions without a reward or a whole step, or with a token that reaches over the end of a step."""
+    steps: int = 0
+    completions: int = 0
+    sum: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps of {self.solutions} solutions, mean value {self.sum / max(1, self.steps):.3f}, by "
+            f"{self.completions} completions; {self.unusable} solutions could not be used"
+        )
+
+
+def write_step_values(run: Path, out: Path, *, split: str, completions: int, limit: int | None = None) -> StepTally:
+    """The solutions of a run's rollouts, as rows that `task = "prm"` trains on. `split` ends a step."""
+    check_writable(out)
+    if not split:
+        raise DataError("the text that ends a step is empty: name one")
+    recipe, dump = _recipe(run), Dump.find(run)
+    # A solution that was drawn several times to one prompt says nothing more the second time.
+    drawn = {(s.prompt_ids, s.token_ids): s for step in dump.steps() for s in dump.read(step)[0]}
+    samples = list(drawn.values())[:limit]
+    scorer = Scorer(recipe.reward)
+    try:
+        engine = _engine(recipe)
+        cutter = Cutter(engine.tokenizer, engine.end_tokens, split)
+        solutions = [solution for sample in samples if (solution := cutter(sample)) is not None]
+        if not solutions:
+            raise DataError(f"{dump.directory}: no solution of {len(samples)} has a step that ends with {split!r}")
+        values = beginning_values(engine, scorer, recipe, solutions, completions)
+    finally:
+        scorer.close()
+    rows = [row_of(solution, values) for solution in solutions]
+    with written(out) as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    labels = [label for row in rows for label in row["labels"]]
+    unusable = len(samples) - len(solutions)
+    return StepTally(len(solutions), unusable, len(labels), completions * len(values), sum(labels))
+
+
+def beginning_values(
+    engine: Engine, scorer: SampleScorer, recipe: RlRecipe, solutions: Sequence[Solution], completions: int
+) -> dict[Beginning, float]:
+    """The mean reward of completions of every distinct beginning, all of them made in one batch."""
+    prompts = {begun: prompt_of(s.sample) for s in solutions for begun in s.beginnings}
+    begun = list(prompts)
+    params = [
+        replace(
+            sampling_params(recipe.sampling, completions, f"{recipe.seed} steps {index}"),
+            max_tokens=max(1, recipe.sampling.max_tokens - len(said)),
+        )
+        for index, (_, said) in enumerate(begun)
+    ]
+    made = engine.generate([[*prompt, *said] for prompt, said in begun], params)
+    found: dict[Beginning, list[float]] = {key: [] for key in begun}
+    asked = [prompts[begun[sample.group]] for sample in made]
+    for sample, reward in _rewards(scorer, asked, _whole(engine.tokenizer, begun, made)):
+        found[begun[sample.group]].append(reward)
+    for (_, said), rewards in found.items():
+        if not rewards:
+            raise RunError(f"no completion of {engine.tokenizer.decode(said)!r} has a reward: see the reward's errors")
+    return {key: sum(rewards) / len(rewards) for key, rewards in found.items()}
+
+
+def row_of(solution: Solution, values: dict[Beginning, float]) -> dict[str, Any]:
+    labels = [values[begun] for begun in solution.beginnings]
+    if solution.finished:
+        assert solution.sample.reward is not None
+        labels.append(solution.sample.reward)
+    for label in labels:
+        if not 0 <= label <= 1:
+            raise DataError(
+                f"the value of a step is {label:g}, and a process model learns chances: the run's reward must be "
+                "between 0 and 1, such as a rule's"
+            )
+    row = {**question_of(solution.sample), "steps": list(solution.steps), "labels": labels}
+    return row if solution.finished else {**row, "finished": False}
+
+
+class Cutter:
+    """Splits samples into steps, by tokens and by text at the same places."""
+
+    def __init__(self, tokenizer: Any, end_tokens: frozenset[int], split: str) -> None:
+        self.tokenizer = tokenizer
+        self.end_tokens = end_tokens
+        self.split = split
+        self._piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+
+    def __call__(self, sample: Sample) -> Solution | None:
+        """None for what teaches nothing about steps: see `StepTally.unusable`."""
+        if sample.reward is None or sample.finish_reason not in ("stop", "length"):
+            return None
+        said = tuple(token for token in sample.token_ids if token not in self.end_tokens)
+        cuts, steps, before = [], [], ""
+        for at, token in enumerate(said, 1):
+            if self.split[-1] not in self._piece(token):
+                continue
+            text = self.tokenizer.decode(said[:at], skip_special_tokens=True)
+            if text.endswith(self.split) and len(text) > len(before):
+                cuts.append(at)
+                steps.append(text[len(before) :])
+                before = text
+        rest = self.tokenizer.decode(said, skip_special_tokens=True)[len(before) :]
+        if any(step.count(self.split) > 1 for step in steps) or self.split in rest:
+            return None
+        if rest and sample.finish_reason == "stop":
+            steps.append(rest)
+        return Solution(sample, tuple(cuts), tuple(steps)) if steps else None
+
+
+def _rewards(
+    scorer: SampleScorer, prompts: Sequence[Prompt], samples: Sequence[Sample]
+) -> Iterator[tuple[Sample, float]]:
+    """The samples that have a reward, each response to a prompt scored once however often it was drawn."""
+    keys = [(p.token_ids, s.text, s.finish_reason) for p, s in zip(prompts, samples, strict=True)]
+    first = {key: i for i, key in reversed(list(enumerate(keys)))}
+    scored = scorer.score([prompts[i] for i in first.values()], [samples[i] for i in first.values()])
+    rewards = {key: sample.reward for key, sample in zip(first, scored, strict=True)}
+    for key, sample in zip(keys, samples, strict=True):
+        if (reward := rewards[key]) is not None:
+            yield sample, reward
+
+
+def _whole(tokenizer: Any, begun: Sequence[Beginning], samples: Sequence[Sample]) -> list[Sample]:
+    """Samples with the text of the whole response: the beginning, then what the policy made of it."""
+    texts = [tokenizer.decode(said, skip_special_tokens=True) for _, said in begun]
+    return [replace(sample, text=texts[sample.group] + sample.text) for sample in samples]
+
+
+def _recipe(run: Path) -> RlRecipe:
+    path = run / "recipe.toml"
+    recipe = parse_recipe(read_toml(path, "recipe of a run"), str(path))
+    if not isinstance(recipe, RlRecipe):
+        raise RunError(f"{run} is a run of task = {recipe.task!r}, which has no rollouts: name one of task = 'rl'")
+    if recipe.environment is not None:
+        raise RunError(f"{run} played turns with {recipe.environment.name!r}: steps are valued for single answers only")
+    return recipe
+
+
+def _engine(recipe: RlRecipe) -> Engine:
+    """The policy that wrote the solutions: rollouts that learned nothing are of the recipe's own model."""
+    assert recipe.model.path is not None
+    loaded = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device))
+    return Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)

@@ -1,0 +1,171 @@
+"""The processes that train together: which one this is, and how bytes pass between them.
+
+A rank has a place on a mesh of data_parallel × tensor_parallel. `plaudit train` starts the ranks itself (launch.py);
+under torchrun they exist already. What they exchange beside tensors is msgpack, never pickle, and every exchange has a
+time limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from plaudit.config.placement import ResourcesTable
+from plaudit.errors import ConfigError, RankLost
+from plaudit.train.run.launch import PARENT
+
+DATA, TENSOR = "data", "tensor"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that share work out among themselves. A group of one exchanges nothing."""
+
+    index: int = 0
+    size: int = 1
+    channel: dist.ProcessGroup | None = None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank of the group gave, in their order, on each of them."""
+        if self.size == 1:
+            return [data]
+        with named_losses():
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), self.channel)
+            longest = max(int(size) for size in sizes)
+            mine = torch.zeros(longest, dtype=torch.uint8)
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+            found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(found, mine, self.channel)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
+
+    def gather_values(self, value: Any, kind: Any = Any) -> list[Any]:
+        """The same for plain values and records: msgspec's types."""
+        return [msgspec.msgpack.decode(part, type=kind) for part in self.gather(msgspec.msgpack.encode(value))]
+
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts of all ranks end to end, on the CPU; each has those of its share, in order."""
+        mine = torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0)
+        if self.size == 1:
+            return mine
+        array = mine.numpy()
+        shares = self.gather_values((array.dtype.str, array.tobytes()), tuple[str, bytes])
+        return torch.cat([torch.from_numpy(np.frombuffer(data, kind).copy()) for kind, data in shares])
+
+    def any(self, true: bool) -> bool:
+        """Whether it is true on one of them: what all must decide alike."""
+        return any(self.gather_values(true, bool))
+
+    def barrier(self) -> None:
+        self.gather(b"")
+
+    def share(self, count: int) -> range:
+        """This rank's part of `count` things, in order; the parts differ by one at most."""
+        return range(count * self.index // self.size, count * (self.index + 1) // self.size)
+
+
+ONE = Group()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """everyone   all of them, in one row: they share out rollouts and rewards
+    data       those with the same part of each matrix: they share out a minibatch
+    mesh       (data, tensor); None for one process, which shards nothing
+    """
+
+    everyone: Group = ONE
+    data: Group = ONE
+    mesh: DeviceMesh | None = None
+
+    @property
+    def main(self) -> bool:
+        """The one that writes."""
+        return self.everyone.index == 0
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
+    """This process as one of the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+    MASTER_PORT). Without them it is alone."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != resources.ranks:
+        raise ConfigError(
+            f"WORLD_SIZE = {world} processes were started, and resources.data_parallel × tensor_parallel = "
+            f"{resources.data_parallel} × {resources.tensor_parallel} = {resources.ranks}: make them equal"
+        )
+    if world == 1:
+        yield ALONE
+        return
+    _end_with_parent()
+    cuda = device.startswith("cuda")
+    if cuda:
+        _take_gpu()
+    with named_losses():
+        limit = timedelta(seconds=resources.timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit)
+        shape = (resources.data_parallel, resources.tensor_parallel)
+        mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=(DATA, TENSOR))
+        # A group for bytes alone, so that they never meet a tensor of the model's on the way.
+        data, tensor = mesh[DATA].get_local_rank(), mesh[TENSOR].get_local_rank()
+        rows = [[d * shape[1] + t for d in range(shape[0])] for t in range(shape[1])]
+        channels = [dist.new_group(row, backend="gloo", timeout=limit) for row in rows]
+        everyone = dist.new_group(list(range(world)), backend="gloo", timeout=limit)
+        yield Ranks(Group(dist.get_rank(), world, everyone), Group(data, shape[0], channels[tensor]), mesh)
+    dist.destroy_process_group()  # only after success: with a rank gone there is nobody to say goodbye to
+
+
+@contextmanager
+def named_losses() -> Iterator[None]:
+    """torch's error of an exchange that failed, as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_loss(error):
+            raise
+        raise RankLost(f"another rank is gone or late: {str(error).splitlines()[0]}") from error
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an exchange between ranks failed: torch has types for some of it, and gloo's text for the rest."""
+    known = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    return isinstance(error, known) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def _take_gpu() -> None:
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ConfigError(
+            f"rank {os.environ['RANK']} is number {local} on this machine, which has {count} GPU(s): one rank takes "
+            'one GPU; set resources to fewer ranks, or model.device = "cpu"'
+        )
+    torch.cuda.set_device(local)
+
+
+def _end_with_parent() -> None:
+    """A rank whose launcher was killed ends too: nobody would end it if the others wait for it."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(parent):
+            raise RankLost(f"the process {parent} that started this rank has ended")

@@ -1,0 +1,1 @@
+"""SFT, reward-model and process-model training: examples, objectives, the loop."""

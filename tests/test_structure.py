@@ -1,0 +1,248 @@
+"""The rules of the tree: layers, no circles, small folders and files, one meaning per class name in a package."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "plaudit"
+
+# Lower layers never import higher ones, and what is on one layer does not import its neighbours.
+LAYERS = [
+    {"errors", "records", "guard", "algo"},
+    {"config", "events", "output"},
+    {"models", "worlds", "plan", "report"},
+    {"core"},
+    {"reward"},
+    {"serve"},
+    {"client"},
+    {"train", "integrations"},
+    {"place", "search", "critic", "generate", "score", "heap"},
+    {"rl", "bench", "calibrate"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+REPORT_MAY_USE = {"events", "records", "errors", "report"}
+
+MOST_FILES, MOST_LINES, LONGEST_FUNCTION = 15, 500, 80
+
+# Imports inside functions: only for optional packages and for the time a command takes to start.
+LAZY = {
+    "cli": "commands start without torch",
+    "score": "`plaudit score --url` starts without torch",
+    "search": "the package is callable and starts without torch",
+    "core.device.choose": "the CUDA back end needs Triton",
+    "core.device.lockstep": "the CUDA back end needs Triton",
+    "core.engine": "models are found by name only where one is loaded by name",
+    "core.model.fused": "needs Triton",
+    "core.model.support": "needs Triton",
+    "core.model.varlen": "needs Triton",
+    "models.catalog": "GGUF files need the package gguf",
+    "place.ray.rollouts": "runs inside Ray's actor",
+    "reward.judges.backends": "a judge over HTTP starts without torch",
+    "reward.rules.rule_worker": "reasoning-gym is optional, and the worker starts without this package",
+    "serve.model": "Ray Serve is optional",
+    "serve.registry": "Ray Serve is optional",
+    "serve.ray.router": "runs inside Ray Serve's proxy",
+    "serve.workers.launched": "ranks other than 0 start no server",
+    "train.data.prompts": "reasoning-gym is optional",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str
+    imported: str
+    in_function: bool
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def _imports(name: str, node: ast.AST, in_function: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom) and child.module:
+            assert child.level == 0, f"{name}: relative imports hide the direction"
+            for alias in child.names:
+                whole = f"{child.module}.{alias.name}"
+                yield Import(name, whole if whole in FILES else child.module, in_function)
+        elif isinstance(child, ast.Import):
+            yield from (Import(name, alias.name, in_function) for alias in child.names)
+        inside = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports(name, child, inside)
+
+
+IMPORTS = [
+    each for name, tree in TREES.items() for each in _imports(name, tree, False) if each.imported in FILES
+]  # fmt: skip
+
+
+def part(module: str) -> str:
+    """The package or file right under plaudit/."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one node (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    components: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            cut = stack.index(node)
+            if len(stack) - cut > 1:
+                components.append(sorted(stack[cut:]))
+            del stack[cut:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return components
+
+
+def test_imports_go_one_way() -> None:
+    wrong = sorted(
+        f"{each.importer} imports {each.imported}"
+        for each in IMPORTS
+        if part(each.importer) and part(each.imported) and part(each.importer) != part(each.imported)
+        and LEVEL[part(each.imported)] >= LEVEL[part(each.importer)]
+    )  # fmt: skip
+    assert not wrong, "against the layers above: " + "; ".join(wrong)
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    """Imports inside functions and for type checking count too."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for each in IMPORTS:
+        graph[each.importer].add(each.imported)
+    assert not circles(graph)
+
+
+def test_sub_packages_form_no_circles() -> None:
+    """A folder may use the files of the folder it is in; among each other folders go one way."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for each in IMPORTS:
+        a, b = (module_name(FILES[m].parent / "__init__.py") for m in (each.importer, each.imported))
+        if not (f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")):
+            graph[a].add(b)
+    assert not circles(graph)
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    lazy = {
+        each.importer.removeprefix("plaudit.") for each in IMPORTS if each.in_function and each.importer != "plaudit"
+    }
+    unlisted = {m for m in lazy if m not in LAZY and m.split(".")[0] not in ("cli", "search")}
+    assert not unlisted, "import at the top of the file, or give the reason in LAZY"
+    assert set(LAZY) <= {*lazy, "search"}, "listed without need"
+
+
+def test_report_reads_only_the_event_log_and_only_the_command_line_reads_report() -> None:
+    wrong = [
+        f"{each.importer} imports {each.imported}"
+        for each in IMPORTS
+        if (part(each.importer) == "report" and part(each.imported) not in REPORT_MAY_USE)
+        or (part(each.imported) == "report" and part(each.importer) not in ("report", "cli"))
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "plaudit.plan", "plaudit.config", "plaudit.records", "plaudit.events", "plaudit.cli", "plaudit.score",
+        "plaudit.client.client", "plaudit.integrations.trl", "plaudit.integrations.openrlhf",
+        "plaudit.integrations.verl", "plaudit.integrations.slime", "plaudit.search.tree.tree",
+        "plaudit.search.drivers.methods", "plaudit.search.rules.ets", "plaudit.train.rollouts.pairs",
+    ],
+)  # fmt: skip
+def test_these_load_without_torch(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_folders_files_and_functions_are_small() -> None:
+    folders = Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
+    assert not {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MOST_FILES}
+    lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert not {name: n for name, n in lines.items() if n > MOST_LINES}
+    functions = {
+        f"{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: n for name, n in functions.items() if n > LONGEST_FUNCTION}
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
+
+
+def test_a_class_name_means_one_thing_in_a_package() -> None:
+    homes: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[part(name), node.name].append(name)
+    assert not {key[1]: names for key, names in homes.items() if len(names) > 1}
+
+
+def test_every_module_has_a_caller_in_the_product() -> None:
+    """A caller imports it, or names it: as a process to start, or for another program to import."""
+    imported = {each.imported for each in IMPORTS if each.importer != each.imported}
+    strings = " ".join(
+        node.value
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    entry = {"plaudit", "plaudit.__main__", "plaudit.cli"}
+    unused = [
+        name
+        for name, path in FILES.items()
+        if name not in imported and name not in entry and path.name != "__init__.py"
+        and f"{name}" not in strings and path.name not in strings and part(name) != "integrations"
+    ]  # fmt: skip
+    assert not unused
+
+
+def test_no_file_is_a_drawer_of_odds_and_ends() -> None:
+    drawers = {"utils.py", "helpers.py", "misc.py", "common.py"}
+    assert not [path for path in FILES.values() if path.name in drawers]
+
+
+def test_no_pickle_and_no_remote_code() -> None:
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not {a.name for a in node.names} & {"pickle", "cloudpickle", "dill"}, name
+            if isinstance(node, ast.ImportFrom):
+                assert node.module not in ("pickle", "cloudpickle", "dill"), name
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                assert isinstance(node.value, ast.Constant), name
+                assert node.value.value is False, name
