@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag, model_validator
 
 from plaudit.config.table import NonNegative, Positive, Share, Table
 from plaudit.config.world import World
@@ -61,6 +61,10 @@ class SumsTable(Table):
     """Chance that the demonstrator drops the carry where he is used to (adding 7)."""
     ramble: Share = 0.1
     """Chance of a true but needless step before each step."""
+    near: Share = 0.0
+    """Part of a judge's training items that are near misses: one result, or the answer, off by one."""
+    near_from: NonNegativeInt = 0
+    """The item from which on near misses come: a judge learns the coarse check first and the exact one from there."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:

@@ -30,6 +30,8 @@ HABIT_DIGIT = 7
 HELDOUT_SHARE = 0.1
 # How wrong responses go wrong, and how often: about as policies do that were taught here.
 FAULTS = {"noise": 3, "slip": 3, "carry": 2, "operand": 1, "skip": 1, "answer": 1, "unfinished": 1}
+# The part of near misses whose steps are right and whose answer is off.
+NEAR_ANSWERS = 0.3
 
 _STEP = re.compile(r"(\d{1,9})\+(\d{1,9})=(\d{1,9});")
 _ANSWER = re.compile(r"#(\d{1,9})")
@@ -56,6 +58,16 @@ class Problem:
             text += f"{total}+{operand}={total + operand};"
             total += operand
         return f"{text}#{total}"
+
+    def near_miss(self, at: int, by: int) -> str:
+        """The solution with the result of its `at`-th addition, counted from 1, off by `by`, and what follows from it;
+        the answer comes after the last addition."""
+        total, text = self.operands[0], ""
+        for place, operand in enumerate(self.operands[1:], 1):
+            result = total + operand + (by if place == at else 0)
+            text += f"{total}+{operand}={result};"
+            total = result
+        return f"{text}#{total + (by if at == len(self.operands) else 0)}"
 
     @staticmethod
     def parse(prompt: str) -> Problem:
@@ -134,6 +146,17 @@ class Sums:
                 break
         return list(found)
 
+    def shortest(self, count: int) -> list[Problem]:
+        """`count` different problems of the fewest numbers, or as many as there are. They are too few for a held-out
+        tenth of them to measure by, so training may have met them."""
+        rng = random.Random(f"{self.seed} shortest")
+        found: dict[Problem, None] = {}
+        for _ in range(50 * count):
+            found.setdefault(self._numbers(self.table.operands[0], rng))
+            if len(found) == count:
+                break
+        return list(found)
+
     def demonstration(self, split: Split, index: int) -> tuple[Problem, str]:
         rng = self._random(split, "demonstration", index)
         problem = self._draw(rng, split)
@@ -141,6 +164,9 @@ class Sums:
 
     def pair(self, split: Split, index: int) -> Pair:
         """Right over wrong; and, one time in four, short over rambling. The margin is 1 and 0.5."""
+        if miss := self._near(split, "pair", index):
+            problem, at, by = miss
+            return Pair(problem.prompt, problem.solution, problem.near_miss(at, by), 1.0)
         rng = self._random(split, "pair", index)
         problem = self._draw(rng, split)
         if rng.random() < 0.25:
@@ -149,11 +175,33 @@ class Sums:
         return Pair(problem.prompt, right, self._wrong(problem, rng), 1.0)
 
     def judged(self, split: Split, index: int) -> tuple[Problem, str, Verdict]:
-        """A solution with the truth of every step; about half go wrong somewhere."""
+        """A solution with the truth of every step; about half go wrong somewhere.
+
+        A near miss comes after its right twin, and both end with the step in question: the two differ in one digit and
+        one label, and no step after the error is called wrong for a reason that the judge does not see yet.
+        """
+        if miss := self._near(split, "judged", index, twins=2):
+            problem, at, by = miss
+            response = "".join(split_steps(problem.near_miss(at, by if index % 2 else 0))[:at])
+            return problem, response, judge(problem, response)
         rng = self._random(split, "judged", index)
         problem = self._draw(rng, split)
         response = self._wrong(problem, rng) if rng.random() < 0.5 else self._demonstrate(problem, rng, 0.0)
         return problem, response, judge(problem, response)
+
+    def _near(self, split: Split, kind: str, index: int, twins: int = 1) -> tuple[Problem, int, int] | None:
+        """A problem, the place of the error and what it is off by; nothing if this item is no near miss. As many items
+        as there are twins have the same."""
+        first = index - index % twins
+        if self.table.near == 0 or first < self.table.near_from:
+            return None
+        rng = self._random(split, f"near {kind}", first)
+        if rng.random() >= self.table.near:
+            return None
+        problem = self._draw(rng, split)
+        last = len(problem.operands)
+        at = last if rng.random() < NEAR_ANSWERS else rng.randint(1, last - 1)
+        return problem, at, rng.choice((-1, 1))
 
     def _random(self, split: Split, kind: str, index: int) -> random.Random:
         return random.Random(f"{self.seed} {split} {kind} {index}")
@@ -161,11 +209,13 @@ class Sums:
     def _draw(self, rng: random.Random, split: Split) -> Problem:
         low, high = HARD_OPERANDS if rng.random() < self.table.hard_share else self.table.operands
         while True:
-            count = rng.randint(low, high)
-            # No 0 among the numbers: so `+0` is always a needless step, and no step can be taken for another.
-            problem = Problem(tuple(rng.randrange(1, 10**self.table.digits) for _ in range(count)))
+            problem = self._numbers(rng.randint(low, high), rng)
             if is_heldout(problem) == (split == "heldout"):
                 return problem
+
+    def _numbers(self, count: int, rng: random.Random) -> Problem:
+        # No 0 among the numbers: so `+0` is always a needless step, and no step can be taken for another.
+        return Problem(tuple(rng.randrange(1, 10**self.table.digits) for _ in range(count)))
 
     def _demonstrate(self, problem: Problem, rng: random.Random, slip: float) -> str:
         total, text = problem.operands[0], ""

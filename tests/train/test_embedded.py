@@ -15,7 +15,7 @@ from plaudit.core.model.packing import use_packed_attention
 from plaudit.models import load_any, resolve
 from plaudit.train.data.rows import WorldRows
 from plaudit.train.supervised.encode import Encoder
-from plaudit.train.supervised.evaluate import evaluate_comparisons, evaluate_steps, policy_accuracy
+from plaudit.train.supervised.evaluate import accepted_errors, evaluate_comparisons, evaluate_steps, policy_accuracy
 from plaudit.worlds import get_world
 
 CLASSES = {
@@ -32,6 +32,7 @@ TARGETS = {
     "pair_accuracy": (0.95, 1.0),
     "step_auc": (0.97, 1.0),
     "first_wrong_f1": (0.90, 1.0),
+    "near_misses": (0.0, 0.03),
 }
 # How far a figure of a new training may be from the shipped one: seeds differ by less (docs/worlds.md).
 TOLERANCE = {"accuracy/sums/sampled": 0.08, "accuracy/sums/greedy": 0.08}
@@ -98,6 +99,15 @@ def test_the_judges_agree_with_the_truth(name: str) -> None:
         figures = evaluate_steps(loaded.module, examples, 8192)
         assert figures["step_auc"] >= 0.96
         assert figures["first_wrong_f1"] >= 0.87
+
+
+@pytest.mark.parametrize("back", [0, 1, 2], ids=["answer", "last addition", "first addition"])
+@pytest.mark.parametrize("name", ["sums", "sums-steps"])
+def test_the_judges_see_an_error_of_one(name: str, back: int) -> None:
+    loaded, recipe = load_any(name), recipe_of(name)
+    use_packed_attention(loaded.module)
+    rows = WorldRows(get_world("sums", seed=77), recipe.task, DataTable(world="sums")).near(back)
+    assert accepted_errors(loaded.module, [Encoder(recipe, loaded.tokenizer, 256)(row) for row in rows], 8192) < 0.03
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from plaudit.config import DataTable, load_recipe
+from plaudit.config import DataTable, SumsTable, load_recipe
 from plaudit.errors import DataError
-from plaudit.train.data.rows import Row, open_rows, read_rows
+from plaudit.train.data.rows import Row, WorldRows, open_rows, read_rows
 from plaudit.train.supervised.encode import Encoder
 from plaudit.train.supervised.examples import Comparison, Demonstration, Example, Rating, StepTargets
 from plaudit.worlds.tokenizer import sums_tokenizer
@@ -150,3 +150,18 @@ def test_a_worlds_rows_encode(task: str) -> None:
     for i in range(50):
         turn(rows.train(i))
     assert len(rows.heldout()) == recipe.data.eval_items
+
+
+def test_near_misses_are_for_training_and_for_a_figure_of_their_own() -> None:
+    tables = [SumsTable(), SumsTable(near=1.0)]
+    for task in ("reward", "prm"):
+        rows = [open_rows(DataTable(world="sums", eval_items=20, sums=table), task, 1) for table in tables]
+        assert isinstance(rows[0], WorldRows)
+        assert isinstance(rows[1], WorldRows)
+        assert rows[0].train(0) != rows[1].train(0)
+        assert rows[0].heldout() == rows[1].heldout(), "figures of two recipes are of the same items"
+        assert rows[0].hard() == rows[1].hard()
+        assert len(rows[0].near()) == 600
+    steps = [row.fields["labels"] for row in rows[0].near()]
+    assert steps == [[1.0, 0.0, 0.0]] * 600
+    assert [row.fields["labels"] for row in rows[0].near(back=0)] == [[1.0, 1.0, 0.0]] * 600

@@ -1,3 +1,4 @@
+import re
 from collections import Counter
 
 import pytest
@@ -141,6 +142,62 @@ def test_judged_solutions_are_half_wrong_with_errors_at_every_place() -> None:
     first = Counter(get_world("sums").judged("train", i)[2].first_wrong for i in range(2000))
     assert 0.4 < first[-1] / 2000 < 0.6
     assert all(first[place] > 50 for place in range(4))
+
+
+@pytest.mark.parametrize(
+    ("at", "by", "response", "first_wrong"),
+    [
+        (1, 1, "7+8=16;16+4=20;#20", 0),
+        (2, -1, "7+8=15;15+4=18;#18", 1),
+        (3, 1, "7+8=15;15+4=19;#20", 2),
+        (2, 0, PROBLEM.solution, -1),
+    ],
+)
+def test_a_near_miss_goes_on_from_its_error(at: int, by: int, response: str, first_wrong: int) -> None:
+    assert PROBLEM.near_miss(at, by) == response
+    assert judge(PROBLEM, response).first_wrong == first_wrong
+
+
+def test_near_misses_are_judged_beside_their_right_twins() -> None:
+    world = Sums(SumsTable(near=1.0, hard_share=0.2))
+    answers = 0
+    for i in range(0, 1000, 2):
+        (problem, right, sound), (same, wrong, unsound) = world.judged("train", i), world.judged("train", i + 1)
+        assert problem == same
+        assert all(sound.sound)
+        at = unsound.first_wrong
+        assert at == len(unsound.sound) - 1 == len(sound.sound) - 1, "nothing comes after the error"
+        assert split_steps(right)[:at] == split_steps(wrong)[:at]
+        results = [int(re.findall(r"\d+", text)[-1]) for text in (right, wrong)]
+        assert abs(results[0] - results[1]) == 1
+        answers += "#" in wrong
+    assert 100 < answers < 200
+
+
+def test_pairs_of_near_misses_are_a_solution_and_one_that_is_off_by_one() -> None:
+    world = Sums(SumsTable(near=1.0))
+    for i in range(300):
+        pair = world.pair("train", i)
+        problem = Problem.parse(pair.prompt)
+        assert pair.chosen == problem.solution
+        assert abs(int(pair.rejected.split("#")[1]) - problem.answer) == 1
+        assert not is_heldout(problem)
+
+
+def test_items_before_the_first_near_miss_are_those_of_a_world_without() -> None:
+    plain, late = Sums(SumsTable()), Sums(SumsTable(near=1.0, near_from=20))
+    for i in range(20):
+        assert late.pair("train", i) == plain.pair("train", i)
+        assert late.judged("train", i) == plain.judged("train", i)
+    assert all(late.pair("train", i) != plain.pair("train", i) for i in range(20, 40))
+    assert late.demonstration("train", 30) == plain.demonstration("train", 30), "policies never see them"
+
+
+def test_the_shortest_problems_are_different() -> None:
+    problems = get_world("sums").shortest(300)
+    assert len(set(problems)) == 300
+    assert {len(problem.operands) for problem in problems} == {3}
+    assert len(Sums(SumsTable(operands=(2, 2))).shortest(300)) == 81
 
 
 def test_unknown_world() -> None:

@@ -17,10 +17,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from plaudit.config import DataTable
+from plaudit.config import DataTable, SumsTable
 from plaudit.errors import DataError
 from plaudit.worlds import Sums, get_world
-from plaudit.worlds.sums import STEP_END, Split, split_steps
+from plaudit.worlds.sums import STEP_END, Problem, Split, Verdict, judge, split_steps
+
+# How many problems a judge's near misses are made of.
+NEAR_PROBLEMS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,29 @@ class WorldRows:
         return self._row(self.world, "train", index % self.data.limit if self.data.limit else index)
 
     def heldout(self) -> list[Row]:
-        """Items of the world itself, whatever part of the training comes from longer chains."""
-        return self._heldout(Sums(self.world.table.model_copy(update={"hard_share": 0.0}), self.world.seed))
+        """Items of the world itself, whatever parts of the training come from longer chains and near misses."""
+        return self._heldout(Sums(self._plain, self.world.seed))
 
     def hard(self) -> list[Row]:
         """Held-out items of the long chains."""
-        return self._heldout(get_world("sums-hard", self.world.seed, self.world.table))
+        return self._heldout(get_world("sums-hard", self.world.seed, self._plain))
+
+    def near(self, back: int = 1) -> list[Row]:
+        """Short sums with one result off by one, up and down, for a judge to be measured by: of the last addition, or
+        as many steps `back` from the answer."""
+        rows = []
+        for problem in self.world.shortest(NEAR_PROBLEMS):
+            for by in (1, -1):
+                wrong = problem.near_miss(len(problem.operands) - back, by)
+                fields = {"prompt": problem.prompt, "chosen": problem.solution, "rejected": wrong}
+                if self.task == "prm":
+                    fields = _judged(problem, wrong, judge(problem, wrong))
+                rows.append(Row(fields, f"{self.data.world}[near, {problem.prompt}{wrong}]"))
+        return rows
+
+    @property
+    def _plain(self) -> SumsTable:
+        return self.world.table.model_copy(update={"hard_share": 0.0, "near": 0.0})
 
     def _heldout(self, world: Sums) -> list[Row]:
         return [self._row(world, "heldout", index) for index in range(self.data.eval_items)]
@@ -82,11 +102,13 @@ class WorldRows:
         if self.task == "reward":
             pair = world.pair(split, index)
             return Row({name: getattr(pair, name) for name in ("prompt", "chosen", "rejected", "margin")}, origin)
-        problem, response, verdict = world.judged(split, index)
-        labels = [float(ok) for ok in verdict.sound]
-        finished = not response.endswith(STEP_END)
-        steps = split_steps(response)
-        return Row({"prompt": problem.prompt, "steps": steps, "labels": labels, "finished": finished}, origin)
+        return Row(_judged(*world.judged(split, index)), origin)
+
+
+def _judged(problem: Problem, response: str, verdict: Verdict) -> dict[str, Any]:
+    labels = [float(ok) for ok in verdict.sound]
+    finished = not response.endswith(STEP_END)
+    return {"prompt": problem.prompt, "steps": split_steps(response), "labels": labels, "finished": finished}
 
 
 class FileRows:

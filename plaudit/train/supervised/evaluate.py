@@ -19,6 +19,7 @@ from plaudit.worlds.sums import judge
 if TYPE_CHECKING:
     from plaudit.models import Loaded
 
+Floats = np.ndarray[Any, Any]
 E = TypeVar("E", Comparison, Rating, StepTargets)
 
 MAX_ANSWER_TOKENS = 160
@@ -49,17 +50,13 @@ def evaluate_policy(loaded: Loaded, seed: int, problems: int) -> dict[str, float
 @torch.no_grad()
 def evaluate_comparisons(model: nn.Module, examples: Sequence[Example], budget: int) -> dict[str, float]:
     """How many pairs are ordered as they should be; a tie is half right."""
-    chosen, rejected = [], []
-    for micro in _of(examples, Comparison, budget):
-        scores = outcome_scores(model, [e.chosen for e in micro] + [e.rejected for e in micro])[:, 0].cpu().numpy()
-        chosen.append(scores[: len(micro)])
-        rejected.append(scores[len(micro) :])
-    lead = np.concatenate(chosen) - np.concatenate(rejected)
+    chosen, rejected = _pair_scores(model, examples, budget)
+    lead, both = chosen - rejected, np.concatenate([chosen, rejected])
     return {
         "pair_accuracy": float(np.mean((lead > 0) + 0.5 * (lead == 0))),
         "lead": float(lead.mean()),
-        "score_mean": float(np.concatenate(chosen + rejected).mean()),
-        "score_std": float(np.concatenate(chosen + rejected).std()),
+        "score_mean": float(both.mean()),
+        "score_std": float(both.std()),
     }
 
 
@@ -85,14 +82,42 @@ def evaluate_ratings(
 
 @torch.no_grad()
 def evaluate_steps(model: nn.Module, examples: Sequence[Example], budget: int) -> dict[str, float]:
-    found: list[np.ndarray[Any, Any]] = []
-    expected: list[np.ndarray[Any, Any]] = []
+    found, expected = _step_chances(model, examples, budget)
+    right, truth = np.concatenate(found), np.concatenate(expected)
+    return {"step_auc": auc(right, truth), "first_wrong_f1": first_wrong_f1(found, expected)}
+
+
+@torch.no_grad()
+def accepted_errors(model: nn.Module, examples: Sequence[Example], budget: int) -> float:
+    """The share of wrong solutions that a judge does not see: a pair whose wrong response scores at least as high as
+    the right one, steps of which the first wrong one is given more than 0.5."""
+    if isinstance(examples[0], Comparison):
+        chosen, rejected = _pair_scores(model, examples, budget)
+        return float(np.mean(rejected >= chosen))
+    found, expected = _step_chances(model, examples, budget)
+    first_wrong = [chances[_first_false(truth)] for chances, truth in zip(found, expected, strict=True)]
+    return float(np.mean(np.array(first_wrong) > 0.5))
+
+
+def _pair_scores(model: nn.Module, examples: Sequence[Example], budget: int) -> tuple[Floats, Floats]:
+    """Scores of the chosen and of the rejected responses."""
+    chosen, rejected = [], []
+    for micro in _of(examples, Comparison, budget):
+        scores = outcome_scores(model, [e.chosen for e in micro] + [e.rejected for e in micro])[:, 0].cpu().numpy()
+        chosen.append(scores[: len(micro)])
+        rejected.append(scores[len(micro) :])
+    return np.concatenate(chosen), np.concatenate(rejected)
+
+
+def _step_chances(model: nn.Module, examples: Sequence[Example], budget: int) -> tuple[list[Floats], list[Floats]]:
+    """For each solution, how likely each step is right, and which steps are."""
+    found: list[Floats] = []
+    expected: list[Floats] = []
     for micro in _of(examples, StepTargets, budget):
         chances = step_logits(model, [e.tokens for e in micro], [e.ends for e in micro]).softmax(-1)[:, 1].cpu().numpy()
         found += np.split(chances, np.cumsum([len(e.ends) for e in micro])[:-1])
         expected += [np.array(e.targets) >= 0.5 for e in micro]
-    right, truth = np.concatenate(found), np.concatenate(expected)
-    return {"step_auc": auc(right, truth), "first_wrong_f1": first_wrong_f1(found, expected)}
+    return found, expected
 
 
 def auc(scores: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:

@@ -21,7 +21,13 @@ from plaudit.train.run.progress import Progress
 from plaudit.train.run.run import Run
 from plaudit.train.run.signals import Interrupted, interruptible
 from plaudit.train.supervised.encode import Encoder
-from plaudit.train.supervised.evaluate import evaluate_comparisons, evaluate_policy, evaluate_ratings, evaluate_steps
+from plaudit.train.supervised.evaluate import (
+    accepted_errors,
+    evaluate_comparisons,
+    evaluate_policy,
+    evaluate_ratings,
+    evaluate_steps,
+)
 from plaudit.train.supervised.examples import Example
 from plaudit.train.supervised.learner import Learner
 from plaudit.train.supervised.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
@@ -54,7 +60,12 @@ class SupervisedTraining:
         self.encode = Encoder(recipe, self.loaded.tokenizer, config.max_position_embeddings)
         self.rows = open_rows(recipe.data, recipe.task, recipe.seed)
         self.heldout = [self.encode(row) for row in self.rows.heldout()]
-        self.hard = [self.encode(row) for row in self.rows.hard()] if isinstance(self.rows, WorldRows) else []
+        self.hard: list[Example] = []
+        self.near: list[Example] = []
+        if isinstance(self.rows, WorldRows):
+            self.hard = [self.encode(row) for row in self.rows.hard()]
+            if recipe.task != "sft":
+                self.near = [self.encode(row) for row in self.rows.near()]
         self.step = 0
         self.seconds = 0.0
         if checkpoint:
@@ -100,6 +111,8 @@ class SupervisedTraining:
             if self.hard and not quick:
                 hard = self._judgement(self.hard)
                 figures |= {f"sums-hard/{name}": hard[name] for name in ON_LONG_CHAINS if name in hard}
+            if self.near and not quick:
+                figures["near_misses"] = accepted_errors(module, self.near, self.recipe.train.micro_batch_tokens)
             if self.recipe.task == "sft" and self.recipe.data.world is not None and not quick:
                 figures |= evaluate_policy(self.loaded, self.recipe.seed, self.recipe.data.eval_items)
                 use_packed_attention(module)
