@@ -44,7 +44,7 @@ class CriticProcess(ServerProcess):
 
     def workers(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children()
-        return [p for p in found if any("critic_worker" in part for part in p.cmdline())]
+        return [p for p in found if any("plaudit.critic.worker" in part for part in p.cmdline())]
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = self.http.get("/v1/critic").json()
