@@ -17,7 +17,9 @@ TITLES = {
     "openr": "OpenR", "sglang": "SGLang, ETS, REBASE", "tei": "Text Embeddings Inference, huggingface_hub",
     "infinity": "Infinity", "vllm": "vLLM, OpenAI embeddings, verl",
 }  # fmt: skip
-MODULES = {"sglang": ("sglang", "ets")}  # of a protocol whose wire format is in several
+WIRES = {  # where a protocol's wire format is, if not in a `wire` of its own
+    "infinity": ("tei.infinity_wire",), "sglang": ("sglang.wire", "sglang.ets_wire"), "slime": ("openrlhf.slime_wire",),
+}  # fmt: skip
 WHO = {"open": "anybody", "key": "with an API key, where there is one", "admin": "with the admin key"}
 MESSAGES = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}}
 ITEM = {
@@ -188,7 +190,7 @@ def _section(protocol: str, routes: Sequence[Route]) -> str:
 
 def _words(protocol: str) -> str:
     """What the modules of a protocol say of its wire format."""
-    modules = [import_module(f"plaudit.serve.protocols.{name}") for name in MODULES.get(protocol, (protocol,))]
+    modules = [import_module(f"plaudit.serve.protocols.{name}") for name in WIRES.get(protocol, (f"{protocol}.wire",))]
     return "\n\n".join((module.__doc__ or "").strip() for module in modules)
 
 
