@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,8 @@ def serve_rewards(
 
     if launched():
         sys.exit(serve_launched(table))
-    typer.echo(f"plaudit serve: {loading(table)}", err=True)
+    with suppress(OSError):  # a log that has no room keeps no server from starting
+        typer.echo(f"plaudit serve: {loading(table)}", err=True)
     from plaudit.serve.server import serve
 
     sys.exit(serve(table))

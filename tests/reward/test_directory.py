@@ -163,7 +163,9 @@ def test_a_model_that_is_not_there() -> None:
         complete({"path": "summs"}, "test")
 
 
-@pytest.mark.parametrize("names", ["Work, Facts", "complete", "RuleReward", "Judge, JudgeReward, HttpAsk", "combine"])
+@pytest.mark.parametrize(
+    "names", ["Work, ModelInfo", "complete", "RuleReward", "Judge, JudgeReward, HttpAsk", "combine"]
+)
 def test_these_need_no_torch(names: str) -> None:
     code = f"from plaudit.reward import {names}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -24,7 +24,7 @@ import socket
 import sys
 
 if "plaudit.serve.workers.worker" in sys.orig_argv:
-    from plaudit.serve import frames
+    from plaudit.serve.workers import frames
 
     sock = socket.socket(fileno=int(sys.orig_argv[-1]))
     unpacker = frames.Unpacker()

@@ -211,7 +211,9 @@ def test_an_address_that_others_reach_needs_a_key() -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
         assert "--api-key" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        loading, refusal = done.stderr.splitlines()
+        assert loading.startswith("plaudit serve: loading")
+        assert refusal.startswith("plaudit: ")
 
 
 # Model files
