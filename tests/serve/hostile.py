@@ -49,7 +49,7 @@ class Target:
 
     def sound(self) -> None:
         assert self.server.process.poll() is None, self.server.log()
-        assert abs(self.known_score() - self.known) < 1e-6
+        assert abs(self.known_score() - self.known) < 1e-5  # what batches may change
 
     def refused(self, reply: httpx.Response | Answer, status: int, type: str) -> dict[str, Any]:
         """The error of a reply that has this status and type, is clean, and has done no harm."""
