@@ -92,7 +92,7 @@ def test_content_types(target: Target) -> None:
         target.refused(target.post(body, content_type=kind), 415, "unsupported_type")
     assert target.post(body, content_type="application/json; charset=utf-8").status_code == 200
     unnamed = f"POST /v1/rewards HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    assert target.raw(unnamed).json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-6)]
+    assert target.raw(unnamed).json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-5)]
 
 
 def test_deep_json(target: Target) -> None:
@@ -105,7 +105,7 @@ def test_deep_json(target: Target) -> None:
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "#12"}]
         reply = target.server.rewards([{"messages": messages}, KNOWN])
         assert reply.status_code == 200, reply.text
-        assert reply.json()["items"][1]["scores"] == [pytest.approx(target.known, abs=1e-6)]
+        assert reply.json()["items"][1]["scores"] == [pytest.approx(target.known, abs=1e-5)]
         target.sound()
 
 
@@ -126,7 +126,7 @@ def test_chunked_bodies(target: Target) -> None:
     body = json.dumps({"items": [KNOWN]}).encode()
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:9], body[9:10], body[10:])) + b"0\r\n\r\n"
     answer = target.raw(target.head("Transfer-Encoding: chunked") + b"\r\n" + chunks)
-    assert answer.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-6)]
+    assert answer.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-5)]
     before = target.peak_bytes()
     endless = b"100000\r\n" + b" " * MEGABYTE + b"\r\n"
     target.refused(target.raw(target.head("Transfer-Encoding: chunked") + b"\r\n" + endless * 64), 413, "too_large")
@@ -154,7 +154,7 @@ def test_packed_bodies(target: Target) -> None:
     body = json.dumps({"items": [KNOWN]}).encode()
     for packed, coding in ((gzip.compress(body), "gzip"), (zlib.compress(body), "deflate")):
         reply = target.post(packed, content_encoding=coding)
-        assert reply.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-6)]
+        assert reply.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-5)]
     packer = zlib.compressobj(9, wbits=-15)
     block = packer.compress(b" " * MEGABYTE) + packer.flush(zlib.Z_FULL_FLUSH)
     bomb = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + block * 1024
@@ -312,7 +312,7 @@ def test_strange_text(target: Target) -> None:
         first, bad, last = reply.json()["items"]
         assert bad["error"]["type"] == "invalid_item"
         assert "Unicode" in bad["error"]["message"]
-        assert first["scores"] == last["scores"] == [pytest.approx(target.known, abs=1e-6)]
+        assert first["scores"] == last["scores"] == [pytest.approx(target.known, abs=1e-5)]
     pairs = '{"items": [{"prompt": "1+2=", "responses": ["\\ud83d\\ude00", "\\\\ud800"]}]}'
     assert len(target.post(pairs.encode()).json()["items"][0]["scores"]) == 2
     bytes_ = target.post(b'{"items": [' + good.encode() + b', {"text": "\xff\xfe"}]}').json()["items"]
@@ -354,7 +354,7 @@ def test_bad_tokens(target: Target, token: str) -> None:
     bad, good = reply.json()["items"]
     assert bad["error"]["type"] in ("bad_tokens", "invalid_item")
     clean_message(bad["error"]["message"])
-    assert good["scores"] == [pytest.approx(target.known, abs=1e-6)]
+    assert good["scores"] == [pytest.approx(target.known, abs=1e-5)]
 
 
 def test_bad_binary_tokens(target: Target) -> None:
@@ -408,7 +408,7 @@ def test_model_that_gives_nan(target: Target) -> None:
     assert reply.status_code == 200
     assert b"NaN" not in reply.content
     good, bad, mixed = reply.json()["items"]
-    assert good["scores"] == [pytest.approx(target.known, abs=1e-6)]
+    assert good["scores"] == [pytest.approx(target.known, abs=1e-5)]
     assert bad["error"]["type"] == "nonfinite_score"
     assert mixed["scores"][0] is None
     assert np.isfinite(mixed["scores"][1])
@@ -482,7 +482,7 @@ def test_bad_messages(target: Target, messages: Any) -> None:
     else:
         assert messages[0].get("content", 5) == 5  # this model's template writes what it is given
     assert "error" in opening or np.isfinite(opening["scores"]).all()
-    assert good["scores"] == [pytest.approx(target.known, abs=1e-6)]
+    assert good["scores"] == [pytest.approx(target.known, abs=1e-5)]
 
 
 def test_templates_in_requests(target: Target) -> None:
