@@ -1,6 +1,8 @@
 """What holds for all tests: how random they are, in which order their files begin, how Triton runs without a GPU."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)]
     if MISSING and skipped:
         terminalreporter.write_line(f"skipped: {MISSING}", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository() -> Iterator[None]:
+    """Paths of the repository lead somewhere, also after a test that was broken off elsewhere."""
+    root = Path(__file__).parent.parent
+    yield
+    os.chdir(root)
 
 
 @pytest.fixture(autouse=True)
