@@ -32,10 +32,10 @@ TARGETS = {
     "pair_accuracy": (0.95, 1.0),
     "step_auc": (0.97, 1.0),
     "first_wrong_f1": (0.90, 1.0),
-    "near_misses": (0.0, 0.06),  # of a model trained again, also on other processors
+    "near_misses": (0.0, 0.08),  # of a model trained again, also on other processors
 }
 # How far a figure of a new training may be from the shipped one: seeds differ by less (docs/worlds.md).
-TOLERANCE = {"accuracy/sums/sampled": 0.08, "accuracy/sums/greedy": 0.08}
+TOLERANCE = {"accuracy/sums/sampled": 0.08, "accuracy/sums/greedy": 0.08, "near_misses": 0.06}
 OTHERWISE = 0.03
 
 
