@@ -41,7 +41,7 @@ def main() -> None:
     except RuntimeError as error:
         from plaudit.models.gpu import memory_ran_out
 
-        if (told := memory_ran_out(error)) is None:
+        if (message := memory_ran_out(error)) is None:
             raise
-        print(f"plaudit: {told}", file=sys.stderr)
+        print(f"plaudit: {message}", file=sys.stderr)
         sys.exit(PlauditError.exit_code)

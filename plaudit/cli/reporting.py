@@ -95,11 +95,11 @@ def bench_memory_of_placements(
     from plaudit.report.page import render_page
     from plaudit.report.terminal import print_memory
 
-    asked = chosen(placements)
+    names = chosen(placements)
     (out / "memory").mkdir(parents=True, exist_ok=True)
     table, page = out / "memory.json", out / "memory.html"
     check_writable(table)
-    result = bench_memory(recipe, asked, steps, sets, out / "memory", timeout)
+    result = bench_memory(recipe, names, steps, sets, out / "memory", timeout)
     histories = [read_history(Path(placed.directory)) for placed in result.placements if placed.error is None]
     with written(table) as file:
         dump(result.as_dict(), file, indent=2)

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Where the parts of an RL run are: placement, engine, and the CPUs and devices of its processes. Imports no torch."""
 
 from __future__ import annotations
 
