@@ -107,15 +107,15 @@ def test_a_trunk_without_a_plan_is_refused() -> None:
 
 MEMORY = """
 import resource, sys
-from tests.core.test_part import part, Place
+from tests.core.test_part import RankPosition, part
 from plaudit.models import load_any
 path, size, rank, ranks, stages = sys.argv[1], *map(int, sys.argv[2:])
-part(path, Place(0, 1))[0].state_dict().clear()  # what libraries keep is there
+part(path, RankPosition(0, 1))[0].state_dict().clear()  # what libraries keep is there
 import gc; gc.collect()
 now = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (now + size, -1))
 if ranks:
-    part(path, Place(rank, ranks, stages))
+    part(path, RankPosition(rank, ranks, stages))
 else:
     load_any(path)
 """
