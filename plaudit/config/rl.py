@@ -230,7 +230,7 @@ class RlRecipe(BaseRecipe):
     @classmethod
     def _correct_staleness(cls, given: Any) -> Any:
         """Stale samples are corrected for, unless the recipe says otherwise: without it learning breaks down sooner or
-        later (LOG.md, async rollouts)."""
+        later (docs/log/stale-samples.md)."""
         placement, algorithm = given.get("placement"), given.get("algorithm")
         if not isinstance(placement, Mapping) or not isinstance(algorithm, Mapping):
             return given
