@@ -78,10 +78,10 @@ class Remembering:
     computed = 0
 
     def extend(self, asks: Sequence[Any]) -> list[list[Any]]:
-        new = [ask for ask in asks if len(self.steps.get((ask.prompt, ask.said, ask.seed), ())) < ask.count]
+        new = [ask for ask in asks if len(self.steps.get((ask.prompt, ask.response_ids, ask.seed), ())) < ask.count]
         for ask, steps in zip(new, self.policy.extend(new), strict=True):
-            self.steps[ask.prompt, ask.said, ask.seed] = steps
-        return [self.steps[ask.prompt, ask.said, ask.seed][: ask.count] for ask in asks]
+            self.steps[ask.prompt, ask.response_ids, ask.seed] = steps
+        return [self.steps[ask.prompt, ask.response_ids, ask.seed][: ask.count] for ask in asks]
 
     def score(self, paths: Sequence[Any], *, hidden: bool = False) -> list[Any]:
         new = list(dict.fromkeys(path for path in paths if path not in self.scores))

@@ -88,9 +88,9 @@ def _last_newline(file: int, size: int) -> int:
     block = 1 << 16
     while size > 0:
         start = max(0, size - block)
-        found = os.pread(file, size - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = os.pread(file, size - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         size = start
     return 0
 

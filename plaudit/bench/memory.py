@@ -42,7 +42,7 @@ class Placed:
     planned: dict[str, dict[str, int]] = field(default_factory=dict)
     """What the run expected when it began; empty where the planner has no formulas: today only colocated has."""
 
-    def told(self) -> str:
+    def summary_line(self) -> str:
         if self.error is not None:
             return f"{self.placement}: {self.error}"
         parts = {

@@ -110,6 +110,6 @@ def bench_memory_of_placements(
     else:
         print_memory(histories)
         for placed in result.placements:
-            typer.echo(placed.told())
+            typer.echo(placed.summary_line())
         typer.echo(f"figures: {table}; page: {page}")
     raise typer.Exit(int(any(placed.error is not None for placed in result.placements)))

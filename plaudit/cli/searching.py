@@ -47,9 +47,9 @@ def search_questions(
         "data.world": world, "data.path": None if input is None else str(input), "search.width": width,
         "data.limit": questions,
     }  # fmt: skip
-    given = {key: value for key, value in flags.items() if value is not None}
-    trees = [load_search(recipe, given | {"search.method": method}, sets) for method in methods]
-    trees = trees or [load_search(recipe, given, sets)]
+    overrides = {key: value for key, value in flags.items() if value is not None}
+    trees = [load_search(recipe, overrides | {"search.method": method}, sets) for method in methods]
+    trees = trees or [load_search(recipe, overrides, sets)]
     if dry_run:
         typer.echo("\n".join(map(to_toml, trees)), nl=False)
         return
@@ -58,11 +58,11 @@ def search_questions(
     directories = [base.with_name(f"{base.name}-{tree.search.method}") if named else base for tree in trees]
     from plaudit.search.progress import Bar
     from plaudit.search.search import run_searches
-    from plaudit.search.summary import refuse_empty, told
+    from plaudit.search.summary import refuse_empty, summary_text
 
     searches = {}
     for directory, figures in run_searches(dict(zip(directories, trees, strict=True)), Bar, resume=resume, fresh=fresh):
         searches[directory] = figures
-        typer.echo(told(figures))
+        typer.echo(summary_text(figures))
         typer.echo(f"results: {directory / 'results.jsonl'}; summary: {directory / 'summary.json'}")
     refuse_empty(searches)

@@ -116,10 +116,10 @@ class AsyncRewardClient:
             if not older:
                 break
             if attempt == RESCORES:
-                found = sorted({answer.version for answer in answers})
+                versions = sorted({answer.version for answer in answers})
                 raise VersionChanged(
-                    f"{self._names()} scored parts of one call as versions {', '.join(found)}, also after {RESCORES} "
-                    "repetitions; give the servers the same model, or call again when the swap is done"
+                    f"{self._names()} scored parts of one call as versions {', '.join(versions)}, also after "
+                    f"{RESCORES} repetitions; give the servers the same model, or call again when the swap is done"
                 )
             for i, answer in zip(older, await self._all([requests[i] for i in older], began, version), strict=True):
                 answers[i] = answer
@@ -192,12 +192,12 @@ class AsyncRewardClient:
             replica.outstanding -= 1
         replica.succeeded()
         try:
-            found, results = request.read(reply.content)
+            served_version, results = request.read(reply.content)
         except BadReply as error:
             raise BadReply(f"{replica.url}: {error}") from None
-        if version is not None and found != version:
-            raise VersionChanged(f"{replica.url} serves version {found}, and {version} was asked for")
-        return _Answer(sent, found, results)
+        if version is not None and served_version != version:
+            raise VersionChanged(f"{replica.url} serves version {served_version}, and {version} was asked for")
+        return _Answer(sent, served_version, results)
 
     async def _post(self, url: str, body: bytes, seconds: float | None) -> httpx.Response:
         """With the seconds it has, so that the server does not compute for nobody."""
@@ -299,10 +299,10 @@ class RewardClient:
 
 
 def _checked_urls(urls: str | Sequence[str]) -> list[str]:
-    given = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
-    if not given:
+    addresses = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
+    if not addresses:
         raise ConfigError("no URL of a reward server was given")
-    for url in given:
+    for url in addresses:
         try:
             parts = httpx.URL(url)
         except httpx.InvalidURL as error:
@@ -311,7 +311,7 @@ def _checked_urls(urls: str | Sequence[str]) -> list[str]:
             raise ConfigError(f"{url!r} is no URL of a server; expected one such as {DEFAULT_URL}")
         if parts.userinfo:
             raise ConfigError(f"the URL of {parts.host} holds a password, which messages would show; use api_key")
-    return [url.rstrip("/") for url in given]
+    return [url.rstrip("/") for url in addresses]
 
 
 def _check_status(replica: Replica, reply: httpx.Response) -> None:
@@ -319,17 +319,17 @@ def _check_status(replica: Replica, reply: httpx.Response) -> None:
     status = reply.status_code
     if status == 200:
         return
-    type, message = _said(reply)
-    told = f"{replica.url} answered {status} ({type}: {message})" if type else f"{replica.url} answered {status}"
+    type, message = _error_of(reply)
+    summary = f"{replica.url} answered {status} ({type}: {message})" if type else f"{replica.url} answered {status}"
     if status in (408, 429) or status >= 500:
         replica.rest(_retry_after(reply))
-        raise _TryAgain(told)
+        raise _TryAgain(summary)
     if status >= 400:
-        raise RequestRefused(status, type, told)
-    raise BadReply(f"{told}, where 200 was expected; redirects are not followed: give the server's own address")
+        raise RequestRefused(status, type, summary)
+    raise BadReply(f"{summary}, where 200 was expected; redirects are not followed: give the server's own address")
 
 
-def _said(reply: httpx.Response) -> tuple[str, str]:
+def _error_of(reply: httpx.Response) -> tuple[str, str]:
     """The type and message of the server's error, where it gave them."""
     try:
         error: Any = msgspec.json.decode(reply.content)["error"]
@@ -339,9 +339,9 @@ def _said(reply: httpx.Response) -> tuple[str, str]:
 
 
 def _retry_after(reply: httpx.Response) -> float:
-    given = reply.headers.get("retry-after", "")
+    header = reply.headers.get("retry-after", "")
     try:
-        seconds = float(given) if given.isdigit() else parsedate_to_datetime(given).timestamp() - time.time()
+        seconds = float(header) if header.isdigit() else parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return 0.0
     return max(0.0, seconds)

@@ -60,10 +60,10 @@ class Exchange:
         return [place for group in self.groups for place in group.places]
 
     def body(self) -> bytes:
-        asked = {"model": self.options.model, "steps": self.options.steps, "priority": self.options.priority}
+        fields = {"model": self.options.model, "steps": self.options.steps, "priority": self.options.priority}
         if self.options.truncate is not None:
-            asked["truncate"] = self.options.truncate
-        return msgspec.json.encode({**asked, "items": [group.wire() for group in self.groups]})
+            fields["truncate"] = self.options.truncate
+        return msgspec.json.encode({**fields, "items": [group.wire() for group in self.groups]})
 
     def read(self, content: bytes) -> tuple[str, list[Result]]:
         """The version of the model and a result for every place."""
@@ -128,13 +128,13 @@ def _groups(items: Sequence[Item], options: Options, unsent: dict[int, Result]) 
 def _group(item: Item, place: int) -> _Group:
     encode = msgspec.json.encode
     forms = {"prompt": item.prompt, "messages": item.messages, "text": item.text, "tokens": item.tokens}
-    given = {name: encode(value) for name, value in forms.items() if value is not None}
+    encoded = {name: encode(value) for name, value in forms.items() if value is not None}
     if item.truth is not None:
-        given["truth"] = encode(item.truth)
+        encoded["truth"] = encode(item.truth)
     responses = [] if item.response is None else [encode(item.response)]
     return _Group(
-        b"\0".join(given.values()), {name: msgspec.Raw(value) for name, value in given.items()},
-        [msgspec.Raw(response) for response in responses], [place], sum(map(len, [*given.values(), *responses])),
+        b"\0".join(encoded.values()), {name: msgspec.Raw(value) for name, value in encoded.items()},
+        [msgspec.Raw(response) for response in responses], [place], sum(map(len, [*encoded.values(), *responses])),
     )  # fmt: skip
 
 

@@ -31,14 +31,14 @@ class InProcess(httpx.AsyncBaseTransport):
         return httpx.Response(200, content=content)
 
     async def _answer(self, body: bytes) -> bytes:
-        asked = native.read_json(body, MOST_ITEMS)
-        items = [item for group in asked.groups if not isinstance(group, str) for item in group]
+        request = native.read_json(body, MOST_ITEMS)
+        items = [item for group in request.groups if not isinstance(group, str) for item in group]
         results = await asyncio.to_thread(self._reward.score, items)
         if len(results) != len(items):
             raise RuntimeError(f"the reward gave {len(results)} results for {len(items)} items")
-        if asked.steps and any(isinstance(result, Score) for result in results):
+        if request.steps and any(isinstance(result, Score) for result in results):
             raise HttpError(422, "not_a_process_model", "this is no process model: it has no step scores")
-        given = iter(results)
-        groups = [group if isinstance(group, str) else [next(given) for _ in group] for group in asked.groups]
+        remaining = iter(results)
+        groups = [group if isinstance(group, str) else [next(remaining) for _ in group] for group in request.groups]
         usage = {"items": len(items), "tokens": sum(result.tokens for result in results)}
-        return msgspec.json.encode(native.write_json(asked, asked.model or "", self._version, groups, usage, ""))
+        return msgspec.json.encode(native.write_json(request, request.model or "", self._version, groups, usage, ""))

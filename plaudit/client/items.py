@@ -42,20 +42,20 @@ def all_items(entries: Iterable[Entry]) -> list[Item]:
 def items_of(fields: Mapping[str, Any]) -> list[Item]:
     """The Items of one mapping. Fields that are not ours are left alone; a field that is None is not there."""
     try:
-        given = msgspec.convert(fields, _Fields)
+        row = msgspec.convert(fields, _Fields)
     except msgspec.ValidationError as error:
         raise RequestError(str(error)) from None
-    if given.response is not None and given.responses is not None:
+    if row.response is not None and row.responses is not None:
         raise RequestError("it has both response and responses; give one of them")
-    if given.responses is not None and not given.responses:
+    if row.responses is not None and not row.responses:
         raise RequestError("responses is empty; give at least one")
-    responses: list[str | list[str] | None] = [given.response] if given.responses is None else [*given.responses]
-    prompt = tuple(given.prompt) if isinstance(given.prompt, list) else given.prompt
-    messages = None if given.messages is None else tuple(given.messages)
-    tokens = None if given.tokens is None else tuple(given.tokens)
+    responses: list[str | list[str] | None] = [row.response] if row.responses is None else [*row.responses]
+    prompt = tuple(row.prompt) if isinstance(row.prompt, list) else row.prompt
+    messages = None if row.messages is None else tuple(row.messages)
+    tokens = None if row.tokens is None else tuple(row.tokens)
     try:
         return [
-            Item(prompt, tuple(r) if isinstance(r, list) else r, messages, given.text, tokens, given.truth)
+            Item(prompt, tuple(r) if isinstance(r, list) else r, messages, row.text, tokens, row.truth)
             for r in responses
         ]
     except ValueError as error:

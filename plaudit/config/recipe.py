@@ -37,7 +37,7 @@ def parse_recipe(tree: Mapping[str, Any], source: str) -> Recipe:
     if task not in TASKS:
         if task == "search":
             raise ConfigError(f"{source}: task is 'search'; run it with `plaudit search {source}`")
-        found = "is missing" if task is None else f"is {task!r}"
-        raise ConfigError(f"{source}: task {found}; expected one of {', '.join(TASKS)}")
+        problem = "is missing" if task is None else f"is {task!r}"
+        raise ConfigError(f"{source}: task {problem}; expected one of {', '.join(TASKS)}")
     recipe: Recipe = check(_RECIPE, tree, source, TASKS[task], TAGS)
     return recipe

@@ -249,8 +249,8 @@ _REWARD: TypeAdapter[RewardTable] = TypeAdapter(Annotated[RewardTable, Field(dis
 def parse_reward(tree: Mapping[str, Any], source: str) -> RewardTable:
     kind = tree.get("kind")
     if kind not in KINDS:
-        found = "is missing" if kind is None else f"is {kind!r}, {nearest(str(kind), KINDS)}"
-        raise ConfigError(f"{source}: kind {found}; expected one of {', '.join(KINDS)}")
+        problem = "is missing" if kind is None else f"is {kind!r}, {nearest(str(kind), KINDS)}"
+        raise ConfigError(f"{source}: kind {problem}; expected one of {', '.join(KINDS)}")
     table: RewardTable = check(_REWARD, tree, source, KINDS[kind], KINDS)
     return table
 

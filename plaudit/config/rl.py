@@ -51,9 +51,9 @@ class RlDataTable(AskingTable):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("world", "path", "gym") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give one of data.world, data.path and data.gym; found {given or 'none'}")
+        sources = [name for name in ("world", "path", "gym") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            raise ValueError(f"give one of data.world, data.path and data.gym; found {sources or 'none'}")
         return self
 
 
@@ -139,10 +139,10 @@ def _table(keys: Mapping[str, Any], source: str) -> RewardTable | Mapping[str, A
     kind = "rule" if "rule" in keys else "judge" if "template" in keys else keys.get("kind")
     if kind in ("rule", "judge"):
         return parse_reward({"kind": kind, **keys}, source)
-    known = {*OutcomeTable.model_fields, *ProcessTable.model_fields}
+    allowed = {*OutcomeTable.model_fields, *ProcessTable.model_fields}
     for key in keys:
-        if key not in known:
-            raise ConfigError(f"unknown key {key!r}; {nearest(key, {*known, *RlRewardTable.model_fields})}")
+        if key not in allowed:
+            raise ConfigError(f"unknown key {key!r}; {nearest(key, {*allowed, *RlRewardTable.model_fields})}")
     if "path" not in keys:
         raise ConfigError(f"{source} has neither path, rule nor template; kinds of reward are {', '.join(KINDS)}")
     return dict(keys)
@@ -168,15 +168,15 @@ class CriticTable(Table):
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        given = [name for name in ("path", "url") if getattr(self, name) is not None] + ["shared"] * self.shared
-        if len(given) > 1:
-            raise ValueError(f"a critic has one home; found {' and '.join(given)}")
+        homes = [name for name in ("path", "url") if getattr(self, name) is not None] + ["shared"] * self.shared
+        if len(homes) > 1:
+            raise ValueError(f"a critic has one home; found {' and '.join(homes)}")
         if self.url is not None:
             # Not whether they were given: a resolved recipe gives them all.
             for name in ("lr", "clip_norm", "coef"):
-                if (found := getattr(self, name)) != CriticTable.model_fields[name].default:
+                if (value := getattr(self, name)) != CriticTable.model_fields[name].default:
                     raise ValueError(
-                        f"{name} = {found:g} is for a critic of this run, and url names a server: say it there"
+                        f"{name} = {value:g} is for a critic of this run, and url names a server: say it there"
                     )
         return self
 
@@ -228,16 +228,16 @@ class RlRecipe(BaseRecipe):
 
     @model_validator(mode="before")
     @classmethod
-    def _correct_staleness(cls, given: Any) -> Any:
+    def _correct_staleness(cls, recipe: Any) -> Any:
         """Stale samples are corrected for, unless the recipe says otherwise: without it learning breaks down sooner or
         later (docs/log/stale-samples.md)."""
-        placement, algorithm = given.get("placement"), given.get("algorithm")
+        placement, algorithm = recipe.get("placement"), recipe.get("algorithm")
         if not isinstance(placement, Mapping) or not isinstance(algorithm, Mapping):
-            return given
+            return recipe
         stale = placement.get("name") == "async" and placement.get("staleness", STALENESS) != 0
         if not stale or "correction" in algorithm:
-            return given
-        return {**given, "algorithm": {**algorithm, "correction": {"mode": "truncate"}}}
+            return recipe
+        return {**recipe, "algorithm": {**algorithm, "correction": {"mode": "truncate"}}}
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:
@@ -391,13 +391,13 @@ class RlRecipe(BaseRecipe):
                 f'(placement.name = "hybrid"), and on Ray each process has its own: leave it out, or set name = '
                 '"disaggregated"'
             )
-        for key, given in (
+        for key, gpus in (
             ("cores", resources.cores), ("rollout.cores", resources.rollout.cores),
             ("rollout.devices", resources.rollout.devices),
         ):  # fmt: skip
-            if given is not None:
+            if gpus is not None:
                 raise ValueError(
-                    f'resources.{key} = {list(given)} is of this machine, and resources.ray = "{resources.ray}" gives '
+                    f'resources.{key} = {list(gpus)} is of this machine, and resources.ray = "{resources.ray}" gives '
                     "each process its own: leave one of them out"
                 )
 

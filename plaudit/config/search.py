@@ -38,11 +38,11 @@ class QuestionsTable(AskingTable):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("world", "gym", "path") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f'give one of data.world (such as "sums-hard"), data.gym and data.path; found {given}')
+        sources = [name for name in ("world", "gym", "path") if getattr(self, name) is not None]
+        if len(sources) != 1:
+            raise ValueError(f'give one of data.world (such as "sums-hard"), data.gym and data.path; found {sources}')
         if self.path is None and self.limit is None:
-            raise ValueError(f"a {given[0]} has no end: say how many questions with data.limit or --questions")
+            raise ValueError(f"a {sources[0]} has no end: say how many questions with data.limit or --questions")
         return self
 
 

@@ -29,8 +29,8 @@ def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = sorted(str(found) for found in path.parent.glob("*.toml"))
-        raise ConfigError(f"no {what} at {path}; {nearest(str(path), known)}") from None
+        candidates = sorted(str(file) for file in path.parent.glob("*.toml"))
+        raise ConfigError(f"no {what} at {path}; {nearest(str(path), candidates)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
@@ -83,8 +83,8 @@ def _explain(error: ErrorDetails, root: type[BaseModel], tags: Collection[str]) 
         return f"{key} = {error['input']!r}: expected a table"
     if tagless:
         by = _discriminator(error)
-        known = str(error.get("ctx", {}).get("expected_tags", "")) or "one of the known names"
-        return f"{key}.{by} = {error['input'].get(by)!r}: expected {known.replace(', ', ' or ')}"
+        expected = str(error.get("ctx", {}).get("expected_tags", "")) or "one of the known names"
+        return f"{key}.{by} = {error['input'].get(by)!r}: expected {expected.replace(', ', ' or ')}"
     if error["type"] == "value_error":
         message = error["msg"].removeprefix("Value error, ")
         return f"[{key}] {message}" if key else message
@@ -93,15 +93,15 @@ def _explain(error: ErrorDetails, root: type[BaseModel], tags: Collection[str]) 
 
 def _discriminator(error: ErrorDetails) -> str:
     """The key that tells the tables of a union apart; where a function does, its name ends with the key's."""
-    found = str(error.get("ctx", {}).get("discriminator", "name")).strip("'()")
-    return found.rpartition("_by_")[2]
+    discriminator = str(error.get("ctx", {}).get("discriminator", "name")).strip("'()")
+    return discriminator.rpartition("_by_")[2]
 
 
 def _keys_beside(root: type[BaseModel], location: list[str]) -> Iterator[str]:
     tables: list[type[BaseModel]] = [root]
     for part in location[:-1]:
         fields = [table.model_fields[part].annotation for table in tables if part in table.model_fields]
-        tables = [found for annotation in fields for found in _tables_in(annotation)]
+        tables = [nested for annotation in fields for nested in _tables_in(annotation)]
     for table in tables:
         yield from table.model_fields
 

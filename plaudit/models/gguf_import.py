@@ -43,8 +43,8 @@ def import_gguf(gguf_path: str | Path, directory: str | Path, dtype: str = "floa
 
 
 def _fill(module: Any, source: Path, dtype: torch.dtype) -> None:
-    found = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=module, torch_dtype=dtype)
-    tensors = {name: tensor.to(dtype) for name, tensor in found["tensors"].items()}
+    checkpoint = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=module, torch_dtype=dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in checkpoint["tensors"].items()}
     report = module.load_state_dict(tensors, strict=False)
     lost = [*(set(report.missing_keys) - module.all_tied_weights_keys.keys()), *report.unexpected_keys]
     if lost:

@@ -35,11 +35,11 @@ class Gpus:
 @lru_cache(maxsize=1)
 def gpus_here() -> Gpus:
     cuda = torch.cuda
-    found = tuple(
+    devices = tuple(
         Gpu(cuda.get_device_name(index), cuda.get_device_capability(index))
         for index in range(cuda.device_count() if cuda.is_available() else 0)
     )
-    return Gpus(found, tuple(cuda.get_arch_list()), torch.version.cuda)
+    return Gpus(devices, tuple(cuda.get_arch_list()), torch.version.cuda)
 
 
 def check_device(device: str, gpus: Gpus | None = None) -> None:
@@ -73,9 +73,9 @@ def memory_ran_out(error: BaseException) -> str | None:
     """What to tell the user, if this is torch's error of a GPU that is full."""
     if not isinstance(error, torch.OutOfMemoryError):
         return None
-    said = str(error).removeprefix("CUDA out of memory. ").split(" GPU ")[0]
+    why = str(error).removeprefix("CUDA out of memory. ").split(" GPU ")[0]
     return (
-        f"the GPU's memory ran out ({said}): lower train.micro_batch_tokens, engine.kv_bytes or prm.kv_bytes, or in RL "
+        f"the GPU's memory ran out ({why}): lower train.micro_batch_tokens, engine.kv_bytes or prm.kv_bytes, or in RL "
         f'set placement.name = "swapped"; the smallest recipe, which needs no GPU, is {SMALLEST}'
     )
 

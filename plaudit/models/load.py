@@ -134,15 +134,15 @@ def examine(directory: Path, dtype: str, device: str) -> Examined:
     refuse_code(directory)
     refuse_adapter(directory)
     stored = weights.read_directory(directory)
-    found = kind_of(directory)
+    kind = kind_of(directory)
     config = _read_config(directory)
     ours = OURS.get(_architecture(directory), (None, None))[1]
     if ours is not None:
         config.num_labels = ours.labels  # their config leaves it out
-    module = _check_weights(directory, found, config, stored, ours)
+    module = _check_weights(directory, kind, config, stored, ours)
     tokenizer = load_tokenizer(directory)
     _check_vocabulary(directory, tokenizer, config)
-    return Examined(module, stored, tokenizer, config, found)
+    return Examined(module, stored, tokenizer, config, kind)
 
 
 def _load(
@@ -150,20 +150,22 @@ def _load(
     seed: int = 0,
 ) -> Loaded:  # fmt: skip
     seen = examine(directory, dtype, device)
-    config, tokenizer, found = seen.config, seen.tokenizer, seen.kind
-    if found != kind and not (fresh_head and kind != "policy"):
-        raise ModelError(_wrong_kind(directory, found, kind))
+    config, tokenizer, stored_kind = seen.config, seen.tokenizer, seen.kind
+    if stored_kind != kind and not (fresh_head and kind != "policy"):
+        raise ModelError(_wrong_kind(directory, stored_kind, kind))
     if kind in LABELS:
-        _choose_labels(directory, config, found == kind, LABELS[kind] if found != kind and labels is None else labels)
+        _choose_labels(
+            directory, config, stored_kind == kind, LABELS[kind] if stored_kind != kind and labels is None else labels
+        )
     ours = OURS.get(_architecture(directory), (None, None))[1]
-    model_class = ours if ours is not None and found == kind else AUTO[kind]
-    module = _build(directory, kind, model_class, config, dtype, new_head=found != kind, seed=seed)
+    model_class = ours if ours is not None and stored_kind == kind else AUTO[kind]
+    module = _build(directory, kind, model_class, config, dtype, new_head=stored_kind != kind, seed=seed)
     set_pad(module, tokenizer.pad_token_id)
     return Loaded(_to_device(module.eval(), device), tokenizer, directory, kind)
 
 
-def _wrong_kind(directory: Path, found: Kind, kind: Kind) -> str:
-    holds = f"{directory} holds a {found} model, expected a {kind} model"
+def _wrong_kind(directory: Path, stored_kind: Kind, kind: Kind) -> str:
+    holds = f"{directory} holds a {stored_kind} model, expected a {kind} model"
     if kind == "policy":
         return f"{holds}; give the directory of a causal language model"
     return f"{holds}; train one from it (`plaudit train`), or pass fresh_head=True to start from an untrained head"
@@ -186,16 +188,16 @@ def _read_config(directory: Path) -> Any:
 
 
 def _check_weights(
-    directory: Path, found: Kind, config: Any, stored: dict[str, weights.Stored], ours: Any
+    directory: Path, kind: Kind, config: Any, stored: dict[str, weights.Stored], ours: Any
 ) -> nn.Module:  # fmt: skip
     """The module that the weights are for, on the meta device."""
     try:
         with quiet(), seeded(0), torch.device("meta"):
-            bare: Any = AUTO[found].from_config(config, trust_remote_code=False) if ours is None else ours(config)
+            bare: Any = AUTO[kind].from_config(config, trust_remote_code=False) if ours is None else ours(config)
     except Exception as error:
-        raise ModelError(f"{directory}: transformers cannot build a {found} model of it: {one_line(error)}") from error
+        raise ModelError(f"{directory}: transformers cannot build a {kind} model of it: {one_line(error)}") from error
     weights.check_names(bare, stored, directory)
-    if found == "value":
+    if kind == "value":
         check_head(directory, config.hidden_size)
     module: nn.Module = bare
     return module

@@ -69,9 +69,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str, control: bool = False)
 
 def bos_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """What the tokenizer itself puts before a text: its begin token, or nothing."""
-    found = tokenizer("a", return_special_tokens_mask=True)
-    ids: list[int] = found["input_ids"]
-    return ids[: found["special_tokens_mask"].index(0)]
+    encoding = tokenizer("a", return_special_tokens_mask=True)
+    ids: list[int] = encoding["input_ids"]
+    return ids[: encoding["special_tokens_mask"].index(0)]
 
 
 def refuse_surrogates(text: str) -> None:
@@ -155,10 +155,10 @@ _LOCK = threading.Lock()
 def codec_of(tokenizer: PreTrainedTokenizerFast) -> Codec:
     with _LOCK:
         size = len(tokenizer)
-        known = _CODECS.get(tokenizer)
-        if known is None or known[0] != size:
-            known = _CODECS[tokenizer] = (size, _new_codec(tokenizer))
-        return known[1]
+        cached = _CODECS.get(tokenizer)
+        if cached is None or cached[0] != size:
+            cached = _CODECS[tokenizer] = (size, _new_codec(tokenizer))
+        return cached[1]
 
 
 def _new_codec(tokenizer: PreTrainedTokenizerFast) -> Codec:

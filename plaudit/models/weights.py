@@ -44,9 +44,9 @@ def read_directory(directory: Path) -> dict[str, Stored]:
         return read_header(directory / SINGLE)
     if (directory / INDEX).is_file():
         return _read_shards(directory)
-    if found := pickles(directory):
+    if pickled := pickles(directory):
         raise UnsafeModel(
-            f"{directory} holds only pickled weights ({', '.join(found[:3])}), which can run code; "
+            f"{directory} holds only pickled weights ({', '.join(pickled[:3])}), which can run code; "
             "convert them to safetensors elsewhere and load that"
         )
     raise ModelError(f"no weights in {directory}: looked for {SINGLE} and {INDEX}")
@@ -117,12 +117,12 @@ def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, 
 
 def _siblings(name: str, converters: Iterable[Any], expected: Mapping[str, Any]) -> set[str]:
     """A converter with several targets is named by its first: the others come from the same tensor."""
-    found: set[str] = set()
+    siblings: set[str] = set()
     for converter in converters:
         first, *others = converter.target_patterns
         if first in name:
-            found |= {name.replace(first, other, 1) for other in others} & expected.keys()
-    return found
+            siblings |= {name.replace(first, other, 1) for other in others} & expected.keys()
+    return siblings
 
 
 def _read_shards(directory: Path) -> dict[str, Stored]:

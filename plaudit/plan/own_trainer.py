@@ -19,8 +19,8 @@ RESPONSE_SECONDS = 0.15e-3
 
 def own_constants(constants: Constants) -> Constants:
     """Those of our trainer, where they are known and nothing else is said: others' do more for each response."""
-    said = constants.response_seconds != Constants().response_seconds
-    return constants if said else replace(constants, response_seconds=RESPONSE_SECONDS)
+    overridden = constants.response_seconds != Constants().response_seconds
+    return constants if overridden else replace(constants, response_seconds=RESPONSE_SECONDS)
 
 
 def unsupported(workload: Workload) -> Mapping[str, str]:

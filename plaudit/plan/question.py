@@ -15,7 +15,7 @@ from plaudit.plan.cost.parts import OWN_ENGINE_SHARE
 from plaudit.plan.cost.plans import PLACEMENTS, SHARED
 from plaudit.plan.cost.prediction import Prediction
 from plaudit.plan.own_trainer import CHANNEL, CHANNELS, own_constants, unsupported
-from plaudit.plan.search import Found, Progress, Search, smallest_that_fits, some_plan_fits
+from plaudit.plan.search import Progress, Search, SearchResult, smallest_that_fits, some_plan_fits
 from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import Cluster, Overrides, Price, accelerator, catalogue, cluster
 from plaudit.plan.shape.layouts import GenerationLayout
@@ -36,18 +36,18 @@ class Question:
     price: str = "mid"
 
     def answer(self, progress: Progress | None = None) -> Outcome:
-        found, own = {}, {}
+        results, own = {}, {}
         for place in self.clusters:
             own[place.name] = self._search(place, progress, ours=True)
-            found[place.name] = _merged(own[place.name], self._search(place, progress, ours=False))
+            results[place.name] = _merged(own[place.name], self._search(place, progress, ours=False))
         cure = ""
-        if not any(p.runnable for of in found.values() for p in of.plans):
-            if not any(of.plans for of in found.values()):
-                raise ConfigError(self._nothing_fits(found))
+        if not any(p.runnable for of in results.values() for p in of.plans):
+            if not any(of.plans for of in results.values()):
+                raise ConfigError(self._nothing_fits(results))
             cure = self._cure(own)
-        return Outcome(self, found, cure)
+        return Outcome(self, results, cure)
 
-    def _search(self, place: Cluster, progress: Progress | None, ours: bool) -> Found:
+    def _search(self, place: Cluster, progress: Progress | None, ours: bool) -> SearchResult:
         """Plans that our trainer runs, by its own figures; or those of any software."""
         return Search(
             replace(self.workload, plain=ours), place, own_constants(self.constants) if ours else self.constants,
@@ -55,13 +55,13 @@ class Question:
             generation_cluster=self.generation_cluster, progress=progress, ours=ours,
         ).run()  # fmt: skip
 
-    def _nothing_fits(self, found: Mapping[str, Found]) -> str:
+    def _nothing_fits(self, results: Mapping[str, SearchResult]) -> str:
         """One line: what comes nearest, and the smallest change that fits."""
         place = self.clusters[0]
-        told = f"{self.workload.model.name} fits on {place.name} in no plan{_nearest(found)}"
-        return f"{told}; smallest change that fits: {self._smallest_change(ours=False)}"
+        problem = f"{self.workload.model.name} fits on {place.name} in no plan{_nearest(results)}"
+        return f"{problem}; smallest change that fits: {self._smallest_change(ours=False)}"
 
-    def _cure(self, own: Mapping[str, Found]) -> str:
+    def _cure(self, own: Mapping[str, SearchResult]) -> str:
         """Where plans fit and our trainer runs none: why, and the smallest change that it runs."""
         if lacks := unsupported(self.workload):
             return "; ".join(f"it has no {name}: {cure}" for name, cure in lacks.items())
@@ -95,17 +95,17 @@ class Question:
         return self._engine(place).weight_bytes() < OWN_ENGINE_SHARE * place.accelerator.memory
 
 
-def _merged(own: Found, others: Found) -> Found:
+def _merged(own: SearchResult, others: SearchResult) -> SearchResult:
     """Ours first; of the others those that it lacks something for."""
     fitting = {p.plan.placement for p in own.plans}
-    return Found(
+    return SearchResult(
         (*own.plans, *(p for p in others.plans if not p.runnable)),
         tuple(r for r in others.rejected if r.placement not in fitting), own.tried + others.tried,
     )  # fmt: skip
 
 
-def _nearest(found: Mapping[str, Found]) -> str:
-    near = min((r for of in found.values() for r in of.rejected), key=lambda r: r.factor, default=None)
+def _nearest(results: Mapping[str, SearchResult]) -> str:
+    near = min((r for of in results.values() for r in of.rejected), key=lambda r: r.factor, default=None)
     return f"; nearest: {near.placement}, {near.reason}" if near else ""
 
 
@@ -130,7 +130,7 @@ def _roomier(
 @dataclass(frozen=True, slots=True)
 class Outcome:
     question: Question
-    found: dict[str, Found]
+    results: dict[str, SearchResult]
     """By cluster."""
     cure: str = ""
     """Where Plaudit's trainer runs none of the plans: why, and what would change that."""
@@ -146,7 +146,7 @@ class Outcome:
         return self._ranked(False)
 
     def _ranked(self, runnable: bool) -> list[Prediction]:
-        plans = (p for found in self.found.values() for p in found.plans if p.runnable is runnable)
+        plans = (p for result in self.results.values() for p in result.plans if p.runnable is runnable)
         return sorted(plans, key=lambda p: p.step.value)
 
     def kinds_of_others(self) -> list[tuple[Prediction, int]]:
@@ -172,16 +172,16 @@ class Outcome:
         if not runnable:
             return f"Plaudit's own trainer runs none of these plans; {self.cure}"
         best = runnable[0]
-        told = f"Plaudit's trainer takes {best.step.value:.3g} s a step on {best.plan.hardware}: {best.plan}"
+        line = f"Plaudit's trainer takes {best.step.value:.3g} s a step on {best.plan.hardware}: {best.plan}"
         if others and others[0].step.value < best.step.value:
             gain = best.step.value / others[0].step.value
-            told += f". {gain:.2f} times as fast with other software: {others[0].plan.placement}, "
-            told += f"for which ours lacks {', '.join(others[0].missing)}"
-        return told
+            line += f". {gain:.2f} times as fast with other software: {others[0].plan.placement}, "
+            line += f"for which ours lacks {', '.join(others[0].missing)}"
+        return line
 
     def best_of_each(self, runnable: bool = False) -> list[Prediction]:
         """The fastest plan of each cluster that has one; `runnable`: by our trainer, else by any software."""
-        plans = ([p for p in found.plans if p.runnable or not runnable] for found in self.found.values())
+        plans = ([p for p in result.plans if p.runnable or not runnable] for result in self.results.values())
         return [min(of, key=lambda p: p.step.value) for of in plans if of]
 
     def frontier(self) -> list[Prediction]:

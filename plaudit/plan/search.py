@@ -46,7 +46,7 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     plans: tuple[Prediction, ...]
     """That fit, the fastest first."""
     rejected: tuple[Rejection, ...]
@@ -120,24 +120,24 @@ class Search:
         self._nearest: dict[str, Rejection] = {}
         self._sides: dict[tuple[str, int], list[TrainingLayout]] = {}
 
-    def run(self) -> Found:
-        found: list[Prediction] = []
+    def run(self) -> SearchResult:
+        predictions: list[Prediction] = []
         for done, placement in enumerate(self.placements):
             if self.progress:
                 self.progress(done, len(self.placements))
             if placement in ("colocated", "hybrid"):
-                found += self._paired(placement)
+                predictions += self._paired(placement)
             elif placement == "swapped":
-                found += self._joined(placement, self.cluster, self.cluster)
+                predictions += self._joined(placement, self.cluster, self.cluster)
             else:
                 for engines, trainers in self._splits():
-                    found += self._joined(placement, engines, trainers)
+                    predictions += self._joined(placement, engines, trainers)
         if self.progress:
             self.progress(len(self.placements), len(self.placements))
-        best = sorted(found, key=lambda prediction: prediction.step.value)
+        best = sorted(predictions, key=lambda prediction: prediction.step.value)
         fitting = {prediction.plan.placement for prediction in best}
         rejected = [self._nearest[p] for p in self.placements if p not in fitting and p in self._nearest]
-        return Found(tuple(best), tuple(rejected), self.tried)
+        return SearchResult(tuple(best), tuple(rejected), self.tried)
 
     def _splits(self) -> Iterator[tuple[Cluster, Cluster]]:
         if self.generation_cluster is not None:
@@ -156,9 +156,9 @@ class Search:
 
     def _predict(self, plan: Plan, simulate: bool = False) -> Prediction | None:
         # The asked channel is for weights that travel; on shared devices they change hands.
-        asked = self.channel if not plan.shared or self.channel in ("shared", "ipc", "host") else None
+        channel = self.channel if not plan.shared or self.channel in ("shared", "ipc", "host") else None
         own = CHANNEL if self.ours and not plan.shared else None
-        plan = replace(plan, channel=asked or own or default_channel(plan, self.workload))
+        plan = replace(plan, channel=channel or own or default_channel(plan, self.workload))
         if self.ours and missing(self.workload, plan):
             return None
         self.tried += 1
@@ -167,7 +167,7 @@ class Search:
         except ConfigError:
             return None
         # Memory is known before anything is simulated.
-        if shortages := Parts(self.workload, plan, self.constants).room().shortages:
+        if shortages := Parts(self.workload, plan, self.constants).capacity().shortages:
             self._reject(plan.placement, plan, max(shortages, key=lambda shortage: shortage.factor))
             return None
         return predict_plan(self.workload, plan, self.constants, simulate=simulate)
@@ -185,9 +185,9 @@ class Search:
             return self._sides[kind, trainers.devices]
         timed = []
         for layout in self._trainings(trainers):
-            found = self._thrifty_training(kind, trainers, layout)
-            if found is not None:
-                timed.append(found)
+            timed_layout = self._thrifty_training(kind, trainers, layout)
+            if timed_layout is not None:
+                timed.append(timed_layout)
         timed.sort(key=lambda pair: pair[0])
         self._sides[kind, trainers.devices] = [layout for _, layout in timed]
         return self._sides[kind, trainers.devices]
@@ -227,8 +227,8 @@ class Search:
         return None
 
     def _reject(self, placement: str, plan: Plan, worst: Shortage) -> None:
-        known = self._nearest.get(placement)
-        if known is None or worst.factor < known.factor:
+        nearest = self._nearest.get(placement)
+        if nearest is None or worst.factor < nearest.factor:
             self._nearest[placement] = Rejection(placement, plan, str(worst), worst.factor)
 
     def _joined(self, placement: str, engines: Cluster, trainers: Cluster) -> list[Prediction]:
@@ -236,12 +236,12 @@ class Search:
         trained = self._trained(placement, trainers)
         if not trained:
             return []
-        found = []
+        predictions = []
         stale = self.staleness if placement == "async" else 0
         for generation in self._generations(engines):
             plan = Plan(placement, trainers, engines, generation, trained[0], "", stale)
-            found.append(self._predict(plan))
-        best = sorted(filter(None, found), key=lambda p: p.step.value)[:2]
+            predictions.append(self._predict(plan))
+        best = sorted(filter(None, predictions), key=lambda p: p.step.value)[:2]
         if best and len(trained) > 1:
             best += filter(None, [self._predict(replace(best[0].plan, training=trained[1]))])
         if placement == "async":
@@ -251,16 +251,22 @@ class Search:
     def _paired(self, placement: str) -> list[Prediction]:
         """Both sides on a device at once: what training keeps there is missing from the cache."""
         trained = self._trained(placement, self.cluster)
-        held = {cut: Parts(self.workload, Plan("hybrid", self.cluster, self.cluster, GenerationLayout(), cut, "ipc"),
-                           self.constants).training_memory(0.0).value for cut in trained}  # fmt: skip
+        memory_by_cut = {}
+        for cut in trained:
+            plan = Plan("hybrid", self.cluster, self.cluster, GenerationLayout(), cut, "ipc")
+            memory_by_cut[cut] = Parts(self.workload, plan, self.constants).training_memory(0.0).value
         # The leanest cuts leave the most room for the cache, the fastest cost the least: some of both.
-        lean = sorted(trained, key=lambda cut: held[cut])[:PAIRED]
+        lean = sorted(trained, key=lambda cut: memory_by_cut[cut])[:PAIRED]
         cuts = dict.fromkeys([*trained[:PAIRED], *lean])
-        found = [p for cut in cuts for generation in self._generations(self.cluster)
-                 for p in self._with_room(placement, cut, generation)]  # fmt: skip
-        return sorted(found, key=lambda p: p.step.value)[:3]
+        predictions = [
+            prediction
+            for cut in cuts
+            for generation in self._generations(self.cluster)
+            for prediction in self._beside_engine(placement, cut, generation)
+        ]
+        return sorted(predictions, key=lambda p: p.step.value)[:3]
 
-    def _with_room(self, placement: str, cut: TrainingLayout, generation: GenerationLayout) -> Iterator[Prediction]:
+    def _beside_engine(self, placement: str, cut: TrainingLayout, generation: GenerationLayout) -> Iterator[Prediction]:
         """The cut with this engine beside it, and thriftier ones while they gain from a larger cache:
         training may fit alone and leave the engine no room."""
         levels = [(cut.recompute, cut.park, cut.offload_optimizer)]
@@ -269,12 +275,12 @@ class Search:
         before = float("inf")
         for recompute, park, offload in levels:
             training = replace(cut, recompute=recompute, park=park, offload_optimizer=offload)
-            found = self._predict(Plan(placement, self.cluster, self.cluster, generation, training, ""))
-            if found is not None:
-                yield found
-                if found.waves <= 1 or found.step.value > before:
+            prediction = self._predict(Plan(placement, self.cluster, self.cluster, generation, training, ""))
+            if prediction is not None:
+                yield prediction
+                if prediction.waves <= 1 or prediction.step.value > before:
                     return
-                before = found.step.value
+                before = prediction.step.value
 
 
 def smallest_that_fits(

@@ -29,18 +29,18 @@ RULES: tuple[Rule, ...] = (
 
 def diagnose(run: History) -> list[Finding]:
     """All findings, the worst first."""
-    found = [finding for rule in RULES if (finding := rule(run))]
-    return sorted(found, key=lambda finding: WORST_FIRST.index(finding.severity))
+    findings = [finding for rule in RULES if (finding := rule(run))]
+    return sorted(findings, key=lambda finding: WORST_FIRST.index(finding.severity))
 
 
 def verdict(run: History, findings: Sequence[Finding], held_out: bool = True) -> tuple[Severity, str]:
     """The run in one line: how it stands, and what it learned; without held-out answers where a headline tells them."""
-    told = _progress(run, held_out)
+    progress = _progress(run, held_out)
     bad = [finding for finding in findings if finding.severity == "bad"]
     watch = [finding for finding in findings if finding.severity == "watch"]
     if bad:
         more = f", and {count(len(bad) - 1, 'more problem')}" if len(bad) > 1 else ""
-        return "bad", f"Not well: {bad[0].rule}{more}. {told}"
+        return "bad", f"Not well: {bad[0].rule}{more}. {progress}"
     if watch:
         things = f"{count(len(watch), 'thing')} to watch: {watch[0].rule}"
         if run.finished:
@@ -48,10 +48,10 @@ def verdict(run: History, findings: Sequence[Finding], held_out: bool = True) ->
         elif run.planned_steps:
             # Whether its process still works is not in the log: the step it came to is.
             things = f"At step {run.steps} of {run.planned_steps}, with {things}"
-        return "watch", f"{things}. {told}"
+        return "watch", f"{things}. {progress}"
     if not findings:
-        return "watch", f"Too little was logged to judge this run. {told}"
-    return "fine", f"Healthy. {told}"
+        return "watch", f"Too little was logged to judge this run. {progress}"
+    return "fine", f"Healthy. {progress}"
 
 
 def _progress(run: History, held_out: bool) -> str:
@@ -59,13 +59,13 @@ def _progress(run: History, held_out: bool) -> str:
     if run.reinforced:
         if score := run.curve("reward/mean"):
             parts.append(f"reward {number(score.early())} → {number(score.late())}")
-        held = run.held_out().get("accuracy")
-        if held and len(held.finite) > 1:
+        accuracy = run.held_out().get("accuracy")
+        if accuracy and len(accuracy.finite) > 1:
             if held_out:
-                parts.append(f"held-out answers right {percent(held.finite[0])} → {percent(held.finite[-1])}")
+                parts.append(f"held-out answers right {percent(accuracy.finite[0])} → {percent(accuracy.finite[-1])}")
         elif truth := run.truth:
             parts.append(f"answers right {percent(truth.early())} → {percent(truth.late())}")
     elif loss := run.curve("loss"):
         parts.append(f"loss {number(loss.early())} → {number(loss.late())}")
-    told = ", ".join(parts) or "nothing measured"
-    return f"{told[0].upper()}{told[1:]} over {count(run.steps, 'step')}."
+    line = ", ".join(parts) or "nothing measured"
+    return f"{line[0].upper()}{line[1:]} over {count(run.steps, 'step')}."

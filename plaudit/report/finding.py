@@ -33,12 +33,12 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def size(held: float) -> str:
+def size(amount: float) -> str:
     """Of memory: three digits and a unit."""
     unit = 0
-    while held >= 1000 and unit < 4:
-        held, unit = held / 1024, unit + 1
-    return f"{held:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+    while amount >= 1000 and unit < 4:
+        amount, unit = amount / 1024, unit + 1
+    return f"{amount:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def count(many: int, noun: str) -> str:

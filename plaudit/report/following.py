@@ -83,14 +83,14 @@ def _complete_lines(path: Path, place: int) -> list[tuple[int, Event]]:
     A line that is not whole is left for the next time, and nothing of it is kept: when its writer was killed, the next
     one cuts it off and writes over it.
     """
-    found = []
+    events = []
     with path.open("rb") as file:
         file.seek(place)
         for line in file:
             if line.endswith(b"\n"):
                 place += len(line)
-                found.append((place, json.loads(line)))
-    return found
+                events.append((place, json.loads(line)))
+    return events
 
 
 def _runs(process: int) -> bool:

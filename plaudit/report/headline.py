@@ -58,14 +58,14 @@ def method(run: History) -> str:
 def headline(run: History) -> Headline | None:
     words: tuple[str, ...]
     figures = {name: curve for name, curve in run.held_out().items() if curve.finite}
-    for name, (counted, said) in _SHARES.items():
+    for name, (counted, verb) in _SHARES.items():
         if curve := figures.get(name):
             after, now = _after(run, curve), percent(curve.finite[-1])
             if _began_at_0(curve):
                 before = percent(curve.finite[0])
-                words = ("Before training ", before, f" of {counted} were {said}; {after} ", now, " are.")
+                words = ("Before training ", before, f" of {counted} were {verb}; {after} ", now, " are.")
             else:
-                words = (f"{_capital(after)} ", now, f" of {counted} are {said}.")
+                words = (f"{_capital(after)} ", now, f" of {counted} are {verb}.")
             return Headline(words, HELD_OUT + name)
     for name, called in _NUMBERS.items():
         if curve := figures.get(name):

@@ -91,11 +91,11 @@ class History:
             if name.startswith("time/") and name != "time/step"
         }
         if whole := self.curves.get("time/step"):
-            known: dict[int, float] = {}
+            timed: dict[int, float] = {}
             for points in phases.values():
                 for step, seconds in points:
-                    known[step] = known.get(step, 0.0) + seconds
-            rest = [(s, max(0.0, v - known.get(s, 0.0))) for s, v in zip(whole.steps, whole.values, strict=True)]
+                    timed[step] = timed.get(step, 0.0) + seconds
+            rest = [(s, max(0.0, v - timed.get(s, 0.0))) for s, v in zip(whole.steps, whole.values, strict=True)]
             phases[_REST] = [(step, seconds) for step, seconds in rest if math.isfinite(seconds)]
         lasted = {name: points for name, points in phases.items() if any(seconds > 0 for _, seconds in points)}
         return dict(sorted(lasted.items(), key=lambda item: -sum(seconds for _, seconds in item[1])))

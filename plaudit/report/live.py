@@ -84,8 +84,8 @@ class LiveView:
 
     def figures(self, step: int, figures: Metrics) -> None:
         self._held_out = (step, {name: float(value) for name, value in figures.items()})
-        told = "  ".join(f"{name} {value:.3f}" for name, value in self._held_out[1].items())
-        self._print(f"{self.title} step {step}: {told}")
+        line = "  ".join(f"{name} {value:.3f}" for name, value in self._held_out[1].items())
+        self._print(f"{self.title} step {step}: {line}")
 
     def warn(self, message: str) -> None:
         self.console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
@@ -116,27 +116,27 @@ class LiveView:
                 table.add_row(Text(called, "dim"), Text(how(points[-1][1])), Text(drawn, "cyan"))
         if self._held_out:
             step, figures = self._held_out
-            told = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-            table.add_row(Text("held-out", "dim"), Text(f"step {step}"), Text(told))
+            line = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+            table.add_row(Text("held-out", "dim"), Text(f"step {step}"), Text(line))
         parts: list[Table | Text] = [table]
         if phases := self._phases():
             parts += [Text(), *phases]
         if self._total:
             done = min(_BAR, _BAR * self._done // self._total)
             parts += [Text(), Text.assemble(("━" * done, "green"), ("━" * (_BAR - done), "bright_black"))]
-        told = f"step {self._done}" + (f" of {self._total}" if self._total else "")
-        parts.append(Text("  ".join([told, *self._pace()]), "dim"))
+        line = f"step {self._done}" + (f" of {self._total}" if self._total else "")
+        parts.append(Text("  ".join([line, *self._pace()]), "dim"))
         return Panel(Group(*parts), title=Text(self.title), title_align="left", border_style="dim", expand=False)
 
     def _pace(self) -> list[str]:
-        told = []
+        parts = []
         if (rate := self._latest.get("perf/samples_per_second")) is not None:
-            told.append(f"{number(rate)} samples/s")
+            parts.append(f"{number(rate)} samples/s")
         (first, begin), (last, end) = self._ticks[0], self._ticks[-1]
         if self._total > self._done and last > first and end > begin:
             left = round((self._total - self._done) * (end - begin) / (last - first))
-            told.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
-        return told
+            parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
+        return parts
 
     def _phases(self) -> list[Text]:
         """Where the time of the last steps went: a bar of its phases, and their names."""

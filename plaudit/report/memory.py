@@ -38,7 +38,7 @@ _LESS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PhaseMemory:
     """One phase of one step: bytes by owner at its start, at its fullest and at its end."""
 
     phase: str
@@ -60,48 +60,48 @@ class Timeline:
     """The memory of one device, or of one process on the host."""
 
     name: str
-    phases: Sequence[Held]
+    phases: Sequence[PhaseMemory]
     planned: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Bytes by phase and owner that the run expected when it began."""
 
     @property
     def owners(self) -> list[str]:
-        found = {name for held in self.phases for name in held.fullest}
-        return [*(name for name in ORDER if name in found), *sorted(found - set(ORDER))]
+        owners = {name for usage in self.phases for name in usage.fullest}
+        return [*(name for name in ORDER if name in owners), *sorted(owners - set(ORDER))]
 
     @property
-    def peak(self) -> Held:
-        return max(self.phases, key=lambda held: held.total)
+    def peak(self) -> PhaseMemory:
+        return max(self.phases, key=lambda usage: usage.total)
 
-    def cycle(self) -> list[Held]:
+    def cycle(self) -> list[PhaseMemory]:
         """The phases of the step that has the peak, from its generation to the next; without evaluations and saves."""
         peak = self.peak
-        of_step = [held for held in self.phases if held.step == peak.step]
-        names: dict[str, Held] = {}
-        for held in of_step:
-            if held is peak or held.phase not in _OUTSIDE:
-                names.setdefault(held.phase, held)
+        of_step = [usage for usage in self.phases if usage.step == peak.step]
+        names: dict[str, PhaseMemory] = {}
+        for usage in of_step:
+            if usage is peak or usage.phase not in _OUTSIDE:
+                names.setdefault(usage.phase, usage)
         return list(names.values())
 
-    def by_phase(self) -> dict[str, Held]:
+    def by_phase(self) -> dict[str, PhaseMemory]:
         """Each phase at its fullest."""
-        found: dict[str, Held] = {}
-        for held in self.phases:
-            if held.phase not in found or held.total > found[held.phase].total:
-                found[held.phase] = held
-        return dict(sorted(found.items(), key=lambda item: item[0] in _OUTSIDE))
+        fullest: dict[str, PhaseMemory] = {}
+        for usage in self.phases:
+            if usage.phase not in fullest or usage.total > fullest[usage.phase].total:
+                fullest[usage.phase] = usage
+        return dict(sorted(fullest.items(), key=lambda item: item[0] in _OUTSIDE))
 
     def bottleneck(self) -> str:
         """Where the peak is, and who makes it."""
         peak = self.peak
         where = f"{peak.phase} of step {peak.step}" if peak.step is not None else peak.phase
         share = f" ({percent(peak.total / peak.capacity)} of {size(peak.capacity)})" if peak.capacity else ""
-        owners = {name: held for name, held in peak.fullest.items() if name not in NOBODY}
+        owners = {name: amount for name, amount in peak.fullest.items() if name not in NOBODY}
         largest = sorted(owners.items(), key=lambda item: -item[1])[:_NAMED]
-        told = ", ".join(f"{name} {size(held)}" for name, held in largest)
+        most = ", ".join(f"{name} {size(amount)}" for name, amount in largest)
         others = [f"{size(peak.fullest[name])} {words}" for name, words in _NOBODY.items() if peak.fullest.get(name)]
         beside = f"; {' and '.join(others)}" if others else ""
-        return f"Memory is fullest in {where}: {size(peak.total)}{share}. Most have {told}{beside}."
+        return f"Memory is fullest in {where}: {size(peak.total)}{share}. Most have {most}{beside}."
 
     def idle(self) -> dict[str, int]:
         """Owners that only wait while the peak lasts."""
@@ -109,8 +109,8 @@ class Timeline:
         if work is None:
             return {}
         return {
-            name: held
-            for name, held in self.peak.fullest.items()
+            name: amount
+            for name, amount in self.peak.fullest.items()
             if name not in (*NOBODY, "activations") and not name.startswith(work)
         }
 
@@ -136,19 +136,21 @@ def timelines(events: Sequence[Event], plans: Sequence[Event] = ()) -> list[Time
     """Of every device and process that logged its memory. The last plan is of the process that learns."""
     expected = plans[-1].get("memory", {}) if plans else {}
     planned = {phase: _counts(owners) for phase, owners in expected.items()}
-    phases: dict[str, list[Held]] = {}
+    phases: dict[str, list[PhaseMemory]] = {}
     for event in events:
         if event["bytes"]:
             role = f"{event['role']} {event['rank']}, " if "role" in event else ""
-            phases.setdefault(f"{role}{event.get('device', '')}".removesuffix(", "), []).append(_held(event, events))
+            phases.setdefault(f"{role}{event.get('device', '')}".removesuffix(", "), []).append(
+                _phase_memory(event, events)
+            )
     learns = [name for name in phases if not name.startswith(tuple(f"{e['role']} " for e in events if "role" in e))]
-    return [Timeline(name, held, planned if name in learns else {}) for name, held in sorted(phases.items())]
+    return [Timeline(name, usages, planned if name in learns else {}) for name, usages in sorted(phases.items())]
 
 
-def _held(event: Event, events: Sequence[Event]) -> Held:
+def _phase_memory(event: Event, events: Sequence[Event]) -> PhaseMemory:
     fullest = _counts(event["bytes"])
-    resting = {name: held for name, held in fullest.items() if name != "activations"}
-    return Held(
+    resting = {name: amount for name, amount in fullest.items() if name != "activations"}
+    return PhaseMemory(
         phase=event["phase"], step=event.get("step"), at=float(event["wall"]) - float(events[0]["wall"]),
         seconds=float(event.get("seconds", 0.0)), start={**resting, **_counts(event.get("start", {}))},
         fullest=fullest, end={**resting, **_counts(event.get("end", {}))}, capacity=event.get("capacity"),

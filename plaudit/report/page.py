@@ -16,7 +16,7 @@ from plaudit.report.diagnosis import diagnose, verdict
 from plaudit.report.figures import FIGURES
 from plaudit.report.headline import headline, kind, method
 from plaudit.report.history import History
-from plaudit.report.memory import Held, Timeline
+from plaudit.report.memory import PhaseMemory, Timeline
 
 # Bounds on what one page carries, so that a long run gives a page a browser opens at once.
 MOST_POINTS, MOST_STRIPES, MOST_MEMORY, MOST_SAMPLE_TOKENS = 1000, 200, 600, 200_000
@@ -61,7 +61,7 @@ def _plain(value: Any) -> Any:
 
 def _run(run: History) -> dict[str, Any]:
     findings = diagnose(run)
-    severity, told = verdict(run, findings, held_out=False)
+    severity, summary = verdict(run, findings, held_out=False)
     first = headline(run)
     return {
         "name": run.name,
@@ -72,7 +72,7 @@ def _run(run: History) -> dict[str, Any]:
         "steps": run.steps,
         "seconds": run.seconds,
         "severity": severity,
-        "verdict": told,
+        "verdict": summary,
         "findings": [asdict(finding) for finding in findings],
         "curves": {name: _points(run, name) for name in run.curves},
         "times": run.time_split(),
@@ -115,23 +115,23 @@ def _memory(line: Timeline) -> dict[str, Any]:
         "owners": line.owners,
         "says": " ".join(filter(None, (line.bottleneck(), line.cure()))),
         "peak": {"phase": peak.phase, "step": peak.step, "bytes": peak.total},
-        "cycle": [{"phase": held.phase, "start": held.start, "fullest": held.fullest, "end": held.end}
-                  for held in line.cycle()],
-        "fullest": [_moment(held) for held in line.by_phase().values()],
+        "cycle": [{"phase": usage.phase, "start": usage.start, "fullest": usage.fullest, "end": usage.end}
+                  for usage in line.cycle()],
+        "fullest": [_moment(usage) for usage in line.by_phase().values()],
         "planned": line.planned,
-        "moments": [_moment(held) for held in _thinned(line.phases)],
+        "moments": [_moment(usage) for usage in _thinned(line.phases)],
     }  # fmt: skip
 
 
-def _moment(held: Held) -> dict[str, Any]:
-    return {"at": held.at, "step": held.step, "phase": held.phase, "bytes": held.fullest}
+def _moment(usage: PhaseMemory) -> dict[str, Any]:
+    return {"at": usage.at, "step": usage.step, "phase": usage.phase, "bytes": usage.fullest}
 
 
-def _thinned(phases: Sequence[Held]) -> list[Held]:
+def _thinned(phases: Sequence[PhaseMemory]) -> list[PhaseMemory]:
     """The fullest moment of each stretch."""
     count = min(MOST_MEMORY, len(phases))
     stretches = [phases[i * len(phases) // count : (i + 1) * len(phases) // count] for i in range(count)]
-    return [max(stretch, key=lambda held: held.total) for stretch in stretches]
+    return [max(stretch, key=lambda usage: usage.total) for stretch in stretches]
 
 
 def _samples(events: Sequence[Event]) -> list[dict[str, Any]]:

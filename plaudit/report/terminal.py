@@ -90,7 +90,7 @@ def _memory(run: History, line: Timeline) -> Table:
     """Each phase at its fullest; the owners that never hold much are added up."""
     phases = line.by_phase()
     owners = [owner for owner in line.owners if owner not in NOBODY]
-    most = {owner: max(held.fullest.get(owner, 0) for held in phases.values()) for owner in owners}
+    most = {owner: max(usage.fullest.get(owner, 0) for usage in phases.values()) for owner in owners}
     named = sorted(sorted(most, key=lambda owner: -most[owner])[:_OWNERS], key=line.owners.index)
     rest = [owner for owner in line.owners if owner not in named]
     title = f"{run.name}: memory of {line.name}" if line.name else f"{run.name}: memory"
@@ -100,26 +100,26 @@ def _memory(run: History, line: Timeline) -> Table:
     table.add_column("phase")
     for heading in ("total", *(["planned"] if line.planned else []), *named, *(["others"] if rest else [])):
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
-    for phase, held in phases.items():
+    for phase, usage in phases.items():
         cells = [
-            *(held.fullest.get(owner, 0) for owner in named),
-            *([sum(held.fullest.get(o, 0) for o in rest)] if rest else []),
+            *(usage.fullest.get(owner, 0) for owner in named),
+            *([sum(usage.fullest.get(o, 0) for o in rest)] if rest else []),
         ]
-        style = "bold" if held is line.peak else None
+        style = "bold" if usage is line.peak else None
         if line.planned:
             cells = [sum(line.planned.get(phase, {}).values()), *cells]
-        table.add_row(phase, size(held.total), *(size(cell) if cell else "–" for cell in cells), style=style)
+        table.add_row(phase, size(usage.total), *(size(cell) if cell else "–" for cell in cells), style=style)
     return table
 
 
 def _print_diagnosis(run: History, console: Console) -> None:
     findings = diagnose(run)
-    severity, told = verdict(run, findings)
-    console.print(Text.assemble(f"{run.name}: ", (told, COLOURS[severity])), soft_wrap=True)
+    severity, summary = verdict(run, findings)
+    console.print(Text.assemble(f"{run.name}: ", (summary, COLOURS[severity])), soft_wrap=True)
     for finding in findings:
         if finding.severity != "fine":
-            said = (f"  {finding.rule}: ", COLOURS[finding.severity])
-            console.print(Text.assemble(said, finding.says, (f" {finding.cure}", "dim")), soft_wrap=True)
+            heading = (f"  {finding.rule}: ", COLOURS[finding.severity])
+            console.print(Text.assemble(heading, finding.says, (f" {finding.cure}", "dim")), soft_wrap=True)
 
 
 def print_searches(runs: Sequence[Searched], console: Console | None = None) -> None:

@@ -60,9 +60,9 @@ def _architecture(directory: Path) -> str:
     return str((read_json(directory / CONFIG).get("architectures") or [None])[0])
 
 
-def _over(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _over(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`given` laid over `own`; of a format, key by key."""
-    merged = {**own, **given}
-    if isinstance(own.get("format"), Mapping) and isinstance(given.get("format"), Mapping):
-        merged["format"] = {**own["format"], **given["format"]}
+    merged = {**own, **overrides}
+    if isinstance(own.get("format"), Mapping) and isinstance(overrides.get("format"), Mapping):
+        merged["format"] = {**own["format"], **overrides["format"]}
     return merged

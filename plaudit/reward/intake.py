@@ -69,10 +69,10 @@ class Intake:
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to where the assistant begins to answer."""
         key = _as_json(messages)
-        known = self._kept(key)
-        if known is None:
-            known = self._keep(key, self._render(json.loads(key), add_generation_prompt=True))
-        return known.tolist()
+        tokens = self._kept(key)
+        if tokens is None:
+            tokens = self._keep(key, self._render(json.loads(key), add_generation_prompt=True))
+        return tokens.tolist()
 
     def foresee(self, openings: Sequence[Sequence[Message]]) -> None:
         """Openings that will be asked for: rendered together, they take one way to the template's process and back."""
@@ -127,16 +127,16 @@ class Intake:
         over = len(tokens) - self.limit
         if over <= 0:
             return tokens, 0
-        found = f"{len(tokens)} tokens are more than the {self.limit} that {self.facts.name} is given"
+        problem = f"{len(tokens)} tokens are more than the {self.limit} that {self.facts.name} is given"
         if truncate is None:
-            raise Refused("too_long", f"{found}; shorten it, or say which side may be cut with truncate")
+            raise Refused("too_long", f"{problem}; shorten it, or say which side may be cut with truncate")
         if truncate == "right":
             if last_read >= self.limit:
-                raise Refused("too_long", f"{found}, and a cut on the right would lose what is read at {last_read}")
+                raise Refused("too_long", f"{problem}, and a cut on the right would lose what is read at {last_read}")
             return tokens[: self.limit], 0
         kept = len(self.begin) if tokens[: len(self.begin)] == self.begin else 0
         if kept + over > first_read:
-            raise Refused("too_long", f"{found}, and a cut on the left would lose what is read at {first_read}")
+            raise Refused("too_long", f"{problem}, and a cut on the left would lose what is read at {first_read}")
         return [*tokens[:kept], *tokens[kept + over :]], over
 
     def answer(self, messages: Sequence[Message]) -> str:

@@ -58,16 +58,16 @@ def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTa
         return JudgeReward(Judge(table), new_ask(table))
     if isinstance(table, LogprobsTable | EmbeddingTable):
         raise ConfigError(f'{table.path} has kind = "{table.kind}" and gives no score; `plaudit serve` can serve it')
-    known = members or {}
+    available = members or {}
     for name in table.members:
-        if name not in known:
-            raise ConfigError(f"the blend has the member {name!r}, which is not there; {nearest(name, known)}")
-    return BlendReward(table, {name: load_reward(known[name], _without(known, name)) for name in table.members})
+        if name not in available:
+            raise ConfigError(f"the blend has the member {name!r}, which is not there; {nearest(name, available)}")
+    return BlendReward(table, {name: load_reward(available[name], _without(available, name)) for name in table.members})
 
 
-def _without(known: Mapping[str, RewardTable], name: str) -> dict[str, RewardTable]:
+def _without(tables: Mapping[str, RewardTable], name: str) -> dict[str, RewardTable]:
     """So that a blend cannot have itself as a member, at any depth."""
-    return {other: table for other, table in known.items() if other != name}
+    return {other: table for other, table in tables.items() if other != name}
 
 
 def new_ask(table: JudgeTable) -> HttpAsk | EngineAsk:

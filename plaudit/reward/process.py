@@ -117,16 +117,16 @@ class ProcessReading:
 
     def _draft(self, item: Item) -> Draft:
         if item.tokens is not None:
-            return self._found(self.intake.tokens(item.tokens))
+            return self._tagged(self.intake.tokens(item.tokens))
         if item.text is not None:
-            return self._found(self.intake.text(item.text))
+            return self._tagged(self.intake.text(item.text))
         if item.messages is not None:
             return self._assembled(item.messages[:-1], self._split(self.intake.answer(item.messages)))
         assert item.prompt is not None
         assert item.response is not None
         response = item.response
         return self._assembled(
-            item.prompt, self._split(response) if isinstance(response, str) else self._given(response)
+            item.prompt, self._split(response) if isinstance(response, str) else self._checked_steps(response)
         )
 
     def _assembled(self, prompt: Prompt, steps: list[str]) -> Draft:
@@ -214,9 +214,9 @@ class ProcessReading:
         turns = self.turns
         draft = Draft(list(turns.opening))
         for place, step in enumerate(steps):
-            asked = self.format.step.replace("{step}", step)
-            text = asked if place else self.format.prompt.replace("{prompt}", prompt) + asked
-            draft.tokens += [*(turns.answered if place else ()), *self.intake.content(text), *turns.asked]
+            filled = self.format.step.replace("{step}", step)
+            text = filled if place else self.format.prompt.replace("{prompt}", prompt) + filled
+            draft.tokens += [*(turns.after_assistant if place else ()), *self.intake.content(text), *turns.after_user]
             draft.mark()
             draft.tokens += self.tag
         return draft
@@ -231,26 +231,28 @@ class ProcessReading:
             steps = response.split(form.split)
         return [step.strip() if form.strip else step for step in steps if step.strip()]
 
-    def _given(self, steps: Sequence[Any]) -> list[str]:
-        taken = []
+    def _checked_steps(self, steps: Sequence[Any]) -> list[str]:
+        texts = []
         for place, step in enumerate(steps):
             text = step.strip() if self.format.strip and isinstance(step, str) else step
             if not isinstance(text, str) or not text:
                 raise Refused("bad_steps", f"step {place} is {str(step)[:40]!r}; expected text that is not empty")
-            taken.append(text)
-        return taken
+            texts.append(text)
+        return texts
 
-    def _found(self, tokens: list[int]) -> Draft:
+    def _tagged(self, tokens: list[int]) -> Draft:
         """Steps in an input that came rendered: every tag, wherever it stands, ends one."""
         if self.tag:
             # In one text the tag's first tokens may take in what is before it.
-            pattern = self.tag[-1:] if self.format.joined else [*(self.turns.asked if self.turns else ()), *self.tag]
+            pattern = (
+                self.tag[-1:] if self.format.joined else [*(self.turns.after_user if self.turns else ()), *self.tag]
+            )
             ends = [i + len(pattern) - 1 for i in _occurrences(tokens, pattern)]
             back = len(self.tag) if self.format.read == "before" else 0
             return Draft(tokens, [end - back for end in ends])
-        return Draft(tokens, self._found_by_text(tokens))
+        return Draft(tokens, self._ends_by_text(tokens))
 
-    def _found_by_text(self, tokens: list[int]) -> list[int]:
+    def _ends_by_text(self, tokens: list[int]) -> list[int]:
         finished = self.format.end and tokens[-1] == self.end
         pieces = [self._piece(token) for token in (tokens[:-1] if finished else tokens)]
         text = "".join(pieces)

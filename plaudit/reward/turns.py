@@ -14,11 +14,11 @@ CONTENTS = [f"StandsForTurn{name}Here" for name in ("A", "B", "C", "D", "E", "F"
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Token ids: `opening` USER `asked` ASSISTANT `answered` USER `asked` ASSISTANT ..."""
+    """Token ids: `opening` USER `after_user` ASSISTANT `after_assistant` USER `after_user` ASSISTANT ..."""
 
     opening: list[int]
-    asked: list[int]
-    answered: list[int]
+    after_user: list[int]
+    after_assistant: list[int]
 
 
 def read_turns(tokenizer: PreTrainedTokenizerFast, system: str | None) -> Turns:
@@ -29,11 +29,11 @@ def read_turns(tokenizer: PreTrainedTokenizerFast, system: str | None) -> Turns:
     rest = render_text(tokenizer, messages)
     parts = []
     for content in CONTENTS:
-        part, found, rest = rest.partition(content)
-        if not found:
+        part, separator, rest = rest.partition(content)
+        if not separator:
             raise ConfigError('format.chat = "turns": the chat template leaves out a turn of the conversation')
         parts.append(part)
-    opening, asked, answered = parts[:3]
-    if parts[3:] != [asked, answered, asked] or not asked:
+    opening, after_user, after_assistant = parts[:3]
+    if parts[3:] != [after_user, after_assistant, after_user] or not after_user:
         raise ConfigError('format.chat = "turns": the chat template writes later turns otherwise than the first')
-    return Turns(*(encode(tokenizer, part, control=True) for part in (opening, asked, answered)))
+    return Turns(*(encode(tokenizer, part, control=True) for part in (opening, after_user, after_assistant)))

@@ -48,19 +48,19 @@ def model_digest(
 
 def joined(versions: Iterable[str], table: BaseModel) -> str:
     """The version of a reward that is made of others: the sum of their numbers, and the hash of theirs and its own."""
-    known = sorted(versions)
-    number = sum(int(first) for first in (each.partition("-")[0] for each in known) if first.isdigit())
-    return f"{number}-{digest(table, *known)}"
+    parts = sorted(versions)
+    number = sum(int(first) for first in (each.partition("-")[0] for each in parts) if first.isdigit())
+    return f"{number}-{digest(table, *parts)}"
 
 
 @cache
 def code(root: Path = PACKAGE) -> str:
     """Of our own source, since between two releases the number of the release does not change."""
-    found = hashlib.sha256()
+    source_hash = hashlib.sha256()
     for package in COMPUTING:
         for file in sorted((root / package).rglob("*.py")):
-            found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
-    return found.hexdigest()
+            source_hash.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return source_hash.hexdigest()
 
 
 def _installed(library: str) -> str:

@@ -46,11 +46,11 @@ def search(
     for key in keys:
         if key not in (*_STEPS, *_BUDGET):
             raise ConfigError(f"search() knows no {key!r}; it takes {', '.join((*_STEPS, *_BUDGET))}")
-    given = engine if isinstance(engine, str) else "engine"
+    model = engine if isinstance(engine, str) else "engine"
     tree: dict[str, Any] = {
         "seed": seed,
         "concurrent": concurrent,
-        "model": {"path": given},
+        "model": {"path": model},
         "data": {"path": "questions"},
         "prm": {"url" if "://" in prm else "path": prm} if isinstance(prm, str) else dict(prm),
         "search": {"method": rule, "width": width, **(options or {})},
@@ -64,10 +64,10 @@ def search(
     tokenizer = None if isinstance(engine, str) else engine.tokenizer
     opened = Search(recipe, policy=policy, tokenizer=tokenizer)
     try:
-        rows = [{"prompt": asked} if isinstance(asked, str) else asked for asked in questions]
-        asked = [
+        rows = [{"prompt": entry} if isinstance(entry, str) else entry for entry in questions]
+        parsed = [
             question(i, row, recipe.data, opened.tokenizer, f"question {i + 1}") for i, row in enumerate(rows)
         ]  # fmt: skip
-        return sorted(opened.run(asked), key=lambda outcome: outcome.question.index)
+        return sorted(opened.run(parsed), key=lambda outcome: outcome.question.index)
     finally:
         opened.close()

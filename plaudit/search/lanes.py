@@ -58,13 +58,13 @@ def run_lanes(lanes: Sequence[Runner], questions: Iterable[Question], stopped: t
     going = len(lanes)
     try:
         while going:
-            found = done.get()
-            if isinstance(found, Outcome):
-                yield found
+            event = done.get()
+            if isinstance(event, Outcome):
+                yield event
                 continue
             going -= 1
-            if found is not None:
-                failure = failure or found
+            if event is not None:
+                failure = failure or event
                 shared.end()
     finally:
         if going:

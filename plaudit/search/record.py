@@ -157,28 +157,28 @@ def result(outcome: Outcome) -> dict[str, Any]:
 
 
 def _node(node: Node) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": node.id, "parent": node.parent, "text": node.text, "tokens": len(node.tokens), "state": node.state,
         "score": node.score, "value": node.value, "round": node.round,
     }  # fmt: skip
     for name in ("cluster", "error"):
         if getattr(node, name) is not None:
-            told[name] = getattr(node, name)
+            fields[name] = getattr(node, name)
     if node.twin != node.id:
-        told["twin"] = node.twin
-    return told
+        fields["twin"] = node.twin
+    return fields
 
 
 def summary(lines: Any) -> dict[str, Any]:
     """What questions add up to: sums of their costs, and of peaks the greatest. `no_answer`: for each reason, how many
     questions have no answer mostly because of it."""
-    found = sorted(lines, key=lambda line: line["index"])
-    judged = [line["right"] for line in found if line["right"] is not None]
-    spent = totals(line["costs"] for line in found)
+    ordered = sorted(lines, key=lambda line: line["index"])
+    judged = [line["right"] for line in ordered if line["right"] is not None]
+    spent = totals(line["costs"] for line in ordered)
     figures: dict[str, Any] = {
-        "questions": len(found),
-        "answered": sum(line["answer"] is not None for line in found),
-        "failed": sum(line["stopped"].startswith("failed") for line in found),
+        "questions": len(ordered),
+        "answered": sum(line["answer"] is not None for line in ordered),
+        "failed": sum(line["stopped"].startswith("failed") for line in ordered),
     }
     if judged and figures["answered"]:  # where nothing was answered there is nothing to be right or wrong
         accuracy = sum(judged) / len(judged)
@@ -188,8 +188,8 @@ def summary(lines: Any) -> dict[str, Any]:
         if name != "seconds":
             figures[names.get(name, name)] = value
     none = Counter(
-        reason for kind, _, reason in (line["stopped"].partition(": ") for line in found) if kind == NO_ANSWER
+        reason for kind, _, reason in (line["stopped"].partition(": ") for line in ordered) if kind == NO_ANSWER
     )
     if none:
         figures["no_answer"] = dict(none.most_common())
-    return figures | {"stopped": dict(Counter(line["stopped"].partition(":")[0] for line in found))}
+    return figures | {"stopped": dict(Counter(line["stopped"].partition(":")[0] for line in ordered))}

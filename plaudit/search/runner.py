@@ -46,14 +46,14 @@ class Outcome:
 class _Open:
     """A question that is being searched.
 
-    held    the nodes whose KV is kept, with what the PRM read of each
-    read    what all that the PRM read of this question begins with
-    hidden  the PRM's state at the end of each new node, until it is clustered
+    scored_tokens   the nodes whose KV is kept, with what the PRM read of each
+    read            what all that the PRM read of this question begins with
+    hidden          the PRM's state at the end of each new node, until it is clustered
     """
 
     question: Question
     driver: Driver
-    held: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    scored_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     read: list[tuple[int, ...]] = field(default_factory=list)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -131,9 +131,9 @@ class Runner:
     def _ask(self, searched: _Open, expand: Expand, greedy: bool = False) -> Ask:
         tree, id = searched.tree, expand.node
         path = tree.path_ids(id)
-        said = path[len(tree.prompt_ids) :]
-        seed = path_seed(self.recipe.seed, searched.question.index, (*said, len(tree.response(id))))
-        return Ask(tree.prompt_ids, tree.prompt, said, tree.response(id), expand.count, seed, greedy)
+        response_ids = path[len(tree.prompt_ids) :]
+        seed = path_seed(self.recipe.seed, searched.question.index, (*response_ids, len(tree.response(id))))
+        return Ask(tree.prompt_ids, tree.prompt, response_ids, tree.response(id), expand.count, seed, greedy)
 
     def _add(self, searched: _Open, expand: Expand, steps: Sequence[Step]) -> list[Node]:
         tree, costs, nodes = searched.tree, searched.driver.costs, []
@@ -145,7 +145,7 @@ class Runner:
             costs.generated += len(step.tokens)
             self._judge(tree, node, step, before)
             if node.twin == node.id:
-                searched.held[node.id] = ()
+                searched.scored_tokens[node.id] = ()
             nodes.append(node)
         return nodes
 
@@ -179,7 +179,7 @@ class Runner:
         scored = self.scorer.score([self._path(s, n) for s, n in wanted], hidden=hidden) if wanted else []
         for (searched, node), result in zip(wanted, scored, strict=True):
             searched.driver.costs.scored += 1
-            searched.held[node.id] = result.tokens
+            searched.scored_tokens[node.id] = result.tokens
             searched.read = [common(*searched.read, result.tokens)]
             if result.hidden is not None:
                 searched.hidden[node.id] = result.hidden
@@ -218,8 +218,8 @@ class Runner:
             costs.calls += ahead.calls
             costs.generated += ahead.tokens
             costs.scored += ahead.value is not None
-            self.policy.release([ahead.said], [searched.tree.path_ids(node.id)])
-            self.scorer.release([ahead.read], [searched.held[node.id]])
+            self.policy.release([ahead.token_ids], [searched.tree.path_ids(node.id)])
+            self.scorer.release([ahead.read], [searched.scored_tokens[node.id]])
             for twin in searched.tree.nodes:
                 if twin.twin == node.id and ahead.value is not None:
                     twin.value = ahead.value
@@ -228,22 +228,22 @@ class Runner:
         if not self.recipe.search.clustered:
             return
         began = time.perf_counter()
-        asked = [(s, [n for n in nodes if n.twin == n.id and n.state == "open"]) for s, nodes in made]
+        open_nodes = [(s, [n for n in nodes if n.twin == n.id and n.state == "open"]) for s, nodes in made]
         vectors: dict[str, np.ndarray] = {}
         if self.embedder is not None:
-            texts = list(dict.fromkeys(n.text for _, nodes in asked for n in nodes))
+            texts = list(dict.fromkeys(n.text for _, nodes in open_nodes for n in nodes))
             vectors = dict(zip(texts, self.embedder.embed(texts), strict=True)) if texts else {}
-        each = (time.perf_counter() - began) / max(1, sum(len(nodes) for _, nodes in asked))
-        for searched, nodes in asked:
+        each = (time.perf_counter() - began) / max(1, sum(len(nodes) for _, nodes in open_nodes))
+        for searched, nodes in open_nodes:
             began = time.perf_counter()
             if nodes and self.recipe.search.clusters == "text":
-                found = cluster.by_key([node.text for node in nodes])
+                labels = cluster.by_key([node.text for node in nodes])
             elif nodes:
                 rows = [vectors[n.text] if self.embedder is not None else searched.hidden.pop(n.id) for n in nodes]
-                found = cluster.by_vector(np.stack(rows), self.recipe.search.cluster_distance)
+                labels = cluster.by_vector(np.stack(rows), self.recipe.search.cluster_distance)
             else:
-                found = []
-            for node, number in zip(nodes, found, strict=True):
+                labels = []
+            for node, number in zip(nodes, labels, strict=True):
                 node.cluster = number
             spent = time.perf_counter() - began + each * len(nodes)
             searched.driver.costs.clustering += spent
@@ -254,18 +254,20 @@ class Runner:
 
     def _release(self, searched: _Open, expansions: Sequence[Expand]) -> None:
         """Give back the KV of everything that can no longer be expanded: of all, once the search is over."""
-        tree, held = searched.tree, searched.held
+        tree, scored_tokens = searched.tree, searched.scored_tokens
         if not expansions:
             self.policy.release([tree.prompt_ids], below=True)
             self.scorer.release(searched.read, below=True)
             return
         kept = {e.node for e in expansions} | set(searched.driver.live())
-        gone = [id for id in held if id not in kept]
+        gone = [id for id in scored_tokens if id not in kept]
         if gone:
             self.policy.release([tree.path_ids(id) for id in gone], [tree.path_ids(id) for id in kept])
-            self.scorer.release([held[id] for id in gone], [held[id] for id in kept if id in held])
+            self.scorer.release(
+                [scored_tokens[id] for id in gone], [scored_tokens[id] for id in kept if id in scored_tokens]
+            )
         for id in gone:
-            del held[id]
+            del scored_tokens[id]
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:
         driver, question = searched.driver, searched.question

@@ -10,7 +10,7 @@ from plaudit.errors import NoAnswer
 from plaudit.records import Z_95
 
 
-def told(figures: Mapping[str, Any]) -> str:
+def summary_text(figures: Mapping[str, Any]) -> str:
     lines = [f"{figures['method']}, width {figures['width']}: {figures['questions']} questions"]
     if "accuracy" in figures:
         lines.append(f"  accuracy          {figures['accuracy']:.3f} ± {Z_95 * figures['accuracy_se']:.3f} (95 %)")

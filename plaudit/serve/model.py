@@ -61,12 +61,12 @@ class ServedModel:
     """A model in its worker: outcome, process, or a judge of our own. A swap puts another deployment in place;
     requests stay with the one they came to."""
 
-    def __init__(self, name: str, table: Table, shop: ServerResources) -> None:
+    def __init__(self, name: str, table: Table, resources: ServerResources) -> None:
         self.name = name
         self.kind: str = table.kind
         self.table = table
-        self._shop = shop
-        self._counts = shop.metrics.history.model(name)
+        self._resources = resources
+        self._counts = resources.metrics.history.model(name)
         self._number = 0
         self._deployments: set[Deployment] = set()  # in service, being loaded, being retired
         self._retiring: set[asyncio.Task[None]] = set()
@@ -76,7 +76,7 @@ class ServedModel:
 
     async def open(self) -> None:
         self.reading = await self._open(self.deployment, self.table)
-        self._shop.metrics.version.labels(self.name, self.deployment.version).set(1)
+        self._resources.metrics.version.labels(self.name, self.deployment.version).set(1)
 
     async def swap(self, table: Table) -> str:
         """Load and warm up another version beside this one, then switch. If that fails, nothing has changed."""
@@ -91,12 +91,12 @@ class ServedModel:
             raise
         old, self.deployment, self.reading = self.deployment, fresh, reading
         self.table, self.kind = table, table.kind
-        self._shop.metrics.version.remove(self.name, old.version)
-        self._shop.metrics.version.labels(self.name, fresh.version).set(1)
+        self._resources.metrics.version.remove(self.name, old.version)
+        self._resources.metrics.version.labels(self.name, fresh.version).set(1)
         task = asyncio.create_task(self._retire(old))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
-        self._shop.on_change()
+        self._resources.on_change()
         return fresh.version
 
     async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
@@ -113,7 +113,7 @@ class ServedModel:
         with deployment.in_use():
             began = time.perf_counter()
             works = await self._prepare(reading, items, ask)
-            self._shop.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
+            self._resources.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
             sound = [work for work in works if not isinstance(work, ItemError)]
             tokens = sum(len(work.tokens) for work in sound)
             answers = await self._compute(deployment, sound, tokens, ask)
@@ -134,7 +134,7 @@ class ServedModel:
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return _tokenised(intake, texts, special)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._shop.threads, _tokenised, intake, texts, special)
+        return await loop.run_in_executor(self._resources.threads, _tokenised, intake, texts, special)
 
     def intake(self) -> Intake:
         if self.reading is None or isinstance(self.reading, JudgeReading):
@@ -149,13 +149,13 @@ class ServedModel:
         if ask.path:
             paths = [deployment.path(work, ask.salt, recall=ask.cache) for work in works if isinstance(work, Work)]
             left = [path.rest for path in paths if path.rest is not None]
-        with self._shop.admission.tokens(ask.tenant, tokens):
+        with self._resources.admission.tokens(ask.tenant, tokens):
             ticket = deployment.submit(left, tenant=ask.tenant, priority=ask.priority, salt=ask.salt, cached=ask.cache)
             answers = await self._wait(deployment, ticket, ask)
         if not ask.path:
             return answers
-        given = iter(answers)
-        return [path.joined(None if path.rest is None else next(given)) for path in paths]
+        remaining = iter(answers)
+        return [path.joined(None if path.rest is None else next(remaining)) for path in paths]
 
     async def healthy(self) -> str:
         why = await self.deployment.healthy() if self.reading is not None else "the model is loading"
@@ -196,7 +196,7 @@ class ServedModel:
         table = self.table
         if self.reading is None or not isinstance(table, ReadByEngine) or table.max_replicas is None:
             return
-        if self._shop.cluster is not None:
+        if self._resources.cluster is not None:
             return  # Ray Serve does it
         if (self._autoscale.least, self._autoscale.most) != (table.replicas, table.max_replicas):
             self._autoscale = _autoscale(table)
@@ -206,18 +206,18 @@ class ServedModel:
             self.deployment.scale(wanted)
 
     def _deploy(self, table: Table) -> Deployment:
-        shop = self._shop
+        resources = self._resources
         tree = table.model_dump(exclude_none=True)
         arguments = (
-            self.name, self._number, tree, shop.cache, shop.metrics, dict(shop.environment), shop.load_seconds,
-            shop.on_change,
+            self.name, self._number, tree, resources.cache, resources.metrics, dict(resources.environment),
+            resources.load_seconds, resources.on_change,
         )  # fmt: skip
-        if shop.cluster is None:
+        if resources.cluster is None:
             deployment = Deployment(*arguments, replicas=getattr(table, "replicas", 1))
         else:
             from plaudit.serve.ray.deployment import RayDeployment
 
-            deployment = RayDeployment(shop.cluster, *arguments)
+            deployment = RayDeployment(resources.cluster, *arguments)
         self._deployments.add(deployment)
         return deployment
 
@@ -234,7 +234,7 @@ class ServedModel:
         facts = ModelInfo(**{**hello.facts, "labels": tuple(hello.facts["labels"])})
         # In a thread: to build a large tokenizer takes a second, and at a swap others are being answered.
         tokenizer = await asyncio.get_running_loop().run_in_executor(
-            self._shop.threads, tokenizer_of, hello.tokenizer, hello.tokenizer_options
+            self._resources.threads, tokenizer_of, hello.tokenizer, hello.tokenizer_options
         )
         if isinstance(table, OutcomeTable):
             return OutcomeReading(table, tokenizer, facts)
@@ -254,25 +254,25 @@ class ServedModel:
         over = threading.Event()
         loop = asyncio.get_running_loop()
         try:
-            return await _in_time(loop.run_in_executor(self._shop.threads, _prepared, reading, items, over), ask)
+            return await _in_time(loop.run_in_executor(self._resources.threads, _prepared, reading, items, over), ask)
         finally:
             over.set()  # a thread cannot be stopped: this one looks here before each item
 
     async def _wait(self, deployment: Deployment, ticket: Ticket, ask: RequestContext) -> list[Answer]:
-        metrics = self._shop.metrics
+        metrics = self._resources.metrics
         # asyncio.timeout does the same at several times the price, which small requests would feel.
         timer = asyncio.get_running_loop().call_later(ask.deadline - time.monotonic(), ticket.expire)
         try:
             await ticket.done
         except TimeoutError:
-            waiting, held = deployment.cancel(ticket)
+            waiting, computing = deployment.cancel(ticket)
             metrics.expired.labels(self.name).inc(waiting)
             raise HttpError(
-                504, "deadline", f"the deadline passed with {waiting} items waiting and {held} being computed"
+                504, "deadline", f"the deadline passed with {waiting} items waiting and {computing} being computed"
             ) from None
         except asyncio.CancelledError:
-            waiting, held = deployment.cancel(ticket)
-            metrics.cancelled.labels(self.name).inc(waiting + held)
+            waiting, computing = deployment.cancel(ticket)
+            metrics.cancelled.labels(self.name).inc(waiting + computing)
             raise
         finally:
             timer.cancel()
@@ -282,16 +282,18 @@ class ServedModel:
 class ServedCalls:
     """A rule, or a judge behind somebody's HTTP server: threads wait for what happens elsewhere."""
 
-    def __init__(self, name: str, kind: str, reward: Reward, version: str, shop: ServerResources, threads: int) -> None:
+    def __init__(
+        self, name: str, kind: str, reward: Reward, version: str, resources: ServerResources, threads: int
+    ) -> None:
         self.name = name
         self.kind = kind
         self._reward = reward
         self._version = version
-        self._shop = shop
+        self._resources = resources
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"{kind}-{name}")
 
     async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
-        with self._shop.admission.tokens(ask.tenant, sum(map(_guessed_tokens, items))):
+        with self._resources.admission.tokens(ask.tenant, sum(map(_guessed_tokens, items))):
             calls = asyncio.get_running_loop().run_in_executor(self._threads, self._reward.score, items)
             results = await _in_time(calls, ask)
         return ScoredItems(self._version, list(results), 0)
@@ -389,13 +391,13 @@ def _prepared(
 
 
 def _tokenised(intake: Intake, texts: Sequence[str], special: bool) -> list[list[int] | ItemError]:
-    found: list[list[int] | ItemError] = []
+    rows: list[list[int] | ItemError] = []
     for text in texts:
         try:
-            found.append(intake.rendered(text, special))
+            rows.append(intake.rendered(text, special))
         except Refused as error:
-            found.append(ItemError(error.type, str(error)))
-    return found
+            rows.append(ItemError(error.type, str(error)))
+    return rows
 
 
 def _finished(
@@ -403,13 +405,13 @@ def _finished(
 ) -> list[Result]:
     """Rows to scores, in the order of the items."""
     results: list[Result] = []
-    given = iter(answers)
+    remaining = iter(answers)
     make = StepScores if isinstance(reading, ProcessReading) else Score
     for work in works:
         if isinstance(work, ItemError):
             results.append(make(error=work, version=version))
             continue
-        answer = next(given)
+        answer = next(remaining)
         if isinstance(answer, ItemError):
             results.append(make(error=answer, version=version, tokens=len(work.tokens)))
         elif isinstance(reading, JudgeReading):
@@ -431,13 +433,15 @@ def _guessed_tokens(item: Item) -> int:
     return 1 + len(str(item.response or item.messages or item.text or "")) // 4
 
 
-def new_served(name: str, table: RewardTable, shop: ServerResources, known: Mapping[str, ModelHandle]) -> ModelHandle:
+def new_served(
+    name: str, table: RewardTable, resources: ServerResources, models: Mapping[str, ModelHandle]
+) -> ModelHandle:
     if isinstance(table, BlendTable):
-        return ServedBlend(name, table, known)
+        return ServedBlend(name, table, models)
     if isinstance(table, RuleTable):
         rule = RuleReward(table)
-        return ServedCalls(name, table.kind, rule, rule.version, shop, table.processes)
+        return ServedCalls(name, table.kind, rule, rule.version, resources, table.processes)
     if isinstance(table, JudgeTable) and table.url is not None:
         judge = JudgeReward(Judge(table), HttpAsk(table))
-        return ServedCalls(name, table.kind, judge, f"0-{digest(table)}", shop, table.concurrency)
-    return ServedModel(name, table, shop)
+        return ServedCalls(name, table.kind, judge, f"0-{digest(table)}", resources, table.concurrency)
+    return ServedModel(name, table, resources)

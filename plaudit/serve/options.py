@@ -25,8 +25,8 @@ def serve_table(
     tree: dict[str, Any] = {} if config is None else read_serve(config)
     source = "plaudit serve" if config is None else str(config)
     entries: dict[str, Any] = dict(tree.get("models", {}))
-    for given in models or (() if entries else DEFAULT_MODELS):
-        name, path = _named(given)
+    for option in models or (() if entries else DEFAULT_MODELS):
+        name, path = _named(option)
         if name in entries:
             raise ConfigError(f"two models are named {name!r}; name one of them: --model OTHER={path}")
         entries[name] = {"path": path}
@@ -64,13 +64,13 @@ def loading(table: ServeTable) -> str:
     return f"loading {models}; will listen on {place}"
 
 
-def _named(given: str) -> tuple[str, str]:
-    name, equals, path = given.partition("=")
+def _named(option: str) -> tuple[str, str]:
+    name, equals, path = option.partition("=")
     if equals and name and path and "/" not in name:
         return name, path
-    directory = Path(given)
+    directory = Path(option)
     # runs/x and runs/x/final are the model x.
-    return (directory.parent.name if directory.name == "final" else directory.name) or given, given
+    return (directory.parent.name if directory.name == "final" else directory.name) or option, option
 
 
 def completed(entry: Any, source: str) -> Any:
@@ -84,20 +84,20 @@ def completed(entry: Any, source: str) -> Any:
     return complete(entry, source).model_dump(exclude_none=True)
 
 
-def split_names(given: str) -> list[str]:
-    return [name.strip() for name in given.split(",") if name.strip()]
+def split_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _alias(given: str) -> tuple[str, str]:
-    alias, equals, name = given.partition("=")
+def _alias(option: str) -> tuple[str, str]:
+    alias, equals, name = option.partition("=")
     if not (equals and alias and name):
-        raise ConfigError(f"--alias {given!r} is not of the form NAME=MODEL")
+        raise ConfigError(f"--alias {option!r} is not of the form NAME=MODEL")
     return alias, name
 
 
-def named_keys(given: Sequence[str]) -> dict[str, str]:
+def named_keys(options: Sequence[str]) -> dict[str, str]:
     keys: dict[str, str] = {}
-    for number, entry in enumerate(given, 1):
+    for number, entry in enumerate(options, 1):
         holder, equals, key = entry.partition("=")
         name, key = (holder, key) if equals and key else (f"key-{number}", entry)
         if name in keys:

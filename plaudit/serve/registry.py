@@ -39,14 +39,14 @@ class Models:
         self._states: dict[str, str] = {}
         self._cluster = None if table.ray is None else _cluster(table.ray)
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="tokenise")
-        shop = ServerResources(
+        resources = ServerResources(
             admission, metrics, ScoreCache(table.limits.cache_bytes), self._threads, _environment(table), self._change,
             table.limits.load_seconds, self._cluster,
         )  # fmt: skip
         self.served: dict[str, ModelHandle] = {}
         # Blends last: they hold their members.
         for name, entry in sorted(table.models.items(), key=lambda pair: pair[1].kind == "blend"):
-            self.served[name] = new_served(name, entry, shop, self.served)
+            self.served[name] = new_served(name, entry, resources, self.served)
         self.served = {name: self.served[name] for name in table.models}
 
     async def open(self) -> None:
@@ -99,16 +99,16 @@ class Models:
         if "\0" in path or "://" in path or Path(path).is_absolute():
             raise ConfigError(f"path {path[:100]!r} must be a path relative to model_root")
         try:
-            found = (self._root / path).resolve()
-            inside = found.is_relative_to(self._root) and found.is_dir()
+            directory = (self._root / path).resolve()
+            inside = directory.is_relative_to(self._root) and directory.is_dir()
         except (OSError, RuntimeError):  # a name that is too long, links in a circle
             inside = False
         if not inside:
             raise ConfigError(f"path {path[:100]!r} is no directory under model_root")
-        for file in found.rglob("*"):
+        for file in directory.rglob("*"):
             if not file.resolve().is_relative_to(self._root):
                 raise ConfigError(f"path {path[:100]!r} holds the link {file.name!r}, which leads out of model_root")
-        return found
+        return directory
 
     def scrub(self, message: str) -> str:
         """An error message without the server's own paths."""

@@ -63,11 +63,11 @@ class ScoringService:
         """A model by its name or alias; the first one if None."""
         if name is None:
             return next(iter(self.models.served.values()))
-        found = self.models.served.get(self.aliases.get(name, name))
-        if found is None:
-            known = [*self.models.served, *self.aliases]
-            raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], known)}")
-        return found
+        model = self.models.served.get(self.aliases.get(name, name))
+        if model is None:
+            names = [*self.models.served, *self.aliases]
+            raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], names)}")
+        return model
 
     def find_model(self, name: str | None, kind: str | None = None) -> ServedModel:
         """One that has tokens: an outcome or process model. `kind` says which, if only one will do."""

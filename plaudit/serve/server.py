@@ -30,7 +30,7 @@ from plaudit.serve.http.message import Limits
 from plaudit.serve.http.routes import Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.protocols.table import check_names, open_doors
+from plaudit.serve.protocols.table import check_names, protocol_routes
 from plaudit.serve.registry import Models
 from plaudit.serve.scoring import ScoringService
 
@@ -70,8 +70,8 @@ def serve(table: ServeTable) -> int:
 
     def build(admission: Admission, keys: Keys, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
         models = Models(table, admission, metrics, log)
-        desk = ScoringService(models, table.aliases, table.limits.items, salted=keys.several)
-        return models, open_doors(desk, table.protocols)
+        scoring = ScoringService(models, table.aliases, table.limits.items, salted=keys.several)
+        return models, protocol_routes(scoring, table.protocols)
 
     return run_server(table, build, "serve", "page at /, documentation at /docs")
 
@@ -231,9 +231,9 @@ class _Live(BaseHTTPRequestHandler):
     timeout = 5
 
     def do_GET(self) -> None:
-        found = self.path == "/health/live"
-        body = b'{"status":"live"}' if found else b"{}"
-        self.send_response(200 if found else 404)
+        live = self.path == "/health/live"
+        body = b'{"status":"live"}' if live else b"{}"
+        self.send_response(200 if live else 404)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()

@@ -22,21 +22,21 @@ class Path:
     def __init__(self, work: Work, version: str, salt: str, cache: ScoreCache, *, recall: bool) -> None:
         self._cache = cache
         self._keys = step_keys(version, work.tokens, work.positions, work.columns, salt, work.logprobs)
-        self._known: list[np.ndarray] = []
+        self._cached: list[np.ndarray] = []
         for key in self._keys if recall else ():
             values = cache.get(key)
             if values is None:
                 break
-            self._known.append(values)
-        positions = work.positions[len(self._known) :]
+            self._cached.append(values)
+        positions = work.positions[len(self._cached) :]
         self.rest = replace(work, tokens=work.tokens[: positions[-1] + 1], positions=positions) if positions else None
 
     def joined(self, answer: np.ndarray | str | ItemError | None) -> np.ndarray | str | ItemError:
         """The rows of all positions, given those of `rest`; an error stays one."""
         if answer is None:
-            return np.concatenate(self._known)
+            return np.concatenate(self._cached)
         if not isinstance(answer, np.ndarray):
             return answer
-        for key, row in zip(self._keys[len(self._known) :], answer, strict=True):
+        for key, row in zip(self._keys[len(self._cached) :], answer, strict=True):
             self._cache.put(key, row[None].copy())
-        return np.concatenate([*self._known, answer])
+        return np.concatenate([*self._cached, answer])

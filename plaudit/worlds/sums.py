@@ -115,13 +115,13 @@ def judge(problem: Problem, response: str) -> Verdict:
     answer: int | None = None
     for step in split_steps(response):
         ok = not sound or sound[-1]
-        if found := _STEP.fullmatch(step):
-            left, right, result = map(int, found.groups())
+        if match := _STEP.fullmatch(step):
+            left, right, result = map(int, match.groups())
             advances = following < len(problem.operands) and right == problem.operands[following]
             ok = ok and left == total and left + right == result and (advances or right == 0)
             total, following = result, following + advances
-        elif found := _ANSWER.fullmatch(step):
-            answer = int(found[1])
+        elif match := _ANSWER.fullmatch(step):
+            answer = int(match[1])
             ok = ok and answer == total and following == len(problem.operands)
         else:
             ok = False
@@ -139,23 +139,23 @@ class Sums:
 
     def heldout(self, count: int) -> list[Problem]:
         """`count` different held-out problems, or as many as there are."""
-        found: dict[Problem, None] = {}
+        problems: dict[Problem, None] = {}
         for index in range(50 * count):
-            found.setdefault(self.problem("heldout", index))
-            if len(found) == count:
+            problems.setdefault(self.problem("heldout", index))
+            if len(problems) == count:
                 break
-        return list(found)
+        return list(problems)
 
     def shortest(self, count: int) -> list[Problem]:
         """`count` different problems of the fewest numbers, or as many as there are. They are too few for a held-out
         tenth of them to measure by, so training may have met them."""
         rng = random.Random(f"{self.seed} shortest")
-        found: dict[Problem, None] = {}
+        problems: dict[Problem, None] = {}
         for _ in range(50 * count):
-            found.setdefault(self._numbers(self.table.operands[0], rng))
-            if len(found) == count:
+            problems.setdefault(self._numbers(self.table.operands[0], rng))
+            if len(problems) == count:
                 break
-        return list(found)
+        return list(problems)
 
     def demonstration(self, split: Split, index: int) -> tuple[Problem, str]:
         rng = self._random(split, "demonstration", index)
@@ -286,8 +286,8 @@ def _habitual(total: int, operand: int) -> bool:
 
 def _other(operand: int, end: int, rng: random.Random) -> int:
     """Another number from 1 to end - 1."""
-    found = rng.randrange(1, end - 1)
-    return found + (found >= operand)
+    number = rng.randrange(1, end - 1)
+    return number + (number >= operand)
 
 
 def _slip(result: int, rng: random.Random) -> int:

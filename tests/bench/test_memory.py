@@ -33,7 +33,9 @@ def test_figures_are_those_of_the_log(tmp_path: Path) -> None:
     assert (found.seconds_per_step, found.swap_seconds_per_step) == (20.0, 2.0)
     assert found.phases == {"generate": {"KV": 300, "weights": 100}, "update": {"weights": 100, "activations": 900}}
     assert found.planned == {"update": {"weights": 100, "activations": 800}}
-    assert found.told() == "swapped: peak 0 MiB in update; 20 s a step, 2 s of it moves, 0.25 s of it publishing"
+    assert (
+        found.summary_line() == "swapped: peak 0 MiB in update; 20 s a step, 2 s of it moves, 0.25 s of it publishing"
+    )
 
 
 @pytest.mark.slow

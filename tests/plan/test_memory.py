@@ -130,7 +130,7 @@ def test_a_larger_device_never_needs_more(
     for gigabytes in range(16, 400, 16):
         place = replace(here, accelerator=replace(here.accelerator, memory=gigabytes * 1e9))
         plan = Plan(placement, place, place, GenerationLayout(tp), training, "ipc")
-        found = Parts(Workload(ModelShape.named(model), algorithm), plan, Constants()).room()
+        found = Parts(Workload(ModelShape.named(model), algorithm), plan, Constants()).capacity()
         assert found.sequences >= room
         assert not (fitted and found.shortages), f"{gigabytes} GB: {found.shortages[0]}"
         room, fitted = found.sequences, not found.shortages

@@ -122,7 +122,7 @@ def test_every_view_has_the_runnable_plan_first(tmp_path: Path) -> None:
 
 def test_a_page_of_many_plans_shows_both_kinds(eight: Outcome) -> None:
     """Of four accelerators fifteen plans each: as many as can be run, or as others are, must not crowd out the rest."""
-    outcome = replace(eight, found={name: next(iter(eight.found.values())) for name in "abcd"})
+    outcome = replace(eight, results={name: next(iter(eight.results.values())) for name in "abcd"})
     text = render_page(outcome)
     shown = json.loads(text.split('type="application/json">')[1].split("</script>")[0])["plans"]
     assert {p["runnable"] for p in shown} == {True, False}
@@ -162,7 +162,7 @@ def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str
     assert outcome.runnable
     planned = tmp_path / "planned.toml"
     for index, prediction in enumerate(outcome.runnable):
-        only = {place: replace(found, plans=(prediction,)) for place, found in outcome.found.items()}
+        only = {place: replace(found, plans=(prediction,)) for place, found in outcome.results.items()}
         text, _ = recipe_for(own, replace(outcome, found=only))
         planned.write_text(text)
         assert load_recipe(planned).task == "rl", index

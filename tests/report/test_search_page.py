@@ -17,7 +17,7 @@ from plaudit.events import EventLog
 from plaudit.report.searches.search_page import MOST_NODES, render_search_page
 from plaudit.report.searches.searches import is_search, read_searches
 from plaudit.report.terminal import print_searches
-from plaudit.search.summary import told
+from plaudit.search.summary import summary_text
 from tests.browser import chromium, expect, in_browser
 from tests.report.made_up import HOSTILE, write_run
 
@@ -84,7 +84,7 @@ def test_an_interval_is_the_same_in_the_terminal_and_on_the_page(tmp_path: Path)
     print_searches(searches, Console(file=out, width=160))
     assert "right (± 95 %)" in out.getvalue()
     assert "0.500 ± 0.686" in out.getvalue()
-    assert "0.500 ± 0.686 (95 %)" in told({**FIGURES, "programme_share": 0})
+    assert "0.500 ± 0.686 (95 %)" in summary_text({**FIGURES, "programme_share": 0})
     (run,) = data_of(render_search_page(searches))["runs"]
     assert run["margin"] == 0.686
     (unjudged,) = read_searches([write_search(tmp_path / "b")])

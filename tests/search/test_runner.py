@@ -114,7 +114,11 @@ def test_kv_tokens_are_what_the_core_holds(monkeypatch: pytest.MonkeyPatch) -> N
     class Watched(CorePolicy):
         def extend(self, asks: Any) -> list[list[Step]]:
             steps = super().extend(asks)
-            paths = [(*a.prompt, *a.said, *s.tokens[:-1]) for a, found in zip(asks, steps, strict=True) for s in found]
+            paths = [
+                (*a.prompt, *a.response_ids, *s.tokens[:-1])
+                for a, found in zip(asks, steps, strict=True)
+                for s in found
+            ]
             compared.append((self.engine.stats().tokens_resident, distinct_tokens(paths)))
             return steps
 

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from plaudit.config import to_toml
-from plaudit.serve.protocols.triton.request import HEADER, Given, read_reply, write_request
+from plaudit.serve.protocols.triton.request import HEADER, TritonReply, read_reply, write_request
 from tests.serve.process import ServerProcess, free_port
 
 
@@ -56,7 +56,7 @@ class CriticProcess(ServerProcess):
         body, own = write_request(tensors, parameters)
         return self.http.post(f"/v2/models/{model}/infer", content=body, headers={**own, **(headers or {})})
 
-    def ask(self, model: str, tensors: Mapping[str, np.ndarray], **parameters: Any) -> Given:
+    def ask(self, model: str, tensors: Mapping[str, np.ndarray], **parameters: Any) -> TritonReply:
         reply = self.post(model, tensors, **parameters)
         assert reply.status_code == 200, reply.text
         return read_reply(reply.content, reply.headers.get(HEADER))

@@ -141,7 +141,7 @@ def test_a_key_below_its_share_is_always_let_in(keys: int, actions: list[tuple[i
             holding = room.holding(str(tenant), count)
             holding.__enter__()
             mine.append((count, holding))
-        assert room.taken == sum(c for own in held.values() for c, _ in own) <= 1000
+        assert room.in_use == sum(c for own in held.values() for c, _ in own) <= 1000
 
 
 def test_the_time_to_come_back_follows_the_pace() -> None:

@@ -40,11 +40,11 @@ def find_recipe(name_or_path: Path, what: str = "recipe") -> Path:
 def _near(path: Path) -> str:
     """The tail of a message: names and files beside it that are spelled alike."""
     files = {file.stem: str(file) for file in sorted(path.parent.glob("*.toml"))} if path.parent.is_dir() else {}
-    known = {name: name for name in recipe_names()} | files
-    close = difflib.get_close_matches(path.stem, known, n=3, cutoff=0.6)
+    candidates = {name: name for name in recipe_names()} | files
+    close = difflib.get_close_matches(path.stem, candidates, n=3, cutoff=0.6)
     if not close:
         return "`plaudit recipes` lists those that come with Plaudit"
-    *others, last = (repr(known[name]) for name in close)
+    *others, last = (repr(candidates[name]) for name in close)
     return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
 
 

@@ -166,10 +166,10 @@ def _freed(controls: list[tuple[int, int, int]], rendered: str, mark: str) -> li
 
 def _controls(tokenizer: PreTrainedTokenizerFast, codec: Codec, text: str) -> list[tuple[int, int, int]]:
     """Control tokens written out in the text, each with its span."""
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     return [
         (token, begin, end)
-        for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        for token, (begin, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
         if token in codec.controls and (token != codec.unknown or text[begin:end].strip() == codec.controls[token])
     ]
 
@@ -196,18 +196,18 @@ def has_chat_template(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def _default_template(tokenizer: PreTrainedTokenizerFast) -> Any:
-    found = tokenizer.chat_template
-    return found.get("default") if isinstance(found, Mapping) else found
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, Mapping) else template
 
 
 def _template(tokenizer: PreTrainedTokenizerFast) -> str:
-    found = _default_template(tokenizer)
-    if not found:
+    template = _default_template(tokenizer)
+    if not template:
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
             "set tokenizer.chat_template and save it, or send {prompt, responses} instead of {messages}"
         )
-    return str(found)
+    return str(template)
 
 
 def _check_messages(messages: Sequence[Message], template: str) -> None:

@@ -59,5 +59,5 @@ def check_head(directory: Path, hidden_size: int) -> None:
     shapes = {name: tensor.shape for name, tensor in read_header(file).items()}
     expected = {"weight": (1, hidden_size)}
     if shapes != expected:
-        found = {name: list(shape) for name, shape in shapes.items()}
-        raise ModelError(f"{file} holds {found}, expected tensor 'weight' of shape [1, {hidden_size}]; save it again")
+        stored = {name: list(shape) for name, shape in shapes.items()}
+        raise ModelError(f"{file} holds {stored}, expected tensor 'weight' of shape [1, {hidden_size}]; save it again")

@@ -32,8 +32,8 @@ def cost(plan: Plan, seconds: float, generated_tokens: float, steps: int) -> Cos
             continue
         hourly = sum(price * pool.devices for price, pool in zip(prices, pools, strict=True))
         dollars = hourly * seconds / 3600
-        given = (("$ per hour", hourly), ("seconds", seconds))
-        step[level] = Term(f"step at {level} price", dollars, "$", "sum of devices · price · seconds / 3600", given)
+        inputs = (("$ per hour", hourly), ("seconds", seconds))
+        step[level] = Term(f"step at {level} price", dollars, "$", "sum of devices · price · seconds / 3600", inputs)
         million[level] = Term(
             f"million tokens at {level} price", dollars / generated_tokens * 1e6, "$",
             "$ of a step / generated tokens · 10⁶",

@@ -113,9 +113,9 @@ class Replica:
         return sum(self.step_parts(sequences, context).values())
 
     def step(self, sequences: float, context: float) -> Term:
-        given = (("sequences", sequences), ("context", context))
+        inputs = (("sequences", sequences), ("context", context))
         parts = self.step_parts(sequences, context)
-        return total("decode step", [Term(k, v, "s", FORMULAS[k], given) for k, v in parts.items() if v], "s")
+        return total("decode step", [Term(k, v, "s", FORMULAS[k], inputs) for k, v in parts.items() if v], "s")
 
     def prefill_seconds(self, tokens: float, prompts: float = 1.0) -> float:
         """Of `prompts` prompts of `tokens` tokens, all devices of the replica at work."""

@@ -73,14 +73,18 @@ def generate(
             first_wave = decode
     # Where even one particle does not fit at once, it passes in parts.
     decode *= weight / weight_now
-    given = (("responses", batch), ("replicas", replicas), ("at once", min(own, concurrency)), ("prompt", prompt))
+    inputs = (("responses", batch), ("replicas", replicas), ("at once", min(own, concurrency)), ("prompt", prompt))
     parts = (
         Term(
-            "prefill", reading, "s", "prompts of a replica · (2 · active parameters · tokens + attention) / rate", given
+            "prefill",
+            reading,
+            "s",
+            "prompts of a replica · (2 · active parameters · tokens + attention) / rate",
+            inputs,
         ),
-        Term("decode", decode, "s", "sum over stretches of steps · decode step(sequences alive, context)", given),
+        Term("decode", decode, "s", "sum over stretches of steps · decode step(sequences alive, context)", inputs),
     )
-    seconds = Term("generation", reading + decode, "s", "prefill + decode", given, parts)
+    seconds = Term("generation", reading + decode, "s", "prefill + decode", inputs, parts)
     return Generation(seconds, concurrency, own / min(own, concurrency), clock, first_wave + reading)
 
 

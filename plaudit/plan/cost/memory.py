@@ -27,14 +27,14 @@ def weight_size(trainer: Trainer) -> float:
 
 def weights(trainer: Trainer, name: str = "weights") -> Term:
     here, layout, size = trainer.parameters_here(), trainer.layout, weight_size(trainer)
-    given = (("bytes", size), ("parameters", here), ("dp", layout.dp))
+    inputs = (("bytes", size), ("parameters", here), ("dp", layout.dp))
     if layout.zero < 3:
-        return Term(name, size * here, "B", "bytes of a weight · parameters of a device", given)
+        return Term(name, size * here, "B", "bytes of a weight · parameters of a device", inputs)
     ranks = layout.dp * layout.cp
     # Two layers are whole at any time: the one at work and the next.
     gathered = 2 * size * here * layout.pp / trainer.model.layers if ranks > 1 else 0.0
     shard = size * here / ranks
-    return Term(name, shard + gathered, "B", "bytes of a weight · parameters / dp + two gathered layers", given)
+    return Term(name, shard + gathered, "B", "bytes of a weight · parameters / dp + two gathered layers", inputs)
 
 
 def gradients(trainer: Trainer) -> Term:
@@ -67,8 +67,8 @@ def activations(trainer: Trainer, length: float, fused: bool = True, sequence_pa
         kept, how = per_layer * layers * flight, "bytes of a layer · layers / pp · micro-batches in flight, per token"
     if layout.plain:
         kept, how = kept + _end_bytes_per_token(trainer), f"{how}, and the last norm with the head's rows"
-    given = (("tokens", tokens), ("bytes of a layer", per_layer), ("in flight", flight))
-    return Term("activations", tokens * kept, "B", how, given)
+    inputs = (("tokens", tokens), ("bytes of a layer", per_layer), ("in flight", flight))
+    return Term("activations", tokens * kept, "B", how, inputs)
 
 
 def activation_bytes_per_token(

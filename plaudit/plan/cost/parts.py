@@ -46,7 +46,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """What a device holds in each phase, and how many sequences a replica's cache has room for."""
 
     generation: Term
@@ -107,20 +107,20 @@ class Parts:
 
     def _states(self, trainer: Trainer, name: str = "") -> list[Term]:
         """What stays between steps. Gradients do not: they are made in training and dropped after the update."""
-        found = [memory.weights(trainer)]
-        found += [] if trainer.layout.offload_optimizer else [memory.optimizer(trainer)]
-        return [replace(term, name=f"{name}{term.name}") for term in found]
+        terms = [memory.weights(trainer)]
+        terms += [] if trainer.layout.offload_optimizer else [memory.optimizer(trainer)]
+        return [replace(term, name=f"{name}{term.name}") for term in terms]
 
     def _forward_only(self, parked: bool = False) -> list[Term]:
         """Models that are only read: those on the device, or those that wait on the host."""
-        found: list[Term] = []
+        terms: list[Term] = []
         if self.plan.training.park is not parked:
             return []
         if self.workload.has_reference:
-            found.append(memory.weights(self.trainer, "reference"))
+            terms.append(memory.weights(self.trainer, "reference"))
         if self.reward:
-            found.append(memory.weights(self.reward, "reward model"))
-        return found
+            terms.append(memory.weights(self.reward, "reward model"))
+        return terms
 
     def _resident(self) -> list[Term]:
         critic = self._states(self.critic, "critic ") if self.critic else []
@@ -136,23 +136,23 @@ class Parts:
         plan, chip = self.plan, self.plan.generation_cluster.accelerator
         engine = memory.engine_weights(self.replica)
         graphs = memory.graphs(self.constants)
-        held = [memory.reserve(self.constants), graphs]
+        terms = [memory.reserve(self.constants), graphs]
         share = ENGINE_SHARE if plan.shared else OWN_ENGINE_SHARE
         if plan.placement in ("colocated", "hybrid"):
-            held += self._resident() + ([] if self.one_module else [engine])
+            terms += self._resident() + ([] if self.one_module else [engine])
         else:
-            held.append(engine)
+            terms.append(engine)
         if plan.double_buffer:
-            held.append(replace(engine, name="second buffer", formula="the next weights arrive beside those at work"))
-        inside = total("generation", held, "B")
+            terms.append(replace(engine, name="second buffer", formula="the next weights arrive beside those at work"))
+        inside = total("generation", terms, "B")
         fullest = inside.value
         if plan.placement == "colocated":
             # The cache stays: what it takes is missing in every later phase.
             fullest = max(fullest, self.training_memory(0.0).value, self.scoring_memory(0.0).value)
-        room = min(share * chip.memory - engine.value - graphs.value, chip.memory - fullest)
-        return max(0.0, min(room, self.workload.cache_bytes or room)), inside, fullest
+        cache_limit = min(share * chip.memory - engine.value - graphs.value, chip.memory - fullest)
+        return max(0.0, min(cache_limit, self.workload.cache_bytes or cache_limit)), inside, fullest
 
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         work, plan = self.workload, self.plan
         groups = plan.generation.attention_groups
         pool, inside, fullest = self.engine_memory()
@@ -164,12 +164,12 @@ class Parts:
             shortages.append(Shortage(f"{what} and the cache of one sequence", fullest + one, fullest + pool))
         used = pool if work.cache_bytes else min(pool, one * min(at_once, work.batch / plan.replicas))
         cache = Term("cache", used, "B", "sequences at once · bytes of one, no more than the pool", (("pool", pool),))
-        found = (
+        phases = (
             total("generation", [*inside.parts, cache], "B"),
             self.scoring_memory(used),
             self.training_memory(used),
         )
-        for phase in found:
+        for phase in phases:
             apart = phase.name == "generation" and not plan.shared
             limit = (plan.generation_cluster if apart else plan.cluster).accelerator.memory
             if phase.value > limit + BYTE:
@@ -177,26 +177,26 @@ class Parts:
         host = self.host()
         if host.value > plan.cluster.host_memory:
             shortages.append(Shortage("host memory, per node", host.value, plan.cluster.host_memory))
-        return Room(*found, at_once, tuple(shortages))
+        return Capacity(*phases, at_once, tuple(shortages))
 
     def training_memory(self, pool: float) -> Term:
-        held = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
+        terms = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
         # Policy and critic learn one after the other: of their gradients the larger set counts.
         learners = [self.trainer, *([self.critic] if self.critic else [])]
         gradients = max((memory.gradients(learner) for learner in learners), key=lambda term: term.value)
-        held = [*held, gradients, *self._moment(self.trainer), memory.reserve(self.constants)]
-        held += self._kept(pool)
+        terms = [*terms, gradients, *self._moment(self.trainer), memory.reserve(self.constants)]
+        terms += self._kept(pool)
         if self.plan.placement == "hybrid" and not self.one_module:
-            held.append(Term("bucket", 2e9, "B", "weights on their way to the engine's cut, a bucket at a time"))
-        return total("training", held, "B")
+            terms.append(Term("bucket", 2e9, "B", "weights on their way to the engine's cut, a bucket at a time"))
+        return total("training", terms, "B")
 
     def scoring_memory(self, pool: float) -> Term:
         moment = memory.scoring(self.trainer, self.workload.trained_length)
         if self.plan.placement == "swapped":
             return moment
-        held = [part for part in moment.parts if part.name in ("activations", "logits", "reserve")] + self._resident()
-        held += self._forward_only(parked=True)[:1]
-        return total("scoring", held + self._kept(pool), "B")
+        terms = [part for part in moment.parts if part.name in ("activations", "logits", "reserve")] + self._resident()
+        terms += self._forward_only(parked=True)[:1]
+        return total("scoring", terms + self._kept(pool), "B")
 
     def _kept(self, pool: float) -> list[Term]:
         """Of the engine, beside whatever phase runs: everything in colocated, nothing in the others."""
@@ -224,15 +224,15 @@ class Parts:
 
     def scores(self) -> list[Term]:
         work, length = self.workload, self.workload.trained_length
-        found = [self.trainer.score(work.batch, length, "old log-probabilities")] if work.takes_old else []
+        terms = [self.trainer.score(work.batch, length, "old log-probabilities")] if work.takes_old else []
         if work.has_reference:
-            found.append(self.trainer.score(work.batch, length, "reference"))
+            terms.append(self.trainer.score(work.batch, length, "reference"))
         if self.reward:
-            found.append(self.reward.score(work.batch, length, "reward"))
+            terms.append(self.reward.score(work.batch, length, "reward"))
         if self.critic:
-            found.append(self.critic.score(work.batch, length, "values"))
+            terms.append(self.critic.score(work.batch, length, "values"))
         rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
-        found += [
+        terms += [
             Term(
                 f"{term.name} from the host",
                 term.value / rate,
@@ -242,7 +242,7 @@ class Parts:
             )
             for term in self._forward_only(parked=True)
         ]
-        return found
+        return terms
 
     def bookkeeping(self) -> Term:
         batch, each = self.workload.batch, self.constants.response_seconds
@@ -251,10 +251,10 @@ class Parts:
     def learning(self) -> list[Term]:
         work = self.workload
         sequences, length = work.batch * work.epochs, work.trained_length
-        found = [replace(self.trainer.step(sequences, length, work.updates, ragged=True), name="policy")]
+        terms = [replace(self.trainer.step(sequences, length, work.updates, ragged=True), name="policy")]
         if self.critic:
-            found.append(replace(self.critic.step(sequences, length, work.updates, ragged=True), name="critic"))
-        return found
+            terms.append(replace(self.critic.step(sequences, length, work.updates, ragged=True), name="critic"))
+        return terms
 
     def _swaps(self) -> Term:
         """Of one whole step: everything that leaves and comes back over PCIe, each way once."""
@@ -271,37 +271,39 @@ class Parts:
         work, plan = self.workload, self.plan
         return transfer(find(plan.channel), work.model, plan.cluster.accelerator, work.dtype, work.engine_dtype)
 
-    def timeline(self, made: Generation, room: Room, simulate: bool) -> tuple[tuple[Phase, ...], Term, float]:
+    def timeline(self, made: Generation, capacity: Capacity, simulate: bool) -> tuple[tuple[Phase, ...], Term, float]:
         plan = self.plan
         scoring = total("scoring", [self.bookkeeping(), *self.scores()], "s")
         learning = total("training", self.learning(), "s")
         weights = self.weights()
         on = ("all", "all") if plan.shared else ("generation", "training")
         if plan.placement == "async":
-            return self._overlapped(made, room, scoring, learning, weights, simulate)
-        rows = [("generation", on[0], made.seconds, room.generation), ("scoring", on[1], scoring, room.scoring),
-                ("training", on[1], learning, room.training), ("weights", on[0], weights, room.generation)]  # fmt: skip
+            return self._overlapped(made, capacity, scoring, learning, weights, simulate)
+        rows = [
+            ("generation", on[0], made.seconds, capacity.generation), ("scoring", on[1], scoring, capacity.scoring),
+            ("training", on[1], learning, capacity.training), ("weights", on[0], weights, capacity.generation),
+        ]  # fmt: skip
         if plan.placement == "swapped":
-            rows.append(("transitions", "all", self._swaps(), room.training))
+            rows.append(("transitions", "all", self._swaps(), capacity.training))
         phases, clock = [], 0.0
-        for name, where, seconds, held in rows:
-            phases.append(Phase(name, where, clock, seconds, held))
+        for name, where, seconds, memory_used in rows:
+            phases.append(Phase(name, where, clock, seconds, memory_used))
             clock += seconds.value
         return tuple(phases), total("step", [phase.seconds for phase in phases], "s"), 0.0
 
     def _overlapped(
-        self, made: Generation, room: Room, scoring: Term, learning: Term, weights: Term, simulate: bool
+        self, made: Generation, capacity: Capacity, scoring: Term, learning: Term, weights: Term, simulate: bool
     ) -> tuple[tuple[Phase, ...], Term, float]:
         work, plan = self.workload, self.plan
         busy = scoring.value + learning.value
         waits = 0.0
         if simulate:
-            found = overlap(
+            simulated = overlap(
                 self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants),
-                max(1.0, room.sequences), busy, 0.0 if plan.double_buffer else weights.value, plan.staleness,
+                max(1.0, capacity.sequences), busy, 0.0 if plan.double_buffer else weights.value, plan.staleness,
                 work.samples_per_prompt,
             )  # fmt: skip
-            seconds, waits = found.step_seconds, found.trainer_waits
+            seconds, waits = simulated.step_seconds, simulated.trainer_waits
         else:
             seconds = max(made.seconds.value, busy) + weights.value
         step = Term(
@@ -310,9 +312,11 @@ class Parts:
             (made.seconds, scoring, learning, weights),
         )  # fmt: skip
         phases = (
-            Phase("generation", "generation", 0.0, made.seconds, room.generation),
-            Phase("scoring", "training", max(0.0, seconds - busy - weights.value), scoring, room.scoring),
-            Phase("training", "training", max(0.0, seconds - learning.value - weights.value), learning, room.training),
-            Phase("weights", "generation", max(0.0, seconds - weights.value), weights, room.generation),
+            Phase("generation", "generation", 0.0, made.seconds, capacity.generation),
+            Phase("scoring", "training", max(0.0, seconds - busy - weights.value), scoring, capacity.scoring),
+            Phase(
+                "training", "training", max(0.0, seconds - learning.value - weights.value), learning, capacity.training
+            ),
+            Phase("weights", "generation", max(0.0, seconds - weights.value), weights, capacity.generation),
         )
         return phases, step, waits

@@ -37,7 +37,7 @@ class Prediction:
 
     @property
     def peak(self) -> Term:
-        return max((phase.memory for phase in self.phases), key=lambda found: found.value)
+        return max((phase.memory for phase in self.phases), key=lambda term: term.value)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -68,8 +68,8 @@ def predict(
         shape = ModelShape.named(model) if isinstance(model, str) else model
         work = Workload(shape, **workload)  # type: ignore[arg-type]
     where = cluster(hardware) if isinstance(hardware, str) else hardware
-    asked = generation_hardware or where
-    engines = cluster(asked) if isinstance(asked, str) else asked
+    requested = generation_hardware or where
+    engines = cluster(requested) if isinstance(requested, str) else requested
     plan = Plan(
         placement, where, engines, generation or GenerationLayout(),
         training or TrainingLayout(dp=where.devices, zero=3),
@@ -91,13 +91,13 @@ def predict_plan(
     """`generated` may be handed in where many plans share it. Without `simulate` async is the slower of its sides."""
     plan.check(workload.model)
     run = Parts(workload, plan, constants)
-    room = run.room()
+    capacity = run.capacity()
     made = generated or generate(
         run.replica, plan.replicas, workload.batch, workload.prompt, workload.lengths(constants),
-        max(1.0, room.sequences), workload.samples_per_prompt,
+        max(1.0, capacity.sequences), workload.samples_per_prompt,
     )  # fmt: skip
-    phases, step, waits = run.timeline(made, room, simulate)
+    phases, step, waits = run.timeline(made, capacity, simulate)
     spent = cost(plan, step.value, workload.generated_tokens, workload.steps)
     return Prediction(
-        workload, plan, phases, step, spent, run.host(), room.sequences, made.waves, room.shortages, waits
+        workload, plan, phases, step, spent, run.host(), capacity.sequences, made.waves, capacity.shortages, waits
     )

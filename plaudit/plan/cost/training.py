@@ -84,8 +84,8 @@ class Trainer:
         rounds = max(1, updates)
         fill = fixed.packing_share if ragged else 1.0
         # Every device has whole micro-batches: what does not divide waits for the fullest one.
-        held = max(float(layout.micro_tokens), length)
-        micro_batches = max(1, math.ceil(sequences / rounds / layout.dp * length / fill / held - 1e-9)) * rounds
+        micro_tokens = max(float(layout.micro_tokens), length)
+        micro_batches = max(1, math.ceil(sequences / rounds / layout.dp * length / fill / micro_tokens - 1e-9)) * rounds
         tokens = max(1.0, sequences / layout.dp * length / layout.cp) / fill
         again = 1.0 if backward and layout.recompute == "full" else 0.0
         core_again = 1.0 if backward and layout.recompute in ("full", "selective") else 0.0
@@ -129,8 +129,8 @@ class Trainer:
             overlap = busy / micro_batches * 2 / 3
             work["gradients"] = rounds * max(0.0, self._gradients() - overlap)
             work["optimizer"] = rounds * self._optimizer(bandwidth)
-        given = (("sequences", sequences), ("length", length), ("micro-batches", micro_batches), ("tokens", tokens))
-        return total(name, [Term(k, v, "s", FORMULAS[k], given) for k, v in work.items() if v], "s")
+        inputs = (("sequences", sequences), ("length", length), ("micro-batches", micro_batches), ("tokens", tokens))
+        return total(name, [Term(k, v, "s", FORMULAS[k], inputs) for k, v in work.items() if v], "s")
 
     def _head_again(self, tokens: float, micro_batches: float, gemm: float, bandwidth: float) -> float:
         head = self.model.vocab * self.model.hidden / self.layout.tp

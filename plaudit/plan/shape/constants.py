@@ -67,10 +67,10 @@ class Constants:
     """Coefficient of variation of response lengths, where only the mean is known."""
 
     def changed(self, overrides: Mapping[str, float]) -> Constants:
-        known = [field.name for field in fields(self)]
+        names = [field.name for field in fields(self)]
         for name, value in overrides.items():
-            if name not in known:
-                raise ConfigError(f"unknown constant {name!r}; {nearest(name, known)}")
+            if name not in names:
+                raise ConfigError(f"unknown constant {name!r}; {nearest(name, names)}")
             if not value > 0:
                 raise ConfigError(f"constant {name} = {value}: expected more than zero")
         return replace(self, **overrides)

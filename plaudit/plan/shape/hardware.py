@@ -133,10 +133,10 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
     power = number("allin_utility_kw_per_gpu") * 1e3 or 2.2 * tdp
     owned = number("tco_neocloud_usd_h") or number("tco_hyperscaler_usd_h")
     on_demand = [number(f"cloud_{level}_usd_h") for level in ("low", "mid", "high")]
-    known = [price for price in on_demand if price] or [number("rental_3yr_usd_h") or owned]
+    prices = [price for price in on_demand if price] or [number("rental_3yr_usd_h") or owned]
     low, mid, high = on_demand
     price = Price(
-        low=low or known[0], mid=mid or known[len(known) // 2], high=high or known[-1], owned=owned or known[0],
+        low=low or prices[0], mid=mid or prices[len(prices) // 2], high=high or prices[-1], owned=owned or prices[0],
         source="; ".join(filter(None, (row["cloud_low_who"], row["cloud_mid_who"], row["cloud_high_who"]))),
     )  # fmt: skip
     pcie = number("pcie_unidir_gb_s", 32.0) * GB
@@ -150,15 +150,15 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
 
 
 def accelerator(name: str, overrides: Overrides | None = None) -> Accelerator:
-    known = catalogue()
+    chips = catalogue()
     own = overrides.accelerator if overrides else {}
     wanted = _ALIASES.get(name.strip().lower(), name.strip())
-    found = next((known[key] for key in known if key.lower() == wanted.lower()), None)
+    chip = next((chips[key] for key in chips if key.lower() == wanted.lower()), None)
     table = next((own[key] for key in own if key.lower() in (name.strip().lower(), wanted.lower())), None)
-    if found is None and table is None:
-        short = {key.replace(" SXM", "").replace(" NVL72", "") for key in known}
+    if chip is None and table is None:
+        short = {key.replace(" SXM", "").replace(" NVL72", "") for key in chips}
         raise ConfigError(f"unknown accelerator {name!r}; {nearest(wanted, {*short, *own})}")
-    return found if table is None else _override(found, table, name)  # type: ignore[return-value]
+    return chip if table is None else _override(chip, table, name)  # type: ignore[return-value]
 
 
 def cluster(text: str, overrides: Overrides | None = None) -> Cluster:
@@ -217,8 +217,8 @@ class Overrides(Table):
         for name, table in tables.items() if isinstance(tables, dict) else ():
             # By itself, so that a message finds the keys beside a wrong one.
             check(TypeAdapter(AcceleratorTable), table, f"{path}: [accelerator.{name}]", AcceleratorTable)
-        found: Overrides = check(TypeAdapter(Overrides), tree, str(path), Overrides)
-        return found
+        overrides: Overrides = check(TypeAdapter(Overrides), tree, str(path), Overrides)
+        return overrides
 
 
 _SCALES: dict[str, tuple[str, float]] = {
@@ -229,27 +229,27 @@ _SCALES: dict[str, tuple[str, float]] = {
 }  # fmt: skip
 
 
-def _override(found: Accelerator | None, table: AcceleratorTable, name: str) -> Accelerator:
-    given: dict[str, Any] = {
+def _override(base: Accelerator | None, table: AcceleratorTable, name: str) -> Accelerator:
+    changes: dict[str, Any] = {
         field: type_of(field)(getattr(table, key) * scale)
         for key, (field, scale) in _SCALES.items()
         if getattr(table, key) is not None
     }
     if table.price is not None:
-        given["price"] = Price(table.price, table.price, table.price, table.price, "given")
-    if found is not None:
-        return replace(found, **given)
+        changes["price"] = Price(table.price, table.price, table.price, table.price, "given")
+    if base is not None:
+        return replace(base, **changes)
     missing = [key for key in ("memory_gb", "bandwidth_gb_s", "bf16_tflops") if getattr(table, key) is None]
     if missing:
         raise ConfigError(f"accelerator {name!r} is not in the catalogue and lacks {', '.join(missing)}")
-    bf16 = given["bf16"]
-    fp8 = given.get("fp8", bf16)
+    bf16 = changes["bf16"]
+    fp8 = changes.get("fp8", bf16)
     defaults = {
         "vendor": "", "fp8": fp8, "fp4": fp8, "scale_up": 32 * GB, "domain": 8, "scale_out": 12.5 * GB,
-        "pcie": 32 * GB, "tdp": 0.0, "power": 2.2 * given.get("tdp", 0.0), "price": Price(0, 0, 0, 0, "not given"),
+        "pcie": 32 * GB, "tdp": 0.0, "power": 2.2 * changes.get("tdp", 0.0), "price": Price(0, 0, 0, 0, "not given"),
         "source": "given",
     }  # fmt: skip
-    return Accelerator(name=name, **{**defaults, **given})
+    return Accelerator(name=name, **{**defaults, **changes})
 
 
 def type_of(field: str) -> type:

@@ -221,10 +221,10 @@ def _from_hugging_face(config: Mapping[str, Any], path: Path) -> ModelShape:
 
 @cache
 def built_in() -> dict[str, ModelShape]:
-    known = {field.name for field in fields(ModelShape)}
+    names = {field.name for field in fields(ModelShape)}
     tables = tomllib.loads(_BUILT_IN.read_text(encoding="utf-8"))
     return {
-        name: ModelShape(**{k: v for k, v in table.items() if k in known}, name=name) for name, table in tables.items()
+        name: ModelShape(**{k: v for k, v in table.items() if k in names}, name=name) for name, table in tables.items()
     }
 
 

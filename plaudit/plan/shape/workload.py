@@ -79,8 +79,8 @@ class Workload:
                 raise ConfigError(f"{name} = {value!r}; {nearest(value, DTYPE_BYTES)}")
         longest = self.prompt + self.longest
         if self.model.max_context and longest > self.model.max_context:
-            room = self.model.max_context - self.prompt
-            cure = f"set --max-response to {room:g}" if room >= self.response else f"--response may be {max(room, 0):g}"
+            left = self.model.max_context - self.prompt
+            cure = f"set --max-response to {left:g}" if left >= self.response else f"--response may be {max(left, 0):g}"
             raise ConfigError(
                 f"prompt + longest response = {self.prompt:g} + {self.longest:g} = {longest:g} tokens, and "
                 f"{self.model.name} has positions for {self.model.max_context}; {cure}"

@@ -78,8 +78,8 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
         "frontier": [order[id(prediction)] for prediction in outcome.frontier()],
         "rejected": [
             {"hardware": place, "placement": r.placement, "reason": r.reason, "factor": r.factor}
-            for place, found in outcome.found.items()
-            for r in found.rejected
+            for place, result in outcome.results.items()
+            for r in result.rejected
         ],
-        "tried": sum(found.tried for found in outcome.found.values()),
+        "tried": sum(result.tried for result in outcome.results.values()),
     }  # fmt: skip

@@ -78,8 +78,8 @@ def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable
         json.dump(outcome_data(outcome), sys.stdout, indent=2)
         print()
     elif options.explain is not None:
-        told = explain(outcome.best, options.explain)
-        print(f"{outcome.headline}\n{outcome.best.plan}\n{told}")
+        explanation = explain(outcome.best, options.explain)
+        print(f"{outcome.headline}\n{outcome.best.plan}\n{explanation}")
     else:
         print_outcome(outcome, options.top)
     if options.recipe is not None and not options.as_json:

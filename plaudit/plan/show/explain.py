@@ -23,8 +23,8 @@ def explain(prediction: Prediction, wanted: str = "step") -> str:
     """The tree of one number: step, memory, host, cost, all, or the name of a phase or of a part of one."""
     trees = list(_trees(prediction, wanted))
     if not trees:
-        known = {"step", "memory", "host", "cost", "all", *(t.name for t in _all(prediction))}
-        raise ConfigError(f"nothing is called {wanted!r}; {nearest(wanted, known)}")
+        names = {"step", "memory", "host", "cost", "all", *(t.name for t in _all(prediction))}
+        raise ConfigError(f"nothing is called {wanted!r}; {nearest(wanted, names)}")
     return "\n".join(line for tree in trees for line in _lines(tree, 0))
 
 

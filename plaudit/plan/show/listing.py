@@ -39,17 +39,17 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
         f"{work.algorithm}{critic}; {work.batch} responses of {work.prompt:g} + {work.response:g} tokens "
         f"(longest {work.longest:g}) a step", highlight=False, soft_wrap=True,
     )  # fmt: skip
-    if len(outcome.found) > 1:
+    if len(outcome.results) > 1:
         _print_comparison(outcome, console)
     if outcome.runnable:
         _print_runnable(outcome, top, console)
     if outcome.others:
         _print_others(outcome, top, console)
-    for place, found in outcome.found.items():
-        for rejection in found.rejected:
+    for place, result in outcome.results.items():
+        for rejection in result.rejected:
             console.print(f"[dim]{place}[/dim] {rejection.placement}: {rejection.reason} "
                           f"({rejection.factor:.2f} times too much)", highlight=False, soft_wrap=True)  # fmt: skip
-    tried = sum(found.tried for found in outcome.found.values())
+    tried = sum(result.tried for result in outcome.results.values())
     console.print(f"[dim]{tried} plans tried[/dim]", highlight=False, soft_wrap=True)
 
 
@@ -81,7 +81,7 @@ def _print_others(outcome: Outcome, top: int, console: Console) -> None:
 
 def _names(p: Prediction, outcome: Outcome) -> tuple[str, str, str]:
     plan = p.plan
-    where = f"{plan.cluster.accelerator.name} " if len(outcome.found) > 1 else ""
+    where = f"{plan.cluster.accelerator.name} " if len(outcome.results) > 1 else ""
     split = "" if plan.shared else f" {plan.generation_cluster.devices}+{plan.cluster.devices}"
     return f"{where}{plan.placement}{split}", f"{plan.replicas} × {plan.generation}", str(plan.training)
 
@@ -112,7 +112,7 @@ def _print_comparison(outcome: Outcome, console: Console) -> None:
     lines = []
     if ours := outcome.best_of_each(runnable=True):
         lines += _by_time_and_cost(ours, price, "")
-        without = [name for name, found in outcome.found.items() if not any(p.runnable for p in found.plans)]
+        without = [name for name, result in outcome.results.items() if not any(p.runnable for p in result.plans)]
         lines += [f"with none that our trainer runs: {', '.join(without)}"] if without else []
     best = outcome.best_of_each()
     lines += _by_time_and_cost(best, price, " with any software")
@@ -142,8 +142,8 @@ def _print_phases(best: Prediction, console: Console) -> None:
         table.add_column(heading, justify="right")
     table.add_column("the most of it")
     for phase in best.phases:
-        held = sorted(phase.memory.parts, key=lambda part: -part.value)[:3]
-        most = ", ".join(f"{part.name} {part.value / 1e9:.1f}" for part in held)
+        largest = sorted(phase.memory.parts, key=lambda part: -part.value)[:3]
+        most = ", ".join(f"{part.name} {part.value / 1e9:.1f}" for part in largest)
         table.add_row(phase.name, phase.pool, seconds(phase.seconds.value), f"{phase.memory.value / 1e9:.1f}", most)
     console.print(table)
     host = f", host memory {best.host.value / 1e9:,.0f} GB of a node" if best.host.value else ""

@@ -18,10 +18,10 @@ MOST_PLANS = 60
 
 def _shown(outcome: Outcome, frontier: Sequence[int]) -> list[int]:
     """Plans on the page: of each cluster the fastest, ours and others, and all that nothing beats."""
-    each = max(2, MOST_PLANS // len(outcome.found))
+    each = max(2, MOST_PLANS // len(outcome.results))
     wanted: set[int] = set()
-    for found in outcome.found.values():
-        ours, others = ([p for p in found.plans if p.runnable is runnable] for runnable in (True, False))
+    for result in outcome.results.values():
+        ours, others = ([p for p in result.plans if p.runnable is runnable] for runnable in (True, False))
         kept = ours[: max(each // 2, each - len(others))]
         wanted |= {id(plan) for plan in kept + others[: each - len(kept)]}
     return sorted({*frontier, *(i for i, plan in enumerate(outcome.plans) if id(plan) in wanted)})

@@ -24,12 +24,12 @@ def loss_falls(run: History) -> Finding | None:
 
 
 def overfitting(run: History) -> Finding | None:
-    held = run.held_out().get("heldout_loss")
-    if run.reinforced or held is None or len(held.finite) < 3:
+    losses = run.held_out().get("heldout_loss")
+    if run.reinforced or losses is None or len(losses.finite) < 3:
         return None
-    least, last = min(held.finite), held.finite[-1]
-    step = held.steps[held.values.index(least)]
-    if last > least * 1.05 + 1e-6 and all(a <= b for a, b in pairwise(held.finite[held.finite.index(least) :])):
+    least, last = min(losses.finite), losses.finite[-1]
+    step = losses.steps[losses.values.index(least)]
+    if last > least * 1.05 + 1e-6 and all(a <= b for a, b in pairwise(losses.finite[losses.finite.index(least) :])):
         says = f"The held-out loss rises since step {step} ({number(least)} → {number(last)})."
         return Finding("overfitting", "watch", says, f"Stop near step {step}, use more data, or lower train.lr.")
     return Finding("held-out loss", "fine", f"The held-out loss is {number(last)}, at least {number(least)}.")

@@ -23,11 +23,11 @@ def render_search_page(runs: Sequence[Searched]) -> str:
     return filled(_TEMPLATE.read_text(encoding="utf-8"), {"runs": [_run(run, share) for run in runs]})
 
 
-def _run(run: Searched, room: int) -> dict[str, Any]:
+def _run(run: Searched, nodes_left: int) -> dict[str, Any]:
     trees: list[dict[str, Any]] = []
     for tree in sorted(run.trees, key=lambda tree: int(tree["index"])):
-        room -= len(tree["nodes"])
-        if trees and room < 0:
+        nodes_left -= len(tree["nodes"])
+        if trees and nodes_left < 0:
             break
         trees.append(_tree(tree))
     figures = {name: run.figures[name] for name in _FIGURES if name in run.figures}
@@ -35,6 +35,6 @@ def _run(run: Searched, room: int) -> dict[str, Any]:
 
 
 def _tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    told = {name: tree.get(name) for name in ("index", "prompt", "truth", "answer", "right", "stopped")}
+    shown = {name: tree.get(name) for name in ("index", "prompt", "truth", "answer", "right", "stopped")}
     nodes = [{name: node[name] for name in _NODE if node.get(name) is not None} for node in tree["nodes"]]
-    return {**told, "kv": tree["costs"]["kv"], "nodes": nodes}
+    return {**shown, "kv": tree["costs"]["kv"], "nodes": nodes}

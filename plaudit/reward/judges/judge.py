@@ -12,7 +12,7 @@ from plaudit.config.reward import JudgeTable
 from plaudit.errors import Refused
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.reward import Result
-from plaudit.reward.rules.rule import what_was_said
+from plaudit.reward.rules.rule import prompt_and_response
 
 Conversation = list[dict[str, str]]
 PLACES = re.compile(r"\{(prompt|response|truth)\}")
@@ -31,25 +31,25 @@ class Judge:
         self._pattern = re.compile(table.pattern)
 
     def messages(self, item: Item) -> Conversation:
-        said = what_was_said(item)
-        if isinstance(said, ItemError):
-            raise Refused(said.type, said.message)
-        prompt, response = said
+        turn = prompt_and_response(item)
+        if isinstance(turn, ItemError):
+            raise Refused(turn.type, turn.message)
+        prompt, response = turn
         if item.truth is None and "{truth}" in self.table.template:
             raise Refused("no_truth", "the judge's template has {truth}, and the item has no truth")
         values = {"prompt": _as_text(prompt), "response": response, "truth": _as_text(item.truth)}
         # In one pass: what stands in a response for {truth} stays as it is.
-        asked = PLACES.sub(lambda place: values[place[1]], self.table.template)
+        content = PLACES.sub(lambda place: values[place[1]], self.table.template)
         system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
-        return [*system, {"role": "user", "content": asked}]
+        return [*system, {"role": "user", "content": content}]
 
     def read(self, text: str) -> Score:
         """The number in the last match; one that cannot be read or is out of range is an error, not a guess."""
-        found = None
+        number = None
         for match in self._pattern.finditer(text):
-            found = match[1]
+            number = match[1]
         try:
-            value = float(found) if found is not None else math.nan
+            value = float(number) if number is not None else math.nan
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
@@ -66,14 +66,14 @@ class JudgeReward:
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         results: list[Result | None] = []
-        asked = []
+        conversations = []
         for item in items:
             try:
-                asked.append(self.judge.messages(item))
+                conversations.append(self.judge.messages(item))
                 results.append(None)
             except Refused as error:
                 results.append(Score(error=ItemError(error.type, str(error))))
-        answers = iter(self.ask(asked) if asked else ())
+        answers = iter(self.ask(conversations) if conversations else ())
         return [self._read(next(answers)) if result is None else result for result in results]
 
     def close(self) -> None:

@@ -63,35 +63,35 @@ class RuleReward:
         self._threads.shutdown(wait=False)
 
     def _score(self, items: Sequence[Item]) -> list[Result]:
-        asked = [_line(item) for item in items]
-        lines = [line for line in asked if isinstance(line, bytes)]
+        requests = [_line(item) for item in items]
+        lines = [line for line in requests if isinstance(line, bytes)]
         worker = self._idle.get()
         try:
             replies = iter(worker.ask(lines))
         finally:
             self._idle.put(worker)
-        found = (next(replies) if isinstance(line, bytes) else line for line in asked)
+        answers = (next(replies) if isinstance(line, bytes) else line for line in requests)
         return [
             Score(error=reply, version=self.version)
             if isinstance(reply, ItemError)
             else Score(reply, version=self.version)
-            for reply in found
+            for reply in answers
         ]
 
 
 def _line(item: Item) -> bytes | ItemError:
     """What a worker is asked, or why it cannot be."""
-    asked = what_was_said(item)
-    if isinstance(asked, ItemError):
-        return asked
-    prompt, response = asked
+    turn = prompt_and_response(item)
+    if isinstance(turn, ItemError):
+        return turn
+    prompt, response = turn
     try:
         return json.dumps({"prompt": prompt, "response": response, "truth": item.truth}).encode() + b"\n"
     except (TypeError, ValueError) as error:
         return ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
 
 
-def what_was_said(item: Item) -> tuple[Any, str] | ItemError:
+def prompt_and_response(item: Item) -> tuple[Any, str] | ItemError:
     """The prompt, as text or messages, and the response of an item whose words are known."""
     if item.messages is not None:
         last = item.messages[-1] if item.messages else None
@@ -118,10 +118,10 @@ class _Worker:
 
     def start(self) -> None:
         # As the caller finds modules, so does the function's process; -P keeps this folder's own names out of it.
-        known = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
+        search_path = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": known}, start_new_session=True,
+            stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": search_path}, start_new_session=True,
         )  # fmt: skip
         line = json.dumps(self.table.model_dump()).encode() + b"\n"
         reply = exchange(self._process, line, time.monotonic() + START_SECONDS)
@@ -135,10 +135,10 @@ class _Worker:
     def ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
         """Answers in order. One that the process does not survive is an error; those behind it have a new process."""
         with self._lock:
-            found: list[float | ItemError] = []
-            while len(found) < len(lines):
-                found += self._ask(lines[len(found) :])
-            return found
+            answers: list[float | ItemError] = []
+            while len(answers) < len(lines):
+                answers += self._ask(lines[len(answers) :])
+            return answers
 
     def _ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
         """To all of the lines, or up to the first that the process did not answer; at least to one."""
@@ -151,14 +151,14 @@ class _Worker:
                 return [ItemError("rule_failed", str(error))] * len(lines)
         assert self._process is not None
         replies, late = exchange_lines(self._process, b"".join(lines), len(lines), self.table.timeout)
-        found = [_read(reply) for reply in replies]
-        if len(found) < len(lines):
+        answers = [_read(reply) for reply in replies]
+        if len(answers) < len(lines):
             self._end()
             too_late = f"the rule did not finish in {self.table.timeout:g} s and was stopped"
-            found.append(
+            answers.append(
                 ItemError("timeout", too_late) if late else ItemError("rule_failed", "the process of the rule died")
             )
-        return found
+        return answers
 
     def stop(self) -> None:
         self._closed = True

@@ -54,8 +54,8 @@ def new_rule(table: dict[str, Any]) -> Rule:
     def compare(_: Any, response: str, truth: Any) -> float:
         if truth is None:
             raise NoTruth
-        found = _answer(answer, response)
-        return right if found is not None and check(found, str(truth)) else wrong
+        extracted = _answer(answer, response)
+        return right if extracted is not None and check(extracted, str(truth)) else wrong
 
     return compare
 
@@ -94,8 +94,8 @@ def _gym(answer: re.Pattern[str] | None) -> Rule:
             raise NoTruth
         if why := refusal(str(truth["task"])):  # whoever sends an item chooses its task
             raise RefusedTask(why)
-        asked = task(truth["task"], json.dumps(truth["options"]))
-        return asked.score_answer(_answer(answer, response), entry=_with_tuples(truth["item"]))
+        dataset = task(truth["task"], json.dumps(truth["options"]))
+        return dataset.score_answer(_answer(answer, response), entry=_with_tuples(truth["item"]))
 
     return score
 
@@ -114,8 +114,8 @@ def _with_tuples(value: Any) -> Any:
 def _function(name: str) -> Rule:
     home, _, attribute = name.rpartition(":")
     if not home.endswith(".py"):
-        found: Rule = getattr(importlib.import_module(home), attribute)
-        return found
+        rule: Rule = getattr(importlib.import_module(home), attribute)
+        return rule
     spec = importlib.util.spec_from_file_location("plaudit_user_rule", Path(home).resolve())
     if spec is None or spec.loader is None or not Path(home).is_file():
         raise FileNotFoundError(f"no file {home}")
@@ -129,10 +129,10 @@ def _function(name: str) -> Rule:
 def _answer(pattern: re.Pattern[str] | None, response: str) -> str | None:
     if pattern is None:
         return response
-    found = None
+    answer = None
     for match in pattern.finditer(response):
-        found = match[1]
-    return found
+        answer = match[1]
+    return answer
 
 
 def answer_to(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ def by_vector(vectors: np.ndarray, threshold: float) -> list[int]:
     if not np.isfinite(vectors).all():
         raise RequestError("an embedding holds numbers that are not finite: steps cannot be clustered by it")
     lengths = np.linalg.norm(vectors, axis=1)
-    found = np.zeros(len(vectors), dtype=int)
+    labels = np.zeros(len(vectors), dtype=int)
     directed = np.flatnonzero(lengths > 0)
     if len(directed) > 1:
         units = vectors[directed].astype(np.float64) / lengths[directed, None]
-        found[directed] = fcluster(linkage(units, method="average", metric="cosine"), threshold, criterion="distance")
+        labels[directed] = fcluster(linkage(units, method="average", metric="cosine"), threshold, criterion="distance")
     elif len(directed):
-        found[directed] = 1
-    return by_key(found.tolist())
+        labels[directed] = 1
+    return by_key(labels.tolist())
 
 
 def by_key(keys: Sequence[Hashable]) -> list[int]:

@@ -34,11 +34,11 @@ class SentenceEncoder:
         rows = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.limit)["input_ids"]
         # Rows of about the same length go together: padding is computed, too.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        found: dict[int, np.ndarray] = {}
+        vectors: dict[int, np.ndarray] = {}
         for begin in range(0, len(order), BATCH):
             batch = order[begin : begin + BATCH]
-            found.update(zip(batch, encoder.embed([rows[i] for i in batch]), strict=True))
-        return np.stack([found[i] for i in range(len(rows))])
+            vectors.update(zip(batch, encoder.embed([rows[i] for i in batch]), strict=True))
+        return np.stack([vectors[i] for i in range(len(rows))])
 
     def close(self) -> None:
         """The model's memory goes with the object."""

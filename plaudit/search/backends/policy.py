@@ -21,15 +21,16 @@ Ended = Literal["step", "end", "length"]
 class Ask:
     """`count` next steps of one path.
 
-    prompt, said   token ids of the prompt, and of the steps so far
-    text           the steps so far as text
-    seed           decides the draws: the same path gets the same steps in every method and every batch
-    greedy         the most likely step
+    prompt        token ids of the prompt
+    response_ids  token ids of the steps so far
+    text          the steps so far as text
+    seed          decides the draws: the same path gets the same steps in every method and every batch
+    greedy        the most likely step
     """
 
     prompt: tuple[int, ...]
     prompt_text: str
-    said: tuple[int, ...]
+    response_ids: tuple[int, ...]
     text: str
     count: int
     seed: int
@@ -62,8 +63,8 @@ class Policy(Protocol):
 
 def path_seed(seed: int, question: int, path: Sequence[int]) -> int:
     """A seed of 63 bits that is the path's own."""
-    told = f"{seed} {question} {' '.join(map(str, path))}".encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") >> 1
+    key = f"{seed} {question} {' '.join(map(str, path))}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 class CorePolicy:
@@ -82,7 +83,7 @@ class CorePolicy:
             with self._lock:
                 samples = iter(
                     self.engine.generate(
-                        [[*ask.prompt, *ask.said] for ask in asks], [self._params(ask) for ask in asks]
+                        [[*ask.prompt, *ask.response_ids] for ask in asks], [self._params(ask) for ask in asks]
                     )
                 )
         except RequestError as error:
@@ -104,7 +105,7 @@ class CorePolicy:
         from plaudit.core import SamplingParams
 
         table = self.table
-        left = min(table.max_step_tokens, max(1, table.max_tokens - len(ask.said)))
+        left = min(table.max_step_tokens, max(1, table.max_tokens - len(ask.response_ids)))
         return SamplingParams(
             n=ask.count, temperature=0.0 if ask.greedy else table.temperature, top_p=1.0 if ask.greedy else table.top_p,
             stop=() if self._stop_ids else (table.stop,), stop_token_ids=self._stop_ids, max_tokens=left, seed=ask.seed,
@@ -117,7 +118,7 @@ class CorePolicy:
         ended: Ended = "length" if sample.finish_reason == "length" else "step"
         if tokens and tokens[-1] in self.engine.end_tokens:
             ended = "end"
-        whole = self.engine.tokenizer.decode([*ask.said, *tokens], skip_special_tokens=True)
+        whole = self.engine.tokenizer.decode([*ask.response_ids, *tokens], skip_special_tokens=True)
         text = whole[len(ask.text) :] if whole.startswith(ask.text) else self.engine.tokenizer.decode(tokens)
         return Step(tokens, text, ended, sum(sample.raw_logprobs) / max(1, len(tokens)))
 

@@ -46,14 +46,14 @@ class RemotePolicy:
         """A server that is lost is so for all: the first request to give up ends the others' waiting. A path that is
         refused has that as its error, unless the server has refused everything so far."""
         self._lost.clear()
-        found = list(self._threads.map(self._try, asks))
-        refused = [steps for steps in found if isinstance(steps, RequestRefused)]
-        self._served = self._served or len(refused) < len(found)
+        results = list(self._threads.map(self._try, asks))
+        refused = [steps for steps in results if isinstance(steps, RequestRefused)]
+        self._served = self._served or len(refused) < len(results)
         if refused and not self._served:
             raise refused[0]
         return [
             [Step(error=str(steps))] * ask.count if isinstance(steps, RequestRefused) else steps
-            for ask, steps in zip(asks, found, strict=True)
+            for ask, steps in zip(asks, results, strict=True)
         ]
 
     def release(
@@ -78,17 +78,17 @@ class RemotePolicy:
         reply = self._post(body)
         try:
             read = _read_sglang if self.table.name == "sglang" else _read_openai
-            found = [read(choice, self.steps.stop) for choice in _choices(reply, self.table.name)]
+            completions = [read(choice, self.steps.stop) for choice in _choices(reply, self.table.name)]
         except (LookupError, TypeError, ValueError) as error:
             raise BadReply(f"{self._url} sent no completions ({type(error).__name__}: {error})") from None
-        if len(found) != self._draws(ask):
-            raise BadReply(f"{self._url} sent {len(found)} completions where {self._draws(ask)} were asked for")
-        return found * (ask.count // self._draws(ask))
+        if len(completions) != self._draws(ask):
+            raise BadReply(f"{self._url} sent {len(completions)} completions where {self._draws(ask)} were asked for")
+        return completions * (ask.count // self._draws(ask))
 
     def _openai(self, ask: Ask) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "prompt": [*ask.prompt, *ask.said] if _named(ask.said) else ask.prompt_text + ask.text,
-            "n": self._draws(ask), "max_tokens": self._room(ask), "temperature": self._temperature(ask),
+            "prompt": [*ask.prompt, *ask.response_ids] if _named(ask.response_ids) else ask.prompt_text + ask.text,
+            "n": self._draws(ask), "max_tokens": self._tokens_left(ask), "temperature": self._temperature(ask),
             "top_p": 1.0 if ask.greedy else self.steps.top_p, "stop": [self.steps.stop], "seed": ask.seed % 2**31,
             "logprobs": 0, "include_stop_str_in_output": True, "return_token_ids": True,
         }  # fmt: skip
@@ -98,9 +98,9 @@ class RemotePolicy:
 
     def _sglang(self, ask: Ask) -> dict[str, Any]:
         return {
-            "input_ids": [*ask.prompt, *ask.said],
+            "input_ids": [*ask.prompt, *ask.response_ids],
             "sampling_params": {
-                "n": self._draws(ask), "max_new_tokens": self._room(ask), "temperature": self._temperature(ask),
+                "n": self._draws(ask), "max_new_tokens": self._tokens_left(ask), "temperature": self._temperature(ask),
                 "stop": [self.steps.stop], "no_stop_trim": True,
                 "top_p": 1.0 if ask.greedy else self.steps.top_p, "sampling_seed": ask.seed % 2**31,
             },
@@ -113,8 +113,8 @@ class RemotePolicy:
         """Where nothing is drawn all steps are the same, and vLLM refuses to write more than one."""
         return ask.count if self._temperature(ask) else 1
 
-    def _room(self, ask: Ask) -> int:
-        return min(self.steps.max_step_tokens, max(1, self.steps.max_tokens - len(ask.said)))
+    def _tokens_left(self, ask: Ask) -> int:
+        return min(self.steps.max_step_tokens, max(1, self.steps.max_tokens - len(ask.response_ids)))
 
     def _post(self, body: Mapping[str, Any]) -> Any:
         deadline, pause, cause = time.monotonic() + self.table.timeout, FIRST_PAUSE, "there was no time for an attempt"

@@ -89,8 +89,8 @@ class LocalScorer:
             except Refused as error:
                 works.append(Scored(error=f"{error.type}: {error}"))
         # Earlier steps were scored when they were the last: only the new one is read, and only it is computed.
-        asked = [replace(w, positions=w.positions[-1:], steps=1) for w in works if not isinstance(w, Scored)]
-        values = iter(self._read(asked, hidden))
+        last_steps = [replace(w, positions=w.positions[-1:], steps=1) for w in works if not isinstance(w, Scored)]
+        values = iter(self._read(last_steps, hidden))
         return [work if isinstance(work, Scored) else next(values) for work in works]
 
     def release(
@@ -115,14 +115,14 @@ class LocalScorer:
             if len(works) == 1:
                 return [Scored(error=f"scoring_failed: {error}")]
             return [scored for work in works for scored in self._read([work], hidden)]
-        found = []
+        scores = []
         width = self.engine.decoder.trunk.config.hidden_size if hidden else 0  # type: ignore[union-attr]
         for work, row in zip(works, rows, strict=True):
             labels = row.shape[1] - width
             result = self.reading.finish(work, row[:, :labels])
             state = row[0, labels:] if hidden else None
-            found.append(_scored(result, tuple(work.tokens), state))
-        return found
+            scores.append(_scored(result, tuple(work.tokens), state))
+        return scores
 
 
 class OutcomeScorer:
@@ -173,12 +173,12 @@ class ServedScorer:
             raise ConfigError('a server gives no hidden states: set search.clusters to "text", "encoder" or "served"')
         if self.whole:
             return [_scored(result) for result in self.client.score(_items(paths))]
-        found = []
+        scores = []
         for path, result in zip(paths, self.client.score(_items(paths), steps=True), strict=True):
             steps = len(result.values) if isinstance(result, StepScores) else 1
             fits = result.error is not None or steps == len(path.steps)
-            found.append(_scored(result) if fits else Scored(error=_mismatch(steps, len(path.steps))))
-        return found
+            scores.append(_scored(result) if fits else Scored(error=_mismatch(steps, len(path.steps))))
+        return scores
 
     def release(
         self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
@@ -244,9 +244,9 @@ def _items(paths: Sequence[Path]) -> list[Item]:
     return [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
 
 
-def _mismatch(found: int, made: int) -> str:
+def _mismatch(seen: int, made: int) -> str:
     return (
-        f"step_mismatch: the PRM sees {found} step(s) where the search made {made}; let steps.stop be the text that "
+        f"step_mismatch: the PRM sees {seen} step(s) where the search made {made}; let steps.stop be the text that "
         "ends a step in the PRM's format"
     )
 

@@ -70,12 +70,12 @@ class Driver(ABC):
         return [node.id for node in self.tree.having("finished")]
 
     def answers(self) -> list[Answer]:
-        found = []
+        answers = []
         for id in self.finished():
             text = self.reading.answer(self.tree.response(id))
             if text is not None:
-                found.append(Answer(text, self.value(self.tree.nodes[id]), id))
-        return found
+                answers.append(Answer(text, self.value(self.tree.nodes[id]), id))
+        return answers
 
     def _over(self) -> str | None:
         budget, costs = self.budget, self.costs

@@ -18,7 +18,7 @@ class Equivalence(Protocol):
 
     undecided: int
 
-    def __call__(self, text: str, known: str) -> bool:
+    def __call__(self, text: str, reference: str) -> bool:
         """Whether an answer says what a known one, or the truth, says."""
 
     def close(self) -> None: ...
@@ -27,8 +27,8 @@ class Equivalence(Protocol):
 class SameNumber:
     undecided = 0
 
-    def __call__(self, text: str, known: str) -> bool:
-        return same(text) == same(known)
+    def __call__(self, text: str, reference: str) -> bool:
+        return same(text) == same(reference)
 
     def close(self) -> None:
         pass
@@ -45,19 +45,19 @@ class SameMathematics:
         self._rule = RuleReward(RuleTable(rule="math", timeout=seconds))
         self._equal = lru_cache(REMEMBERED)(self._ask)
 
-    def __call__(self, text: str, known: str) -> bool:
-        return same(text) == same(known) or self._equal(text, known)
+    def __call__(self, text: str, reference: str) -> bool:
+        return same(text) == same(reference) or self._equal(text, reference)
 
     def close(self) -> None:
         self._rule.close()
 
-    def _ask(self, text: str, known: str) -> bool:
+    def _ask(self, text: str, reference: str) -> bool:
         # In dollars, so that it is read as LaTeX whatever it is.
-        (found,) = self._rule.score([Item(prompt="", response=f"${text}$", truth=f"${known}$")])
-        if not isinstance(found, Score) or found.error is not None:
+        (score,) = self._rule.score([Item(prompt="", response=f"${text}$", truth=f"${reference}$")])
+        if not isinstance(score, Score) or score.error is not None:
             self.undecided += 1
             return False
-        return found.value == 1.0
+        return score.value == 1.0
 
 
 def open_equivalence(kind: Literal["number", "math"]) -> Equivalence:

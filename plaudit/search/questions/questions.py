@@ -86,9 +86,9 @@ class GymChecker:
 
 def _question(index: int, prompt: Prompt) -> Question:
     truth = None if prompt.truth is None else str(prompt.truth)
-    asked = prompt.extra.get("messages")
+    messages = prompt.extra.get("messages")
     ids = prompt.token_ids or ()
-    return Question(index, prompt.text if asked is None else tuple(asked), prompt.text, ids, truth)
+    return Question(index, prompt.text if messages is None else tuple(messages), prompt.text, ids, truth)
 
 
 def _gym_question(index: int, prompt: Prompt, checker: GymChecker | None) -> Question:

@@ -15,10 +15,10 @@ class AnswerReading:
         self._final = None if table.final is None else re.compile(table.final)
 
     def answer(self, response: str) -> str | None:
-        found = None
+        answer = None
         for match in self._answer.finditer(response):
-            found = match[1]
-        return found
+            answer = match[1]
+        return answer
 
     def final(self, response: str) -> bool:
         return self._final is not None and self._final.search(response) is not None

@@ -49,18 +49,18 @@ class Ets:
         programme, groups = self.programme(frontier, counts)
         began = time.perf_counter()
         solution = self.solve(programme)
-        told: dict[str, float | str] = {
+        details: dict[str, float | str] = {
             "status": solution.status, "gap": solution.gap, "seconds": time.perf_counter() - began,
             "leaves": len(groups), "kept": len(solution.kept),
         }  # fmt: skip
         if not solution.kept:
-            return Choice(counts, told)
+            return Choice(counts, details)
         kept = [i for place in solution.kept for i in groups[place]]
         again = counts_by_score([scores[i] for i in kept], frontier.width, self.temperature)
         counts = [0] * len(scores)
         for i, count in zip(kept, again, strict=True):
             counts[i] = count
-        return Choice(counts, told)
+        return Choice(counts, details)
 
     def solve(self, programme: Programme) -> Solution:
         if programme.budget is not None:

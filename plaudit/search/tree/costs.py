@@ -47,11 +47,11 @@ class Costs:
 
 def totals(costs: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Sums over questions; of peaks the greatest."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for cost in costs:
         for name, value in cost.items():
             if name == "kv_peak":
-                found[name] = max(found.get(name, 0), value)
+                sums[name] = max(sums.get(name, 0), value)
             elif name != "kv":
-                found[name] = found.get(name, 0) + value
-    return found
+                sums[name] = sums.get(name, 0) + value
+    return sums

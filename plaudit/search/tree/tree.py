@@ -58,11 +58,11 @@ class Tree:
 
     def branches(self, id: int) -> tuple[int, ...]:
         """The proper ancestors of a node, the root first."""
-        found = []
+        ancestors = []
         while id != ROOT:
             id = self.nodes[id].parent
-            found.append(id)
-        return tuple(reversed(found))
+            ancestors.append(id)
+        return tuple(reversed(ancestors))
 
     def steps(self, id: int) -> list[Node]:
         """The nodes from the first step to this one."""

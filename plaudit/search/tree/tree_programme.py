@@ -104,11 +104,11 @@ def solve_covering(programme: Programme, time_limit: float = 5.0, gap: float = 0
 
 def _paid(kept: Sequence[int], bonus: Mapping[int, float], clusters: Sequence[int]) -> dict[int, int]:
     """How many kept leaves of each cluster are paid its bonus."""
-    found: dict[int, int] = {}
+    paid: dict[int, int] = {}
     for i in kept:
         if i in bonus:
-            found[clusters[i]] = found.get(clusters[i], 0) + 1
-    return found
+            paid[clusters[i]] = paid.get(clusters[i], 0) + 1
+    return paid
 
 
 def _choose(below: list[int], worth: Mapping[int, float]) -> list[int]:

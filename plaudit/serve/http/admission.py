@@ -20,7 +20,7 @@ class Quota:
 
     def __init__(self, limit: int, keys: int) -> None:
         self.limit = limit
-        self.taken = 0
+        self.in_use = 0
         self._share = limit // max(1, keys)
         self._by_tenant: Counter[str] = Counter()
 
@@ -31,16 +31,16 @@ class Quota:
 
     def fits(self, tenant: str, count: int) -> bool:
         within_share = self._by_tenant[tenant] + count <= self._share
-        return self.taken + count <= (self.limit if within_share else self.limit - self._share)
+        return self.in_use + count <= (self.limit if within_share else self.limit - self._share)
 
     @contextmanager
     def holding(self, tenant: str, count: int) -> Iterator[None]:
-        self.taken += count
+        self.in_use += count
         self._by_tenant[tenant] += count
         try:
             yield
         finally:
-            self.taken -= count
+            self.in_use -= count
             self._by_tenant[tenant] -= count
 
 
@@ -62,7 +62,7 @@ class Admission:
     @property
     def open_tokens(self) -> int:
         """Accepted and not yet answered."""
-        return self._tokens.taken
+        return self._tokens.in_use
 
     @property
     def most_tokens(self) -> int:
@@ -75,8 +75,8 @@ class Admission:
             self._metrics.rejected.labels("draining").inc()
             raise HttpError(503, "draining", "the server is shutting down; try another", retry_after=1)
         # A single request is held to the limit of its own size, and is let in when there is no other.
-        if not self._bytes.fits(tenant, content_length) and self._bytes.taken:
-            raise self._overload(f"{self._bytes.taken} bytes of requests are handled, at most {self._bytes.limit}")
+        if not self._bytes.fits(tenant, content_length) and self._bytes.in_use:
+            raise self._overload(f"{self._bytes.in_use} bytes of requests are handled, at most {self._bytes.limit}")
         if not self._tokens.fits(tenant, 1):
             raise self._overload(f"{self.open_tokens} tokens wait, at most {self.most_tokens}")
         self.open_requests += 1

@@ -33,42 +33,42 @@ class Keys:
     def tenant(self, access: Access, protocols: frozenset[str], authorization: bytes | None) -> str:
         """The name the caller's work is accounted to; raises HttpError 401 or 403. A path that several protocols share
         is open only if all of them are."""
-        given = _bearer(authorization)
+        token = _bearer(authorization)
         if access == "admin":
-            return self._check_admin(given)
+            return self._check_admin(token)
         if access == "open":
             return NOBODY
-        holder = self._holder(given)
+        holder = self._holder(token)
         if holder is not None:
             return holder
-        if protocols <= self._allow_open or (given is None and self._keyless):
+        if protocols <= self._allow_open or (token is None and self._keyless):
             return NOBODY
         if not self._keys and not self._keyless:
             raise HttpError(401, "unauthorized", "this route is closed: the server was started without an API key")
         raise HttpError(401, "unauthorized", "send a valid key as 'Authorization: Bearer KEY'")
 
-    def _check_admin(self, given: bytes | None) -> str:
-        if self._admin is not None and given is not None and hmac.compare_digest(given, self._admin):
+    def _check_admin(self, token: bytes | None) -> str:
+        if self._admin is not None and token is not None and hmac.compare_digest(token, self._admin):
             return "admin"
         if self._admin is None:
             raise HttpError(403, "forbidden", "admin routes are closed: the server was started without --admin-key")
-        if given is None:
+        if token is None:
             raise HttpError(401, "unauthorized", "send the admin key as 'Authorization: Bearer KEY'")
         raise HttpError(403, "forbidden", "this route needs the admin key")
 
-    def _holder(self, given: bytes | None) -> str | None:
-        if given is None:
+    def _holder(self, token: bytes | None) -> str | None:
+        if token is None:
             # Without keys a bearer token that some client always sends does no harm; with keys it must be one of them.
             return None
-        found = None
+        holder = None
         for name, key in self._keys.items():  # all of them, so that the time does not tell which one matched
-            if hmac.compare_digest(given, key):
-                found = name
-        if found is None and self._admin is not None and hmac.compare_digest(given, self._admin):
-            found = "admin"
-        if found is None and not self._keys and self._keyless:
+            if hmac.compare_digest(token, key):
+                holder = name
+        if holder is None and self._admin is not None and hmac.compare_digest(token, self._admin):
+            holder = "admin"
+        if holder is None and not self._keys and self._keyless:
             return NOBODY
-        return found
+        return holder
 
 
 def _bearer(authorization: bytes | None) -> bytes | None:

@@ -130,8 +130,8 @@ class Request:
         self.query: bytes = scope["query_string"]
         self.server: tuple[str, int] = scope["server"]  # the address that the connection came to
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = self.headers.get(b"x-request-id", b"")
-        self.id = given.decode() if _SAFE_ID.fullmatch(given) else fresh_id
+        chosen_id = self.headers.get(b"x-request-id", b"")
+        self.id = chosen_id.decode() if _SAFE_ID.fullmatch(chosen_id) else fresh_id
         self.tenant = ""
         self.content = b""
         self.route: Route | None = None
@@ -142,16 +142,16 @@ class Request:
 
     def take_deadline(self) -> None:
         """`X-Deadline: seconds`, counted from now: a clock that jumps or differs between machines does not matter."""
-        given = self.headers.get(b"x-deadline")
-        if given is None:
+        header = self.headers.get(b"x-deadline")
+        if header is None:
             return
         try:
-            seconds = float(given)
+            seconds = float(header)
         except ValueError:
             seconds = float("nan")
         if not -1e9 < seconds < 1e9:
             raise HttpError(
-                400, "bad_deadline", f"X-Deadline is {_shown(given)}; expected seconds from now, such as 2.5"
+                400, "bad_deadline", f"X-Deadline is {_shown(header)}; expected seconds from now, such as 2.5"
             )
         if seconds <= 0:
             raise HttpError(504, "deadline", f"the deadline passed {-seconds:g} s before the request arrived")
@@ -159,23 +159,23 @@ class Request:
 
     def credential(self) -> bytes | None:
         """The Authorization header, or the key where some clients put it."""
-        given = self.headers.get(b"authorization")
-        if given is None:
-            given = self.headers.get(b"x-api-key") or self.headers.get(b"triton-access-token")
-            return None if given is None else b"Bearer " + given
-        return given
+        header = self.headers.get(b"authorization")
+        if header is None:
+            header = self.headers.get(b"x-api-key") or self.headers.get(b"triton-access-token")
+            return None if header is None else b"Bearer " + header
+        return header
 
     def fields(self) -> dict[str, Any]:
         """The body as a JSON object."""
         if self._fields is None:
             try:
-                found = msgspec.json.decode(self.content)
+                parsed = msgspec.json.decode(self.content)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 why = one_line(error, 200)
                 raise HttpError(400, "invalid_json", f"the body is not JSON: {why}") from None
-            if not isinstance(found, dict):
-                raise HttpError(400, "invalid_json", f"the body is a JSON {type(found).__name__}; expected an object")
-            self._fields = found
+            if not isinstance(parsed, dict):
+                raise HttpError(400, "invalid_json", f"the body is a JSON {type(parsed).__name__}; expected an object")
+            self._fields = parsed
         return self._fields
 
     def parameters(self) -> dict[str, str]:
@@ -248,8 +248,8 @@ def _unpacked(body: bytes, coding: bytes, limit: int) -> bytes:
     if len(plain) > limit:
         raise _too_large(limit)
     if not unpacker.eof or unpacker.unused_data:
-        found = "goes on after its end" if unpacker.eof else "ends early"
-        raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {found}")
+        problem = "goes on after its end" if unpacker.eof else "ends early"
+        raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {problem}")
     return plain
 
 

@@ -59,8 +59,8 @@ class Routes:
             raise HttpError(404, "not_found", "no such path; see /docs")
         place = methods.get(method)
         if place is None:
-            taken = ", ".join(sorted(methods))
-            raise HttpError(405, "method_not_allowed", f"this path takes {taken}", allow=taken)
+            allowed = ", ".join(sorted(methods))
+            raise HttpError(405, "method_not_allowed", f"this path takes {allowed}", allow=allowed)
         return place
 
     def errors(self, path: str) -> ErrorWriter:

@@ -61,10 +61,10 @@ class Cut:
 
 
 class Classifier:
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
         self._paths: dict[str, str] = {}
-        for name, served in desk.models.served.items():
+        for name, served in scoring.models.served.items():
             if isinstance(served, ServedModel) and served.table.path is not None:
                 for path in (served.table.path, str(Path(served.table.path).resolve())):
                     self._paths.setdefault(path, name)
@@ -72,11 +72,11 @@ class Classifier:
     def find(self, name: str | None, kind: str | None = None) -> ServedModel:
         """By name, alias or, as verl asks, by the path it was loaded from; the first one if None."""
         if not name:
-            name = REWARD_MODEL if kind == "outcome" or REWARD_MODEL in self.desk.aliases else PROCESS_MODEL
-        return self.desk.find_model(self._paths.get(name, name), kind)
+            name = REWARD_MODEL if kind == "outcome" or REWARD_MODEL in self.scoring.aliases else PROCESS_MODEL
+        return self.scoring.find_model(self._paths.get(name, name), kind)
 
     async def tokens(self, served: ServedModel, prompts: Sequence[Prompt], cut: Cut) -> list[list[int] | ItemError]:
-        self.desk.check_count(len(prompts))
+        self.scoring.check_count(len(prompts))
         intake = served.intake()
         over = threading.Event()
         if _effort(prompts) <= INLINE_CHARACTERS:
@@ -118,13 +118,13 @@ class Classifier:
         # Of a format without a tag every token is read: too much to keep one by one.
         steps = isinstance(reading, ProcessReading) and bool(reading.tag)
         sound = [work for work in works if work is not None]
-        found = iter(await self._read(request, served, sound, priority, path=steps))
-        return [np.zeros((0, 0), dtype=np.float32) if work is None else next(found) for work in works]
+        remaining = iter(await self._read(request, served, sound, priority, path=steps))
+        return [np.zeros((0, 0), dtype=np.float32) if work is None else next(remaining) for work in works]
 
     async def _read(
         self, request: Request, served: ServedModel, works: Sequence[Work], priority: int, *, path: bool = False
     ) -> list[np.ndarray]:
-        _, answers = await self.desk.read(request, served, works, priority=priority, path=path)
+        _, answers = await self.scoring.read(request, served, works, priority=priority, path=path)
         rows = []
         for place, answer in enumerate(answers):
             if isinstance(answer, ItemError):
@@ -176,15 +176,15 @@ def _effort(prompts: Sequence[Prompt]) -> int:
 def _tokenised(
     intake: Intake, prompts: Sequence[Prompt], cut: Cut, over: threading.Event
 ) -> list[list[int] | ItemError]:
-    found: list[list[int] | ItemError] = []
+    rows: list[list[int] | ItemError] = []
     for prompt in prompts:
         if over.is_set():
             break  # nobody waits for it
         try:
-            found.append(_scorable(intake, prompt, cut))
+            rows.append(_scorable(intake, prompt, cut))
         except Refused as error:
-            found.append(ItemError(error.type, str(error)))
-    return found
+            rows.append(ItemError(error.type, str(error)))
+    return rows
 
 
 def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
@@ -216,18 +216,18 @@ def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
         raise Refused("bad_text", str(error)) from error
     text = _shortened(intake, prompt.text, prompt.text_most)
     pair = None if prompt.pair is None else _shortened(intake, prompt.pair, prompt.pair_most)
-    found = intake.tokenizer(text, pair, add_special_tokens=prompt.special)
-    ids: list[int] = found["input_ids"]
+    encoding = intake.tokenizer(text, pair, add_special_tokens=prompt.special)
+    ids: list[int] = encoding["input_ids"]
     if cut.most is None or len(ids) <= cut.most:
         return ids
     if not cut.added:
         return _kept(ids, cut.most, cut.side)
     # What the tokenizer added belongs to neither text. It is not told to cut itself: that would change it for others.
-    parts = found.sequence_ids()
+    parts = encoding.sequence_ids()
     first = [place for place, part in enumerate(parts) if part == 0]
     second = [place for place, part in enumerate(parts) if part == 1]
-    room = max(0, cut.most - (len(ids) - len(first) - len(second)))
-    sizes = _shared(len(first), len(second), room) if prompt.pair is not None else (room, 0)
+    tokens_left = max(0, cut.most - (len(ids) - len(first) - len(second)))
+    sizes = _shared(len(first), len(second), tokens_left) if prompt.pair is not None else (tokens_left, 0)
     kept = {*_kept(first, sizes[0], cut.side), *_kept(second, sizes[1], cut.side)}
     tokens = [token for place, token in enumerate(ids) if parts[place] is None or place in kept]
     return tokens[: cut.most]
@@ -244,12 +244,12 @@ def _shortened(intake: Intake, text: str, most: int) -> str:
     return text
 
 
-def _shared(first: int, second: int, room: int) -> tuple[int, int]:
+def _shared(first: int, second: int, total: int) -> tuple[int, int]:
     """How much of each of two texts stays: the longer one is cut first, as transformers does."""
     short, long = sorted((first, second))
-    long = short if short > room else max(short, room - short)
-    if short + long > room:
-        short, long = room // 2, room // 2 + room % 2
+    long = short if short > total else max(short, total - short)
+    if short + long > total:
+        short, long = total // 2, total // 2 + total % 2
     return (long, short) if first > second else (short, long)
 
 

@@ -126,8 +126,8 @@ def _places(routes: Sequence[Route]) -> Iterator[tuple[str, str, list[Route]]]:
     shared: dict[tuple[str, str], list[Route]] = {}
     for route in routes:
         shared.setdefault((route.path, route.method), []).append(route)
-    for (path, method), found in shared.items():
-        yield path, method, found
+    for (path, method), sharing in shared.items():
+        yield path, method, sharing
 
 
 def _operation(path: str, routes: Sequence[Route]) -> dict[str, Any]:

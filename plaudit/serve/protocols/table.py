@@ -8,13 +8,13 @@ from typing import Protocol
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.message import ErrorWriter, Route
 from plaudit.serve.http.routes import Routes
-from plaudit.serve.protocols.native.routes import NativeDoor
-from plaudit.serve.protocols.openr.routes import OpenRDoor
-from plaudit.serve.protocols.openrlhf.routes import OpenRLHFDoor, SlimeDoor
-from plaudit.serve.protocols.sglang.routes import SGLangDoor
-from plaudit.serve.protocols.tei.routes import InfinityDoor, TeiDoor
-from plaudit.serve.protocols.triton.routes import TritonDoor
-from plaudit.serve.protocols.vllm.routes import VllmDoor
+from plaudit.serve.protocols.native.routes import NativeRoutes
+from plaudit.serve.protocols.openr.routes import OpenRRoutes
+from plaudit.serve.protocols.openrlhf.routes import OpenRLHFRoutes, SlimeRoutes
+from plaudit.serve.protocols.sglang.routes import SGLangRoutes
+from plaudit.serve.protocols.tei.routes import InfinityRoutes, TeiRoutes
+from plaudit.serve.protocols.triton.routes import TritonRoutes
+from plaudit.serve.protocols.vllm.routes import VllmRoutes
 from plaudit.serve.scoring import ScoringService
 
 
@@ -27,21 +27,21 @@ class ProtocolRoutes(Protocol):
 
 
 # On a path that several have, the one that stands first and claims the body gets it; the last takes what is left.
-DOORS: dict[str, Callable[[ScoringService], ProtocolRoutes]] = {
-    "triton": TritonDoor,
-    "openrlhf": OpenRLHFDoor,
-    "slime": SlimeDoor,
-    "openr": OpenRDoor,
-    "sglang": SGLangDoor,
-    "tei": TeiDoor,
-    "infinity": InfinityDoor,
-    "vllm": VllmDoor,
+PROTOCOLS: dict[str, Callable[[ScoringService], ProtocolRoutes]] = {
+    "triton": TritonRoutes,
+    "openrlhf": OpenRLHFRoutes,
+    "slime": SlimeRoutes,
+    "openr": OpenRRoutes,
+    "sglang": SGLangRoutes,
+    "tei": TeiRoutes,
+    "infinity": InfinityRoutes,
+    "vllm": VllmRoutes,
 }
 NATIVE = "native"
 
 
 def protocol_names() -> tuple[str, ...]:
-    return NATIVE, *DOORS
+    return NATIVE, *PROTOCOLS
 
 
 def check_names(names: Sequence[str], what: str) -> None:
@@ -50,11 +50,18 @@ def check_names(names: Sequence[str], what: str) -> None:
             raise ConfigError(f"{what} names the protocol {name!r}; {nearest(name, protocol_names())}")
 
 
-def open_doors(desk: ScoringService, names: Sequence[str] | None) -> Routes:
+def protocol_routes(scoring: ScoringService, names: Sequence[str] | None) -> Routes:
     """The routes of these protocols, of all if None. The native ones are always there."""
-    doors: list[ProtocolRoutes] = [make(desk) for name, make in DOORS.items() if names is None or name in names]
-    others = [route for door in doors for route in door.routes()]
-    native = NativeDoor(desk, others)
-    shapes = {start: writer for door in doors for start, writer in door.shapes.items()}
-    strangers = {start: route for door in doors if isinstance(door, TritonDoor) for start, route in door.strangers()}
+    protocols: list[ProtocolRoutes] = [
+        make(scoring) for name, make in PROTOCOLS.items() if names is None or name in names
+    ]
+    others = [route for protocol in protocols for route in protocol.routes()]
+    native = NativeRoutes(scoring, others)
+    shapes = {start: writer for protocol in protocols for start, writer in protocol.shapes.items()}
+    strangers = {
+        start: route
+        for protocol in protocols
+        if isinstance(protocol, TritonRoutes)
+        for start, route in protocol.strangers()
+    }
     return Routes([*native.routes(), *others], shapes, strangers)

@@ -88,7 +88,7 @@ class RayLink:
         self._owner = owner
         self._waiting = waiting
         self._writer: asyncio.StreamWriter | None = None
-        self._told: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._live(application), name=f"ray-{seat}")
 
     @property
@@ -96,7 +96,7 @@ class RayLink:
         return self.reason
 
     async def loaded(self) -> frames.Hello:
-        return await asyncio.shield(self._told)
+        return await asyncio.shield(self._loaded)
 
     def send(self, frame: frames.Frame) -> None:
         assert self._writer is not None, f"the replica is {self.state}, nothing can be sent"
@@ -114,7 +114,7 @@ class RayLink:
         self.state, self.reason = "closed", "the replica is no longer used"
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._tell_nothing()
+        self._fail_loading()
 
     async def _live(self, application: str) -> None:
         why = "its replica has gone"
@@ -131,15 +131,15 @@ class RayLink:
             if self.state == "ready":
                 self._owner.on_death()
             self.state, self.reason = "failed", why
-            self._tell_nothing()
+            self._fail_loading()
             self._owner.on_change()
 
     async def _connect(self, application: str) -> None:
         async with asyncio.timeout(CALL_SECONDS):
-            found = await serve.get_deployment_handle("model", application).introduce.remote(seat=self.seat)
-            if found is None:
+            address = await serve.get_deployment_handle("model", application).introduce.remote(seat=self.seat)
+            if address is None:
                 return
-            host, port, token = found
+            host, port, token = address
             reader, self._writer = await asyncio.open_connection(host, port)
         self._writer.write(token)
         unpacker = frames.Unpacker()
@@ -155,7 +155,7 @@ class RayLink:
             case frames.Ready():
                 assert self.hello is not None
                 self.state, self.reason = "ready", ""
-                self._told.set_result(self.hello)
+                self._loaded.set_result(self.hello)
                 self._owner.on_change()
             case frames.Results():
                 self.last_result = self.last_sign
@@ -163,10 +163,10 @@ class RayLink:
             case _:  # a sign of life
                 self.send(frames.Waiting(self._waiting()))
 
-    def _tell_nothing(self) -> None:
-        if not self._told.done():
-            self._told.set_exception(ModelError(self.reason))
-        self._told.exception()  # whoever awaits it gets it; nobody has to
+    def _fail_loading(self) -> None:
+        if not self._loaded.done():
+            self._loaded.set_exception(ModelError(self.reason))
+        self._loaded.exception()  # whoever awaits it gets it; nobody has to
 
 
 class RayDeployment(Deployment):
@@ -229,8 +229,8 @@ class RayDeployment(Deployment):
 
     def _deploy(self) -> None:
         """Unless somebody, such as `serve deploy`, has done it already, with the same table."""
-        known = serve.status().applications.get(self.application)
-        if known is not None and known.status == "RUNNING" and not self._ours:
+        running = serve.status().applications.get(self.application)
+        if running is not None and running.status == "RUNNING" and not self._ours:
             handle = serve.get_deployment_handle("model", self.application)
             if handle.configured.remote(seat="").result(timeout_s=CALL_SECONDS) == self._arguments["table"]:
                 return
@@ -243,14 +243,14 @@ class RayDeployment(Deployment):
     async def _follow_seats(self) -> None:
         while True:
             there = seats(self.application)
-            known = {replica.wire.seat: replica for replica in self.replicas if isinstance(replica.wire, RayLink)}
-            for seat in sorted(there - known.keys()):
+            connected = {replica.wire.seat: replica for replica in self.replicas if isinstance(replica.wire, RayLink)}
+            for seat in sorted(there - connected.keys()):
                 if time.monotonic() - self._failed_at.get(seat, 0.0) > ABSENT_SECONDS:
                     self._next_seat = seat
                     self._change(self._arrive(self._add()))
-            for seat in known.keys() - there:
-                if not known[seat].leaving:  # it finishes what it has
-                    self.retire(known[seat])
+            for seat in connected.keys() - there:
+                if not connected[seat].leaving:  # it finishes what it has
+                    self.retire(connected[seat])
             self._failed_at = {seat: at for seat, at in self._failed_at.items() if seat in there}
             await asyncio.sleep(LOOK_SECONDS)
 

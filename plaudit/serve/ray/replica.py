@@ -122,7 +122,7 @@ class Visit:
                     if (ticket := self._open.pop(id, None)) is not None:
                         self.replica.deployment.cancel(ticket)
             case _:
-                for id, work, salt in _asked(frame):
+                for id, work, salt in _works(frame):
                     ticket = self.replica.deployment.submit([work], tenant="", salt=salt, cached=False)
                     self._open[id] = ticket
                     ticket.done.add_done_callback(partial(self._finished, id))
@@ -172,8 +172,8 @@ class ByTokens:
         self.tokens = tokens
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        said = (context.aggregated_metrics or {}).get("waiting", {})
-        wanted = -(-int(max(said.values(), default=0.0)) // self.tokens)
+        reported = (context.aggregated_metrics or {}).get("waiting", {})
+        wanted = -(-int(max(reported.values(), default=0.0)) // self.tokens)
         low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
         return max(low, min(high, wanted)), context.policy_state
 
@@ -206,7 +206,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     return deployment.bind(dict(args["table"]), environment, seconds, args.get("host"))
 
 
-def _asked(frame: frames.Frame) -> list[tuple[int, Work | GenerateJob, str]]:
+def _works(frame: frames.Frame) -> list[tuple[int, Work | GenerateJob, str]]:
     match frame:
         case frames.Works():
             tokens, positions = frames.cut(frame.tokens, frame.lengths), frames.cut(frame.positions, frame.counts)

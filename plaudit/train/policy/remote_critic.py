@@ -25,7 +25,7 @@ from torch import Tensor
 from plaudit.config.rl import CriticTable
 from plaudit.errors import BadReply, ConfigError, RunError
 from plaudit.records import Sample
-from plaudit.serve.protocols.triton.request import HEADER, Given, read_reply, write_request
+from plaudit.serve.protocols.triton.request import HEADER, TritonReply, read_reply, write_request
 from plaudit.train.optim.optimizer import NotFinite
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.tally import Tally
@@ -146,7 +146,7 @@ class RemoteCritic:
 
     # HTTP
 
-    def _infer(self, model: str, tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> Given:
+    def _infer(self, model: str, tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> TritonReply:
         body, headers = write_request(tensors, parameters)
         reply = self._send("POST", f"/v2/models/{model}/infer", body, headers)
         try:
@@ -225,7 +225,7 @@ def _columns(samples: Sequence[Sample], flat: np.ndarray) -> np.ndarray:
     return columns
 
 
-def _expected(given: Given, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _expected(given: TritonReply, name: str, shape: tuple[int, ...]) -> np.ndarray:
     values = given.tensors.get(name)
     if values is None or values.shape != shape or not np.isfinite(values).all():
         found = "nothing" if values is None else f"shape {values.shape}, or numbers that are not finite"

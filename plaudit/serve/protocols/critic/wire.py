@@ -72,13 +72,13 @@ def read_lesson(infer: Infer) -> Lesson:
         _matrix(tensor, spec.name, "f" if spec.name != "mask" else "fiub")
         for tensor, spec in zip(tensors[1:], TRAIN.inputs[1:], strict=True)
     )
-    for name, given in (("returns", returns), ("prev_values", values), ("mask", mask)):
-        if given.shape != (count, columns - 1):
-            raise _bad(f"{name} must have shape [{count}, {columns - 1}], one column less than tokens; {_shape(given)}")
-        found = ~np.isfinite(given)
-        if found.any():
-            row, column = np.argwhere(found)[0].tolist()
-            raise _bad(f"{name}[{row}, {column}] is {given[row, column]}; the weights are as they were")
+    for name, array in (("returns", returns), ("prev_values", values), ("mask", mask)):
+        if array.shape != (count, columns - 1):
+            raise _bad(f"{name} must have shape [{count}, {columns - 1}], one column less than tokens; {_shape(array)}")
+        bad = ~np.isfinite(array)
+        if bad.any():
+            row, column = np.argwhere(bad)[0].tolist()
+            raise _bad(f"{name}[{row}, {column}] is {array[row, column]}; the weights are as they were")
     if not np.isin(mask, (0, 1)).all():
         row, column = np.argwhere(~np.isin(mask, (0, 1)))[0].tolist()
         raise _bad(f"mask[{row}, {column}] is {mask[row, column]:g}; expected 0 or 1")

@@ -22,12 +22,12 @@ from plaudit.serve.scoring import ScoringService
 HTML = b"text/html; charset=utf-8"
 
 
-class NativeDoor:
+class NativeRoutes:
     """others  the routes of the other protocols, for the documentation"""
 
-    def __init__(self, desk: ScoringService, others: Sequence[Route] = ()) -> None:
-        self.desk = desk
-        self.models = desk.models
+    def __init__(self, scoring: ScoringService, others: Sequence[Route] = ()) -> None:
+        self.scoring = scoring
+        self.models = scoring.models
         self.others = others
         self.began = time.monotonic()
         self.created = int(time.time())
@@ -60,24 +60,24 @@ class NativeDoor:
     async def rewards(self, request: Request) -> Reply:
         kind = request.content_type()
         if kind == native.BINARY:
-            asked = native.read_binary(request.content, request.query, self.desk.most_items)
+            parsed = native.read_binary(request.content, request.query, self.scoring.most_items)
         elif kind == b"application/json":
-            asked = native.read_json(request.content, self.desk.most_items)
+            parsed = native.read_json(request.content, self.scoring.most_items)
         else:
-            found, binary = kind[:60].decode("latin-1"), native.BINARY.decode()
+            content_type, binary = kind[:60].decode("latin-1"), native.BINARY.decode()
             cure = f"expected application/json (curl: -H 'Content-Type: application/json') or {binary}"
-            raise HttpError(415, "unsupported_type", f"Content-Type {found!r}; {cure}")
-        served = self.desk.find(asked.model)
-        if asked.steps and served.kind != "process":
+            raise HttpError(415, "unsupported_type", f"Content-Type {content_type!r}; {cure}")
+        served = self.scoring.find(parsed.model)
+        if parsed.steps and served.kind != "process":
             raise HttpError(422, "not_a_process_model", f"{served.name} is no process model: it has no step scores")
-        items = [item for group in asked.groups if not isinstance(group, str) for item in group]
-        scored = await self.desk.score(request, served, items, priority=asked.priority, cache=asked.cache)
-        results = _regrouped(asked.groups, scored.results)
+        items = [item for group in parsed.groups if not isinstance(group, str) for item in group]
+        scored = await self.scoring.score(request, served, items, priority=parsed.priority, cache=parsed.cache)
+        results = _regrouped(parsed.groups, scored.results)
         usage = {"items": len(items), "tokens": scored.tokens}
         if kind == native.BINARY:
             body = native.write_binary(served.name, scored.version, results, usage, request.id)
             return Reply(200, body, native.BINARY_REPLY)
-        return Reply.json(native.write_json(asked, served.name, scored.version, results, usage, request.id))
+        return Reply.json(native.write_json(parsed, served.name, scored.version, results, usage, request.id))
 
     async def list_models(self, request: Request) -> Reply:
         keys = ("name", "kind", "version", "state", "max_tokens", "labels")
@@ -88,20 +88,20 @@ class NativeDoor:
         return Reply.json({"object": "list", "data": data})
 
     async def scale(self, request: Request) -> Reply:
-        asked = await _asked(request, _Scale)
+        order = await _decoded(request, _Scale)
         try:
-            self.models.scale(asked.model, asked.replicas)
+            self.models.scale(order.model, order.replicas)
         except PlauditError as error:
             raise HttpError(400, "scale_failed", str(error)) from None
-        return Reply.json({"model": asked.model, "replicas": asked.replicas})
+        return Reply.json({"model": order.model, "replicas": order.replicas})
 
     async def swap(self, request: Request) -> Reply:
-        asked = await _asked(request, _Swap)
+        order = await _decoded(request, _Swap)
         try:
-            version = await self.models.swap(asked.model, asked.path)
+            version = await self.models.swap(order.model, order.path)
         except PlauditError as error:
             raise HttpError(400, "swap_failed", f"{self.models.scrub(str(error))}; nothing has changed") from None
-        return Reply.json({"model": asked.model, "version": version})
+        return Reply.json({"model": order.model, "version": version})
 
     async def live(self, request: Request) -> Reply:
         return Reply.json({"status": "live", "uptime": round(time.monotonic() - self.began, 1)})
@@ -144,7 +144,7 @@ class _Scale(msgspec.Struct, forbid_unknown_fields=True):
 A = TypeVar("A", _Swap, _Scale)
 
 
-async def _asked(request: Request, kind: type[A]) -> A:
+async def _decoded(request: Request, kind: type[A]) -> A:
     try:
         return msgspec.json.decode(await request.body(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

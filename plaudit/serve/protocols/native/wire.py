@@ -93,19 +93,21 @@ def read_json(body: bytes, most_items: int) -> RewardRequest:
     if not body:
         raise HttpError(400, "empty_body", 'the body is empty; send {"model": ..., "items": [...]}')
     try:
-        asked = _decoded(body, most_items)
+        request = _decoded(body, most_items)
     except msgspec.ValidationError as error:
         raise HttpError(422, "invalid_request", one_line(error, 200)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, "invalid_json", f"the body is not JSON: {one_line(error, 200)}") from None
-    if not -PRIORITIES <= asked.priority <= PRIORITIES:
-        raise HttpError(422, "invalid_request", f"priority {asked.priority} is not from {-PRIORITIES} to {PRIORITIES}")
-    if not asked.items:
+    if not -PRIORITIES <= request.priority <= PRIORITIES:
+        raise HttpError(
+            422, "invalid_request", f"priority {request.priority} is not from {-PRIORITIES} to {PRIORITIES}"
+        )
+    if not request.items:
         raise HttpError(422, "no_items", "items is empty; send at least one")
-    _check_count(len(asked.items), most_items)
-    groups = [_group(raw, asked.truncate) for raw in asked.items]
+    _check_count(len(request.items), most_items)
+    groups = [_group(raw, request.truncate) for raw in request.items]
     _check_count(sum(1 if isinstance(group, str) else len(group) for group in groups), most_items)
-    return RewardRequest(asked.model, groups, asked.steps, asked.priority, asked.cache)
+    return RewardRequest(request.model, groups, request.steps, request.priority, request.cache)
 
 
 def _decoded(body: bytes, most_items: int) -> _Body:
@@ -150,22 +152,22 @@ def _group(raw: msgspec.Raw, truncate: Literal["left", "right"] | None) -> list[
 
 
 def write_json(
-    asked: RewardRequest, model: str, version: str, results: Sequence[Sequence[Result] | str], usage: dict[str, int],
+    request: RewardRequest, model: str, version: str, results: Sequence[Sequence[Result] | str], usage: dict[str, int],
     request_id: str,
 ) -> dict[str, Any]:  # fmt: skip
     items = [
-        {"error": {"type": "invalid_item", "message": group}} if isinstance(group, str) else _item(group, asked)
+        {"error": {"type": "invalid_item", "message": group}} if isinstance(group, str) else _item(group, request)
         for group in results
     ]
     return {"model": model, "version": version, "items": items, "usage": usage, "request_id": request_id}
 
 
-def _item(results: Sequence[Result], asked: RewardRequest) -> dict[str, Any]:
+def _item(results: Sequence[Result], request: RewardRequest) -> dict[str, Any]:
     errors = [None if r.error is None else {"type": r.error.type, "message": r.error.message} for r in results]
     if all(e is not None for e in errors) and all(e == errors[0] for e in errors):
         return {"error": errors[0]}
     item: dict[str, Any] = {"scores": [value_of(r) for r in results]}
-    if asked.steps:
+    if request.steps:
         item["steps"] = [list(r.values) if isinstance(r, StepScores) and r.error is None else None for r in results]
     attributes = [dict(r.attributes) if isinstance(r, Score) else {} for r in results]
     if any(attributes):

@@ -15,13 +15,13 @@ from plaudit.serve.scoring import PROCESS_MODEL, ScoringService
 VALUE, STATUS = "/worker_value_inference", "/worker_get_status"
 
 
-class OpenRDoor:
+class OpenRRoutes:
     shapes: Mapping[str, ErrorWriter] = {}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
-        models = [name for name, served in desk.models.served.items() if served.kind == "process"]
-        self.names = [*models, *(alias for alias, name in desk.aliases.items() if name in models)]
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
+        models = [name for name, served in scoring.models.served.items() if served.kind == "process"]
+        self.names = [*models, *(alias for alias, name in scoring.aliases.items() if name in models)]
 
     def routes(self) -> list[Route]:
         routes = [
@@ -55,21 +55,21 @@ class OpenRDoor:
         )  # fmt: skip
 
     async def status(self, name: str, request: Request) -> Reply:
-        served = self.desk.find_model(name, "process")
-        names = [n for n in self.names if self.desk.find(n) is served]
+        served = self.scoring.find_model(name, "process")
+        names = [n for n in self.names if self.scoring.find(n) is served]
         return Reply.json(openr.status(names, served.deployment.queue.items))
 
     async def value(self, name: str, request: Request) -> Reply:
-        asked = openr.read_value(request.fields())
-        served = self.desk.find_model(name, "process")
+        parsed = openr.read_value(request.fields())
+        served = self.scoring.find_model(name, "process")
         items = []
-        for place, row in enumerate(await served.tokenise(asked.texts, special=True)):
+        for place, row in enumerate(await served.tokenise(parsed.texts, special=True)):
             if isinstance(row, ItemError):
                 raise HttpError(422, row.type, f"input_str[{place}]: {row.message}")
             items.append(Item(tokens=tuple(row)))
-        scored = await self.desk.score(request, served, items)
-        self.desk.values(scored.results, "input_str")
-        return Reply.json(openr.write_value(asked, [r.values for r in scored.results if isinstance(r, StepScores)]))
+        scored = await self.scoring.score(request, served, items)
+        self.scoring.values(scored.results, "input_str")
+        return Reply.json(openr.write_value(parsed, [r.values for r in scored.results if isinstance(r, StepScores)]))
 
 
 async def _fields(request: Request) -> dict[str, object]:

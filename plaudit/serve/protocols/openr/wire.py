@@ -39,17 +39,17 @@ def read_model(fields: Mapping[str, Any]) -> str:
 
 
 def read_value(fields: Mapping[str, Any]) -> OpenrRequest:
-    given = _converted(fields, _Value).input_str
-    if given == []:
+    texts = _converted(fields, _Value).input_str
+    if texts == []:
         raise HttpError(422, "invalid_request", "input_str is an empty list; give at least one text")
-    return OpenrRequest([given] if isinstance(given, str) else given, isinstance(given, str))
+    return OpenrRequest([texts] if isinstance(texts, str) else texts, isinstance(texts, str))
 
 
-def write_value(asked: OpenrRequest, rows: Sequence[Sequence[float]]) -> dict[str, Any]:
+def write_value(request: OpenrRequest, rows: Sequence[Sequence[float]]) -> dict[str, Any]:
     values = [list(row) for row in rows]
     return {
-        "input": asked.texts[0] if asked.single else asked.texts,
-        "value": values[0] if asked.single else values,
+        "input": request.texts[0] if request.single else request.texts,
+        "value": values[0] if request.single else values,
     }
 
 

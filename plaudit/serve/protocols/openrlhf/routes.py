@@ -12,43 +12,45 @@ from plaudit.serve.protocols.openrlhf import wire as openrlhf
 from plaudit.serve.scoring import REWARD_MODEL, ScoringService
 
 
-class OpenRLHFDoor:
+class OpenRLHFRoutes:
     shapes: Mapping[str, ErrorWriter] = {}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
 
     def routes(self) -> list[Route]:
         return [Route("POST", "/get_reward", "key", self.get_reward, "openrlhf", True, "OpenRLHF: rewards of texts")]
 
     async def get_reward(self, request: Request) -> Reply:
-        asked = openrlhf.read(request.content, request.parameters())
-        self.desk.check_count(len(asked.queries))
-        served = self.desk.find(REWARD_MODEL)
+        parsed = openrlhf.read(request.content, request.parameters())
+        self.scoring.check_count(len(parsed.queries))
+        served = self.scoring.find(REWARD_MODEL)
         if isinstance(served, ServedModel) and served.kind != "judge":
             # Rendered with everything in it: the tokenizer adds nothing.
-            rows = await served.tokenise(asked.queries, special=False)
+            rows = await served.tokenise(parsed.queries, special=False)
             for place, row in enumerate(rows):
                 if isinstance(row, ItemError):
                     raise HttpError(422, row.type, f"query[{place}]: {row.message}")
-            items = [Item(tokens=tuple(row), truncate=asked.truncate) for row in rows if not isinstance(row, ItemError)]
+            items = [
+                Item(tokens=tuple(row), truncate=parsed.truncate) for row in rows if not isinstance(row, ItemError)
+            ]
         else:
-            items = [asked.item(place) for place in range(len(asked.queries))]
-        scored = await self.desk.score(request, served, items)
-        return Reply.json(openrlhf.write(scored.results, self.desk.values(scored.results, "query")))
+            items = [parsed.item(place) for place in range(len(parsed.queries))]
+        scored = await self.scoring.score(request, served, items)
+        return Reply.json(openrlhf.write(scored.results, self.scoring.values(scored.results, "query")))
 
 
-class SlimeDoor:
+class SlimeRoutes:
     shapes: Mapping[str, ErrorWriter] = {}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
 
     def routes(self) -> list[Route]:
         return [Route("POST", "/remote_rm", "key", self.remote_rm, "slime", True, "slime: reward of a response")]
 
     async def remote_rm(self, request: Request) -> Reply:
-        asked = slime.read(request.content, request.parameters())
-        scored = await self.desk.score(request, self.desk.find(REWARD_MODEL), [asked.item])
-        (value,) = self.desk.values(scored.results, "sample")
-        return Reply.json(slime.write(value, asked.key))
+        parsed = slime.read(request.content, request.parameters())
+        scored = await self.scoring.score(request, self.scoring.find(REWARD_MODEL), [parsed.item])
+        (value,) = self.scoring.values(scored.results, "sample")
+        return Reply.json(slime.write(value, parsed.key))

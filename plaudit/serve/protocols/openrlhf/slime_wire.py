@@ -34,7 +34,7 @@ class SlimeRequest:
 
 def read(body: bytes, query: dict[str, str]) -> SlimeRequest:
     try:
-        asked = msgspec.json.decode(body, type=_Body)
+        sample = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = one_line(error, 200)
         raise HttpError(422, "invalid_request", f"expected prompt, response and label: {why}") from None
@@ -43,12 +43,12 @@ def read(body: bytes, query: dict[str, str]) -> SlimeRequest:
     if rendered not in ("true", "false"):
         raise HttpError(422, "invalid_request", f"rendered is {rendered[:20]!r}; expected true or false")
     if rendered == "true":
-        if not isinstance(asked.prompt, str):
+        if not isinstance(sample.prompt, str):
             raise HttpError(422, "invalid_request", "rendered=true, and the prompt is a list of messages")
-        item = Item(text=asked.prompt + asked.response, truth=asked.label, truncate=truncate)
+        item = Item(text=sample.prompt + sample.response, truth=sample.label, truncate=truncate)
     else:
-        prompt = asked.prompt if isinstance(asked.prompt, str) else tuple(asked.prompt)
-        item = Item(prompt=prompt, response=asked.response, truth=asked.label, truncate=truncate)
+        prompt = sample.prompt if isinstance(sample.prompt, str) else tuple(sample.prompt)
+        item = Item(prompt=prompt, response=sample.response, truth=sample.label, truncate=truncate)
     return SlimeRequest(item, query.get("key"))
 
 

@@ -52,12 +52,12 @@ class OpenrlhfRequest:
 
 def read(body: bytes, query: dict[str, str]) -> OpenrlhfRequest:
     try:
-        asked = msgspec.json.decode(body, type=_Body)
+        request = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(422, "invalid_request", f"query must be a list of texts: {one_line(error, 200)}") from None
-    count = len(asked.query)
+    count = len(request.query)
     return OpenrlhfRequest(
-        asked.query, _beside(asked.prompts, count), _beside(asked.labels, count), read_truncate(query)
+        request.query, _beside(request.prompts, count), _beside(request.labels, count), read_truncate(query)
     )
 
 
@@ -67,10 +67,10 @@ def _beside(values: Any, count: int) -> list[Any]:
 
 
 def read_truncate(query: dict[str, str]) -> Truncate:
-    given = query.get("truncate")
-    if given is None or given == "left" or given == "right":
-        return given  # type: ignore[return-value]
-    raise HttpError(422, "invalid_request", f"truncate is {given[:20]!r}; expected left or right")
+    side = query.get("truncate")
+    if side is None or side == "left" or side == "right":
+        return side  # type: ignore[return-value]
+    raise HttpError(422, "invalid_request", f"truncate is {side[:20]!r}; expected left or right")
 
 
 def write(results: Sequence[Score | StepScores], values: Sequence[float]) -> dict[str, Any]:

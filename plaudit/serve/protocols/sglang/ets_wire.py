@@ -43,8 +43,8 @@ class EtsRequest:
 
 def claims(fields: Mapping[str, Any]) -> bool:
     params = fields.get("sampling_params")
-    given = params if isinstance(params, list) else [params]
-    return bool(fields.get("forward_only")) or any(isinstance(p, dict) and p.get("forward_only") for p in given)
+    each = params if isinstance(params, list) else [params]
+    return bool(fields.get("forward_only")) or any(isinstance(p, dict) and p.get("forward_only") for p in each)
 
 
 def read(fields: Mapping[str, Any]) -> EtsRequest:
@@ -62,10 +62,10 @@ def write(tokens: int, scores: Sequence[float], id: str) -> dict[str, Any]:
     return {"text": "", "meta_info": meta, "scores": list(scores), "forward_only": True}
 
 
-def _require(given: Any) -> Require:
-    numbers = given if isinstance(given, list) else [given]
+def _require(field: Any) -> Require:
+    numbers = field if isinstance(field, list) else [field]
     if any(type(n) is not int for n in numbers) or len(numbers) not in (1, 3) or any(n < 0 for n in numbers[:-1]):
-        raise _bad(f"{FIELD} is {str(given)[:60]}; expected TAG, [PLUS, MINUS, TAG] or [PLUS, MINUS, -POSITION]")
+        raise _bad(f"{FIELD} is {str(field)[:60]}; expected TAG, [PLUS, MINUS, TAG] or [PLUS, MINUS, -POSITION]")
     if len(numbers) == 1:
         return Require(None, numbers[0])
     return Require((numbers[0], numbers[1]), numbers[2])

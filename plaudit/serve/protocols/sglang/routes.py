@@ -23,12 +23,12 @@ from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL, PROCESS_MODEL, S
 Claims = Callable[[Mapping[str, Any]], bool]
 
 
-class SGLangDoor:
+class SGLangRoutes:
     shapes: Mapping[str, ErrorWriter] = {}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
-        self.classifier = Classifier(desk)
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
+        self.classifier = Classifier(scoring)
 
     def routes(self) -> list[Route]:
         routes = [
@@ -69,69 +69,69 @@ class SGLangDoor:
         return Reply.json(sglang.write_classify(served.name, rows, sum(map(len, tokens)), request.id))
 
     async def score(self, request: Request) -> Reply:
-        asked = sglang.read_scoring(request.fields())
-        served = self._causal(self._named(request), LOGPROBS_MODEL, PROCESS_MODEL) if asked.labels else None
-        if served is None or asked.labels is None:
+        parsed = sglang.read_scoring(request.fields())
+        served = self._causal(self._named(request), LOGPROBS_MODEL, PROCESS_MODEL) if parsed.labels else None
+        if served is None or parsed.labels is None:
             served = self.classifier.find(self._named(request), "outcome")
-            if asked.softmax:
+            if parsed.softmax:
                 _several_labels(served)
-            tokens = await self._tokens(served, asked.inputs)
+            tokens = await self._tokens(served, parsed.inputs)
             rows = [row.tolist() for row in await self.classifier.logits(request, served, tokens)]
-            chances = [sglang.softmax(row) for row in rows] if asked.softmax else rows
+            chances = [sglang.softmax(row) for row in rows] if parsed.softmax else rows
         else:
-            _check_ids(served, asked.labels, "label_token_ids")
-            tokens = await self._tokens(served, asked.inputs)
-            works = [Work(ids, (len(ids) - 1,), asked.labels, 0, False, logprobs=True) for ids in tokens]
-            logs = [row[0].tolist() for row in await self._read(request, served, works, asked.inputs.field)]
-            chances = [sglang.softmax(row) if asked.softmax else np.exp(row).tolist() for row in logs]
+            _check_ids(served, parsed.labels, "label_token_ids")
+            tokens = await self._tokens(served, parsed.inputs)
+            works = [Work(ids, (len(ids) - 1,), parsed.labels, 0, False, logprobs=True) for ids in tokens]
+            logs = [row[0].tolist() for row in await self._read(request, served, works, parsed.inputs.field)]
+            chances = [sglang.softmax(row) if parsed.softmax else np.exp(row).tolist() for row in logs]
         return Reply.json(sglang.write_scoring(served.name, chances, sum(map(len, tokens))))
 
     async def rerank(self, request: Request) -> Reply:
         began = time.monotonic()
-        asked = sglang.read_rerank(request.fields())
+        parsed = sglang.read_rerank(request.fields())
         served = self.classifier.find(self._named(request), "outcome")
         if len(served.intake().facts.labels) > 1:
             raise HttpError(422, "wrong_kind", f"{served.name} has several labels, so its documents have no one order")
-        pairs: list[Prompt] = [Text(asked.query, document) for document in asked.documents]
+        pairs: list[Prompt] = [Text(parsed.query, document) for document in parsed.documents]
         tokens = _sound(await self.classifier.tokens(served, pairs, Cut()), "documents")
         values = [float(row[0]) for row in await self.classifier.logits(request, served, tokens)]
         metas = [_meta(request, i, ids, served, began) for i, ids in enumerate(tokens)]
-        return Reply.json(sglang.write_rerank(asked, values, metas))
+        return Reply.json(sglang.write_rerank(parsed, values, metas))
 
     async def generate(self, request: Request) -> Reply:
         began = time.monotonic()
-        asked = sglang.read_generate(request.fields())
+        parsed = sglang.read_generate(request.fields())
         served = self._reader(self._named(request), LOGPROBS_MODEL, PROCESS_MODEL)
-        for wish in asked.wishes:
+        for wish in parsed.wishes:
             _check_ids(served, wish.tokens, "token_ids_logprob")
-        tokens = await self._tokens(served, asked.inputs)
-        works = [_generate_works(ids, wish) for ids, wish in zip(tokens, asked.wishes, strict=True)]
-        rows = iter(await self._read(request, served, [w for pair in works for w in pair if w], asked.inputs.field))
+        tokens = await self._tokens(served, parsed.inputs)
+        works = [_generate_works(ids, wish) for ids, wish in zip(tokens, parsed.wishes, strict=True)]
+        rows = iter(await self._read(request, served, [w for pair in works for w in pair if w], parsed.inputs.field))
         tokenizer = served.intake().tokenizer
-        name = (lambda token: str(tokenizer.decode([token]))) if asked.named else (lambda token: None)
+        name = (lambda token: str(tokenizer.decode([token]))) if parsed.named else (lambda token: None)
         replies = []
-        for i, (ids, wish, (first, last)) in enumerate(zip(tokens, asked.wishes, works, strict=True)):
+        for i, (ids, wish, (first, last)) in enumerate(zip(tokens, parsed.wishes, works, strict=True)):
             read = next(rows) if first else None
             at_last = next(rows)[0] if last else None
             meta = _meta(request, i, ids, served, began)
             replies.append(sglang.write_generate(ids, wish, read, at_last, name, meta))
-        return Reply.json(replies[0] if asked.inputs.single else replies)
+        return Reply.json(replies[0] if parsed.inputs.single else replies)
 
     async def step_scores(self, request: Request) -> Reply:
-        asked = ets.read(request.fields())
-        by_format = [i for i, require in enumerate(asked.requires) if require.pair is None]
+        parsed = ets.read(request.fields())
+        by_format = [i for i, require in enumerate(parsed.requires) if require.pair is None]
         scores: dict[int, tuple[int, Sequence[float]]] = {}
         if by_format:
-            scores |= await self._scores_by_format(request, asked, by_format)
-        if len(by_format) < len(asked.requires):
-            scores |= await self._scores_of_pairs(request, asked)
-        replies = [ets.write(*scores[i], f"{request.id}-{i}") for i in range(len(asked.requires))]
-        return Reply.json(replies[0] if asked.inputs.single else replies)
+            scores |= await self._scores_by_format(request, parsed, by_format)
+        if len(by_format) < len(parsed.requires):
+            scores |= await self._scores_of_pairs(request, parsed)
+        replies = [ets.write(*scores[i], f"{request.id}-{i}") for i in range(len(parsed.requires))]
+        return Reply.json(replies[0] if parsed.inputs.single else replies)
 
     async def _scores_by_format(
-        self, request: Request, asked: ets.EtsRequest, places: Sequence[int]
+        self, request: Request, parsed: ets.EtsRequest, places: Sequence[int]
     ) -> dict[int, tuple[int, Sequence[float]]]:
-        served = self.desk.find_model(PROCESS_MODEL, "process")
+        served = self.scoring.find_model(PROCESS_MODEL, "process")
         served.intake()
         reading = served.reading
         assert isinstance(reading, ProcessReading)
@@ -141,41 +141,45 @@ class SGLangDoor:
                 "serve a model whose format has a tag, or name it with --alias process_model=NAME",
             )  # fmt: skip
         for place in places:
-            if asked.requires[place].at != reading.tag[-1]:
+            if parsed.requires[place].at != reading.tag[-1]:
                 raise HttpError(
-                    422, "invalid_request", f"{ets.FIELD} is {asked.requires[place].at}, and a step of {served.name} "
+                    422, "invalid_request", f"{ets.FIELD} is {parsed.requires[place].at}, and a step of {served.name} "
                     f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
                 )  # fmt: skip
-        rows = await self._tokens(served, asked.inputs, places)
-        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in rows])
+        rows = await self._tokens(served, parsed.inputs, places)
+        scored = await self.scoring.score(request, served, [Item(tokens=tuple(row)) for row in rows])
         results = [StepScores((), 0.0) if r.error and r.error.type == "no_steps" else r for r in scored.results]
-        self.desk.values(results, asked.inputs.field)
+        self.scoring.values(results, parsed.inputs.field)
         return {
             place: (len(row), result.values)
             for place, row, result in zip(places, rows, results, strict=True)
             if isinstance(result, StepScores)
         }
 
-    async def _scores_of_pairs(self, request: Request, asked: ets.EtsRequest) -> dict[int, tuple[int, Sequence[float]]]:
+    async def _scores_of_pairs(
+        self, request: Request, parsed: ets.EtsRequest
+    ) -> dict[int, tuple[int, Sequence[float]]]:
         served = self._reader(None, PROCESS_MODEL, LOGPROBS_MODEL)
-        places = [i for i, require in enumerate(asked.requires) if require.pair is not None]
-        rows = await self._tokens(served, asked.inputs, places)
+        places = [i for i, require in enumerate(parsed.requires) if require.pair is not None]
+        rows = await self._tokens(served, parsed.inputs, places)
         scores: dict[int, tuple[int, Sequence[float]]] = {}
         works: dict[int, Work] = {}
         for place, row in zip(places, rows, strict=True):
-            require = asked.requires[place]
+            require = parsed.requires[place]
             assert require.pair is not None
             _check_ids(served, require.pair, ets.FIELD)
             scores[place] = len(row), []
             if positions := _positions(row, require.at):
                 works[place] = Work(row, positions, require.pair, len(positions), False)
-        found = await self._read(request, served, list(works.values()), asked.inputs.field, path=True) if works else []
-        for place, values in zip(works, found, strict=True):
+        step_rows = (
+            await self._read(request, served, list(works.values()), parsed.inputs.field, path=True) if works else []
+        )
+        for place, values in zip(works, step_rows, strict=True):
             scores[place] = scores[place][0], [sglang.softmax(pair)[0] for pair in values.tolist()]
         return scores
 
     async def health(self, request: Request) -> Reply:
-        return Reply(503 if await self.desk.models.unready() else 200, b"")
+        return Reply(503 if await self.scoring.models.unready() else 200, b"")
 
     async def info(self, request: Request) -> Reply:
         """Names and no paths: whoever reads them could not open those anyway."""
@@ -194,13 +198,15 @@ class SGLangDoor:
         """SGLang serves one model and does not look at this name; here it chooses, if it is one of ours."""
         name = request.fields().get("model")
         return (
-            name if isinstance(name, str) and (name in self.desk.models.served or name in self.desk.aliases) else None
+            name
+            if isinstance(name, str) and (name in self.scoring.models.served or name in self.scoring.aliases)
+            else None
         )
 
     def _causal(self, *names: str | None) -> ServedModel | None:
         """The first of these that is a causal LM."""
         for name in names:
-            served = self.desk.models.served.get(self.desk.aliases.get(name or "", name or ""))
+            served = self.scoring.models.served.get(self.scoring.aliases.get(name or "", name or ""))
             if isinstance(served, ServedModel) and served.kind != "judge" and served.intake().facts.causal:
                 return served
         return None
@@ -225,7 +231,7 @@ class SGLangDoor:
     async def _read(
         self, request: Request, served: ServedModel, works: Sequence[Work], field: str, *, path: bool = False
     ) -> list[np.ndarray]:
-        _, answers = await self.desk.read(request, served, works, path=path)
+        _, answers = await self.scoring.read(request, served, works, path=path)
         rows = []
         for answer in answers:
             if isinstance(answer, ItemError):

@@ -143,23 +143,23 @@ def read_inputs(fields: Mapping[str, Any]) -> SglangInputs:
 
 
 def read_generate(fields: Mapping[str, Any]) -> Generate:
-    asked = _converted(fields, _Generate)
-    inputs = _inputs(asked)
+    request = _converted(fields, _Generate)
+    inputs = _inputs(request)
     count = len(inputs)
-    if asked.stream:
+    if request.stream:
         raise _bad("stream is true, and nothing is written here that could be streamed; leave it out")
-    if any(_each(asked.top_logprobs_num, count, "top_logprobs_num")):
+    if any(_each(request.top_logprobs_num, count, "top_logprobs_num")):
         raise _bad("top_logprobs_num is not 0: the likeliest tokens are not read here; name some in token_ids_logprob")
-    wanted = _each(asked.return_logprob, count, "return_logprob")
-    for params, logprobs in zip(_each(asked.sampling_params or {}, count, "sampling_params"), wanted, strict=True):
+    wanted = _each(request.return_logprob, count, "return_logprob")
+    for params, logprobs in zip(_each(request.sampling_params or {}, count, "sampling_params"), wanted, strict=True):
         _refuse_writing(params, logprobs)
-    starts = _each(asked.logprob_start_len, count, "logprob_start_len")
-    chosen = _token_rows(asked.token_ids_logprob or [], count)
+    starts = _each(request.logprob_start_len, count, "logprob_start_len")
+    chosen = _token_rows(request.token_ids_logprob or [], count)
     wishes = [
         Wish(True, start if start is not None and start >= 0 else None, tuple(tokens)) if logprobs else NO_WISH
         for logprobs, start, tokens in zip(wanted, starts, chosen, strict=True)
     ]
-    return Generate(inputs, wishes, asked.return_text_in_logprobs)
+    return Generate(inputs, wishes, request.return_text_in_logprobs)
 
 
 def write_generate(
@@ -173,13 +173,13 @@ def write_generate(
     """read: of the positions from `start` to the one before the last, the log-prob of the token that follows, then
     those of the wish's tokens. last: those of the wish's tokens at the last position."""
     if wish.logprobs:
-        given = [] if wish.start is None else list(tokens[wish.start :])
-        values = [None] if given else []
-        chosen: list[list[list[Any]] | None] = [None] if given else []
+        scored = [] if wish.start is None else list(tokens[wish.start :])
+        values = [None] if scored else []
+        chosen: list[list[list[Any]] | None] = [None] if scored else []
         for row in () if read is None else read.tolist():
             values.append(row[0])
             chosen.append(_entries(row[1:], wish.tokens, name))
-        meta["input_token_logprobs"] = [[v, t, name(t)] for v, t in zip(values, given, strict=True)]
+        meta["input_token_logprobs"] = [[v, t, name(t)] for v, t in zip(values, scored, strict=True)]
         meta["output_token_logprobs"] = []
         if wish.tokens:
             assert last is not None
@@ -201,12 +201,12 @@ def meta_info(id: str, tokens: int, version: str, began: float) -> dict[str, Any
 
 def read_classify(fields: Mapping[str, Any]) -> SglangInputs:
     """in    {"input": "...", ["...", ...], [1, 2] or [[1, 2], ...]}"""
-    given = _converted(fields, _Classify).input
-    if isinstance(given, str) or all(isinstance(part, str) for part in given):
-        return _replaced(_inputs(_Inputs(text=given)), "input")  # type: ignore[arg-type]
-    if any(isinstance(part, str) for part in given):
+    inputs = _converted(fields, _Classify).input
+    if isinstance(inputs, str) or all(isinstance(part, str) for part in inputs):
+        return _replaced(_inputs(_Inputs(text=inputs)), "input")  # type: ignore[arg-type]
+    if any(isinstance(part, str) for part in inputs):
         raise _bad("input mixes texts and token ids; give one kind")
-    return _replaced(_inputs(_Inputs(input_ids=given)), "input")  # type: ignore[arg-type]
+    return _replaced(_inputs(_Inputs(input_ids=inputs)), "input")  # type: ignore[arg-type]
 
 
 def write_classify(model: str, rows: Sequence[Mapping[str, float]], tokens: int, request_id: str) -> dict[str, Any]:
@@ -225,24 +225,24 @@ def write_classify(model: str, rows: Sequence[Mapping[str, float]], tokens: int,
 def read_scoring(fields: Mapping[str, Any]) -> Scoring:
     """in    {"query": "..." or [1, 2], "items": "...", ["...", ...] or [[3], ...], "label_token_ids": [1, 2],
     "apply_softmax": false, "item_first": false}"""
-    asked = _converted(fields, _Scoring)
-    items = [asked.items] if isinstance(asked.items, str) else asked.items
+    request = _converted(fields, _Scoring)
+    items = [request.items] if isinstance(request.items, str) else request.items
     if not items:
         raise _bad("items is empty; give at least one")
-    labels = None if asked.label_token_ids is None else tuple(asked.label_token_ids)
+    labels = None if request.label_token_ids is None else tuple(request.label_token_ids)
     if labels == ():
         raise _bad("label_token_ids is empty; give the ids of the tokens to compare")
-    if isinstance(asked.query, str) and all(isinstance(item, str) for item in items):
-        pairs = [(asked.query, str(item)) for item in items]
-        texts = [second + first if asked.item_first else first + second for first, second in pairs]
+    if isinstance(request.query, str) and all(isinstance(item, str) for item in items):
+        pairs = [(request.query, str(item)) for item in items]
+        texts = [second + first if request.item_first else first + second for first, second in pairs]
         inputs = SglangInputs("items", False, texts, [])
-    elif not isinstance(asked.query, str) and not any(isinstance(item, str) for item in items):
+    elif not isinstance(request.query, str) and not any(isinstance(item, str) for item in items):
         rows = [list(item) for item in items]
-        tokens = [[*row, *asked.query] if asked.item_first else [*asked.query, *row] for row in rows]
+        tokens = [[*row, *request.query] if request.item_first else [*request.query, *row] for row in rows]
         inputs = SglangInputs("items", False, [], tokens)  # type: ignore[arg-type]
     else:
         raise _bad("query and items must both be texts, or both token ids")
-    return Scoring(inputs, labels, asked.apply_softmax)
+    return Scoring(inputs, labels, request.apply_softmax)
 
 
 def write_scoring(model: str, rows: Sequence[Sequence[float]], tokens: int) -> dict[str, Any]:
@@ -252,22 +252,24 @@ def write_scoring(model: str, rows: Sequence[Sequence[float]], tokens: int) -> d
 
 def read_rerank(fields: Mapping[str, Any]) -> SglangRerank:
     """in    {"query": "...", "documents": ["...", ...], "top_n": 3, "return_documents": true}"""
-    asked = _converted(fields, _Rerank)
-    if asked.instruct is not None:
+    request = _converted(fields, _Rerank)
+    if request.instruct is not None:
         raise _bad("instruct is given, and a reward model takes no instruction; write it into query")
-    if not asked.documents:
+    if not request.documents:
         raise _bad("documents is empty; give at least one")
-    if asked.top_n is not None and asked.top_n < 1:
-        raise _bad(f"top_n is {asked.top_n}; expected 1 or more")
-    return SglangRerank(asked.query, asked.documents, asked.top_n, asked.return_documents)
+    if request.top_n is not None and request.top_n < 1:
+        raise _bad(f"top_n is {request.top_n}; expected 1 or more")
+    return SglangRerank(request.query, request.documents, request.top_n, request.return_documents)
 
 
-def write_rerank(asked: SglangRerank, values: Sequence[float], metas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def write_rerank(
+    request: SglangRerank, values: Sequence[float], metas: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """out   [{"score", "document", "index", "meta_info"}, ...], the best first"""
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[: asked.most]
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[: request.most]
     return [
         {
-            "score": values[i], **({"document": asked.documents[i]} if asked.with_documents else {}), "index": i,
+            "score": values[i], **({"document": request.documents[i]} if request.with_documents else {}), "index": i,
             "meta_info": metas[i],
         }
         for i in order
@@ -283,15 +285,15 @@ def _entries(values: Sequence[float], tokens: Sequence[int], name: Name) -> list
     return [[value, token, name(token)] for value, token in zip(values, tokens, strict=True)]
 
 
-def _inputs(asked: _Inputs) -> SglangInputs:
-    if (asked.text is None) == (asked.input_ids is None):
-        raise _bad("give either text or input_ids" + (", not both" if asked.text is not None else ""))
-    if asked.text is not None:
-        texts = [asked.text] if isinstance(asked.text, str) else asked.text
+def _inputs(request: _Inputs) -> SglangInputs:
+    if (request.text is None) == (request.input_ids is None):
+        raise _bad("give either text or input_ids" + (", not both" if request.text is not None else ""))
+    if request.text is not None:
+        texts = [request.text] if isinstance(request.text, str) else request.text
         if not texts:
             raise _bad("text is an empty list; give at least one text")
-        return SglangInputs("text", isinstance(asked.text, str), texts, [])
-    ids = asked.input_ids or []
+        return SglangInputs("text", isinstance(request.text, str), texts, [])
+    ids = request.input_ids or []
     rows = [row for row in ids if isinstance(row, list)]
     if rows and len(rows) < len(ids):
         raise _bad("input_ids mixes token ids and lists of them; give one list, or a list of lists")
@@ -313,12 +315,12 @@ def _each(value: Any, count: int, field: str) -> list[Any]:
     return value
 
 
-def _token_rows(given: list[int | list[int]], count: int) -> list[list[int]]:
+def _token_rows(ids: list[int | list[int]], count: int) -> list[list[int]]:
     """Token ids for every input: one list for all of them, or a list for each."""
-    rows = [row for row in given if isinstance(row, list)]
+    rows = [row for row in ids if isinstance(row, list)]
     if not rows:
-        return [given] * count  # type: ignore[list-item]
-    if len(rows) < len(given):
+        return [ids] * count  # type: ignore[list-item]
+    if len(rows) < len(ids):
         raise _bad("token_ids_logprob mixes token ids and lists of them; give a list of ids, or one for each input")
     return _each(rows, count, "token_ids_logprob")
 

@@ -56,24 +56,29 @@ def write_error(error: HttpError, request_id: str) -> Reply:
 
 
 def read_classify(fields: Mapping[str, Any]) -> Classify:
-    found = decoded(fields, _Classify)
-    if not found.input:
+    request = decoded(fields, _Classify)
+    if not request.input:
         raise HttpError(422, "empty", "input has no texts; give at least one")
-    return Classify(_model(found.model), found.input, found.raw_scores)
+    return Classify(_model(request.model), request.input, request.raw_scores)
 
 
 def read_rerank(fields: Mapping[str, Any]) -> InfinityRerank:
-    found = decoded(fields, _Rerank)
-    if not found.documents:
+    request = decoded(fields, _Rerank)
+    if not request.documents:
         raise HttpError(422, "empty", "documents has no texts; give at least one")
     return InfinityRerank(
-        _model(found.model), found.query, found.documents, found.raw_scores, found.return_documents, found.top_n
+        _model(request.model),
+        request.query,
+        request.documents,
+        request.raw_scores,
+        request.return_documents,
+        request.top_n,
     )
 
 
-def _model(given: str | None) -> str | None:
+def _model(name: str | None) -> str | None:
     """Its clients send "default/not-specified" where they name none."""
-    return None if given == "default/not-specified" else given
+    return None if name == "default/not-specified" else name
 
 
 def classified(id: str, model: str, rows: Sequence[np.ndarray], labels: Sequence[str], tokens: int) -> dict[str, Any]:
@@ -81,13 +86,13 @@ def classified(id: str, model: str, rows: Sequence[np.ndarray], labels: Sequence
     return {"object": "classify", "data": data, **_tail(id, model, tokens)}
 
 
-def reranked(id: str, model: str, asked: InfinityRerank, values: Sequence[float], tokens: int) -> dict[str, Any]:
-    order = sorted(range(len(values)), key=lambda place: -values[place])[: asked.top]
+def reranked(id: str, model: str, request: InfinityRerank, values: Sequence[float], tokens: int) -> dict[str, Any]:
+    order = sorted(range(len(values)), key=lambda place: -values[place])[: request.top]
     results = [
         {
             "relevance_score": values[place],
             "index": place,
-            "document": asked.documents[place] if asked.with_documents else None,
+            "document": request.documents[place] if request.with_documents else None,
         }
         for place in order
     ]

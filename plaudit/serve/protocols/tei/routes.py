@@ -26,14 +26,14 @@ FUNCTIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-class TeiDoor:
+class TeiRoutes:
     """It serves one model, as the original does: `reward_model`."""
 
     shapes: Mapping[str, ErrorWriter] = {}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
-        self.classifier = Classifier(desk)
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
+        self.classifier = Classifier(scoring)
 
     def routes(self) -> list[Route]:
         return [
@@ -44,45 +44,45 @@ class TeiDoor:
         ]
 
     async def predict(self, request: Request) -> Reply:
-        asked = tei.read_predict(request.fields())
+        parsed = tei.read_predict(request.fields())
         served = self.classifier.find(None, "outcome")
-        prompts = [Text(text, pair) for text, pair in asked.texts]
-        rows, _ = await _logits(self.classifier, request, served, prompts, asked.side, "inputs")
+        prompts = [Text(text, pair) for text, pair in parsed.texts]
+        rows, _ = await _logits(self.classifier, request, served, prompts, parsed.side, "inputs")
         labels = served.intake().facts.labels
-        found = [tei.predictions(row if asked.raw else activate(row), labels) for row in rows]
-        return Reply.json(found[0] if asked.single else found)
+        predictions = [tei.predictions(row if parsed.raw else activate(row), labels) for row in rows]
+        return Reply.json(predictions[0] if parsed.single else predictions)
 
     async def rerank(self, request: Request) -> Reply:
-        asked = tei.read_rerank(request.fields())
+        parsed = tei.read_rerank(request.fields())
         served = self.classifier.find(None, "outcome")
-        prompts = [Text(asked.query, text) for text in asked.texts]
-        values, _ = await _scores(self.classifier, request, served, prompts, asked.side, "texts", raw=asked.raw)
-        return Reply.json(tei.ranks(asked, values))
+        prompts = [Text(parsed.query, text) for text in parsed.texts]
+        values, _ = await _scores(self.classifier, request, served, prompts, parsed.side, "texts", raw=parsed.raw)
+        return Reply.json(tei.ranks(parsed, values))
 
     async def pipeline(self, request: Request) -> Reply:
-        asked = tei.read_pipeline(request.fields())
+        parsed = tei.read_pipeline(request.fields())
         served = self.classifier.find(None, "outcome")
-        prompts = [Text(text) for text in asked.texts]
+        prompts = [Text(text) for text in parsed.texts]
         rows, _ = await _logits(self.classifier, request, served, prompts, None, "inputs")
         labels = served.intake().facts.labels
-        apply = FUNCTIONS[asked.function]
-        return Reply.json([tei.predictions(apply(row), labels)[: asked.top] for row in rows])
+        apply = FUNCTIONS[parsed.function]
+        return Reply.json([tei.predictions(apply(row), labels)[: parsed.top] for row in rows])
 
     async def info(self, request: Request) -> Reply:
         served = self.classifier.find(None, "outcome")
         intake = served.intake()
         version = served.deployment.version
         return Reply.json(
-            tei.info(served.name, version, intake.facts.labels, intake.limit, self.desk.most_items, __version__)
+            tei.info(served.name, version, intake.facts.labels, intake.limit, self.scoring.most_items, __version__)
         )
 
 
-class InfinityDoor:
+class InfinityRoutes:
     shapes: Mapping[str, ErrorWriter] = {"/infinity": infinity.write_error}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
-        self.classifier = Classifier(desk)
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
+        self.classifier = Classifier(scoring)
         self.began = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -98,23 +98,23 @@ class InfinityDoor:
         ]
 
     async def classify(self, request: Request) -> Reply:
-        asked = infinity.read_classify(request.fields())
-        served = self.classifier.find(asked.model, "outcome")
-        prompts = [Text(text) for text in asked.texts]
+        parsed = infinity.read_classify(request.fields())
+        served = self.classifier.find(parsed.model, "outcome")
+        prompts = [Text(text) for text in parsed.texts]
         rows, tokens = await _logits(self.classifier, request, served, prompts, None, "input")
-        shown = rows if asked.raw else [activate(row) for row in rows]
+        shown = rows if parsed.raw else [activate(row) for row in rows]
         labels = served.intake().facts.labels
         return Reply.json(infinity.classified(request.id, served.name, shown, labels, tokens))
 
     async def rerank(self, request: Request) -> Reply:
-        asked = infinity.read_rerank(request.fields())
-        served = self.classifier.find(asked.model, "outcome")
-        prompts = [Text(asked.query, document) for document in asked.documents]
-        values, tokens = await _scores(self.classifier, request, served, prompts, None, "documents", raw=asked.raw)
-        return Reply.json(infinity.reranked(request.id, served.name, asked, values, tokens))
+        parsed = infinity.read_rerank(request.fields())
+        served = self.classifier.find(parsed.model, "outcome")
+        prompts = [Text(parsed.query, document) for document in parsed.documents]
+        values, tokens = await _scores(self.classifier, request, served, prompts, None, "documents", raw=parsed.raw)
+        return Reply.json(infinity.reranked(request.id, served.name, parsed, values, tokens))
 
     async def models(self, request: Request) -> Reply:
-        entries = [entry for entry in self.desk.models.describe() if entry["kind"] == "outcome"]
+        entries = [entry for entry in self.scoring.models.describe() if entry["kind"] == "outcome"]
         return Reply.json(infinity.models(entries, self.began))
 
     async def health(self, request: Request) -> Reply:
@@ -127,10 +127,10 @@ async def _logits(
     """The rows, and of how many tokens. Without a side nothing is cut."""
     cut = Cut() if side is None else Cut(served.intake().limit, side)
     tokens = []
-    for place, found in enumerate(await classifier.tokens(served, prompts, cut)):
-        if isinstance(found, ItemError):
-            raise HttpError(422, found.type, f"{what}[{place}]: {found.message}")
-        tokens.append(found)
+    for place, row in enumerate(await classifier.tokens(served, prompts, cut)):
+        if isinstance(row, ItemError):
+            raise HttpError(422, row.type, f"{what}[{place}]: {row.message}")
+        tokens.append(row)
     return await classifier.logits(request, served, tokens), sum(map(len, tokens))
 
 

@@ -86,22 +86,22 @@ class Pipeline:
 
 
 def read_predict(fields: Mapping[str, Any]) -> Predict:
-    found = decoded(fields, _Predict)
-    texts, single = _texts(found.inputs)
-    return Predict(texts, single, _side(found), found.raw_scores)
+    request = decoded(fields, _Predict)
+    texts, single = _texts(request.inputs)
+    return Predict(texts, single, _side(request), request.raw_scores)
 
 
 def read_rerank(fields: Mapping[str, Any]) -> TeiRerank:
-    found = decoded(fields, _Rerank)
-    if not found.texts:
+    request = decoded(fields, _Rerank)
+    if not request.texts:
         raise HttpError(400, "empty", "`texts` cannot be empty")
-    return TeiRerank(found.query, found.texts, _side(found), found.raw_scores, found.return_text)
+    return TeiRerank(request.query, request.texts, _side(request), request.raw_scores, request.return_text)
 
 
 def read_pipeline(fields: Mapping[str, Any]) -> Pipeline:
-    found = decoded(fields, _Pipeline)
-    options = found.parameters or _Parameters()
-    texts = [found.inputs] if isinstance(found.inputs, str) else found.inputs
+    request = decoded(fields, _Pipeline)
+    options = request.parameters or _Parameters()
+    texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
     if not texts:
         raise HttpError(400, "empty", "`inputs` cannot be empty")
     return Pipeline(texts, options.function_to_apply, options.top_k)
@@ -114,22 +114,22 @@ def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
         raise HttpError(422, "invalid_request", str(error)) from None
 
 
-def _side(found: _Predict | _Rerank) -> Literal["left", "right"] | None:
-    if not found.truncate:
+def _side(request: _Predict | _Rerank) -> Literal["left", "right"] | None:
+    if not request.truncate:
         return None
-    return "left" if found.truncation_direction.lower() == "left" else "right"
+    return "left" if request.truncation_direction.lower() == "left" else "right"
 
 
-def _texts(given: Any) -> tuple[list[tuple[str, str | None]], bool]:
-    if isinstance(given, str):
-        return [(given, None)], True
-    if isinstance(given, list) and given and isinstance(given[0], str):
-        return [_sequence(given, "inputs")], True
-    if isinstance(given, list) and given:
-        return [_sequence(entry, f"inputs[{place}]") for place, entry in enumerate(given)], False
-    if given == []:
+def _texts(inputs: Any) -> tuple[list[tuple[str, str | None]], bool]:
+    if isinstance(inputs, str):
+        return [(inputs, None)], True
+    if isinstance(inputs, list) and inputs and isinstance(inputs[0], str):
+        return [_sequence(inputs, "inputs")], True
+    if isinstance(inputs, list) and inputs:
+        return [_sequence(entry, f"inputs[{place}]") for place, entry in enumerate(inputs)], False
+    if inputs == []:
         raise HttpError(400, "empty", "`inputs` cannot be empty")
-    raise HttpError(422, "invalid_request", f"inputs is a {type(given).__name__}; expected {FORMS}")
+    raise HttpError(422, "invalid_request", f"inputs is a {type(inputs).__name__}; expected {FORMS}")
 
 
 def _sequence(entry: Any, what: str) -> tuple[str, str | None]:
@@ -140,15 +140,15 @@ def _sequence(entry: Any, what: str) -> tuple[str, str | None]:
 
 def predictions(values: np.ndarray, labels: Sequence[str]) -> list[dict[str, Any]]:
     """Every label with its score, the best first."""
-    found = [{"score": float(value), "label": label} for value, label in zip(values, labels, strict=True)]
-    return sorted(found, key=lambda entry: -float(entry["score"]))
+    entries = [{"score": float(value), "label": label} for value, label in zip(values, labels, strict=True)]
+    return sorted(entries, key=lambda entry: -float(entry["score"]))
 
 
-def ranks(asked: TeiRerank, values: Sequence[float]) -> list[dict[str, Any]]:
+def ranks(request: TeiRerank, values: Sequence[float]) -> list[dict[str, Any]]:
     order = sorted(range(len(values)), key=lambda place: -values[place])
-    if not asked.with_text:
+    if not request.with_text:
         return [{"index": place, "score": values[place]} for place in order]
-    return [{"index": place, "text": asked.texts[place], "score": values[place]} for place in order]
+    return [{"index": place, "text": request.texts[place], "score": values[place]} for place in order]
 
 
 def info(name: str, version: str, labels: Sequence[str], limit: int, most_items: int, server: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _REPLY = msgspec.json.Decoder(_Reply)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TritonReply:
     tensors: Mapping[str, np.ndarray]
     parameters: Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def write_request(tensors: Mapping[str, np.ndarray], parameters: Mapping[str, An
     return head + b"".join(tail), {HEADER: str(len(head)), "Content-Type": "application/octet-stream"}
 
 
-def read_reply(content: bytes, header: str | None) -> Given:
+def read_reply(content: bytes, header: str | None) -> TritonReply:
     size = int(header) if header is not None and header.isdigit() else len(content)
     try:
         reply = _REPLY.decode(content[:size])
@@ -61,4 +61,4 @@ def read_reply(content: bytes, header: str | None) -> Given:
             at += count
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise BadReply(f"not a reply of Triton's protocol: {one_line(error, 200)}") from None
-    return Given(tensors, reply.parameters)
+    return TritonReply(tensors, reply.parameters)

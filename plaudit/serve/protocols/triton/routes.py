@@ -28,14 +28,14 @@ READY = "Triton: 200 if the model in the path computes"
 INFER = "Triton and NeMo-Aligner: rewards of sentences or tokens by the model in the path"
 
 
-class TritonDoor:
+class TritonRoutes:
     shapes: Mapping[str, ErrorWriter] = {"/v2": triton.write_error}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
-        served = desk.models.served
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
+        served = scoring.models.served
         models = [name for name, model in served.items() if isinstance(model, ServedModel) and model.kind in SCORED]
-        self.names = [*models, *(alias for alias, name in desk.aliases.items() if name in models)]
+        self.names = [*models, *(alias for alias, name in scoring.aliases.items() if name in models)]
 
     def routes(self) -> list[Route]:
         routes = [
@@ -83,20 +83,20 @@ class TritonDoor:
         return Reply(200, b"")
 
     async def ready(self, request: Request) -> Reply:
-        return Reply(200 if not await self.desk.models.unready() else 503, b"")
+        return Reply(200 if not await self.scoring.models.unready() else 503, b"")
 
     async def model_ready(self, name: str, request: Request) -> Reply:
-        return Reply(200 if not await self.desk.find(name).healthy() else 503, b"")
+        return Reply(200 if not await self.scoring.find(name).healthy() else 503, b"")
 
     async def index(self, request: Request) -> Reply:
-        entries = [(name, self.desk.find_model(name).describe()) for name in self.names]
+        entries = [(name, self.scoring.find_model(name).describe()) for name in self.names]
         return Reply.json(triton.index([(name, d["state"] == "ready", d["reason"]) for name, d in entries]))
 
     async def metadata(self, name: str, request: Request) -> Reply:
         return Reply.json(triton.metadata(name, self._signature(name)))
 
     async def config(self, name: str, request: Request) -> Reply:
-        return Reply.json(triton.config(name, self.desk.most_items, self._signature(name)))
+        return Reply.json(triton.config(name, self.scoring.most_items, self._signature(name)))
 
     async def stats(self, name: str, request: Request) -> Reply:
         return Reply.json(triton.statistics(self._counts([name])))
@@ -106,17 +106,17 @@ class TritonDoor:
 
     async def infer(self, name: str, request: Request) -> Reply:
         header = request.headers.get(b"inference-header-content-length")
-        infer = triton.read_infer(request.content, header, self.desk.most_items)
-        given = triton.reward_rows(infer)
-        served = self.desk.find_model(name)
-        if given.tokens is not None:
-            tokens, exceeded = given.tokens, np.zeros((len(given.tokens), 1), dtype=np.int32)
+        infer = triton.read_infer(request.content, header, self.scoring.most_items)
+        inputs = triton.reward_rows(infer)
+        served = self.scoring.find_model(name)
+        if inputs.tokens is not None:
+            tokens, exceeded = inputs.tokens, np.zeros((len(inputs.tokens), 1), dtype=np.int32)
         else:
-            tokens, exceeded = await self._sentences(served, given, cut="exceeded" in infer.outputs)
-        scored = await self.desk.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
-        values = self.desk.values(scored.results, "row")
+            tokens, exceeded = await self._sentences(served, inputs, cut="exceeded" in infer.outputs)
+        scored = await self.scoring.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
+        values = self.scoring.values(scored.results, "row")
         rows = [[value] for value in values]
-        if name in self.desk.unmerged:
+        if name in self.scoring.unmerged:
             rows = [_labels(result) or row for result, row in zip(scored.results, rows, strict=True)]
         outputs = {"rewards": _matrix(rows), "exceeded": exceeded}
         body, head = triton.write_infer(infer, name, outputs)
@@ -139,11 +139,11 @@ class TritonDoor:
         return tokens, np.array(exceeded, dtype=np.int32).reshape(-1, 1)
 
     def _signature(self, name: str) -> triton.Signature:
-        return triton.ATTRIBUTES if name in self.desk.unmerged else triton.REWARD
+        return triton.ATTRIBUTES if name in self.scoring.unmerged else triton.REWARD
 
     def _counts(self, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
-        history = self.desk.models.metrics.history
-        counts = {name: history.model(self.desk.find(name).name) for name in names}
+        history = self.scoring.models.metrics.history
+        counts = {name: history.model(self.scoring.find(name).name) for name in names}
         return {name: (c.items, c.failed, c.steps) for name, c in counts.items()}
 
 

@@ -122,16 +122,16 @@ def write_error(error: HttpError, request_id: str) -> Reply:
 def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signature: Signature = REWARD) -> Infer:
     size = len(body) if header_length is None else _header_size(header_length, len(body))
     try:
-        asked = _INFER.decode(body[:size])
+        request = _INFER.decode(body[:size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = one_line(error, 200)
         raise _bad(f"the inference request is not valid: {why}") from None
     rest = memoryview(body)[size:]
     tensors: dict[str, Tensor] = {}
-    known = [spec.name for spec in signature.inputs]
-    for entry in asked.inputs:
-        if entry.name not in known:
-            raise _bad(f"input {entry.name[:60]!r} is not one of {', '.join(known)}")
+    names = [spec.name for spec in signature.inputs]
+    for entry in request.inputs:
+        if entry.name not in names:
+            raise _bad(f"input {entry.name[:60]!r} is not one of {', '.join(names)}")
         if entry.name in tensors:
             raise _bad(f"input {entry.name!r} is there twice")
         _check_parameters(f"input {entry.name!r}", entry.parameters)
@@ -146,28 +146,28 @@ def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signatu
         rest = rest[binary:]
     if len(rest):
         raise _bad(f"{len(rest)} bytes follow the tensors")
-    return Infer(asked.id, tensors, _wanted(asked, signature), asked.parameters)
+    return Infer(request.id, tensors, _wanted(request, signature), request.parameters)
 
 
-def _header_size(given: bytes, body: int) -> int:
+def _header_size(header: bytes, body: int) -> int:
     # Digits are counted first: Python refuses to read numbers of thousands of them.
-    if not given.isdigit() or len(given) > 12 or int(given) > body:
-        raise _bad(f"Inference-Header-Content-Length {given[:20].decode('latin-1')!r} does not fit {body} bytes")
-    if int(given) == 0:
+    if not header.isdigit() or len(header) > 12 or int(header) > body:
+        raise _bad(f"Inference-Header-Content-Length {header[:20].decode('latin-1')!r} does not fit {body} bytes")
+    if int(header) == 0:
         raise _bad("a raw request without a JSON header is not supported: the models here have several inputs")
-    return int(given)
+    return int(header)
 
 
-def _wanted(asked: _Infer, signature: Signature) -> dict[str, bool]:
-    known = [spec.name for spec in signature.outputs]
-    everywhere = asked.parameters.get("binary_data_output", False) is True
+def _wanted(request: _Infer, signature: Signature) -> dict[str, bool]:
+    names = [spec.name for spec in signature.outputs]
+    everywhere = request.parameters.get("binary_data_output", False) is True
     wanted: dict[str, bool] = {}
-    for output in asked.outputs or ():
-        if output.name not in known:
-            raise _bad(f"output {output.name[:60]!r} is not one of {', '.join(known)}")
+    for output in request.outputs or ():
+        if output.name not in names:
+            raise _bad(f"output {output.name[:60]!r} is not one of {', '.join(names)}")
         _check_parameters(f"output {output.name!r}", output.parameters)
         wanted[output.name] = output.parameters.get("binary_data", everywhere) is True
-    return wanted or dict.fromkeys(known, everywhere)
+    return wanted or dict.fromkeys(names, everywhere)
 
 
 def _check_parameters(what: str, parameters: Mapping[str, Any]) -> None:
@@ -207,22 +207,22 @@ def _from_bytes(entry: _Input, count: int, data: bytes) -> np.ndarray | list[byt
 
 
 def _strings(entry: _Input, count: int, data: bytes) -> list[bytes]:
-    found: list[bytes] = []
+    strings: list[bytes] = []
     at = 0
     while at < len(data):
-        if len(found) == count:
+        if len(strings) == count:
             raise _bad(f"input {entry.name!r}: {len(data) - at} bytes follow the {count} elements of {entry.shape}")
         if at + 4 > len(data):
-            raise _bad(f"input {entry.name!r}: the length of element {len(found)} is cut off")
+            raise _bad(f"input {entry.name!r}: the length of element {len(strings)} is cut off")
         (length,) = struct.unpack_from("<I", data, at)
         at += 4
         if length > len(data) - at:
-            raise _bad(f"input {entry.name!r}: element {len(found)} has {length} bytes, {len(data) - at} are left")
-        found.append(data[at : at + length])
+            raise _bad(f"input {entry.name!r}: element {len(strings)} has {length} bytes, {len(data) - at} are left")
+        strings.append(data[at : at + length])
         at += length
-    if len(found) != count:
-        raise _bad(f"input {entry.name!r}: {len(found)} elements for shape {entry.shape}")
-    return found
+    if len(strings) != count:
+        raise _bad(f"input {entry.name!r}: {len(strings)} elements for shape {entry.shape}")
+    return strings
 
 
 def _from_json(entry: _Input, count: int) -> np.ndarray | list[bytes]:

@@ -19,12 +19,12 @@ from plaudit.serve.protocols.vllm import wire as vllm
 from plaudit.serve.scoring import EMBEDDING_MODEL, ScoringService
 
 
-class VllmDoor:
+class VllmRoutes:
     shapes: Mapping[str, ErrorWriter] = {}
 
-    def __init__(self, desk: ScoringService) -> None:
-        self.desk = desk
-        self.classifier = Classifier(desk)
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
+        self.classifier = Classifier(scoring)
 
     def routes(self) -> list[Route]:
         return [
@@ -42,137 +42,139 @@ class VllmDoor:
         ]
 
     async def classify(self, request: Request) -> Reply:
-        asked = vllm.read_inputs(_fields(request))
-        served = self.classifier.find(asked.asked.model, "outcome")
-        tokens = await self._tokens(served, _prompts(asked), asked.asked)
-        rows = await self.classifier.logits(request, served, tokens, asked.asked.priority)
-        if asked.asked.activate is not False:
+        parsed = vllm.read_inputs(_fields(request))
+        served = self.classifier.find(parsed.options.model, "outcome")
+        tokens = await self._tokens(served, _prompts(parsed), parsed.options)
+        rows = await self.classifier.logits(request, served, tokens, parsed.options.priority)
+        if parsed.options.activate is not False:
             rows = [activate(row) for row in rows]
         labels = served.intake().facts.labels
         return Reply.json(
-            vllm.classification(_id(request, asked.asked), served.name, rows, labels, sum(map(len, tokens)))
+            vllm.classification(_id(request, parsed.options), served.name, rows, labels, sum(map(len, tokens)))
         )
 
     async def pooling(self, request: Request) -> Reply:
-        asked = vllm.read_inputs(_fields(request))
-        if asked.dimensions is not None:
+        parsed = vllm.read_inputs(_fields(request))
+        if parsed.dimensions is not None:
             raise vllm.FieldError("dimensions is currently not supported", "dimensions")
-        served = self.classifier.find(asked.asked.model)
-        every = asked.task == "token_classify" or (asked.task is None and served.kind == "process")
+        served = self.classifier.find(parsed.options.model)
+        every = parsed.task == "token_classify" or (parsed.task is None and served.kind == "process")
         if not every and served.kind == "process":
             raise vllm.FieldError("Unsupported task: 'classify' Supported tasks: ['token_classify']", "task")
-        tokens = await self._tokens(served, _prompts(asked), asked.asked)
+        tokens = await self._tokens(served, _prompts(parsed), parsed.options)
         read = self.classifier.rows if every else self.classifier.logits
-        rows = await read(request, served, tokens, asked.asked.priority)
-        if asked.asked.activate is not False:
+        rows = await read(request, served, tokens, parsed.options.priority)
+        if parsed.options.activate is not False:
             rows = [activate(row) for row in rows]
-        data = [asked.encode(row) for row in rows]
-        return Reply.json(vllm.pooled(_id(request, asked.asked), served.name, data, sum(map(len, tokens))))
+        data = [parsed.encode(row) for row in rows]
+        return Reply.json(vllm.pooled(_id(request, parsed.options), served.name, data, sum(map(len, tokens))))
 
     async def embeddings(self, request: Request) -> Reply:
         """Raw unless asked otherwise: an activation would bend rewards into 0..1 for clients that cannot say no."""
-        asked = vllm.read_inputs(_fields(request))
-        encoder = self._encoder(asked.asked.model)
+        parsed = vllm.read_inputs(_fields(request))
+        encoder = self._encoder(parsed.options.model)
         if encoder is not None:
-            return await self._vectors(request, asked, encoder)
-        served = self.classifier.find(asked.asked.model, "outcome")
+            return await self._vectors(request, parsed, encoder)
+        served = self.classifier.find(parsed.options.model, "outcome")
         size = len(served.intake().facts.labels)
-        if asked.dimensions not in (None, size):
-            raise vllm.FieldError(f"dimensions is {asked.dimensions}, and {served.name} has {size}", "dimensions")
-        tokens = await self._tokens(served, _prompts(asked), asked.asked)
-        rows = await self.classifier.logits(request, served, tokens, asked.asked.priority)
-        if asked.asked.activate:
+        if parsed.dimensions not in (None, size):
+            raise vllm.FieldError(f"dimensions is {parsed.dimensions}, and {served.name} has {size}", "dimensions")
+        tokens = await self._tokens(served, _prompts(parsed), parsed.options)
+        rows = await self.classifier.logits(request, served, tokens, parsed.options.priority)
+        if parsed.options.activate:
             rows = [activate(row) for row in rows]
-        data = [asked.encode(row) for row in rows]
-        return Reply.json(vllm.embeddings(_id(request, asked.asked), served.name, data, sum(map(len, tokens))))
+        data = [parsed.encode(row) for row in rows]
+        return Reply.json(vllm.embeddings(_id(request, parsed.options), served.name, data, sum(map(len, tokens))))
 
     def _encoder(self, name: str | None) -> ServedModel | None:
         """A sentence encoder of this name; without a name the first one, if there is one."""
-        asked = name or EMBEDDING_MODEL
-        served = self.desk.models.served.get(self.desk.aliases.get(asked, asked))
+        alias = name or EMBEDDING_MODEL
+        served = self.scoring.models.served.get(self.scoring.aliases.get(alias, alias))
         return served if isinstance(served, ServedModel) and served.kind == "embedding" else None
 
-    async def _vectors(self, request: Request, asked: vllm.VllmInputs, served: ServedModel) -> Reply:
-        tokens = await self._tokens(served, _prompts(asked), asked.asked)
+    async def _vectors(self, request: Request, parsed: vllm.VllmInputs, served: ServedModel) -> Reply:
+        tokens = await self._tokens(served, _prompts(parsed), parsed.options)
         works = [EmbeddingReading.work(row) for row in tokens]
-        _, answers = await self.desk.read(request, served, works, priority=asked.asked.priority)
+        _, answers = await self.scoring.read(request, served, works, priority=parsed.options.priority)
         data = []
         for place, answer in enumerate(answers):
             if not isinstance(answer, np.ndarray):
                 assert isinstance(answer, ItemError)
                 raise HttpError(500, answer.type, f"input[{place}]: {answer.message}")
-            if asked.dimensions not in (None, answer.size):
-                found = f"dimensions is {asked.dimensions}, and {served.name} has {answer.size}"
-                raise vllm.FieldError(found, "dimensions")
-            data.append(asked.encode(answer[0]))
-        return Reply.json(vllm.embeddings(_id(request, asked.asked), served.name, data, sum(map(len, tokens))))
+            if parsed.dimensions not in (None, answer.size):
+                problem = f"dimensions is {parsed.dimensions}, and {served.name} has {answer.size}"
+                raise vllm.FieldError(problem, "dimensions")
+            data.append(parsed.encode(answer[0]))
+        return Reply.json(vllm.embeddings(_id(request, parsed.options), served.name, data, sum(map(len, tokens))))
 
     async def score(self, request: Request) -> Reply:
-        asked = vllm.read_pairs(_fields(request), rerank=False)
-        served, values, tokens = await self._scored(request, asked)
-        return Reply.json(vllm.scores(_id(request, asked.asked), served.name, values, tokens))
+        parsed = vllm.read_pairs(_fields(request), rerank=False)
+        served, values, tokens = await self._scored(request, parsed)
+        return Reply.json(vllm.scores(_id(request, parsed.options), served.name, values, tokens))
 
     async def rerank(self, request: Request) -> Reply:
-        asked = vllm.read_pairs(_fields(request), rerank=True)
-        served, values, tokens = await self._scored(request, asked)
-        id = _id(request, asked.asked)
-        return Reply.json(vllm.reranked(id, served.name, asked.documents, values, asked.top, tokens))
+        parsed = vllm.read_pairs(_fields(request), rerank=True)
+        served, values, tokens = await self._scored(request, parsed)
+        id = _id(request, parsed.options)
+        return Reply.json(vllm.reranked(id, served.name, parsed.documents, values, parsed.top, tokens))
 
     async def tokenize(self, request: Request) -> Reply:
-        asked = vllm.read_tokenize(_fields(request))
-        served = self.classifier.find(asked.asked.model)
+        parsed = vllm.read_tokenize(_fields(request))
+        served = self.classifier.find(parsed.options.model)
         intake = served.intake()
         prompt: Prompt
-        if asked.messages is not None:
-            prompt = Chat(asked.messages, asked.opening)
+        if parsed.messages is not None:
+            prompt = Chat(parsed.messages, parsed.opening)
         else:
-            prompt = Text(asked.prompt or "", special=asked.special)
+            prompt = Text(parsed.prompt or "", special=parsed.special)
         tokens = await self.classifier.spelled(served, prompt)
-        strings = intake.tokenizer.convert_ids_to_tokens(tokens) if asked.strings else None
+        strings = intake.tokenizer.convert_ids_to_tokens(tokens) if parsed.strings else None
         return Reply.json(vllm.tokenized(tokens, strings, intake.limit))
 
     async def detokenize(self, request: Request) -> Reply:
-        asked = vllm.read_detokenize(_fields(request))
-        tokenizer = self.classifier.find(asked.asked.model).intake().tokenizer
+        parsed = vllm.read_detokenize(_fields(request))
+        tokenizer = self.classifier.find(parsed.options.model).intake().tokenizer
         # As vLLM: what is no token is no text.
-        known = [token for token in asked.tokens if token < len(tokenizer)]
-        return Reply.json({"prompt": tokenizer.decode(known)})
+        in_vocabulary = [token for token in parsed.tokens if token < len(tokenizer)]
+        return Reply.json({"prompt": tokenizer.decode(in_vocabulary)})
 
     async def version(self, request: Request) -> Reply:
         return Reply.json({"version": __version__})
 
-    async def _scored(self, request: Request, asked: vllm.Pairs) -> tuple[ServedModel, list[float], int]:
-        served = self.classifier.find(asked.asked.model, "outcome")
+    async def _scored(self, request: Request, parsed: vllm.Pairs) -> tuple[ServedModel, list[float], int]:
+        served = self.classifier.find(parsed.options.model, "outcome")
         intake = served.intake()
         if len(intake.facts.labels) != 1:
             raise HttpError(
                 400, "wrong_kind", f"{served.name} has {len(intake.facts.labels)} labels, a score needs one: /classify"
             )
-        for name, most in (("query", asked.query_tokens), ("doc", asked.document_tokens)):
+        for name, most in (("query", parsed.query_tokens), ("doc", parsed.document_tokens)):
             if most >= intake.limit:
                 raise vllm.FieldError(f"max_tokens_per_{name} ({most}) must be less than {intake.limit}", None)
         prompts = [
-            Text(query, document, text_most=asked.query_tokens, pair_most=asked.document_tokens)
-            for query, document in zip(asked.queries, asked.documents, strict=True)
+            Text(query, document, text_most=parsed.query_tokens, pair_most=parsed.document_tokens)
+            for query, document in zip(parsed.queries, parsed.documents, strict=True)
         ]
-        tokens = await self._tokens(served, prompts, asked.asked)
-        rows = np.stack(await self.classifier.logits(request, served, tokens, asked.asked.priority))
-        values = rows if asked.asked.activate is False else activate(rows)
+        tokens = await self._tokens(served, prompts, parsed.options)
+        rows = np.stack(await self.classifier.logits(request, served, tokens, parsed.options.priority))
+        values = rows if parsed.options.activate is False else activate(rows)
         return served, values[:, 0].tolist(), sum(map(len, tokens))
 
-    async def _tokens(self, served: ServedModel, prompts: Sequence[Prompt], asked: vllm.VllmOptions) -> list[list[int]]:
+    async def _tokens(
+        self, served: ServedModel, prompts: Sequence[Prompt], options: vllm.VllmOptions
+    ) -> list[list[int]]:
         limit = served.intake().limit
-        if asked.truncate is not None and asked.truncate > limit:
+        if options.truncate is not None and options.truncate > limit:
             raise vllm.FieldError(
-                f"truncate_prompt_tokens is {asked.truncate}, and {served.name} takes {limit} tokens; cut more", None
+                f"truncate_prompt_tokens is {options.truncate}, and {served.name} takes {limit} tokens; cut more", None
             )
-        most = limit if asked.truncate == -1 else asked.truncate
-        cut = Cut(most, asked.side or "right", added=asked.side is None)
+        most = limit if options.truncate == -1 else options.truncate
+        cut = Cut(most, options.side or "right", added=options.side is None)
         tokens = []
-        for place, found in enumerate(await self.classifier.tokens(served, prompts, cut)):
-            if isinstance(found, ItemError):
-                raise _refused(found, place, "input_tokens" if found.type == "too_long" else None)
-            tokens.append(found)
+        for place, row in enumerate(await self.classifier.tokens(served, prompts, cut)):
+            if isinstance(row, ItemError):
+                raise _refused(row, place, "input_tokens" if row.type == "too_long" else None)
+            tokens.append(row)
         return tokens
 
 
@@ -186,16 +188,16 @@ def _fields(request: Request) -> Mapping[str, object]:
     return request.fields()
 
 
-def _prompts(asked: vllm.VllmInputs) -> Sequence[Prompt]:
-    if asked.messages is not None:
-        return [Chat(asked.messages, asked.opening)]
-    return [Text(p, special=asked.special) if isinstance(p, str) else p for p in asked.prompts]
+def _prompts(parsed: vllm.VllmInputs) -> Sequence[Prompt]:
+    if parsed.messages is not None:
+        return [Chat(parsed.messages, parsed.opening)]
+    return [Text(p, special=parsed.special) if isinstance(p, str) else p for p in parsed.prompts]
 
 
 def _refused(error: ItemError, place: int, param: str | None) -> HttpError:
     return vllm.FieldError(f"input {place}: {error.message}", param, error.type)
 
 
-def _id(request: Request, asked: vllm.VllmOptions) -> str:
+def _id(request: Request, options: vllm.VllmOptions) -> str:
     """A request's own name, from its header or its body, or one of ours."""
-    return request.id if b"x-request-id" in request.headers or asked.request_id is None else asked.request_id
+    return request.id if b"x-request-id" in request.headers or options.request_id is None else options.request_id

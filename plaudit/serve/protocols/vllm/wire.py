@@ -134,7 +134,7 @@ class VllmOptions:
 class VllmInputs:
     """texts, token lists, or one conversation. `encode` writes an array as the caller wants it."""
 
-    asked: VllmOptions
+    options: VllmOptions
     prompts: Sequence[str | Sequence[int]]
     messages: Sequence[Mapping[str, Any]] | None
     special: bool
@@ -151,7 +151,7 @@ class VllmInputs:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    asked: VllmOptions
+    options: VllmOptions
     queries: Sequence[str]
     documents: Sequence[str]
     query_tokens: int
@@ -161,7 +161,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    asked: VllmOptions
+    options: VllmOptions
     prompt: str | None
     messages: Sequence[Mapping[str, Any]] | None
     special: bool
@@ -171,85 +171,92 @@ class Tokenize:
 
 @dataclass(frozen=True, slots=True)
 class Detokenize:
-    asked: VllmOptions
+    options: VllmOptions
     tokens: list[int]
 
 
 def read_inputs(fields: Mapping[str, Any]) -> VllmInputs:
-    found = _decoded(fields, _Inputs)
-    _refuse_chat_options(found)
-    if found.data is not msgspec.UNSET:
+    request = _decoded(fields, _Inputs)
+    _refuse_chat_options(request)
+    if request.data is not msgspec.UNSET:
         raise FieldError("`data` is for IO processor plugins, which this server does not have", "task")
-    if found.task in ("score", "encode"):
-        cure = "`classify`" if found.task == "score" else "`token_classify`"
-        raise FieldError(f"`{found.task}` task was removed; use {cure} instead.", "task")
-    if found.task is not None and found.task not in TASKS:
-        raise FieldError(f"Unsupported task: {found.task!r} Supported tasks: {list(TASKS)}", "task")
-    messages = _conversation(found.messages, found.input)
-    prompts = _prompts(found.input) if messages is None else []
-    if messages is not None and found.add_special_tokens:
+    if request.task in ("score", "encode"):
+        cure = "`classify`" if request.task == "score" else "`token_classify`"
+        raise FieldError(f"`{request.task}` task was removed; use {cure} instead.", "task")
+    if request.task is not None and request.task not in TASKS:
+        raise FieldError(f"Unsupported task: {request.task!r} Supported tasks: {list(TASKS)}", "task")
+    messages = _conversation(request.messages, request.input)
+    prompts = _prompts(request.input) if messages is None else []
+    if messages is not None and request.add_special_tokens:
         raise FieldError("add_special_tokens: the chat template writes them already", "add_special_tokens")
     return VllmInputs(
-        _asked(found), prompts, messages, found.add_special_tokens is not False, found.add_generation_prompt,
-        found.task, found.dimensions, _number(found),
+        _options(request), prompts, messages, request.add_special_tokens is not False, request.add_generation_prompt,
+        request.task, request.dimensions, _number(request),
     )  # fmt: skip
 
 
 def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
-    found = _decoded(fields, _Pairs)
-    if found.instruction or found.chat_template_kwargs:
-        name = "instruction" if found.instruction else "chat_template_kwargs"
+    request = _decoded(fields, _Pairs)
+    if request.instruction or request.chat_template_kwargs:
+        name = "instruction" if request.instruction else "chat_template_kwargs"
         raise FieldError(f"{name} needs a score template, and this server scores query and document without one", name)
-    first, second = _pair_fields(found, rerank=rerank)
-    queries, documents = _texts(found, first), _texts(found, second)
+    first, second = _pair_fields(request, rerank=rerank)
+    queries, documents = _texts(request, first), _texts(request, second)
     if len(queries) > 1 and len(queries) != len(documents):
         raise FieldError("Input lengths must be either 1:1, 1:N or N:N", None)
     if not queries:
         raise FieldError("At least one text element must be given", None)
     if not documents:
         raise FieldError("At least one text_pair element must be given", None)
-    for name, value in (("query", found.max_tokens_per_query), ("doc", found.max_tokens_per_doc)):
+    for name, value in (("query", request.max_tokens_per_query), ("doc", request.max_tokens_per_doc)):
         if value < 0:
             raise FieldError(f"max_tokens_per_{name} must be a non-negative integer", None)
     if len(queries) == 1:
         queries = queries * len(documents)
-    return Pairs(_asked(found), queries, documents, found.max_tokens_per_query, found.max_tokens_per_doc, found.top_n)
+    return Pairs(
+        _options(request), queries, documents, request.max_tokens_per_query, request.max_tokens_per_doc, request.top_n
+    )
 
 
 def read_tokenize(fields: Mapping[str, Any]) -> Tokenize:
-    found = _decoded(fields, _Tokenize)
+    request = _decoded(fields, _Tokenize)
     # By default a text to tokenise is opened for an answer: only who asks for both wants what cannot be.
-    _refuse_chat_options(found, both="add_generation_prompt" in fields)
-    if found.tools:
+    _refuse_chat_options(request, both="add_generation_prompt" in fields)
+    if request.tools:
         raise FieldError("tools are not supported: a reward model's template writes none", "tools")
-    messages = _conversation(found.messages, msgspec.UNSET if found.prompt is None else found.prompt)
-    if messages is None and found.prompt is None:
+    messages = _conversation(request.messages, msgspec.UNSET if request.prompt is None else request.prompt)
+    if messages is None and request.prompt is None:
         raise _missing("prompt", "messages")
-    special = found.add_special_tokens is not False
+    special = request.add_special_tokens is not False
     return Tokenize(
-        _asked(found), found.prompt, messages, special, found.add_generation_prompt, bool(found.return_token_strs)
+        _options(request),
+        request.prompt,
+        messages,
+        special,
+        request.add_generation_prompt,
+        bool(request.return_token_strs),
     )
 
 
 def read_detokenize(fields: Mapping[str, Any]) -> Detokenize:
-    found = _decoded(fields, _Detokenize)
-    return Detokenize(_asked(found), found.tokens)
+    request = _decoded(fields, _Detokenize)
+    return Detokenize(_options(request), request.tokens)
 
 
 def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
     try:
-        found = msgspec.convert(fields, kind)
+        request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise FieldError(str(error), _blamed(str(error)), "invalid_request") from None
-    if found.normalize is not msgspec.UNSET:
+    if request.normalize is not msgspec.UNSET:
         raise FieldError("Parameter `normalize` was removed; use `use_activation` instead.", "normalize")
-    if found.cache_salt == "":
+    if request.cache_salt == "":
         raise FieldError("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
-    if found.padding == "max_length":
+    if request.padding == "max_length":
         raise FieldError("padding: a reward model's prompts are not padded", "padding")
-    if found.mm_processor_kwargs:
+    if request.mm_processor_kwargs:
         raise FieldError("mm_processor_kwargs: the models here take text only", "mm_processor_kwargs")
-    return found
+    return request
 
 
 def _blamed(message: str) -> str:
@@ -260,58 +267,58 @@ def _blamed(message: str) -> str:
     return f"body{path}" + (f".{missing[1]}" if missing else "")
 
 
-def _asked(found: _Common) -> VllmOptions:
-    activate = found.activation if found.use_activation is None else found.use_activation
+def _options(request: _Common) -> VllmOptions:
+    activate = request.activation if request.use_activation is None else request.use_activation
     # In vLLM the lower number goes first, here the higher.
-    priority = max(-MOST_PRIORITY, min(MOST_PRIORITY, -found.priority))
+    priority = max(-MOST_PRIORITY, min(MOST_PRIORITY, -request.priority))
     return VllmOptions(
-        found.model, found.truncate_prompt_tokens, found.truncation_side, activate, found.request_id, priority
+        request.model, request.truncate_prompt_tokens, request.truncation_side, activate, request.request_id, priority
     )
 
 
-def _refuse_chat_options(found: _Inputs | _Tokenize, *, both: bool = True) -> None:
-    if found.continue_final_message and found.add_generation_prompt and both:
+def _refuse_chat_options(request: _Inputs | _Tokenize, *, both: bool = True) -> None:
+    if request.continue_final_message and request.add_generation_prompt and both:
         raise FieldError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
-    if found.continue_final_message:
+    if request.continue_final_message:
         raise FieldError("continue_final_message is not supported", "continue_final_message")
-    if found.chat_template is not None:
+    if request.chat_template is not None:
         raise FieldError("Refused request with untrusted chat template: the model's own is used", None)
-    if found.chat_template_kwargs:
+    if request.chat_template_kwargs:
         raise FieldError("chat_template_kwargs are not supported: leave them out", "chat_template_kwargs")
-    if isinstance(found, _Inputs) and found.media_io_kwargs:
+    if isinstance(request, _Inputs) and request.media_io_kwargs:
         raise FieldError("media_io_kwargs: the models here take text only", "media_io_kwargs")
 
 
-def _prompts(given: Any) -> Sequence[str | Sequence[int]]:
-    if given is msgspec.UNSET:
+def _prompts(inputs: Any) -> Sequence[str | Sequence[int]]:
+    if inputs is msgspec.UNSET:
         raise _missing("input", "messages")
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list):
-        if not given:
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs, list):
+        if not inputs:
             raise FieldError("You must pass at least one prompt", None)
-        kinds = {*map(type, given)}  # there may be millions: booleans are no ints here
+        kinds = {*map(type, inputs)}  # there may be millions: booleans are no ints here
         if kinds == {str}:
-            return given
+            return inputs
         if kinds == {int}:
-            return [given]
-        for place, entry in enumerate(given):
+            return [inputs]
+        for place, entry in enumerate(inputs):
             if type(entry) is not list or not {*map(type, entry)} <= {int}:
                 raise _schema(f"input[{place}] is {_shown(entry)}; expected all texts, or all token ids", place)
-        return given
-    raise _schema(f"input is {_shown(given)}; expected a text, token ids, or a list of either")
+        return inputs
+    raise _schema(f"input is {_shown(inputs)}; expected a text, token ids, or a list of either")
 
 
-def _conversation(given: Any, instead: Any) -> Sequence[Mapping[str, Any]] | None:
+def _conversation(value: Any, instead: Any) -> Sequence[Mapping[str, Any]] | None:
     """The messages, with contents given in parts as one text; None if there is something else."""
-    if given is msgspec.UNSET or instead is not msgspec.UNSET:
+    if value is msgspec.UNSET or instead is not msgspec.UNSET:
         return None
-    if not isinstance(given, list):
-        raise FieldError(f"messages is {_shown(given)}; expected a list", "body.messages", "invalid_request")
-    if not given:
+    if not isinstance(value, list):
+        raise FieldError(f"messages is {_shown(value)}; expected a list", "body.messages", "invalid_request")
+    if not value:
         raise FieldError("Cannot apply chat template to an empty conversation. Provide at least one message.", None)
     messages = []
-    for place, message in enumerate(given):
+    for place, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             what = f"messages[{place}] is {_shown(message)}; expected an object with role and content"
             raise FieldError(what, f"body.messages.{place}", "invalid_request")
@@ -331,38 +338,38 @@ def _part(part: Any, place: int) -> str:
     raise FieldError(f"messages[{place}] has a part of type {_shown(kind)}; the models here take text only", None)
 
 
-def _number(found: _Inputs) -> str | None:
-    if found.encoding_format == "float":
+def _number(request: _Inputs) -> str | None:
+    if request.encoding_format == "float":
         return None
-    if found.encoding_format != "base64":
-        raise FieldError(f"encoding_format {found.encoding_format!r} is not supported; use float or base64", None)
-    if found.embed_dtype not in NUMBERS:
-        raise FieldError(f"embed_dtype {found.embed_dtype!r} is not supported; use float32 or float16", None)
-    return ORDERS[found.endianness] + NUMBERS[found.embed_dtype]
+    if request.encoding_format != "base64":
+        raise FieldError(f"encoding_format {request.encoding_format!r} is not supported; use float or base64", None)
+    if request.embed_dtype not in NUMBERS:
+        raise FieldError(f"embed_dtype {request.embed_dtype!r} is not supported; use float32 or float16", None)
+    return ORDERS[request.endianness] + NUMBERS[request.embed_dtype]
 
 
-def _pair_fields(found: _Pairs, *, rerank: bool) -> tuple[str, str]:
-    known = (
+def _pair_fields(request: _Pairs, *, rerank: bool) -> tuple[str, str]:
+    pairs = (
         [("query", "documents")]
         if rerank
         else [("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2")]
     )
-    for first, second in known:
-        if getattr(found, first) is not msgspec.UNSET and getattr(found, second) is not msgspec.UNSET:
+    for first, second in pairs:
+        if getattr(request, first) is not msgspec.UNSET and getattr(request, second) is not msgspec.UNSET:
             return first, second
-    lacking = next(name for name in known[0] if getattr(found, name) is msgspec.UNSET)
-    forms = ", or ".join(f"{a} and {b}" for a, b in known)
+    lacking = next(name for name in pairs[0] if getattr(request, name) is msgspec.UNSET)
+    forms = ", or ".join(f"{a} and {b}" for a, b in pairs)
     raise FieldError(f"{lacking} is missing; give {forms}", f"body.{lacking}", "invalid_request")
 
 
-def _texts(found: _Pairs, name: str) -> list[str]:
-    given = getattr(found, name)
-    if isinstance(given, list) and name != "query":
-        for place, entry in enumerate(given):
+def _texts(request: _Pairs, name: str) -> list[str]:
+    texts = getattr(request, name)
+    if isinstance(texts, list) and name != "query":
+        for place, entry in enumerate(texts):
             _check_text(entry, f"{name}[{place}]", f"body.{name}.{place}")
-        return given
-    _check_text(given, name, f"body.{name}")
-    return [given]
+        return texts
+    _check_text(texts, name, f"body.{name}")
+    return [texts]
 
 
 def _check_text(value: Any, what: str, param: str) -> None:
