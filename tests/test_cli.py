@@ -40,7 +40,7 @@ def test_dry_run_prints_the_resolved_recipe_and_does_nothing(tmp_path: Path) -> 
         (["train", "plaudit/recipes/none.toml"], "no recipe at plaudit/recipes/none.toml"),
         (["train", "sums-sft", "--set", "train.stepz=1"], "did you mean 'steps'?"),
         (["train", "sums-sft", "--resume", "--fresh"], "contradict each other"),
-        (["report", "{tmp}"], "is no run directory"),
+        (["report", "{tmp}"], "is not a run directory"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -306,9 +306,9 @@ def _checked_urls(urls: str | Sequence[str]) -> list[str]:
         try:
             parts = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{url!r} is no URL: {error}") from None
+            raise ConfigError(f"{url!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.host:
-            raise ConfigError(f"{url!r} is no URL of a server; expected one such as {DEFAULT_URL}")
+            raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL}")
         if parts.userinfo:
             raise ConfigError(f"the URL of {parts.host} holds a password, which messages would show; use api_key")
     return [url.rstrip("/") for url in addresses]

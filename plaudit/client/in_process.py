@@ -37,7 +37,7 @@ class InProcess(httpx.AsyncBaseTransport):
         if len(results) != len(items):
             raise RuntimeError(f"the reward gave {len(results)} results for {len(items)} items")
         if request.steps and any(isinstance(result, Score) for result in results):
-            raise HttpError(422, "not_a_process_model", "this is no process model: it has no step scores")
+            raise HttpError(422, "not_a_process_model", "this is not a process model: it has no step scores")
         remaining = iter(results)
         groups = [group if isinstance(group, str) else [next(remaining) for _ in group] for group in request.groups]
         usage = {"items": len(items), "tokens": sum(result.tokens for result in results)}

@@ -115,7 +115,7 @@ class StepsTable(Table):
         try:
             re.compile(pattern or "")
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regex: {error}") from None
+            raise ValueError(f"{pattern!r} is not a valid regex: {error}") from None
         return pattern
 
     @field_validator("answer")

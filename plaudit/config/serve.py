@@ -122,7 +122,7 @@ class ServeTable(ListenTable):
         for name, table in self.models.items():
             for member in getattr(table, "members", ()):
                 if member == name or member not in self.models or self.models[member].kind in NO_SCORE:
-                    raise ValueError(f"models.{name} blends {member!r}, which is no other model here with a score")
+                    raise ValueError(f"models.{name} blends {member!r}, not another model here that has a score")
         return self
 
 

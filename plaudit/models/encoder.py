@@ -73,7 +73,7 @@ def load_encoder(source: str, dtype: str = "float32", device: str = "cpu") -> En
     except Exception as error:
         raise ModelError(f"cannot load the encoder {directory}: {one_line(error)}") from error
     if module.config.is_decoder or module.config.is_encoder_decoder:
-        raise ModelError(f"{directory} holds {type(module).__name__}, which is no encoder")
+        raise ModelError(f"{directory} holds {type(module).__name__}, which is not an encoder")
     tokenizer = load_tokenizer(directory)
     tokenizer.backend_tokenizer.no_padding()  # some are saved with a length of their own
     tokenizer.backend_tokenizer.no_truncation()

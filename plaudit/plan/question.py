@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from plaudit.errors import ConfigError, nearest
 from plaudit.plan.cost.channel import find
@@ -14,6 +13,7 @@ from plaudit.plan.cost.decode import Replica
 from plaudit.plan.cost.parts import OWN_ENGINE_SHARE
 from plaudit.plan.cost.plans import PLACEMENTS, SHARED
 from plaudit.plan.cost.prediction import Prediction
+from plaudit.plan.options import PlanOptions
 from plaudit.plan.own_trainer import CHANNEL, CHANNELS, own_constants, unsupported
 from plaudit.plan.search import Progress, Search, SearchResult, smallest_that_fits, some_plan_fits
 from plaudit.plan.shape.constants import Constants
@@ -21,6 +21,9 @@ from plaudit.plan.shape.hardware import Cluster, Overrides, Price, accelerator, 
 from plaudit.plan.shape.layouts import GenerationLayout
 from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
+
+SMALLEST = "smollm2-135m"
+"""Stands for the model of a recipe until the recipe is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,37 +200,39 @@ class Outcome:
         return kept
 
 
-def ask(
-    model: str, hardware: str, *, algorithm: str = "grpo", prompt: float = 512, response: float = 1024,
-    max_response: float = 0, batch: int = 1024, samples_per_prompt: int = 1, updates: int = 1, epochs: int = 1,
-    steps: int = 1000, reward: str | None = None, critic: str | None = None, dtype: str = "bf16",
-    generation_dtype: str = "", kv_dtype: str = "bf16", placements: Sequence[str] = (), channel: str | None = None,
-    staleness: int = 1, generation_hardware: str | None = None, compare: Sequence[str] = (), price: str = "mid",
-    hardware_file: Path | None = None, reference: bool | None = None,
-) -> Question:  # fmt: skip
+def ask(options: PlanOptions) -> Question:
     """The typed question from the words of the command line."""
-    overrides = Overrides.read(hardware_file) if hardware_file else None
-    place = cluster(hardware, overrides)
-    places = tuple(_other(place, name, overrides) for name in compare) or (place,)
-    engines = cluster(generation_hardware, overrides) if generation_hardware else None
-    level, fixed = _price(price)
+    overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
+    place = cluster(options.hardware, overrides)
+    compared = filter(None, (options.compare or "").split(","))
+    places = tuple(_other(place, name, overrides) for name in compared) or (place,)
+    engines = cluster(options.generation_hardware, overrides) if options.generation_hardware else None
+    level, fixed = _price(options.price)
     if fixed is not None:
         places = tuple(replace(p, accelerator=replace(p.accelerator, price=fixed)) for p in places)
         engines = replace(engines, accelerator=replace(engines.accelerator, price=fixed)) if engines else None
-    if channel is not None:
-        find(channel)
-    if staleness < 0:
-        raise ConfigError(f"staleness = {staleness}: expected zero or more updates")
-    for name in placements:
+    if options.channel is not None:
+        find(options.channel)
+    if options.staleness < 0:
+        raise ConfigError(f"staleness = {options.staleness}: expected zero or more updates")
+    for name in options.placement:
         if name not in PLACEMENTS:
             raise ConfigError(f"unknown placement {name!r}; {nearest(name, PLACEMENTS)}")
-    work = Workload(
-        ModelShape.named(model), algorithm, prompt, response, max_response, batch, samples_per_prompt, updates, epochs,
-        reference, ModelShape.named(critic) if critic else None, ModelShape.named(reward) if reward else None, dtype,
-        generation_dtype, kv_dtype, steps,
-    )  # fmt: skip
+    work = _workload(options)
     constants = Constants().changed(overrides.constants) if overrides else Constants()
-    return Question(work, places, constants, tuple(placements) or PLACEMENTS, channel, staleness, engines, level)
+    placements = tuple(options.placement) or PLACEMENTS
+    return Question(work, places, constants, placements, options.channel, options.staleness, engines, level)
+
+
+def _workload(options: PlanOptions) -> Workload:
+    return Workload(
+        ModelShape.named(options.model or SMALLEST), options.algorithm,
+        512 if options.prompt is None else options.prompt, 1024 if options.response is None else options.response,
+        options.max_response, options.batch, options.samples, options.updates, options.epochs, dtype=options.dtype,
+        generation_dtype=options.generation_dtype, kv_dtype=options.kv_dtype, steps=options.steps,
+        critic=ModelShape.named(options.critic) if options.critic else None,
+        reward=ModelShape.named(options.reward) if options.reward else None,
+    )  # fmt: skip
 
 
 def _other(place: Cluster, name: str, overrides: Overrides | None) -> Cluster:

@@ -101,7 +101,7 @@ class Timeline:
         most = ", ".join(f"{name} {size(amount)}" for name, amount in largest)
         others = [f"{size(peak.fullest[name])} {words}" for name, words in _NOBODY.items() if peak.fullest.get(name)]
         beside = f"; {' and '.join(others)}" if others else ""
-        return f"Memory is fullest in {where}: {size(peak.total)}{share}. Most have {most}{beside}."
+        return f"Memory is fullest in {where}: {size(peak.total)}{share}. Largest: {most}{beside}."
 
     def idle(self) -> dict[str, int]:
         """Owners that only wait while the peak lasts."""

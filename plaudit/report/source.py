@@ -11,7 +11,7 @@ from plaudit.events import Event, read_events
 def event_log(run: Path) -> Path:
     path = run / "events.jsonl"
     if not path.is_file():
-        raise RunError(f"{run} is no run directory: it has no events.jsonl; `plaudit train RECIPE` makes one")
+        raise RunError(f"{run} is not a run directory: it has no events.jsonl; `plaudit train RECIPE` makes one")
     return path
 
 

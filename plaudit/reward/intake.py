@@ -42,7 +42,7 @@ class Intake:
         self._openings_lock = threading.Lock()
 
     def refuse_huge(self, item: Item) -> None:
-        """Tokenising takes time, which a text that cannot fit shall not get."""
+        """Tokenising takes time: a text that cannot fit is refused before."""
         size, most = _size(item), CHARACTERS_PER_TOKEN * self.limit
         if size > most:
             unit = "characters" if item.tokens is None else "tokens"

@@ -320,7 +320,7 @@ def _column(column: str | int, tokenizer: PreTrainedTokenizerFast, facts: ModelI
     ids = [column] if isinstance(column, int) else encode(tokenizer, column, control=True)
     unknown = isinstance(column, str) and ids[-1:] == [tokenizer.unk_token_id]
     if not ids or not 0 <= ids[-1] < facts.vocab_size or unknown:
-        raise ConfigError(f"format.columns has {column!r}, which is no token of {facts.name}")
+        raise ConfigError(f"format.columns has {column!r}, which is not a token of {facts.name}")
     return ids[-1]
 
 

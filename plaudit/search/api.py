@@ -45,7 +45,7 @@ def search(
     """
     for key in keys:
         if key not in (*_STEPS, *_BUDGET):
-            raise ConfigError(f"search() knows no {key!r}; it takes {', '.join((*_STEPS, *_BUDGET))}")
+            raise ConfigError(f"search() has no option {key!r}; it takes {', '.join((*_STEPS, *_BUDGET))}")
     model = engine if isinstance(engine, str) else "engine"
     tree: dict[str, Any] = {
         "seed": seed,

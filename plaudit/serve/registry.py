@@ -104,7 +104,7 @@ class Models:
         except (OSError, RuntimeError):  # a name that is too long, links in a circle
             inside = False
         if not inside:
-            raise ConfigError(f"path {path[:100]!r} is no directory under model_root")
+            raise ConfigError(f"path {path[:100]!r} is not a directory under model_root")
         for file in directory.rglob("*"):
             if not file.resolve().is_relative_to(self._root):
                 raise ConfigError(f"path {path[:100]!r} holds the link {file.name!r}, which leads out of model_root")

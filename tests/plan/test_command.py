@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.config import load_recipe
+from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 from plaudit.plan.show.explain import explain
@@ -60,7 +61,7 @@ def test_every_number_has_its_formula() -> None:
     assert run.returncode == 0, run.stderr
     assert "  = " in run.stdout
     assert run.stdout.startswith("Plaudit's trainer takes ")
-    best = ask("llama-3.1-8b", "1x4xH100", placements=("hybrid",)).answer().best
+    best = ask(PlanOptions("llama-3.1-8b", "1x4xH100", placement=["hybrid"])).answer().best
     for what in ("step", "memory", "cost", "optimizer"):
         assert "  = " in explain(best, what)
 
@@ -103,7 +104,7 @@ def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wante
     """wanted: data and tensor parallel ranks, and rollout processes; None: however many."""
     recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     work = workload_of(recipe, lambda name: ROOT / "plaudit/embedded" / name)
-    asked = ask("smollm2-135m", hardware, placements=(placement,))
+    asked = ask(PlanOptions("smollm2-135m", hardware, placement=[placement]))
     text, prediction = recipe_for(recipe, replace(asked, workload=work).answer())
     tree = tomllib.loads(text)
     assert tree["placement"]["name"] == placement == prediction.plan.placement

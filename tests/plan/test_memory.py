@@ -11,6 +11,7 @@ from plaudit.plan.cost.decode import Replica
 from plaudit.plan.cost.parts import Parts
 from plaudit.plan.cost.plans import Plan
 from plaudit.plan.cost.training import Trainer
+from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import ask
 from plaudit.plan.search import Search
 
@@ -87,7 +88,7 @@ def test_both_optimizers_of_ppo_go_to_the_host() -> None:
     assert found.host.value / 1e9 == pytest.approx(2794, abs=1)
     assert [shortage.what for shortage in found.shortages] == ["host memory, per node"]
     with pytest.raises(ConfigError, match="fits on 1x8xH200 SXM in no plan"):
-        ask("llama-3.1-70b", "1x8xH200", algorithm="ppo").answer()
+        ask(PlanOptions("llama-3.1-70b", "1x8xH200", algorithm="ppo")).answer()
 
 
 def test_a_colocated_cache_takes_what_training_leaves() -> None:

@@ -9,6 +9,7 @@ import pytest
 from plaudit.config.recipe import load_recipe
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
+from plaudit.plan.options import PlanOptions
 from plaudit.plan.own_trainer import missing
 from plaudit.plan.question import Outcome, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
@@ -21,12 +22,12 @@ OTHERS = "With other software: what Plaudit's own trainer does not run"
 
 @pytest.fixture(scope="module")
 def eight() -> Outcome:
-    return ask("llama-3.1-8b", "1x8xH100").answer()
+    return ask(PlanOptions("llama-3.1-8b", "1x8xH100")).answer()
 
 
 @pytest.fixture(scope="module")
 def none_runnable() -> Outcome:
-    return ask("llama-3.1-70b", "1x8xH100", placements=("hybrid", "colocated")).answer()
+    return ask(PlanOptions("llama-3.1-70b", "1x8xH100", placement=["hybrid", "colocated"])).answer()
 
 
 def plan(placement: str, devices: int, engine: GenerationLayout, training: TrainingLayout, channel: str = "") -> Plan:
@@ -136,7 +137,11 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
     assert told.startswith("Plaudit's own trainer runs none of these plans; its engine has one device")
     assert "141.1 GB of the 80.0 GB" in told
     named = told.split("smallest change that it runs: ")[1]
-    assert ask("llama-3.1-70b", named.removesuffix(" SXM"), placements=("hybrid", "colocated")).answer().runnable
+    assert (
+        ask(PlanOptions("llama-3.1-70b", named.removesuffix(" SXM"), placement=["hybrid", "colocated"]))
+        .answer()
+        .runnable
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,12 +150,12 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
         ({"generation_dtype": "fp8"}, "no rollouts in fp8 of a policy in bf16: leave out --generation-dtype"),
         ({"dtype": "fp8"}, "no training in fp8: take --dtype bf16"),
         ({"kv_dtype": "fp8"}, "no cache in fp8: take --kv-dtype bf16"),
-        ({"channel": "reshard", "placements": ("disaggregated",)}, "no reshard channel: take --channel broadcast"),
+        ({"channel": "reshard", "placement": ["disaggregated"]}, "no reshard channel: take --channel broadcast"),
     ],
 )  # fmt: skip
 def test_what_no_hardware_cures_is_said_with_the_option_that_does(asked: dict[str, object], told: str) -> None:
-    asked = {"placements": ("hybrid",), **asked}
-    assert told in ask("llama-3.1-8b", "1x2xH100", **asked).answer().headline  # type: ignore[arg-type]
+    asked = {"placement": ["hybrid"], **asked}
+    assert told in ask(PlanOptions("llama-3.1-8b", "1x2xH100", **asked)).answer().headline  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hardware", ["1x1xH100", "1x8xH100", "2x8xH100"])
@@ -158,7 +163,7 @@ def test_what_no_hardware_cures_is_said_with_the_option_that_does(asked: dict[st
 def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str, hardware: str) -> None:
     own = read_recipe(ROOT / f"plaudit/recipes/{recipe}.toml")
     work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
-    outcome = replace(ask("smollm2-135m", hardware), workload=work).answer()
+    outcome = replace(ask(PlanOptions("smollm2-135m", hardware)), workload=work).answer()
     assert outcome.runnable
     planned = tmp_path / "planned.toml"
     for index, prediction in enumerate(outcome.runnable):

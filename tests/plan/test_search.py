@@ -2,6 +2,7 @@ import pytest
 
 from plaudit.errors import ConfigError, PlauditError
 from plaudit.plan import ModelShape, Workload, cluster, predict
+from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import ask
 from plaudit.plan.search import Search
 
@@ -26,7 +27,7 @@ def test_a_full_search_tries_few_plans(model: str, hardware: str, most: int) -> 
 
 
 def test_plans_are_ranked_and_the_frontier_is_not_beaten() -> None:
-    outcome = ask("qwen2.5-7b", "1x8xH100", compare=("H100", "H200", "A100")).answer()
+    outcome = ask(PlanOptions("qwen2.5-7b", "1x8xH100", compare="H100,H200,A100")).answer()
     for ranked in (outcome.runnable, outcome.others):
         times = [p.step.value for p in ranked]
         assert times == sorted(times)
@@ -41,7 +42,7 @@ def test_plans_are_ranked_and_the_frontier_is_not_beaten() -> None:
 
 def test_a_70b_run_on_eight_devices_says_what_would_fit() -> None:
     with pytest.raises(ConfigError) as told:
-        ask("llama-3.1-70b", "1x8xH100", algorithm="ppo").answer()
+        ask(PlanOptions("llama-3.1-70b", "1x8xH100", algorithm="ppo")).answer()
     message = str(told.value)
     assert "fits on 1x8xH100 SXM in no plan" in message
     assert "needs" in message
@@ -50,17 +51,17 @@ def test_a_70b_run_on_eight_devices_says_what_would_fit() -> None:
     assert "\n" not in message
     named = message.split("smallest change that fits: ")[1].split(" (")[0]
     nodes, devices, _ = named.split("x", 2)
-    assert ask("llama-3.1-70b", f"{nodes}x{devices}xH100", algorithm="ppo").answer().plans
+    assert ask(PlanOptions("llama-3.1-70b", f"{nodes}x{devices}xH100", algorithm="ppo")).answer().plans
 
 
 def test_inference_and_training_on_different_accelerators() -> None:
-    outcome = ask("qwen3-32b", "4x8xH100", generation_hardware="1x8xH200").answer()
+    outcome = ask(PlanOptions("qwen3-32b", "4x8xH100", generation_hardware="1x8xH200")).answer()
     best = outcome.best
     assert best.plan.generation_cluster.accelerator.name == "H200 SXM"
     hourly = 32 * 3.29 + 8 * 4.5
     assert best.cost.step["mid"].value == pytest.approx(hourly * best.step.value / 3600)
     with pytest.raises(ConfigError, match="goes with the placements disaggregated and async"):
-        ask("qwen3-32b", "4x8xH100", generation_hardware="1x8xH200", placements=("hybrid",)).answer()
+        ask(PlanOptions("qwen3-32b", "4x8xH100", generation_hardware="1x8xH200", placement=["hybrid"])).answer()
 
 
 def test_isolated_pools_scale_apart() -> None:
@@ -78,7 +79,7 @@ def test_isolated_pools_scale_apart() -> None:
     [
         ({"batch": 0}, "batch = 0: expected one or more"), ({"price": "-1"}, "price -1: expected zero or more dollars"),
         ({"price": "cheap"}, "expected dollars per device"), ({"algorithm": "pppo"}, "did you mean 'ppo'"),
-        ({"response": 0}, "expected 0, 1 and 0"), ({"placements": ("colocate",)}, "did you mean 'colocated'"),
+        ({"response": 0}, "expected 0, 1 and 0"), ({"placement": ["colocate"]}, "did you mean 'colocated'"),
         ({"max_response": 10}, "raise it to at least 1024"), ({"dtype": "int4"}, "dtype = 'int4'"),
         ({"critic": "lama-3.1-8b"}, "did you mean 'llama-3.1-8b'"), ({"channel": "pigeon"}, "unknown weight channel"),
         ({"prompt": 200_000}, "has positions for 131072"), ({"response": float("nan")}, "response = nan tokens"),
@@ -87,5 +88,5 @@ def test_isolated_pools_scale_apart() -> None:
 )  # fmt: skip
 def test_bad_questions_are_answered_in_one_line(given: dict[str, object], told: str) -> None:
     with pytest.raises(PlauditError, match=told) as error:
-        ask("llama-3.1-8b", "1x8xH100", **given).answer()  # type: ignore[arg-type]
+        ask(PlanOptions("llama-3.1-8b", "1x8xH100", **given)).answer()  # type: ignore[arg-type]
     assert "\n" not in str(error.value)

@@ -31,8 +31,8 @@ def test_the_peak_is_found_and_its_owners_are_named() -> None:
         "policy weights", "policy optimizer", "policy gradients", "reference weights", "KV", "activations"
     ]  # fmt: skip
     assert line.bottleneck() == (
-        "Memory is fullest in update of step 1: 34 GiB (85 % of 40 GiB). Most have policy optimizer 12 GiB, KV 8 GiB, "
-        "activations 6 GiB."
+        "Memory is fullest in update of step 1: 34 GiB (85 % of 40 GiB). Largest: policy optimizer 12 GiB, "
+        "KV 8 GiB, activations 6 GiB."
     )
     assert line.idle() == {"reference weights": 2 * GIB, "KV": 8 * GIB}
     assert line.cure() == (

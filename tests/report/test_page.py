@@ -119,7 +119,7 @@ def test_diagnosis_times_and_memory(open_page, two: Path) -> None:  # type: igno
     assert page.locator(".time path.layer").count() == 7
     expect(page.locator(".time tbody tr").first).to_contain_text("generate")
     assert page.locator(".memory path.layer").count() == 10  # of one step, and along the run
-    expect(page.locator(".memory .about")).to_contain_text("Memory is fullest in update of step 1: 53.4 MiB. Most have")
+    expect(page.locator(".memory .about")).to_contain_text("Memory is fullest in update of step 1: 53.4 MiB. Largest:")
     expect(page.locator(".memory figure").first).to_contain_text("peak 53.4 MiB")
     expect(page.locator(".memory figure").first.locator("svg[role=img]")).to_contain_text("generateupdate")
     expect(page.locator(".memory tbody")).to_contain_text("update53.4 MiB")
@@ -337,7 +337,7 @@ def test_the_program_of_a_small_model_is_told_and_drawn_when_asked_for(open_page
         log.write("memory", step=step, phase="update", device="cpu", bytes={**held, "KV": 0}, start={}, end={})
     log.close()
     page = open_page(tmp_path)
-    expect(page.locator(".memory .about")).to_contain_text("Most have activations 3 MiB, policy weights 2 MiB")
+    expect(page.locator(".memory .about")).to_contain_text("Largest: activations 3 MiB, policy weights 2 MiB")
     expect(page.locator(".memory .about")).to_contain_text("500 MiB are the program itself")
     expect(page.locator(".memory figure").first).to_contain_text("peak 6 MiB")
     assert page.locator(".memory path.layer").count() == 6

@@ -394,7 +394,7 @@ def test_search_in_ten_lines() -> None:
     assert [outcome.question.text for outcome in found] == ["7+8+4=", "3+4+2="]
     assert found[0].right is None
     assert found[1].right is (found[1].answer is not None and found[1].answer.text == "9")
-    with pytest.raises(ConfigError, match="knows no 'stpo'"):
+    with pytest.raises(ConfigError, match="has no option 'stpo'"):
         plaudit.search(["7+8="], engine="sums-policy", prm="sums-steps", stpo=";")
 
 

@@ -90,7 +90,7 @@ def test_steps_truncation_and_failed_items(server: ServerProcess) -> None:
         assert cut.error is None
         assert cut.truncated
         assert client.score([("1+1=", long)], truncate="right")[0].truncated
-        with pytest.raises(RequestRefused, match="is no process model") as caught:
+        with pytest.raises(RequestRefused, match="is not a process model") as caught:
             client.score(chains(1), steps=True)
         assert (caught.value.status, caught.value.type) == (422, "not_a_process_model")
         with pytest.raises(VersionChanged, match="and 7-x was asked for"):

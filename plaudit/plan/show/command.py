@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from plaudit.errors import ConfigError
 from plaudit.output import check_writable, written
+from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import Outcome, Question, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 from plaudit.plan.show.as_data import outcome_data
@@ -24,41 +25,7 @@ MANY_DEVICES = 256
 """From here on a search takes seconds, and shows how far it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    model: str | None
-    hardware: str
-    algorithm: str
-    prompt: float | None
-    response: float | None
-    max_response: float
-    batch: int
-    samples: int
-    updates: int
-    epochs: int
-    steps: int
-    reward: str | None
-    critic: str | None
-    dtype: str
-    generation_dtype: str
-    kv_dtype: str
-    placements: tuple[str, ...]
-    channel: str | None
-    staleness: int
-    generation_hardware: str | None
-    compare: tuple[str, ...]
-    price: str
-    hardware_file: Path | None
-    recipe: Path | None
-    out: Path | None
-    as_json: bool
-    explain: str | None
-    page: Path | None
-    top: int
-    calibrate: Path | None
-
-
-def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable[[], str]) -> None:
+def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Callable[[], str]) -> None:
     """`resolve` finds a model's directory, `measure` measures this machine: both load what the planner does not."""
     if options.top < 1:
         raise ConfigError(f"top = {options.top}: expected one plan or more")
@@ -88,26 +55,17 @@ def run_plan(options: Options, resolve: Callable[[str], Path], measure: Callable
         print(f"page: {options.page}")
 
 
-def _calibrated(options: Options, path: Path, measure: Callable[[], str]) -> Options:
+def _calibrated(options: PlanOptions, path: Path, measure: Callable[[], str]) -> PlanOptions:
     with written(path) as file:
         file.write(measure())
     print(f"measured: {path}", file=sys.stderr)
     return replace(options, hardware_file=path, hardware="1x1xthis-machine")
 
 
-def _question(options: Options, resolve: Callable[[str], Path]) -> Question:
+def _question(options: PlanOptions, resolve: Callable[[str], Path]) -> Question:
     if options.model is None and options.recipe is None:
         raise ConfigError("no model: give --model, such as --model llama-3.1-70b, or --for with a recipe")
-    question = ask(
-        options.model or "smollm2-135m", options.hardware, algorithm=options.algorithm,
-        prompt=512 if options.prompt is None else options.prompt,
-        response=1024 if options.response is None else options.response, max_response=options.max_response,
-        batch=options.batch, samples_per_prompt=options.samples, updates=options.updates, epochs=options.epochs,
-        steps=options.steps, reward=options.reward, critic=options.critic, dtype=options.dtype,
-        generation_dtype=options.generation_dtype, kv_dtype=options.kv_dtype, placements=options.placements,
-        channel=options.channel, staleness=options.staleness, generation_hardware=options.generation_hardware,
-        compare=options.compare, price=options.price, hardware_file=options.hardware_file,
-    )  # fmt: skip
+    question = ask(options)
     if options.recipe is None:
         return question
     work = workload_of(read_recipe(options.recipe), resolve, options.prompt, options.response)
@@ -122,7 +80,7 @@ def _answer(question: Question) -> Outcome:
         return question.answer(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _print_recipe(options: Options, outcome: Outcome) -> None:
+def _print_recipe(options: PlanOptions, outcome: Outcome) -> None:
     assert options.recipe is not None
     text, _ = recipe_for(read_recipe(options.recipe), outcome)
     if options.out is None:

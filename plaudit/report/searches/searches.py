@@ -47,7 +47,7 @@ def read_searches(runs: Sequence[Path]) -> list[Searched]:
 def searched(name: str, events: Sequence[Event]) -> Searched:
     notes = [event for event in events if _is_note(event)]
     if not notes:
-        raise RunError(f"{name} is no search, and other runs here are: report them apart")
+        raise RunError(f"{name} is not a search, and other runs here are: report them separately")
     trees = {event["index"]: event for event in events if event["kind"] == "sample" and "nodes" in event}
     return Searched(name, notes[-1], list(trees.values()))
 

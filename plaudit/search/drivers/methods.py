@@ -44,4 +44,4 @@ def rule_of(table: SearchRuleTable) -> Rule:
                 table.solver_seconds, table.solver_gap,
             )  # fmt: skip
         case _:
-            raise ValueError(f"{table.method} is no rule of levels")
+            raise ValueError(f"{table.method} is not a level-wise rule")

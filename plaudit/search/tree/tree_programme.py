@@ -27,7 +27,7 @@ class TreeSolver:
 
     def __init__(self, programme: Programme) -> None:
         if programme.budget is not None:
-            raise ValueError("the tree programme knows no budgets")
+            raise ValueError("the tree programme does not support budgets")
         scale = programme.branch_weight / programme.whole_cost
         self.gains = [v - scale * c for v, c in zip(programme.values, programme.leaf_costs, strict=True)]
         self.costs = [scale * cost for cost in programme.branch_costs]

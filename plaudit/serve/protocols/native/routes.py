@@ -69,7 +69,7 @@ class NativeRoutes:
             raise HttpError(415, "unsupported_type", f"Content-Type {content_type!r}; {cure}")
         served = self.scoring.find(parsed.model)
         if parsed.steps and served.kind != "process":
-            raise HttpError(422, "not_a_process_model", f"{served.name} is no process model: it has no step scores")
+            raise HttpError(422, "not_a_process_model", f"{served.name} is not a process model: it has no step scores")
         items = [item for group in parsed.groups if not isinstance(group, str) for item in group]
         scored = await self.scoring.score(request, served, items, priority=parsed.priority, cache=parsed.cache)
         results = _regrouped(parsed.groups, scored.results)

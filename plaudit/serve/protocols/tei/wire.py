@@ -134,7 +134,7 @@ def _texts(inputs: Any) -> tuple[list[tuple[str, str | None]], bool]:
 
 def _sequence(entry: Any, what: str) -> tuple[str, str | None]:
     if not isinstance(entry, list) or not 1 <= len(entry) <= 2 or not all(isinstance(text, str) for text in entry):
-        raise HttpError(422, "invalid_request", f"{what} is no text and no pair of texts; expected {FORMS}")
+        raise HttpError(422, "invalid_request", f"{what} is neither a text nor a pair of texts; expected {FORMS}")
     return entry[0], entry[1] if len(entry) == 2 else None
 
 

@@ -1,0 +1,47 @@
+"""The options of `plaudit plan`: names, types, defaults and help, declared once for the command line and for `ask`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    model: Annotated[str | None, Option(help="A built-in name such as llama-3.1-70b, or a config.json.")] = None
+    hardware: Annotated[str, Option(help="Nodes x devices x accelerator: 8x8xH100, 64xH100, H100.")] = "1x8xH100"
+    algorithm: Annotated[str, Option(help="ppo, grpo, dapo, ...; says which models there are.")] = "grpo"
+    prompt: Annotated[float | None, Option(help="Mean tokens of a prompt. Default: 512.")] = None
+    response: Annotated[float | None, Option(help="Mean tokens of a response. Default: 1024.")] = None
+    max_response: Annotated[float, Option(help="Longest response. Default: twice the mean.")] = 0
+    batch: Annotated[int, Option(help="Responses in a step.")] = 1024
+    samples: Annotated[int, Option(help="Responses to each prompt: they share its prefill.")] = 1
+    updates: Annotated[int, Option(help="Optimizer steps in a step: epochs times minibatches.")] = 1
+    epochs: Annotated[int, Option(help="How often a step's responses are gone through.")] = 1
+    steps: Annotated[int, Option(help="Steps of the run, for its cost.")] = 1000
+    reward: Annotated[str | None, Option(metavar="MODEL", help="A reward model. Default: a rule.")] = None
+    critic: Annotated[str | None, Option(metavar="MODEL", help="PPO's critic. Default: as the policy.")] = None
+    dtype: Annotated[str, Option(help="Of training: bf16, fp8, fp32.")] = "bf16"
+    generation_dtype: Annotated[str, Option(help="Of the engine: bf16, fp8, fp4. Default: as trained.")] = ""
+    kv_dtype: Annotated[str, Option(help="Of the cache: bf16, fp8.")] = "bf16"
+    placement: Annotated[list[str], Option(help="Only this placement; repeatable.")] = field(default_factory=list)
+    channel: Annotated[str | None, Option(help="How weights travel: broadcast, reshard, disk, ...")] = None
+    staleness: Annotated[int, Option(help="async: updates that a response may be behind.")] = 1
+    generation_hardware: Annotated[str | None, Option(help="Generation on hardware of its own: 2x8xH200.")] = None
+    compare: Annotated[str | None, Option(metavar="A,B,C", help="Rank accelerators by time and by cost.")] = None
+    price: Annotated[str, Option(help="low, mid, high, owned, or $ per device and hour.")] = "mid"
+    hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None
+    recipe: Annotated[Path | None, Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None
+    out: Annotated[Path | None, Option(help="--for: write the planned recipe here. Default: print it.")] = None
+    as_json: Annotated[bool, Option("--json", help="Print data in place of tables.")] = False
+    explain: Annotated[
+        str | None, Option(metavar="WHAT", help="Formulas of the first plan: step, memory, cost, all, or a name.")
+    ] = None
+    page: Annotated[Path | None, Option(help="Write an HTML page.")] = None
+    top: Annotated[int, Option(help="Plans in the table.")] = 10
+    calibrate: Annotated[
+        Path | None, Option(metavar="FILE", help="Measure this machine, write it as a --hardware-file, plan on it.")
+    ] = None
