@@ -128,21 +128,3 @@ def read_events(directory: Path) -> list[Event]:
             kept.append({**event, "wall": wall + float(event["t"])})
         events += kept
     return sorted(events, key=lambda event: float(event["wall"]))
-
-
-def follow(path: Path, poll_seconds: float = 0.2, until_idle: float | None = None) -> Iterator[Event]:
-    """Events as they are written, for a live view. Ends after `until_idle` seconds without a new one (None: never)."""
-    with path.open("rb") as file:
-        partial, quiet = b"", 0.0
-        while True:
-            chunk = file.readline()
-            if not chunk:
-                if until_idle is not None and quiet >= until_idle:
-                    return
-                time.sleep(poll_seconds)
-                quiet += poll_seconds
-                continue
-            quiet, partial = 0.0, partial + chunk
-            if partial.endswith(b"\n"):
-                yield json.loads(partial)
-                partial = b""

@@ -16,7 +16,6 @@ from plaudit.config.world import World
 from plaudit.errors import ConfigError
 
 Method = Literal["best-of-n", "beam", "dvts", "rebase", "ets", "mcts", "particles"]
-METHODS: tuple[Method, ...] = ("best-of-n", "beam", "dvts", "rebase", "ets", "mcts", "particles")
 
 
 class PolicyTable(Table):

@@ -26,9 +26,9 @@ def test_parameters_are_those_that_the_makers_print(name: str) -> None:
 
 
 def test_cache_bytes_by_hand() -> None:
-    assert ModelShape.named("llama-3.1-8b").kv_bytes_per_token() == 2 * 32 * 8 * 128 * 2
-    assert ModelShape.named("llama-3.1-70b").kv_bytes_per_token() == 327_680
-    assert ModelShape.named("deepseek-v3").kv_bytes_per_token() == 61 * (512 + 64) * 2
+    assert ModelShape.named("llama-3.1-8b").kv_numbers(1) * 2 == 2 * 32 * 8 * 128 * 2
+    assert ModelShape.named("llama-3.1-70b").kv_numbers(1) * 2 == 327_680
+    assert ModelShape.named("deepseek-v3").kv_numbers(1) * 2 == 61 * (512 + 64) * 2
 
 
 def test_a_window_bounds_the_cache() -> None:

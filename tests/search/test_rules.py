@@ -16,7 +16,7 @@ from plaudit.search.rules.beam import beam
 from plaudit.search.rules.best_of_n import best_of_n
 from plaudit.search.rules.dvts import dvts
 from plaudit.search.rules.ets import Ets
-from plaudit.search.rules.particles import effective, odds, resample
+from plaudit.search.rules.particles import odds, resample
 from plaudit.search.rules.puct import Visits, puct
 from plaudit.search.tree.apportion import apportion, even, rebase
 from plaudit.search.tree.frontier import Frontier, Leaf
@@ -213,7 +213,6 @@ def test_particles() -> None:
     drawn = resample([0.75, 0.5], 40_000, random.Random(7))
     assert drawn.count(0) / 40_000 == pytest.approx(0.75, abs=0.01)
     assert resample([0.0, 0.0], 3, random.Random(8)) == resample([0.0, 0.0], 3, random.Random(8))
-    assert effective([0.5, 0.5]) == pytest.approx(2.0)
 
 
 def test_puct_by_hand() -> None:

@@ -5,13 +5,13 @@ import math
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 
 import plaudit
 from plaudit.config import to_toml
-from plaudit.config.search import METHODS, SearchRecipe, load_search, parse_search
+from plaudit.config.search import Method, SearchRecipe, load_search, parse_search
 from plaudit.core import Engine
 from plaudit.core.device.cpu import CpuBackend
 from plaudit.errors import ConfigError, RunError, ServerError
@@ -50,7 +50,7 @@ def told(outcome: Outcome) -> list[tuple[Any, ...]]:
     return [(n.parent, n.tokens, n.state, pytest.approx(n.value, abs=1e-4), n.twin) for n in outcome.tree.nodes]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", get_args(Method))
 def test_every_method_searches_and_batching_decides_nothing(method: str, engine: Engine, scorer: Scorer) -> None:
     asked = recipe(method)
     together = searched(asked, engine, scorer)
@@ -200,7 +200,7 @@ def nines(tmp_path: Path, **flags: Any) -> dict[str, Any]:
     return {**ENDS_BEHIND_A_STEP, "data.path": str(tmp_path / "nines.jsonl"), "data.limit": 1, **flags}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", get_args(Method))
 def test_a_path_that_ends_behind_a_complete_step_is_finished(method: str, engine: Engine, tmp_path: Path) -> None:
     flags = {"search.method": method, "search.width": 4, "search.aggregate": "mean"}
     asked = load_search(None, nines(tmp_path, **flags))
@@ -415,7 +415,7 @@ def test_what_cannot_be_is_refused() -> None:
         Search(recipe("best-of-n", **{"prm.path": "sums", "budget.lead": True}))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", get_args(Method))
 def test_every_method_has_a_recipe(method: str) -> None:
     found = load_search(Path(__file__).parents[2] / "plaudit" / "recipes" / f"search-{method}.toml", {})
     assert found.search.method == method

@@ -14,6 +14,7 @@ from plaudit.plan.cost.term import Term
 from plaudit.plan.shape.lengths import Lengths
 
 PARTICLES = 48
+PREFILL = "prompts of a replica · (2 · active parameters · tokens + attention) / rate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,7 @@ class Generation:
     """What one phase of generation came to."""
 
     seconds: Term
-    concurrency: float
-    """Sequences that a replica holds at once, as its cache allows."""
     waves: float
-    decode_steps: float
-    first_wave_seconds: float
 
 
 def mixed(lengths: list[float]) -> list[float]:
@@ -54,7 +51,7 @@ def generate(
     prefill = replica.prefill_seconds(prompt) / max(1, group)
     active: list[tuple[float, float]] = []
     """(step at which it ends, its length)"""
-    now = clock = decode = reading = first_wave = 0.0
+    now = decode = reading = 0.0
     while waiting or active:
         while waiting and len(active) < slots:
             length = waiting.pop()
@@ -65,30 +62,15 @@ def generate(
         # In the middle of the stretch the sequences have grown by so much on average.
         context = prompt + (now + ends) / 2 - sum(end - length for end, length in active) / alive
         decode += (ends - now) * replica.step_seconds(alive * weight_now, context)
-        clock += ends - now
         now = ends
         while active and active[0][0] <= now:
             heapq.heappop(active)
-        if not waiting and not first_wave:
-            first_wave = decode
     # Where even one particle does not fit at once, it passes in parts.
     decode *= weight / weight_now
     inputs = (("responses", batch), ("replicas", replicas), ("at once", min(own, concurrency)), ("prompt", prompt))
     parts = (
-        Term(
-            "prefill",
-            reading,
-            "s",
-            "prompts of a replica · (2 · active parameters · tokens + attention) / rate",
-            inputs,
-        ),
+        Term("prefill", reading, "s", PREFILL, inputs),
         Term("decode", decode, "s", "sum over stretches of steps · decode step(sequences alive, context)", inputs),
     )
     seconds = Term("generation", reading + decode, "s", "prefill + decode", inputs, parts)
-    return Generation(seconds, concurrency, own / min(own, concurrency), clock, first_wave + reading)
-
-
-def steady_rate(replica: Replica, sequences: float, prompt: float, response: float) -> float:
-    """Tokens per second of a replica that always holds `sequences`, a new prompt read whenever one ends."""
-    step = replica.step_seconds(sequences, prompt + response / 2)
-    return sequences / (step + sequences * replica.prefill_seconds(prompt) / response)
+    return Generation(seconds, own / min(own, concurrency))

@@ -1,4 +1,4 @@
-"""Event simulations of what no formula gives: generation that overlaps training, and pools of prefill and decode."""
+"""Event simulation of what no formula gives: generation that overlaps training."""
 
 from __future__ import annotations
 
@@ -77,74 +77,3 @@ def overlap(
     settled = published[len(published) // 2 - 1 :]
     step_seconds = (settled[-1] - settled[0]) / max(1, len(settled) - 1) if len(settled) > 1 else published[-1]
     return AsyncRun(step_seconds, min(1.0, idle / max(clock, 1e-9)), aged / max(1, total * count))
-
-
-@dataclass(frozen=True, slots=True)
-class PoolsRun:
-    seconds: float
-    first_token: float
-    """Mean seconds from arrival to the first token."""
-    per_token: float
-    """Mean seconds between tokens of a response."""
-    prefill_busy: float
-    decode_busy: float
-
-
-def pools(
-    prefill: Replica, prefill_replicas: int, decode: Replica, decode_replicas: int, requests: int, prompt: float,
-    lengths: Lengths, concurrency: float, link_rate: float, cache_bytes: float,
-) -> PoolsRun:  # fmt: skip
-    """All requests at once, as a training step sends them: the prefill replica that is free first takes the next one,
-    its cache crosses the network, the decode replica with the fewest sequences takes it. Pools scale apart."""
-    count = max(decode_replicas, min(requests, 256))
-    weight = requests / count
-    drawn = mixed(lengths.quantiles(count, requests))
-    one = prefill.prefill_seconds(prompt) * weight
-    free = [0.0] * prefill_replicas
-    arrivals: list[list[tuple[float, float]]] = [[] for _ in range(decode_replicas)]
-    first = 0.0
-    for index, length in enumerate(drawn):
-        done = heapq.heappop(free) + one
-        heapq.heappush(free, done)
-        arrived = done + weight * cache_bytes / link_rate
-        first += arrived
-        # Least loaded: alike replicas and an even stream make that turn by turn.
-        arrivals[index % decode_replicas].append((arrived, length))
-    ends, busy, spent, tokens = 0.0, 0.0, 0.0, 0.0
-    for stream in arrivals:
-        finished, worked = _decode(decode, stream, weight, prompt, concurrency)
-        ends, busy = max(ends, finished), busy + worked
-        spent += worked
-        tokens += sum(length for _, length in stream)
-    mean_steps = tokens / count
-    return PoolsRun(
-        seconds=ends, first_token=first / count, per_token=(ends - first / count) / max(1.0, mean_steps),
-        prefill_busy=count * one / prefill_replicas / ends, decode_busy=busy / decode_replicas / ends,
-    )  # fmt: skip
-
-
-def _decode(
-    replica: Replica, stream: list[tuple[float, float]], weight: float, prompt: float, concurrency: float
-) -> tuple[float, float]:
-    """(when the last response of one replica ends, seconds in which it had work)"""
-    waiting = sorted(stream, reverse=True)
-    slots = max(1, int(concurrency / weight))
-    active: list[tuple[float, float]] = []
-    now = clock = busy = 0.0
-    while waiting or active:
-        if not active and waiting[-1][0] > clock:
-            clock = waiting[-1][0]
-        while waiting and waiting[-1][0] <= clock and len(active) < slots:
-            length = waiting.pop()[1]
-            heapq.heappush(active, (now + length, length))
-        alive = len(active)
-        ends = active[0][0]
-        context = prompt + (now + ends) / 2 - sum(end - length for end, length in active) / alive
-        step = replica.step_seconds(alive * weight, context)
-        steps = ends - now
-        if waiting and len(active) < slots and clock + steps * step > waiting[-1][0]:
-            steps = max(1e-6, (waiting[-1][0] - clock) / step)
-        clock, now, busy = clock + steps * step, now + steps, busy + steps * step
-        while active and active[0][0] <= now + 1e-9:
-            heapq.heappop(active)
-    return clock, busy

@@ -34,11 +34,5 @@ def total(name: str, parts: Iterable[Term], unit: str, formula: str = "sum of th
     return Term(name, sum(part.value for part in kept), unit, formula, (), kept)
 
 
-def slowest(name: str, parts: Iterable[Term], formula: str = "the slower of the parts") -> Term:
-    """What takes place at the same time lasts as long as its longest part."""
-    kept = tuple(parts)
-    return Term(name, max((part.value for part in kept), default=0.0), "s", formula, (), kept)
-
-
 def times(name: str, count: float, part: Term, what: str) -> Term:
     return Term(name, count * part.value, part.unit, f"{what} × {part.name}", ((what, count),), (part,))

@@ -119,11 +119,6 @@ class ModelShape:
         return 3 * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @property
-    def layer_parameters(self) -> int:
-        """Of an average layer."""
-        return (self.parameters - self.embedding_parameters) // self.layers
-
-    @property
     def embedding_parameters(self) -> int:
         return (self.vocab * (1 if self.tied else 2) + self.positions) * self.hidden
 
@@ -143,10 +138,6 @@ class ModelShape:
         """What one token is multiplied with: no input embedding, top_k of the experts."""
         inside = self.parameters - self.embedding_parameters - self.routed_parameters
         return inside + self.moe_layers * self.top_k * self.expert_parameters + self.vocab * self.hidden
-
-    def kv_bytes_per_token(self, bytes_per_number: float = 2) -> float:
-        """Of a layer without a window, times all layers: what one more token of context costs at most."""
-        return self.layers * self.kv_numbers_per_layer * bytes_per_number
 
     @property
     def kv_numbers_per_layer(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Aggregate = Literal["last", "min", "mean", "prod"]
 Vote = Literal["weighted", "majority", "best"]
 Alike = Callable[[str, str], bool]  # (an answer, a known one)
 AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {

@@ -7,7 +7,6 @@ Weights are those of the whole path's score at this step, not products over step
 from __future__ import annotations
 
 import bisect
-import math
 import random
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,9 +26,3 @@ def resample(scores: Sequence[float], count: int, rng: random.Random) -> list[in
     check_finite(scores)
     ends = list(accumulate(map(odds, scores)))
     return [min(bisect.bisect_right(ends, rng.random() * ends[-1]), len(scores) - 1) for _ in range(count)]
-
-
-def effective(scores: Sequence[float]) -> float:
-    """How many particles of equal weight these are worth."""
-    weights = [odds(score) for score in scores]
-    return math.fsum(weights) ** 2 / math.fsum(w * w for w in weights)

@@ -67,13 +67,9 @@ def read_rerank(fields: Mapping[str, Any]) -> InfinityRerank:
     if not request.documents:
         raise HttpError(422, "empty", "documents has no texts; give at least one")
     return InfinityRerank(
-        _model(request.model),
-        request.query,
-        request.documents,
-        request.raw_scores,
-        request.return_documents,
+        _model(request.model), request.query, request.documents, request.raw_scores, request.return_documents,
         request.top_n,
-    )
+    )  # fmt: skip
 
 
 def _model(name: str | None) -> str | None:
