@@ -168,7 +168,7 @@ def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str
     planned = tmp_path / "planned.toml"
     for index, prediction in enumerate(outcome.runnable):
         only = {place: replace(found, plans=(prediction,)) for place, found in outcome.results.items()}
-        text, _ = recipe_for(own, replace(outcome, found=only))
+        text, _ = recipe_for(own, replace(outcome, results=only))
         planned.write_text(text)
         assert load_recipe(planned).task == "rl", index
 
