@@ -23,7 +23,7 @@ WIDTH, EDGE, ROW, LETTER = 640, 12, 22, 6.6  # LETTER: about the width of one, o
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7"
 GREY, PALE, INK = "#9ca3af", "#e5e7eb", "#1f2937"
 
-CORE = {  # asked, aim
+CORE = {  # target, stretch target
     "score 1B": (450, 520),
     "groups 1B": (520, 620),
     "generate 1B": (100_000, 130_000),
@@ -188,18 +188,18 @@ def figure(value: float) -> str:
 
 def core(record: Record) -> str:
     panels = {}
-    for work, (asked, aim) in CORE.items():
+    for work, (target, stretch) in CORE.items():
         found = record["results"][work]
         found_by = {"Plaudit": found["value"]}
         if "transformers" in found:
             found_by["transformers"] = found["transformers"]
         panels[f"{work}, {found['unit']}"] = [
             Bar(name, {"Plaudit" if name == "Plaudit" else "others": value}, figure(value),
-                {"asked": asked, "aim": aim} if name == "Plaudit" else {})
+                {"target": target, "stretch target": stretch} if name == "Plaudit" else {})
             for name, value in found_by.items()
         ]  # fmt: skip
     title = f"Speed of the core, {record['machine']}, {record['date'][:10]}"
-    return bars(title, panels, {"Plaudit": BLUE, "others": GREY, "asked": ORANGE, "aim": RED})
+    return bars(title, panels, {"Plaudit": BLUE, "others": GREY, "target": ORANGE, "stretch target": RED})
 
 
 def serving(record: Record) -> str:
@@ -221,11 +221,11 @@ def learning(record: Record) -> str:
     return charts(title, "seconds of training", [Chart("held-out reward", seeds)], key)
 
 
-def beside_trl(record: Record) -> str:
+def against_trl(record: Record) -> str:
     sides = {"Plaudit": "plaudit", "TRL": "trl"}
     found = {name: [(step["at"], step["reward"]) for step in record[side]["steps"]] for name, side in sides.items()}
     chart = Chart("reward of the training samples", found, {"target": record["target"]})
-    title = f"GRPO on SmolLM2-135M beside TRL, {record['machine']}, {record['date'][:10]}"
+    title = f"GRPO on SmolLM2-135M against TRL, {record['machine']}, {record['date'][:10]}"
     return charts(title, "seconds of training", [chart], {"Plaudit": BLUE, "TRL": ORANGE})
 
 
@@ -304,7 +304,7 @@ PICTURES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by name: the res
     "core_gpu": ("core_gpu", core),
     "serving_gpu": ("serving_gpu", serving),
     "smollm2-grpo": ("smollm2-grpo", learning),
-    "smollm2-vs-trl": ("smollm2_vs_trl", beside_trl),
+    "smollm2-vs-trl": ("smollm2_vs_trl", against_trl),
     "smollm2-ppo-rm": ("smollm2-ppo-rm", over_optimisation),
     "placements_gpu": ("memory_gpu", placements),
     "memory_gpu": ("memory_gpu", memory),

