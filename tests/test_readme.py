@@ -16,7 +16,21 @@ def test_the_tree_is_the_tree() -> None:
     assert named == there
 
 
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for page in (README, *README.parent.glob("*.md"), *README.parent.glob("docs/*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    root = README.parent
+    for page in (*root.glob("*.md"), *root.glob("docs/**/*.md")):
+        for link in re.findall(r"\]\(([^)\s:]+)\)", prose(page)):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, a heading that is not there"
