@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from plaudit.algo.ppo import LOG_RATIO_LIMIT
+from plaudit.algo.methods.ppo import LOG_RATIO_LIMIT
 from plaudit.algo.tokens.ragged import repeat, sample_mean, sample_sum
 
 Mode = Literal["truncate", "mask"]

@@ -11,11 +11,13 @@ Schulman et al. (2016). Deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from plaudit.algo.lazy import torch
 from plaudit.algo.tokens.ragged import discounted, policy_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def gae(

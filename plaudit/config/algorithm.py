@@ -1,18 +1,32 @@
 """What a policy is trained by: a name that stands for a published method, and every choice behind the name.
 
-A name only fills in what the recipe leaves out; the resolved recipe shows all of it. Imports no torch.
+A name only fills in what the recipe leaves out, from its file in `plaudit/algo/methods`; the resolved recipe shows all
+of it. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic_core import PydanticKnownError
 
+from plaudit.algo.methods import METHODS, estimators, losses
 from plaudit.config.table import NonNegative, Positive, Share, Table
 
-Estimator = Literal["gae", "return", "group", "leave-one-out"]
+
+def _one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
+    """A Literal whose values are those of the methods there are."""
+
+    def check(value: object) -> object:
+        *others, last = names()
+        if value not in (*others, last):
+            expected = f"{', '.join(map(repr, others))} or {last!r}"
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return value
+
+    return BeforeValidator(check)
 
 
 class KlTable(Table):
@@ -58,7 +72,7 @@ class AdvantageTable(Table):
     leave-one-out  the reward less the mean of the others in its group
     """
 
-    estimator: Estimator = "group"
+    estimator: Annotated[str, _one_of(estimators)] = "group"
     scale: Literal["none", "group", "batch"] = "none"
     """group: divide by the standard deviation of the group's rewards, or of the batch's."""
     whiten: bool = False
@@ -122,7 +136,7 @@ class DynamicTable(Table):
 
 class RlAlgorithm(Table):
     name: str
-    loss: Literal["clip", "plain", "gspo", "gspo-token", "cispo"] = "clip"
+    loss: Annotated[str, _one_of(losses)] = "clip"
     """clip: PPO's. plain: the policy gradient. gspo: clipped by the sequence's ratio. cispo: a clipped weight."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens; over each response's tokens, then responses; or a sum over `constant` per response."""
@@ -149,20 +163,24 @@ class RlAlgorithm(Table):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("name") not in PRESETS:
+        if not isinstance(given, Mapping) or given.get("name") not in METHODS:
             return given
-        return over(PRESETS[given["name"]], given)
+        return over(METHODS[given["name"]].settings(), given)
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.name not in PRESETS:
-            raise ValueError(f"name = {self.name!r} is no algorithm; there are {', '.join(PRESETS)}")
+        if self.name not in METHODS:
+            raise ValueError(f"name = {self.name!r} is no algorithm; there are {', '.join(METHODS)}")
         return self
 
     @property
     def grouped(self) -> bool:
         """Whether a response is compared with the others to its prompt."""
-        return self.advantage.estimator in ("group", "leave-one-out")
+        return estimators()[self.advantage.estimator].grouped
+
+    @property
+    def needs_critic(self) -> bool:
+        return estimators()[self.advantage.estimator].critic
 
 
 def over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,47 +190,3 @@ def over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-_WHOLE = {"aggregate": "constant", "constant": 1.0}  # a response is one action: its log-probs are summed
-_GROUP_SCALED = {"estimator": "group", "scale": "group"}
-# What each paper does; the files of plaudit/algo name the papers and where they are left.
-PRESETS: dict[str, dict[str, Any]] = {
-    "ppo": {
-        "advantage": {"estimator": "gae", "whiten": True},
-        "kl": {"coef": 0.02, "where": "reward", "estimator": "k1"},
-    },
-    "reinforce": {"loss": "plain", **_WHOLE, "advantage": {"estimator": "return"}},
-    # Hu (REINFORCE++, 2025): whitened over the whole batch, all ranks and micro-batches.
-    "reinforce++": {
-        "advantage": {"estimator": "return", "whiten": True},
-        "kl": {"coef": 0.01, "where": "reward", "estimator": "k1"},
-    },
-    "reinforce++-baseline": {
-        "advantage": {"estimator": "group", "whiten": True},
-        "kl": {"coef": 0.01, "where": "loss", "estimator": "k2"},
-    },
-    "rloo": {
-        "loss": "plain",
-        **_WHOLE,
-        "advantage": {"estimator": "leave-one-out"},
-        "kl": {"coef": 0.01, "where": "reward", "estimator": "k1"},
-    },
-    "grpo": {
-        "aggregate": "sequence",
-        "advantage": _GROUP_SCALED,
-        "kl": {"coef": 0.04, "where": "loss", "estimator": "k3"},
-    },
-    # Liu et al. (Understanding R1-Zero-like Training, 2025): no division by the group's deviation, which favours
-    # prompts that are nearly always or never solved; and a sum over tokens over a constant, not a mean per response,
-    # which makes a long wrong response cheap.
-    "dr-grpo": {"aggregate": "constant", "advantage": {"estimator": "group"}},
-    "dapo": {"advantage": _GROUP_SCALED, "clip": {"low": 0.2, "high": 0.28}, "dynamic": {}},
-    "gspo": {
-        "loss": "gspo",
-        "aggregate": "sequence",
-        "advantage": _GROUP_SCALED,
-        "clip": {"low": 3e-4, "high": 4e-4},
-    },
-    "cispo": {"loss": "cispo", "advantage": _GROUP_SCALED, "clip": {"low": 1.0, "high": 4.0}},
-}

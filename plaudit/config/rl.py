@@ -268,10 +268,11 @@ class RlRecipe(BaseRecipe):
             raise ValueError(
                 f"shaping.overlong.buffer = {overlong.buffer} is more than sampling.max_tokens = {sampling.max_tokens}"
             )
-        if (self.critic is not None) != (algorithm.advantage.estimator == "gae"):
+        if (self.critic is not None) != algorithm.needs_critic:
             if self.critic is not None:
                 raise ValueError(f'{algorithm.name} uses no critic: leave [critic] out, or set name = "ppo"')
-            raise ValueError('advantage.estimator = "gae" needs a [critic] table; an empty one will do')
+            estimator = algorithm.advantage.estimator
+            raise ValueError(f'advantage.estimator = "{estimator}" needs a [critic] table; an empty one will do')
         if self.resources.ranks > 1:
             if self.model.lora is not None:
                 raise ValueError(
@@ -298,7 +299,7 @@ class RlRecipe(BaseRecipe):
                     f"{self.reward.patience:g} s: the other ranks would give up before the one that waits for rewards"
                 )
         self._can_be_placed()
-        if algorithm.bootstrap and algorithm.mask_truncated and algorithm.advantage.estimator == "gae":
+        if algorithm.bootstrap and algorithm.mask_truncated and algorithm.needs_critic:
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self
 

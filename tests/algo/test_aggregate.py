@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plaudit.algo.aggregate import Aggregation, token_weights
-from plaudit.algo.cispo import cispo
-from plaudit.algo.gspo import gspo, gspo_token
 from plaudit.algo.kl import kl_loss
-from plaudit.algo.ppo import PolicyTerms, clipped, ratio_of
-from plaudit.algo.reinforce import plain
+from plaudit.algo.method import PolicyTerms
+from plaudit.algo.methods.cispo import cispo
+from plaudit.algo.methods.gspo import gspo, gspo_token
+from plaudit.algo.methods.ppo import clipped, ratio_of
+from plaudit.algo.methods.reinforce import plain
 from plaudit.algo.tokens.logprobs import token_logprobs_and_entropy
 
 # Three samples: two policy tokens, a tool's token between three, nothing of the policy's.

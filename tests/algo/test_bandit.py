@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from plaudit.algo.aggregate import Aggregation, token_weights
-from plaudit.algo.cispo import cispo
 from plaudit.algo.gae import gae
-from plaudit.algo.grpo import group_relative
-from plaudit.algo.gspo import gspo, gspo_token
-from plaudit.algo.ppo import clipped
-from plaudit.algo.reinforce import plain, returns_to_go, spread
+from plaudit.algo.methods.cispo import cispo
+from plaudit.algo.methods.grpo import group_relative
+from plaudit.algo.methods.gspo import gspo, gspo_token
+from plaudit.algo.methods.ppo import clipped
+from plaudit.algo.methods.reinforce import plain, returns_to_go
+from plaudit.algo.methods.rloo import leave_one_out
 from plaudit.algo.rewards import at_last_token
-from plaudit.algo.rloo import leave_one_out
+from plaudit.algo.tokens.ragged import spread
 
 # Logits of the first token, then of the second after first token 1 and after 2.
 THETA = torch.tensor([[0.2, -0.4, 0.7], [0.5, 0.0, -0.6], [-0.3, 0.9, 0.1]], dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plaudit.algo.correction import Level, Mode, importance_weights, mismatch
-from plaudit.algo.ppo import clipped, ratio_of
+from plaudit.algo.methods.ppo import clipped, ratio_of
 
 LENGTHS = (3, 2)
 MASK = torch.tensor([1, 0, 1, 1, 1], dtype=torch.bool)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plaudit.algo.gae import gae
-from plaudit.algo.reinforce import returns_to_go, spread
+from plaudit.algo.methods.reinforce import returns_to_go
+from plaudit.algo.tokens.ragged import spread
 
 EVERY = torch.ones(3, dtype=torch.bool)
 REWARDS, VALUES = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.2, 0.4])

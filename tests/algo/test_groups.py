@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plaudit.algo.dapo import informative, overlong_penalty
-from plaudit.algo.grpo import Scale, group_relative
-from plaudit.algo.rloo import leave_one_out
+from plaudit.algo.method import Scale
+from plaudit.algo.methods.dapo import informative, overlong_penalty
+from plaudit.algo.methods.grpo import group_relative
+from plaudit.algo.methods.rloo import leave_one_out
 
 # The samples of two prompts, as they came in: prompt 9 has 1, 2, 6 and prompt 4 has 0, 10.
 TOTALS, GROUPS = torch.tensor([1.0, 0.0, 2.0, 10.0, 6.0]), (9, 4, 9, 4, 9)

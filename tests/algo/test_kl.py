@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plaudit.algo.kl import AdaptiveKl, Estimator, kl_estimate, kl_loss
-from plaudit.algo.ppo import ratio_of
+from plaudit.algo.methods.ppo import ratio_of
 
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 THETA = torch.tensor([0.3, -0.5, 1.1, 0.0], dtype=torch.float64)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaudit.algo.cispo import cispo
-from plaudit.algo.gspo import gspo, gspo_token
 from plaudit.algo.kl import kl_estimate
-from plaudit.algo.ppo import PolicyTerms, clipped, explained_variance, value_clipped, value_loss
-from plaudit.algo.reinforce import plain
+from plaudit.algo.method import PolicyTerms
+from plaudit.algo.methods.cispo import cispo
+from plaudit.algo.methods.gspo import gspo, gspo_token
+from plaudit.algo.methods.ppo import clipped, explained_variance, value_clipped, value_loss
+from plaudit.algo.methods.reinforce import plain
 
 OLD = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.0])
 RATIO = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.0, 1.0])

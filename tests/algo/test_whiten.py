@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plaudit.algo.grpo import group_relative
-from plaudit.algo.reinforce import returns_to_go, spread
+from plaudit.algo.methods.grpo import group_relative
+from plaudit.algo.methods.reinforce import returns_to_go
+from plaudit.algo.tokens.ragged import spread
 from plaudit.algo.whiten import whiten
 
 MASK = torch.tensor([1, 1, 0, 1], dtype=torch.bool)

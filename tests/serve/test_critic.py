@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from plaudit.algo.ppo import value_loss
+from plaudit.algo.methods.ppo import value_loss
 from plaudit.critic.server import critic_table, serve_critic
 from plaudit.errors import ConfigError
 from plaudit.models import load_tokenizer, load_value

@@ -7,16 +7,23 @@ at the policy's own tokens and false at those of tools and observations.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor
+from plaudit.algo.lazy import np, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def repeat(per_sample: Tensor, lengths: Sequence[int]) -> Tensor:
     """(N,) to (T,): each sample's number at each of its tokens."""
     counts = torch.tensor(lengths, dtype=torch.long, device=per_sample.device)
     return torch.repeat_interleave(per_sample, counts, output_size=sum(lengths))
+
+
+def spread(per_sample: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(N,) to (T,): each sample's number at its policy tokens, 0 at masked ones."""
+    return torch.where(mask, repeat(per_sample, lengths), 0.0)
 
 
 def sample_sum(values: Tensor, lengths: Sequence[int]) -> Tensor:

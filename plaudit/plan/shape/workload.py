@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from plaudit.config.algorithm import PRESETS
+from plaudit.algo.methods import METHODS
 from plaudit.errors import ConfigError, nearest
 from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import DTYPE_BYTES
@@ -47,8 +47,8 @@ class Workload:
     """Of an engine that is told the size of its cache and takes all of it; 0 = what is free, as far as it is needed."""
 
     def __post_init__(self) -> None:
-        if self.algorithm not in PRESETS:
-            raise ConfigError(f"unknown algorithm {self.algorithm!r}; {nearest(self.algorithm, PRESETS)}")
+        if self.algorithm not in METHODS:
+            raise ConfigError(f"unknown algorithm {self.algorithm!r}; {nearest(self.algorithm, METHODS)}")
         for name in ("batch", "samples_per_prompt", "updates", "epochs", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
@@ -108,12 +108,12 @@ class Workload:
 
     @property
     def has_reference(self) -> bool:
-        kl = PRESETS[self.algorithm].get("kl", {})
+        kl = METHODS[self.algorithm].preset.get("kl", {})
         return kl.get("coef", 0.0) > 0 if self.reference is None else self.reference
 
     @property
     def value_model(self) -> ModelShape | None:
-        learns_values = PRESETS[self.algorithm].get("advantage", {}).get("estimator") == "gae"
+        learns_values = METHODS[self.algorithm].advantage.critic
         return (self.critic or self.model) if learns_values else None
 
     @property

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plaudit.algo.dapo import overlong_penalty
-from plaudit.algo.gae import gae
-from plaudit.algo.grpo import group_relative
 from plaudit.algo.kl import kl_estimate
-from plaudit.algo.reinforce import returns_to_go, spread
+from plaudit.algo.method import Rewarded
+from plaudit.algo.methods import estimators
+from plaudit.algo.methods.dapo import overlong_penalty
 from plaudit.algo.rewards import RunningNorm, at_last_token, clip_rewards, length_penalty
-from plaudit.algo.rloo import leave_one_out
-from plaudit.algo.tokens.ragged import policy_tokens, sample_sum
+from plaudit.algo.tokens.ragged import policy_tokens
 from plaudit.algo.whiten import whiten
 from plaudit.config import RlAlgorithm
 from plaudit.config.algorithm import ShapingTable
@@ -72,20 +70,16 @@ def estimate(
         assert reference is not None
         kl = kl_estimate(old, reference, algorithm.kl.estimator)
         per_token = per_token - kl_coef * torch.where(mask, kl, 0.0)
-    estimator, returns = algorithm.advantage.estimator, None
-    if estimator == "gae":
-        assert values is not None
-        assert after is not None
+    bootstrap = None
+    if after is not None:
         cut = torch.tensor([algorithm.bootstrap and sample.finish_reason == "length" for sample in samples])
         bootstrap = torch.where(cut, after, 0.0)
-        advantages, returns = gae(per_token, values, mask, lengths, bootstrap, algorithm.gamma, algorithm.lam)
-    elif estimator == "return":
-        advantages = returns_to_go(per_token, mask, lengths, algorithm.gamma)
-    else:
-        totals, groups = sample_sum(per_token, lengths), [sample.group for sample in samples]
-        scale = algorithm.advantage.scale
-        relative = leave_one_out(totals, groups) if estimator != "group" else group_relative(totals, groups, scale)
-        advantages = spread(relative, mask, lengths)
+    advantages, returns = estimators()[algorithm.advantage.estimator].compute(
+        Rewarded(
+            per_token, mask, lengths, [sample.group for sample in samples], algorithm.gamma, algorithm.lam,
+            algorithm.advantage.scale, values, bootstrap,
+        )
+    )  # fmt: skip
     if algorithm.advantage.whiten:
         advantages = whiten(advantages, mask)
     return Estimate(advantages, per_token, returns)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.algo.aggregate import token_weights
-from plaudit.algo.ppo import value_clipped, value_loss
+from plaudit.algo.methods.ppo import value_clipped, value_loss
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.models import ValueModel, save
 from plaudit.records import Sample

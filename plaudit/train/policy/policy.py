@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.algo.aggregate import token_weights
-from plaudit.algo.cispo import cispo
 from plaudit.algo.correction import importance_weights, mismatch
-from plaudit.algo.gspo import gspo, gspo_token
 from plaudit.algo.kl import kl_loss
-from plaudit.algo.ppo import PolicyTerms, clipped, ratio_of, value_loss
-from plaudit.algo.reinforce import plain
+from plaudit.algo.method import Drawn, PolicyTerms
+from plaudit.algo.methods import losses
+from plaudit.algo.methods.ppo import ratio_of, value_loss
 from plaudit.config import RlAlgorithm
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send, use_packed_attention
@@ -37,6 +36,7 @@ class Policy:
         self.decoder = decoder
         self.module = decoder.module
         self.algorithm = algorithm
+        self.loss = losses()[algorithm.loss].compute
         self.temperature = temperature
         self.constant = algorithm.constant or float(max_tokens)
         self.micro_batch_tokens = micro_batch_tokens
@@ -108,7 +108,7 @@ class Policy:
         )
         mask, behaviour = part.mask, part.behaviour
         old = logp.detach() if part.old is None else part.old
-        terms = self._terms(logp, old, part.advantages, mask, part.lengths)
+        terms = self.loss(Drawn(logp, old, part.advantages, mask, part.lengths), algorithm.clip)
         per_token = terms.loss
         if (c := algorithm.correction).mode != "none":
             correction, kept = importance_weights(old, behaviour, mask, part.lengths, c.mode, c.level, c.cap, c.floor)
@@ -130,19 +130,6 @@ class Policy:
             loss = loss + self.value_coef * self._value_loss(part, responses, hidden, value_weights, tally)
         seen = (terms._replace(loss=terms.loss.detach()), logp.detach(), old, behaviour, entropy.detach(), mask)
         return loss, lambda: self._note(tally, *seen)
-
-    def _terms(
-        self, logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, lengths: Sequence[int]
-    ) -> PolicyTerms:
-        clip = self.algorithm.clip
-        if self.algorithm.loss == "plain":
-            return plain(logp, old, advantages)
-        if self.algorithm.loss == "cispo":
-            return cispo(logp, old, advantages, clip.low, clip.high)
-        if self.algorithm.loss in ("gspo", "gspo-token"):
-            by_sequence = gspo if self.algorithm.loss == "gspo" else gspo_token
-            return by_sequence(logp, old, advantages, mask, lengths, clip.low, clip.high)
-        return clipped(logp, old, advantages, clip.low, clip.high, clip.dual)
 
     def _value_loss(self, part: Experience, responses: Any, hidden: Tensor, weights: Tensor, tally: Tally) -> Tensor:
         assert self.value_head is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plaudit.algo.kl import AdaptiveKl, kl_estimate
-from plaudit.algo.ppo import explained_variance
+from plaudit.algo.methods.ppo import explained_variance
 from plaudit.algo.rewards import RunningNorm
 from plaudit.algo.tokens.ragged import repeat, sample_sum
 from plaudit.config import RlRecipe

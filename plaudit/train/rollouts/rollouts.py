@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plaudit.algo.dapo import informative
+from plaudit.algo.methods.dapo import informative
 from plaudit.config import RlRecipe
 from plaudit.config.rl import SamplingTable
 from plaudit.core import SamplingParams

@@ -9,12 +9,15 @@ Williams (1992). Deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from plaudit.algo.ppo import PolicyTerms, ratio_of
+from plaudit.algo.lazy import torch
+from plaudit.algo.method import Advantages, Clip, Drawn, Estimator, Loss, Method, PolicyTerms, Rewarded
+from plaudit.algo.methods.ppo import ratio_of
 from plaudit.algo.tokens import ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, lengths: Sequence[int], gamma: float) -> Tensor:
@@ -25,13 +28,22 @@ def returns_to_go(rewards: Tensor, mask: Tensor, lengths: Sequence[int], gamma: 
     return returns
 
 
-def spread(per_sample: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(N,) to (T,): each sample's number at its policy tokens, 0 at masked ones."""
-    return torch.where(mask, ragged.repeat(per_sample, lengths), 0.0)
-
-
 def plain(logp: Tensor, old: Tensor, advantages: Tensor) -> PolicyTerms:
     """The policy gradient without any clip. logp, old, advantages: (T,)."""
     ratio = ratio_of(logp, old)
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return PolicyTerms(-advantages.detach() * ratio, ratio.detach(), nowhere, nowhere, nowhere)
+
+
+def _returns(batch: Rewarded) -> Advantages:
+    return Advantages(returns_to_go(batch.rewards, batch.mask, batch.lengths, batch.gamma))
+
+
+def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
+    return plain(drawn.logp, drawn.old, drawn.advantages)
+
+
+RETURN = Estimator("return", _returns)
+PLAIN = Loss("plain", _loss)
+# A response is one action: its log-probs are summed.
+METHOD = Method(advantage=RETURN, loss=PLAIN, preset={"aggregate": "constant", "constant": 1.0})

@@ -7,10 +7,15 @@ MiniMax (MiniMax-M1, 2025). The loss of a token is -sg(clip(ratio)) · A · log 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from plaudit.algo.ppo import PolicyTerms, ratio_of
+from plaudit.algo.lazy import torch
+from plaudit.algo.method import Clip, Drawn, Loss, Method, PolicyTerms
+from plaudit.algo.methods.grpo import GROUP
+from plaudit.algo.methods.ppo import ratio_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def cispo(logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> PolicyTerms:
@@ -19,3 +24,14 @@ def cispo(logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float
     loss = -ratio.clamp(1 - low, 1 + high) * advantages.detach() * logp
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return PolicyTerms(loss, ratio, ratio < 1 - low, ratio > 1 + high, nowhere)
+
+
+def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
+    return cispo(drawn.logp, drawn.old, drawn.advantages, clip.low, clip.high)
+
+
+METHOD = Method(
+    advantage=GROUP,
+    loss=Loss("cispo", _loss),
+    preset={"advantage": {"scale": "group"}, "clip": {"low": 1.0, "high": 4.0}},
+)

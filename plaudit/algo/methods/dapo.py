@@ -9,9 +9,15 @@ advantage is GRPO's; here are the other two parts. Deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from plaudit.algo.lazy import torch
+from plaudit.algo.method import Method
+from plaudit.algo.methods.grpo import GROUP
+from plaudit.algo.methods.ppo import CLIP
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def overlong_penalty(lengths: Sequence[int], limit: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -27,3 +33,10 @@ def informative(totals: Tensor, groups: Sequence[int]) -> set[int]:
     rewards: list[float] = totals.tolist()
     seen: dict[int, float] = {}
     return {group for group, reward in zip(groups, rewards, strict=True) if seen.setdefault(group, reward) != reward}
+
+
+METHOD = Method(
+    advantage=GROUP,
+    loss=CLIP,
+    preset={"advantage": {"scale": "group"}, "clip": {"low": 0.2, "high": 0.28}, "dynamic": {}},
+)

@@ -9,24 +9,16 @@ Schulman et al. (2017). Deviations:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from plaudit.algo.gae import gae
+from plaudit.algo.lazy import torch
+from plaudit.algo.method import Advantages, Clip, Drawn, Estimator, Loss, Method, PolicyTerms, Rewarded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-
-
-class PolicyTerms(NamedTuple):
-    """What a policy loss gives, per token (T,). The flags say where the bound is in force."""
-
-    loss: Tensor
-    """To be summed with the weights of `aggregate.token_weights`; masked tokens have weight 0 there."""
-    ratio: Tensor
-    """π / π_old, detached."""
-    clipped_low: Tensor
-    clipped_high: Tensor
-    clipped_dual: Tensor
 
 
 def ratio_of(logp: Tensor, old: Tensor) -> Tensor:
@@ -81,3 +73,24 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     if len(target) < 2 or (spread := target.var().item()) == 0:
         return 0.0
     return 1 - error.var().item() / spread
+
+
+def _gae(batch: Rewarded) -> Advantages:
+    assert batch.values is not None
+    assert batch.bootstrap is not None
+    return Advantages(
+        *gae(batch.rewards, batch.values, batch.mask, batch.lengths, batch.bootstrap, batch.gamma, batch.lam)
+    )
+
+
+def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
+    return clipped(drawn.logp, drawn.old, drawn.advantages, clip.low, clip.high, clip.dual)
+
+
+GAE = Estimator("gae", _gae, critic=True)
+CLIP = Loss("clip", _loss)
+METHOD = Method(
+    advantage=GAE,
+    loss=CLIP,
+    preset={"advantage": {"whiten": True}, "kl": {"coef": 0.02, "where": "reward", "estimator": "k1"}},
+)

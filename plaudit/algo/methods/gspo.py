@@ -9,11 +9,15 @@ the advantage GRPO's. Deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from plaudit.algo.ppo import LOG_RATIO_LIMIT, PolicyTerms, clip_ratio
+from plaudit.algo.method import Clip, Drawn, Loss, Method, PolicyTerms
+from plaudit.algo.methods.grpo import GROUP
+from plaudit.algo.methods.ppo import LOG_RATIO_LIMIT, clip_ratio
 from plaudit.algo.tokens.ragged import repeat, sample_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def gspo(
@@ -35,3 +39,19 @@ def sequence_ratio(logp: Tensor, old: Tensor, mask: Tensor, lengths: Sequence[in
     """(T,): exp(mean log ratio of the sample's policy tokens) at each of its tokens."""
     mean = sample_mean(logp - old.detach(), mask, lengths)
     return repeat(mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), lengths)
+
+
+def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
+    return gspo(*drawn, clip.low, clip.high)
+
+
+def _token_loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
+    return gspo_token(*drawn, clip.low, clip.high)
+
+
+METHOD = Method(
+    advantage=GROUP,
+    loss=Loss("gspo", _loss),
+    preset={"aggregate": "sequence", "advantage": {"scale": "group"}, "clip": {"low": 3e-4, "high": 4e-4}},
+    more_losses=(Loss("gspo-token", _token_loss),),
+)

@@ -13,14 +13,15 @@ Deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from plaudit.algo.lazy import torch
+from plaudit.algo.method import Advantages, Estimator, Method, Rewarded, Scale
+from plaudit.algo.methods.ppo import CLIP
+from plaudit.algo.tokens.ragged import group_index, sample_sum, spread
 
-from plaudit.algo.tokens.ragged import group_index
-
-Scale = Literal["group", "batch", "none"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def group_relative(totals: Tensor, groups: Sequence[int], scale: Scale, eps: float = 1e-4) -> Tensor:
@@ -40,3 +41,20 @@ def group_relative(totals: Tensor, groups: Sequence[int], scale: Scale, eps: flo
 def _sums(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     """(N,) to (G,)."""
     return torch.zeros(len(sizes), dtype=values.dtype, device=values.device).index_add(0, index, values)
+
+
+def _group(batch: Rewarded) -> Advantages:
+    relative = group_relative(sample_sum(batch.rewards, batch.lengths), batch.groups, batch.scale)
+    return Advantages(spread(relative, batch.mask, batch.lengths))
+
+
+GROUP = Estimator("group", _group, grouped=True)
+METHOD = Method(
+    advantage=GROUP,
+    loss=CLIP,
+    preset={
+        "aggregate": "sequence",
+        "advantage": {"scale": "group"},
+        "kl": {"coef": 0.04, "where": "loss", "estimator": "k3"},
+    },
+)

@@ -1,0 +1,27 @@
+"""The methods of RL by name, one file each: its paper, its preset, its advantage and its loss."""
+
+from __future__ import annotations
+
+from plaudit.algo.method import Estimator, Loss, Method
+from plaudit.algo.methods import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce, reinforce_plus, rloo
+
+METHODS: dict[str, Method] = {
+    "ppo": ppo.METHOD,
+    "reinforce": reinforce.METHOD,
+    "reinforce++": reinforce_plus.METHOD,
+    "reinforce++-baseline": reinforce_plus.WITH_BASELINE,
+    "rloo": rloo.METHOD,
+    "grpo": grpo.METHOD,
+    "dr-grpo": dr_grpo.METHOD,
+    "dapo": dapo.METHOD,
+    "gspo": gspo.METHOD,
+    "cispo": cispo.METHOD,
+}
+
+
+def estimators() -> dict[str, Estimator]:
+    return {method.advantage.name: method.advantage for method in METHODS.values()}
+
+
+def losses() -> dict[str, Loss]:
+    return {loss.name: loss for method in METHODS.values() for loss in (method.loss, *method.more_losses)}

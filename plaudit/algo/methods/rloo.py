@@ -1,0 +1,41 @@
+"""REINFORCE leave-one-out: the baseline of a sample is the mean of the others of its prompt.
+
+Kool et al. (2019); Ahmadian et al. (Back to Basics, 2024). The loss is `reinforce.plain`, a response being one action:
+aggregation "constant" with constant 1. Deviations:
+1. A group of one has no others to compare with and gets 0, not its raw reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from plaudit.algo.method import Advantages, Estimator, Method, Rewarded
+from plaudit.algo.methods.grpo import group_relative
+from plaudit.algo.methods.reinforce import PLAIN
+from plaudit.algo.tokens.ragged import group_index, sample_sum, spread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def leave_one_out(totals: Tensor, groups: Sequence[int]) -> Tensor:
+    """(N,): reward - mean of the others = n / (n - 1) · (reward - mean of all). totals (N,), groups (N,)."""
+    index, sizes = group_index(groups, totals.device)
+    return group_relative(totals, groups, "none") * (sizes / (sizes - 1).clamp(min=1))[index]
+
+
+def _leave_one_out(batch: Rewarded) -> Advantages:
+    relative = leave_one_out(sample_sum(batch.rewards, batch.lengths), batch.groups)
+    return Advantages(spread(relative, batch.mask, batch.lengths))
+
+
+METHOD = Method(
+    advantage=Estimator("leave-one-out", _leave_one_out, grouped=True),
+    loss=PLAIN,
+    preset={
+        "aggregate": "constant",
+        "constant": 1.0,
+        "kl": {"coef": 0.01, "where": "reward", "estimator": "k1"},
+    },
+)
