@@ -2,7 +2,7 @@
 
 The running figures are those of Welford (1962), merged as by Chan et al. (1983). Deviations:
 1. A reward is normalised by figures that already know it: update first, then normalise.
-2. Clipping comes after normalising, in units of the deviation.
+2. Clipping (`shaping.clip`) comes after normalising, in units of the deviation.
 """
 
 from __future__ import annotations
@@ -24,21 +24,15 @@ def at_last_token(per_sample: Tensor, mask: Tensor, lengths: Sequence[int]) -> T
     return placed
 
 
-def clip_rewards(totals: Tensor, low: float, high: float) -> Tensor:
-    return totals.clamp(low, high)
-
-
-def length_penalty(lengths: Sequence[int], per_token: float, free: int = 0) -> Tensor:
-    """(N,) float32: -per_token for each token beyond the free ones."""
-    return -per_token * (torch.tensor(lengths, dtype=torch.float32) - free).clamp(min=0)
+def length_penalty(lengths: Sequence[int], per_token: float) -> Tensor:
+    """(N,) float32: -per_token for each token."""
+    return -per_token * torch.tensor(lengths, dtype=torch.float32)
 
 
 class RunningNorm:
     """Mean and deviation of all rewards so far. Evaluation calls `normalise` only, and changes nothing."""
 
-    def __init__(self, clip: float | None = None, eps: float = 1e-8) -> None:
-        self.clip = clip
-        self.eps = eps
+    def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
         self.squares = 0.0
@@ -50,29 +44,20 @@ class RunningNorm:
         return (self.squares / (self.count - 1)) ** 0.5 if self.squares > 0 else 1.0
 
     def update(self, values: Tensor) -> None:
-        if len(values):
-            wide = values.detach().double()
-            mean = wide.mean()
-            self._add(len(wide), mean.item(), (wide - mean).square().sum().item())
-
-    def merge(self, other: RunningNorm) -> None:
-        """Take in what another one saw, as if it had been seen here."""
-        self._add(other.count, other.mean, other.squares)
+        if len(values) == 0:
+            return
+        wide = values.detach().double()
+        count, mean, total = len(wide), wide.mean(), self.count + len(wide)
+        apart = mean.item() - self.mean
+        self.squares += (wide - mean).square().sum().item() + apart * apart * self.count * count / total
+        self.mean += apart * count / total
+        self.count = total
 
     def normalise(self, values: Tensor) -> Tensor:
-        scaled = (values - self.mean) / (self.std + self.eps)
-        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+        return (values - self.mean) / (self.std + 1e-8)
 
     def state(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load(self, state: dict[str, float]) -> None:
         self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
-
-    def _add(self, count: int, mean: float, squares: float) -> None:
-        total = self.count + count
-        if total:
-            apart = mean - self.mean
-            self.squares += squares + apart * apart * self.count * count / total
-            self.mean += apart * count / total
-            self.count = total

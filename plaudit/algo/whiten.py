@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """(T,). shift_mean false keeps the mean, as for rewards. Equal values come out as exactly 0 (or as they were)."""
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(T,). Equal values come out as exactly 0."""
     if not mask.any():
         return torch.zeros_like(values)
     # In float64 the mean of equal float32 numbers is that number, to the bit.
@@ -21,7 +21,5 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1
     chosen = wide[mask]
     mean = chosen.mean()
     variance = (chosen - mean).square().sum() / max(len(chosen) - 1, 1)
-    whitened = (wide - mean) * torch.rsqrt(variance + eps)
-    if not shift_mean:
-        whitened = whitened + mean
+    whitened = (wide - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, whitened, 0.0).to(values.dtype)

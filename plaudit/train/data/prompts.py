@@ -6,14 +6,13 @@ The i-th training prompt is a pure function of (seed, i): a resumed run needs no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from plaudit.config.rl import RlDataTable
 from plaudit.errors import DataError
 from plaudit.records import Prompt, Sample
 from plaudit.train.data.encoder import LengthLimits, PromptEncoder, RawPrompt, messages_of
-from plaudit.train.data.rows import Row, read_rows, shuffled
+from plaudit.train.data.rows import FileRows, Row
 from plaudit.worlds import Sums, get_world
 from plaudit.worlds.sums import Problem, judge
 
@@ -64,29 +63,16 @@ class WorldPrompts:
 
 class FilePrompts:
     def __init__(self, encoder: PromptEncoder, data: RlDataTable, seed: int) -> None:
-        assert data.path is not None
-        rows = read_rows(Path(data.path))[: data.limit]
-        if data.eval_path is not None:
-            self.rows, held = rows, read_rows(Path(data.eval_path))
-        else:
-            count = min(data.eval_items, max(1, len(rows) // 10))
-            self.rows, held = rows[:-count], rows[-count:]
-        if not self.rows:
-            raise DataError(
-                f"{data.path} has {len(rows)} prompt(s): too few to train on and hold one out; give data.eval_path"
-            )
         self.encoder = encoder
         self.data = data
-        self.seed = seed
-        self.held = held[: data.eval_items]
-        self._check([*self.rows, *self.held])
+        self.file = FileRows(data, seed)
+        self._check([*self.file.rows, *self.file.heldout()])
 
     def train(self, indices: Sequence[int]) -> list[Prompt]:
-        places = (divmod(index, len(self.rows)) for index in indices)
-        return self._prompts([self.rows[shuffled(len(self.rows), f"{self.seed} {e}")[at]] for e, at in places])
+        return self._prompts([self.file.train(index) for index in indices])
 
     def heldout(self) -> list[Prompt]:
-        return self._prompts(self.held)
+        return self._prompts(self.file.heldout())
 
     def right(self, prompt: Prompt, sample: Sample) -> bool | None:
         return None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plaudit.config import DataTable, SumsTable
+from plaudit.config.rl import RlDataTable
 from plaudit.errors import DataError
 from plaudit.worlds import Sums, get_world
 from plaudit.worlds.sums import STEP_END, Problem, Split, Verdict, judge, split_steps
@@ -112,17 +113,19 @@ def _judged(problem: Problem, response: str, verdict: Verdict) -> dict[str, Any]
 
 
 class FileRows:
-    def __init__(self, data: DataTable, seed: int) -> None:
+    def __init__(self, data: DataTable | RlDataTable, seed: int) -> None:
         assert data.path is not None
         rows = read_rows(Path(data.path))[: data.limit]
         if data.eval_path is not None:
-            self.rows, held = rows, read_rows(Path(data.eval_path))
+            self.rows, heldout = rows, read_rows(Path(data.eval_path))
         else:
             count = min(data.eval_items, max(1, len(rows) // 10))
-            self.rows, held = rows[:-count], rows[-count:]
+            self.rows, heldout = rows[:-count], rows[-count:]
         if not self.rows:
-            raise DataError(f"{data.path} has {len(rows)} item(s): too few to train on and hold one out")
-        self.held = held[: data.eval_items]
+            raise DataError(
+                f"{data.path} has {len(rows)} item(s): too few to train on and hold one out; give data.eval_path"
+            )
+        self._heldout = heldout[: data.eval_items]
         self.seed = seed
 
     def train(self, index: int) -> Row:
@@ -130,7 +133,7 @@ class FileRows:
         return self.rows[shuffled(len(self.rows), f"{self.seed} {epoch}")[position]]
 
     def heldout(self) -> list[Row]:
-        return self.held
+        return self._heldout
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,7 @@ from plaudit.algo.kl import kl_estimate
 from plaudit.algo.method import Rewarded
 from plaudit.algo.methods import estimators
 from plaudit.algo.methods.dapo import overlong_penalty
-from plaudit.algo.rewards import RunningNorm, at_last_token, clip_rewards, length_penalty
+from plaudit.algo.rewards import RunningNorm, at_last_token, length_penalty
 from plaudit.algo.tokens.ragged import policy_tokens
 from plaudit.algo.whiten import whiten
 from plaudit.config import RlAlgorithm
@@ -39,7 +39,7 @@ def shaped(table: ShapingTable, samples: Sequence[Sample], limit: int, norm: Run
         norm.update(rewards)
         rewards = norm.normalise(rewards)
     if table.clip is not None:
-        rewards = clip_rewards(rewards, *table.clip)
+        rewards = rewards.clamp(*table.clip)
     lengths: list[int] = policy_tokens(own_tokens(samples), [len(s.token_ids) for s in samples]).tolist()
     if table.length_penalty:
         rewards = rewards + length_penalty(lengths, table.length_penalty)

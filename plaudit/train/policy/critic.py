@@ -17,9 +17,9 @@ from plaudit.core.model.packing import use_packed_attention
 from plaudit.models import ValueModel, save
 from plaudit.records import Sample
 from plaudit.train.optim.optimizer import Optimizer
-from plaudit.train.optim.sharding import Shards, let_go
+from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy.experience import Experience
-from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, values_of
+from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, read_values, values_of
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.tally import Tally
 from plaudit.train.run.ranks import ONE, Group
@@ -54,18 +54,8 @@ class LocalCritic:
         self.group = group
         self.device = next(model.parameters()).device
 
-    @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        use_packed_attention(self.model)
-        before, after = [], []
-        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
-            responses = pack_responses([samples[i] for i in batch.indices], self.device)
-            at, end = values_of(self.model.score, responses, hidden_of(self.model, responses))
-            if batch.counts:
-                before.append(at.cpu())
-                after.append(end.cpu())
-        let_go(self.model)
-        return self.group.concatenate(before), self.group.concatenate(after)
+        return read_values(self.model, self.model.score, samples, self.micro_batch_tokens, self.group)
 
     def gradient(self, experience: Experience) -> Tally:
         """Add the gradient of a minibatch's value loss to the parameters'."""

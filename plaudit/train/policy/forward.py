@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from plaudit.algo.tokens.logprobs import token_logprobs_and_entropy
 from plaudit.core.model.attention import rows_at
 from plaudit.core.model.decoder import Decoder
-from plaudit.core.model.packing import Packed, pack_tree, send
+from plaudit.core.model.packing import Packed, pack_tree, send, use_packed_attention
 from plaudit.records import Sample
-from plaudit.train.optim.sharding import packed_rows
+from plaudit.train.optim.sharding import let_go, packed_rows
 from plaudit.train.run.ranks import Group
 
 
@@ -72,6 +72,24 @@ def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[T
     bias = None if score.bias is None else score.bias.float()
     values = nn.functional.linear(rows_at(hidden, rows).float(), score.weight.float(), bias).squeeze(-1)
     return values[: len(responses.targets)], values[len(responses.targets) :]
+
+
+@torch.no_grad()
+def read_values(
+    module: nn.Module, score: nn.Linear, samples: Sequence[Sample], micro_batch_tokens: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """On the CPU: the values before each response token (T,), and after each sample's last (N,)."""
+    use_packed_attention(module)
+    device = score.weight.device
+    before, after = [], []
+    for batch in micro_batches(samples, micro_batch_tokens, group):
+        responses = pack_responses([samples[i] for i in batch.indices], device)
+        at, end = values_of(score, responses, hidden_of(module, responses))
+        if batch.counts:
+            before.append(at.cpu())
+            after.append(end.cpu())
+    let_go(module)
+    return group.concatenate(before), group.concatenate(after)
 
 
 def hidden_of(module: nn.Module, responses: Responses) -> Tensor:

@@ -20,7 +20,14 @@ from plaudit.core.model.packing import send, use_packed_attention
 from plaudit.records import Sample
 from plaudit.train.optim.sharding import let_go
 from plaudit.train.policy.experience import Experience
-from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, micro_batches, pack_responses, values_of
+from plaudit.train.policy.forward import (
+    hidden_of,
+    logprobs_and_entropy,
+    micro_batches,
+    pack_responses,
+    read_values,
+    values_of,
+)  # fmt: skip
 from plaudit.train.policy.tally import Tally
 from plaudit.train.run.ranks import ONE, Group
 
@@ -57,20 +64,10 @@ class Policy:
         let_go(self.module)
         return self.group.concatenate(parts)
 
-    @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Of a critic that shares the trunk: before each response token, and after each sample's last."""
         assert self.value_head is not None
-        use_packed_attention(self.module)
-        before, after = [], []
-        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
-            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device)
-            at, end = values_of(self.value_head, responses, hidden_of(self.module, responses))
-            if batch.counts:
-                before.append(at.cpu())
-                after.append(end.cpu())
-        let_go(self.module)
-        return self.group.concatenate(before), self.group.concatenate(after)
+        return read_values(self.module, self.value_head, samples, self.micro_batch_tokens, self.group)
 
     def gradient(self, experience: Experience, kl_coef: float) -> Tally:
         """Add the gradient of a minibatch's loss to the parameters'; returns what was seen on the way."""
