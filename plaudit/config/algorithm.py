@@ -162,13 +162,13 @@ class RlAlgorithm(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("name") not in METHODS:
-            return given
-        return over(METHODS[given["name"]].settings(), given)
+    def _fill_in(cls, table: Any) -> Any:
+        if not isinstance(table, Mapping) or table.get("name") not in METHODS:
+            return table
+        return over(METHODS[table["name"]].settings(), table)
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _named(self) -> Self:
         if self.name not in METHODS:
             raise ValueError(f"name = {self.name!r} is no algorithm; there are {', '.join(METHODS)}")
         return self
@@ -183,10 +183,10 @@ class RlAlgorithm(Table):
         return estimators()[self.advantage.estimator].critic
 
 
-def over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` laid over `base`, table by table."""
+def over(base: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `base`, table by table."""
     merged = dict(base)
-    for key, value in given.items():
+    for key, value in above.items():
         below = merged.get(key)
         merged[key] = over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged

@@ -142,14 +142,16 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
         begun: Sequence[Sequence[Sample]] | None,
     ) -> list[Request]:  # fmt: skip
-        asked = _as_list(prompts)
-        options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asked)
-        if len(options) != len(asked):
-            raise RequestError(f"{len(asked)} prompts and {len(options)} SamplingParams: give one for all, or one each")
-        going_on: Sequence[Sequence[Sample] | None] = [None] * len(asked) if begun is None else begun
+        prompt_list = _as_list(prompts)
+        options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompt_list)
+        if len(options) != len(prompt_list):
+            raise RequestError(
+                f"{len(prompt_list)} prompts and {len(options)} SamplingParams: give one for all, or one each"
+            )
+        going_on: Sequence[Sequence[Sample] | None] = [None] * len(prompt_list) if begun is None else begun
         return [
             self._intake.generation(prompt, option, group=group, begun=samples)
-            for group, (prompt, option, samples) in enumerate(zip(asked, options, going_on, strict=True))
+            for group, (prompt, option, samples) in enumerate(zip(prompt_list, options, going_on, strict=True))
             if samples is None or samples
         ]
 
@@ -226,11 +228,11 @@ class Engine:
         with torch.inference_mode():
             return self._runner.give(self._key(), self._intake.tokens(prompt), salt)
 
-    def take_kv(self, given: Handover) -> int:
+    def take_kv(self, handover: Handover) -> int:
         """KV of another engine; how many of its tokens there was room for. The rest will be computed."""
         self._ready()
         with torch.inference_mode():
-            return self._runner.take_in(self._key(), given)
+            return self._runner.take_in(self._key(), handover)
 
     # Scoring
 
@@ -277,8 +279,8 @@ class Engine:
         if not ids:
             return []
         if cache:
-            asked = [self._intake.scoring(s, r, SamplingParams()) for s, r in zip(ids, reads, strict=True)]
-            with self._call(asked) as requests:
+            scoring = [self._intake.scoring(s, r, SamplingParams()) for s, r in zip(ids, reads, strict=True)]
+            with self._call(scoring) as requests:
                 by_number = {u.request: u for u in self._drain(requests)}
                 return [_values(by_number[r.number]) for r in requests]
         training = self.decoder.module.training

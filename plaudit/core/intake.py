@@ -156,12 +156,12 @@ def _deadline(params: SamplingParams) -> float | None:
 
 def _end_tokens(module: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids of the tokenizer and of the model's generation config, which may be several."""
-    found: set[int] = set()
+    token_ids: set[int] = set()
     sources = (tokenizer, getattr(module, "generation_config", None), getattr(module, "config", None))
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         if isinstance(ids, int):
-            found.add(ids)
+            token_ids.add(ids)
         elif ids:
-            found.update(ids)
-    return frozenset(found)
+            token_ids.update(ids)
+    return frozenset(token_ids)

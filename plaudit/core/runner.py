@@ -116,12 +116,12 @@ class Runner:
         self._open()
         return handover.give(self.tree, self.backend, key, tokens, self.version, salt)
 
-    def take_in(self, key: Hashable, given: Handover) -> int:
+    def take_in(self, key: Hashable, received: Handover) -> int:
         """KV of another engine; how many of its tokens there was room for, beside a block for each that runs."""
         self._open()
-        handover.check(given, self.backend, self.version)
+        handover.check(received, self.backend, self.version)
         with self._changing():
-            return handover.take_in(self.tree, self.backend, key, given, reserve=len(self.scheduler.running))
+            return handover.take_in(self.tree, self.backend, key, received, reserve=len(self.scheduler.running))
 
     def adopt(self, key: Hashable, sequence: Seq) -> None:
         """Let a waiting sequence decode from the next step on, as if it had been read here, if the tree has all that it
@@ -226,8 +226,8 @@ class Runner:
             at += len(span.wanted)
         if readings:
             chosen = rows[send(np.array(read_rows, dtype=np.int64), rows.device)]
-            taken = take(self.decoder, chosen, [r for _, r in readings])
-            for (sequence, _), value in zip(readings, taken.arrays(), strict=True):
+            readout = take(self.decoder, chosen, [r for _, r in readings])
+            for (sequence, _), value in zip(readings, readout.arrays(), strict=True):
                 sequence.values.append(value)
         if drawing:
             self._draw([s for s, _ in drawing], rows[send(np.array([i for _, i in drawing]), rows.device)])
@@ -270,11 +270,11 @@ class Runner:
             if count < whole:
                 drawn = tuple(each[:count] for each in drawn)
             accept = self._accept_all if sound and sequence.plain else self._accept
-            taken = accept(sequence, *drawn)
+            accepted = accept(sequence, *drawn)
             if sequence not in self.scheduler.running:  # aborted by its own stop test
                 continue
-            sequence.computed += taken
-            self.tokens_computed += taken
+            sequence.computed += accepted
+            self.tokens_computed += accepted
             self._enter(sequence, key)
 
     def _batch(self, sequences: list[Seq]) -> DecodeBatch:

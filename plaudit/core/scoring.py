@@ -33,8 +33,8 @@ def read_rows(
         rows = backend.rows(tree.packed, send(np.concatenate(wanted), backend.decoder.device))
         readings = [Reading(reads[i], sequences[i], reads[i].positions) for i in batch]
         pending.append((batch, take(backend.decoder, rows, readings)))
-    for batch, taken in pending:
-        for i, values in zip(batch, taken.arrays(), strict=True):
+    for batch, readout in pending:
+        for i, values in zip(batch, readout.arrays(), strict=True):
             results[i] = values
     return results, computed, sum(map(len, sequences)) - computed
 

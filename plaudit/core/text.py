@@ -14,7 +14,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = stops
         self._minimum = minimum
-        self._given = 0  # characters already given out
+        self._emitted = 0  # characters already given out
         self.rewind(())
 
     def rewind(self, tokens: Sequence[int]) -> None:
@@ -51,15 +51,15 @@ class TextStream:
         end = len(self.text)
         if not last:
             end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
-        piece = self.text[self._given : end]
-        self._given = max(self._given, end)
+        piece = self.text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
         return piece
 
     def finish(self) -> str:
         """The whole text; a character that never became complete shows as it decodes."""
         if not self.stopped:
             whole = self._decode(self._tokens)
-            self.text = whole if whole.startswith(self.text[: self._given]) else self.text
+            self.text = whole if whole.startswith(self.text[: self._emitted]) else self.text
         return self.text
 
     def _decode(self, tokens: Sequence[int]) -> str:

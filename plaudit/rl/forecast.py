@@ -45,9 +45,9 @@ def forecast(
         plan = _prediction(recipe, replace(work, cache_bytes=cache or work.cache_bytes))
     except PlauditError:  # a kind of decoder that the planner has no formulas for
         return {}
-    found = {name: _owners(plan, phase, program) for name, phase in PHASES.items()}
-    taken = {"reference": plan.workload.has_reference, "old": plan.workload.takes_old}
-    return {name: held for name, held in found.items() if taken.get(name, True)}
+    by_phase = {name: _owners(plan, phase, program) for name, phase in PHASES.items()}
+    runs = {"reference": plan.workload.has_reference, "old": plan.workload.takes_old}
+    return {name: owners for name, owners in by_phase.items() if runs.get(name, True)}
 
 
 def _prediction(recipe: RlRecipe, work: Workload) -> Prediction:
@@ -67,11 +67,11 @@ def _prediction(recipe: RlRecipe, work: Workload) -> Prediction:
 
 
 def _owners(plan: Prediction, phase: str, program: int) -> dict[str, int]:
-    held: dict[str, float] = {"program": float(program)}
+    bytes_of: dict[str, float] = {"program": float(program)}
     for part in plan.phase(phase).memory.parts:
         for owner, size in _shares(part.name, part.value, plan.workload.dtype).items():
-            held[owner] = held.get(owner, 0.0) + size
-    return {owner: round(size) for owner, size in held.items() if size >= 1}
+            bytes_of[owner] = bytes_of.get(owner, 0.0) + size
+    return {owner: round(size) for owner, size in bytes_of.items() if size >= 1}
 
 
 def _shares(name: str, size: float, dtype: str) -> Mapping[str, float]:

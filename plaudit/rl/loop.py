@@ -281,9 +281,9 @@ class RlTraining:
         scored = [sample.reward for sample in samples if sample.reward is not None]
         figures = {"reward": sum(scored) / len(scored)} if scored else {}
         truth = [self.prompts.right(self.heldout[sample.group], sample) for sample in samples]
-        known = [right for right in truth if right is not None]
-        if known:
-            figures["accuracy"] = sum(known) / len(known)
+        verdicts = [right for right in truth if right is not None]
+        if verdicts:
+            figures["accuracy"] = sum(verdicts) / len(verdicts)
         if true:
             figures |= {"truth": fmean(true), "truth_se": pstdev(true) / math.sqrt(len(true))}
         figures["length"] = sum(len(sample.token_ids) for sample in samples) / len(samples)
@@ -295,8 +295,8 @@ class RlTraining:
         """What [truth] gives for held-out samples, whether or not the run's reward has scored them."""
         if self.truth is None:
             return []
-        asked = [replace(sample, reward=None, error=None) for sample in samples]
-        judged = self.truth.score([self.heldout[sample.group] for sample in samples], asked)
+        unscored = [replace(sample, reward=None, error=None) for sample in samples]
+        judged = self.truth.score([self.heldout[sample.group] for sample in samples], unscored)
         return [sample.reward for sample in judged if sample.reward is not None]
 
     def _finish(self) -> dict[str, Any]:

@@ -71,13 +71,13 @@ def compare(run: Path, again: Path) -> Verdict:
 
 
 def _metrics(run: Path) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for event in read_events(run):
         if event["kind"] == "metric":
             values: Mapping[str, Any] = event["values"]
             kept = {name: value for name, value in values.items() if not name.startswith(OWN_AFFAIRS)}
-            found.setdefault(event.get("step", 0), {}).update(kept)
-    return found
+            by_step.setdefault(event.get("step", 0), {}).update(kept)
+    return by_step
 
 
 def _weights(run: Path) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from plaudit.train.policy.advantages import Estimate
 from plaudit.train.policy.experience import Experience
 
 
-def sample_events(tokenizer: Any, experience: Experience, found: Estimate, count: int) -> Iterator[dict[str, Any]]:
+def sample_events(tokenizer: Any, experience: Experience, estimate: Estimate, count: int) -> Iterator[dict[str, Any]]:
     """The worst, the best and some between: as many as asked for."""
     order = sorted(range(len(experience.samples)), key=lambda i: experience.samples[i].reward or 0.0)
     count = min(count, len(order))
@@ -26,7 +26,7 @@ def sample_events(tokenizer: Any, experience: Experience, found: Estimate, count
         sample = experience.samples[i]
         rows = slice(ends[i] - len(sample.token_ids), ends[i])
         yield _described(tokenizer, sample) | {
-            "token_rewards": _rounded(found.token_rewards[rows]),
+            "token_rewards": _rounded(estimate.token_rewards[rows]),
             "kl": None if kl is None else _rounded(kl[rows]),
             "logprobs": _rounded(experience.behaviour[rows]),
             "advantages": _rounded(experience.advantages[rows]),

@@ -26,5 +26,5 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 def attribute_error(scores: Tensor, ratings: Tensor) -> Tensor:
     """The summed squared error of N × A ratings; a rating that is NaN was not given and costs nothing."""
-    given = ~ratings.isnan()
-    return torch.where(given, scores - torch.where(given, ratings, 0.0), 0.0).square().sum()
+    rated = ~ratings.isnan()
+    return torch.where(rated, scores - torch.where(rated, ratings, 0.0), 0.0).square().sum()

@@ -122,9 +122,9 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_head, _, needs_bias = ctx.needs_input_grad[:4]
         parts = _chunks(hidden.shape[0], head)
         # Sums over several chunks are held in float32, whatever the head is in.
-        held = _wide(head) if len(parts) > 1 else head.dtype
+        sum_dtype = _wide(head) if len(parts) > 1 else head.dtype
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
-        to_head = torch.zeros_like(head, dtype=held) if needs_head else None
+        to_head = torch.zeros_like(head, dtype=sum_dtype) if needs_head else None
         to_bias = torch.zeros_like(bias, dtype=_wide(head)) if needs_bias else None
         for part in parts:
             delta = _logits_gradient(

@@ -98,18 +98,18 @@ class DecodeWindow(Layout):
         """Bring what the steps since the last call computed into the blocks."""
         positions, alive = (torch.stack(each) for each in zip(*self._noted, strict=True))  # (steps, B)
         slots = _slots(self.batch.tables, positions, self.block_size)
-        taken = self._step + 1
+        stored = self._step + 1
         for i, group in enumerate(self._groups):
             # A row that has ended stays at its position: only the first of its steps counts there.
             counts, to = (x if group.rows is None else x[:, group.rows] for x in (alive, slots))
             to = to[counts]
-            first, last = (group.blocks * self.block_size + step for step in (self._stored, taken))
+            first, last = (group.blocks * self.block_size + step for step in (self._stored, stored))
             for layer, laid in self._laid.items():
                 if laid is not None:
                     k, v = laid[i]
                     self.cache.keys[layer].index_copy_(0, to, k[..., first:last].permute(3, 0, 1, 2)[counts])
                     self.cache.values[layer].index_copy_(0, to, v[:, :, first:last].permute(2, 0, 1, 3)[counts])
-        self._stored = taken
+        self._stored = stored
         self._noted.clear()
 
     def _lay_out(self, layer: int) -> list[tuple[Tensor, Tensor]] | None:

@@ -21,7 +21,7 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.operations import Rotation
 from plaudit.core.model.packing import Packed, grouped_layout
-from plaudit.core.model.varlen import VarlenLayout, known
+from plaudit.core.model.varlen import VarlenLayout, supported
 from plaudit.core.sampling.sampler import Sampler
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -50,7 +50,7 @@ class StoredLayout(VarlenLayout):
     def attend_wanted(
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
     ) -> Tensor:
-        if not known(query, values, rule):  # the groups count their keys by slots of the cache
+        if not supported(query, values, rule):  # the groups count their keys by slots of the cache
             keys, values = self.cache.keys[layer], self.cache.values[layer]
         return super().attend_wanted(layer, wanted, query, keys, values, rule)
 

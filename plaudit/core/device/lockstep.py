@@ -106,7 +106,7 @@ class Leader(Backend):
         self.look_every = self.window = inner.look_every
         self._lock = threading.Lock()
         self._lost = ""
-        self._told = time.monotonic()
+        self._last_sent = time.monotonic()
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
@@ -176,11 +176,11 @@ class Leader(Backend):
                 if not isinstance(error, Exception):  # Ctrl-C, for whoever pressed it
                     raise
                 raise RankLost(self._lost) from error
-            self._told = time.monotonic()
+            self._last_sent = time.monotonic()
 
     def _beat(self) -> None:
         while not self._over.wait(HEARTBEAT_SECONDS):
-            if time.monotonic() - self._told < HEARTBEAT_SECONDS:
+            if time.monotonic() - self._last_sent < HEARTBEAT_SECONDS:
                 continue
             try:
                 with self._together(HEARTBEAT):

@@ -97,8 +97,8 @@ class PagedBackend(Backend):
         return keys, [each.index_select(0, slots) for each in self.cache.values]
 
     def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        for cached, given in zip((*self.cache.keys, *self.cache.values), (*keys, *values), strict=True):
-            cached.index_copy_(0, slots, given.to(cached.device))
+        for cached, incoming in zip((*self.cache.keys, *self.cache.values), (*keys, *values), strict=True):
+            cached.index_copy_(0, slots, incoming.to(cached.device))
 
     def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
         device, size = self.decoder.device, self.block_size

@@ -244,15 +244,15 @@ def _varlen_attention(
         clear = begin
     for start in range(begin, end, N):
         key = start + tl.arange(0, N)
-        known = key < k_count
+        in_range = key < k_count
         place = (k_begin + key).to(tl.int64)
         if SCATTERED:
-            place = tl.load(key_rows + place, mask=known, other=0)
+            place = tl.load(key_rows + place, mask=in_range, other=0)
         k_at = place[:, None] * key_row + kv_head * key_head + at_d[None, :]
-        k = tl.load(keys + k_at, mask=known[:, None] & (at_d < D)[None, :], other=0.0)
+        k = tl.load(keys + k_at, mask=in_range[:, None] & (at_d < D)[None, :], other=0.0)
         score = tl.dot(q, tl.trans(k)) * scale_log2
         if start >= clear:
-            seen = (key[None, :] <= position[:, None]) & known[None, :]
+            seen = (key[None, :] <= position[:, None]) & in_range[None, :]
             if WINDOW:
                 seen = seen & (key[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
@@ -262,7 +262,7 @@ def _varlen_attention(
         keep = tl.exp2(peak - safe)
         total = total * keep + tl.sum(chance, axis=1)
         v_at = place[:, None] * value_row + kv_head * value_head + at_d[None, :]
-        v = tl.load(values + v_at, mask=known[:, None] & (at_d < D)[None, :], other=0.0)
+        v = tl.load(values + v_at, mask=in_range[:, None] & (at_d < D)[None, :], other=0.0)
         gathered = gathered * keep[:, None] + tl.dot(chance.to(v.dtype), v)
         peak = higher
     result = gathered / tl.where(total == 0.0, 1.0, total)[:, None]  # rows past the end have seen nothing

@@ -50,11 +50,11 @@ class BlockPool:
         """Every reference belongs to a holder, every block without one is free, and no block is free twice."""
         refs = np.array(self.refs, dtype=np.int64)
         blocks = np.array([block for blocks in holders for block in blocks], dtype=np.int64)
-        held = np.bincount(blocks, minlength=self.blocks)
-        wrong = np.flatnonzero(held != refs)
+        counts = np.bincount(blocks, minlength=self.blocks)
+        wrong = np.flatnonzero(counts != refs)
         if len(wrong):
             block = int(wrong[0])
-            raise RuntimeError(f"block {block} counts {refs[block]} references and has {held[block]} holders")
+            raise RuntimeError(f"block {block} counts {refs[block]} references and has {counts[block]} holders")
         idle = np.flatnonzero(refs == 0)
         if not np.array_equal(np.sort(self._free), idle):
             raise RuntimeError(f"the free list has {len(self._free)} blocks, {len(idle)} have no holder")

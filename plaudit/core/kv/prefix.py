@@ -174,28 +174,28 @@ class PrefixTree:
 
     def _along(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
         """Every node whose path is a beginning of these tokens, parents first."""
-        found: list[Node] = []
+        path: list[Node] = []
         node, start = self._roots.get(key), 0
         while node is not None and node.children:
-            held = self._beginnings(node, tuple(tokens[start : start + self.block_size]))
-            found += held
-            full = bool(held) and len(held[-1].tokens) == self.block_size
-            node, start = held[-1] if full else None, start + self.block_size
-        return found
+            matches = self._beginnings(node, tuple(tokens[start : start + self.block_size]))
+            path += matches
+            full = bool(matches) and len(matches[-1].tokens) == self.block_size
+            node, start = matches[-1] if full else None, start + self.block_size
+        return path
 
     @staticmethod
     def _beginnings(node: Node, want: tuple[int, ...]) -> list[Node]:
         """The children whose tokens are a beginning of these, shortest first."""
-        keys, found = node.keys, []
+        keys, matches = node.keys, []
         at = bisect_right(keys, want) - 1
         while at >= 0 and (common := common_prefix(keys[at], want)):
             if common == len(keys[at]):
                 at = bisect_left(keys, keys[at], 0, at)
-                found.append(node.children[at])
+                matches.append(node.children[at])
                 at -= 1
             else:  # a beginning with more than they have in common would stand after it
                 at = bisect_right(keys, want[:common], 0, at) - 1
-        return found[::-1]
+        return matches[::-1]
 
     @staticmethod
     def _exactly(node: Node, want: tuple[int, ...]) -> Node | None:
@@ -211,10 +211,10 @@ class PrefixTree:
         if node is None:
             return []
         rest = tuple(tokens[start:])
-        found = [child for child in node.children if child.tokens[: len(rest)] == rest]
-        for node in found:  # which grows on the way
-            found += node.children
-        return found
+        descendants = [child for child in node.children if child.tokens[: len(rest)] == rest]
+        for node in descendants:  # which grows on the way
+            descendants += node.children
+        return descendants
 
     def _unlink(self, node: Node) -> None:
         assert node.parent is not None

@@ -26,12 +26,12 @@ class Fusion:
     def __init__(self, trunk: nn.Module) -> None:
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
-        known: dict[tuple[type, Any], str | None] = {}
+        kind_of: dict[tuple[type, Any], str | None] = {}
         for module in trunk.modules():
             if type(module).__name__.endswith("RMSNorm"):
-                self._norm(module, known)
+                self._norm(module, kind_of)
             elif _is_gated(module):
-                self._gated(module, known)
+                self._gated(module, kind_of)
         for home in {sys.modules[type(module).__module__] for module in trunk.modules()}:
             original = getattr(home, "apply_rotary_pos_emb", None)
             if original is not None and _same_rotary(original, next(trunk.parameters())):
@@ -39,8 +39,8 @@ class Fusion:
 
     def covers(self, parts: Sequence[nn.Module]) -> bool:
         """Whether a kernel gave what each of these parts gives, and what the rotary embedding does."""
-        known = {module for module, _ in self.forwards}
-        return bool(self.functions) and known.issuperset(parts)
+        fused_modules = {module for module, _ in self.forwards}
+        return bool(self.functions) and fused_modules.issuperset(parts)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -57,34 +57,34 @@ class Fusion:
             for home, name, original in originals:
                 setattr(home, name, original)
 
-    def _norm(self, module: nn.Module, known: dict[tuple[type, Any], str | None]) -> None:
+    def _norm(self, module: nn.Module, kind_of: dict[tuple[type, Any], str | None]) -> None:
         weight = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
             return
         key = (type(module), weight.dtype)
-        if key not in known:
+        if key not in kind_of:
             probe = _random(weight, 4, weight.shape[0])
             kinds = {"llama": False, "gemma": True}
-            known[key] = next(
+            kind_of[key] = next(
                 (k for k, g in kinds.items() if _same(kernels.rms_norm(probe, weight, epsilon, g), module(probe))), None
             )
-        kind = known[key]
+        kind = kind_of[key]
         if kind is not None:
             gemma = kind == "gemma"
             self.forwards.append((module, lambda x: differentiable.rms_norm(x, weight, epsilon, gemma)))
 
-    def _gated(self, module: Any, known: dict[tuple[type, Any], str | None]) -> None:
+    def _gated(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
         def fused(x: Tensor) -> Tensor:
             down: Tensor = module.down_proj(differentiable.silu_mul(module.gate_proj(x), module.up_proj(x)))
             return down
 
         weight = module.gate_proj.weight
         key = (type(module), weight.dtype)
-        if key not in known:
+        if key not in kind_of:
             probe = _random(weight, 4, weight.shape[1])
-            known[key] = "gated" if _same(fused(probe), module(probe)) else None
-        if known[key] is not None:
+            kind_of[key] = "gated" if _same(fused(probe), module(probe)) else None
+        if kind_of[key] is not None:
             self.forwards.append((module, fused))
 
 
@@ -119,10 +119,10 @@ def _random(like: Tensor, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
 
 
-def _same(found: Tensor, expected: Any) -> bool:
+def _same(result: Tensor, expected: Any) -> bool:
     """Equal to the rounding of the dtype."""
-    if not isinstance(expected, Tensor) or found.shape != expected.shape:
+    if not isinstance(expected, Tensor) or result.shape != expected.shape:
         return False
     scale = expected.float().abs().max().clamp_min(1e-6)
     tolerance = 4 * torch.finfo(expected.dtype).eps
-    return bool((found.float() - expected.float()).abs().max() <= tolerance * scale)
+    return bool((result.float() - expected.float()).abs().max() <= tolerance * scale)

@@ -142,24 +142,24 @@ def planned(base: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """The parts of the layers that the model's plan names, each with its style."""
     config: Any = base.config
     plan: dict[str, str] = {n: s for n, s in (config.base_model_tp_plan or {}).items() if n.startswith("layers.")}
-    found = [
+    parts = [
         (name, part, style)
         for name, part in base.named_modules()
         for pattern, style in plan.items()
         if fnmatch(name, pattern)
     ]
-    for name, part, style in found:
+    for name, part, style in parts:
         fits = style == SUMMED or (style in ("colwise", "rowwise") and isinstance(part, nn.Linear))
         if not fits:
             raise ModelError(
                 f"{type(base).__name__} wants {name} split {style!r}, which Plaudit does not do: "
                 "set tensor_parallel = 1"
             )
-    if not found:
+    if not parts:
         raise ModelError(
             f"{type(base).__name__} has no plan of how to split its matrices: set tensor_parallel = 1"
         )  # fmt: skip
-    return found
+    return parts
 
 
 def check_heads(base: nn.Module, size: int) -> None:

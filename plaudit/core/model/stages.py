@@ -130,7 +130,7 @@ def connect(base: nn.Module, place: RankPosition, group: dist.ProcessGroup) -> N
         places[own[0] - 1] = Arrival(place.rank - place.tensor_parallel, group)
     if place.stage < place.stages - 1:
         target = place.rank + place.tensor_parallel
-        places[own[-1]].register_forward_hook(lambda _layer, _given, rows: send(rows, target, group))
+        places[own[-1]].register_forward_hook(lambda _layer, _inputs, rows: send(rows, target, group))
 
 
 def has_layer(base: nn.Module, index: int) -> bool:

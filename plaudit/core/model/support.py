@@ -79,9 +79,9 @@ def _refuse_by_name(name: str, config: Any) -> None:
         raise ModelError(f"{name} ({family}) attends in both directions; the core runs causal decoders only")
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
-    if found := kinds & SHIFTING_ROPE:
+    if shifting := kinds & SHIFTING_ROPE:
         raise ModelError(
-            f"{name} uses {found.pop()!r} rotary positions, which change with the longest sequence of a batch; "
+            f"{name} uses {shifting.pop()!r} rotary positions, which change with the longest sequence of a batch; "
             "the core needs positions that do not"
         )
 

@@ -45,7 +45,7 @@ class VarlenLayout(Layout):
         self._made: Layout | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        if not known(query, value, rule):
+        if not supported(query, value, rule):
             return self.grouped.attend(layer, query, key, value, rule)
         keys, values = self.context(layer, key, value)
         if torch.is_grad_enabled() and query.requires_grad:
@@ -56,7 +56,7 @@ class VarlenLayout(Layout):
     def attend_wanted(
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
     ) -> Tensor:
-        if not known(query, values, rule):
+        if not supported(query, values, rule):
             return self.grouped.attend_wanted(layer, wanted, query, keys, values, rule)
         # Every wanted row is a sequence of one query, which sees the keys up to its own position.
         count = len(wanted)
@@ -101,7 +101,7 @@ class VarlenLayout(Layout):
         return out
 
 
-def known(query: Tensor, value: Tensor, rule: Rule) -> bool:
+def supported(query: Tensor, value: Tensor, rule: Rule) -> bool:
     dim = query.shape[-1]
     return (
         query.dtype in HALF and rule.softcap is None and rule.sinks is None and not rule.dropout

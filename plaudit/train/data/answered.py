@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def with_prompt(sample: Sample, prompt: Prompt, prompts: Prompts) -> Sample:
     """The sample with what it answers, so that it can be shown, and checked again, without the run it is from."""
-    asked = {"prompt": prompt.text, "truth": prompt.truth, "right": prompts.right(prompt, sample)}
+    question = {"prompt": prompt.text, "truth": prompt.truth, "right": prompts.right(prompt, sample)}
     if "messages" in prompt.extra:
-        asked["messages"] = prompt.extra["messages"]
-    return replace(sample, extra={**sample.extra, **asked})
+        question["messages"] = prompt.extra["messages"]
+    return replace(sample, extra={**sample.extra, **question})
 
 
 def prompt_of(sample: Sample) -> Prompt:

@@ -34,7 +34,7 @@ class LengthLimits:
 class RawPrompt:
     """A text or messages on their way to a prompt. `origin` is where they came from, for messages."""
 
-    said: str | Sequence[dict[str, Any]]
+    content: str | Sequence[dict[str, Any]]
     truth: Any
     origin: str
     extra: dict[str, Any] = field(default_factory=dict)
@@ -50,35 +50,35 @@ class PromptEncoder:
 
     def rows(self, rows: Sequence[Row], truth: str) -> list[Prompt]:
         """Of a data file; `truth` is the key of what is needed to check an answer, and other keys ride along."""
-        return self.prompts([_asked(row, truth) for row in rows])
+        return self.prompts([_raw_prompt(row, truth) for row in rows])
 
-    def prompts(self, asked: Sequence[RawPrompt]) -> list[Prompt]:
+    def prompts(self, raw: Sequence[RawPrompt]) -> list[Prompt]:
         """Chats are rendered together: a way to the process that does it and back for each would take longer."""
-        chats = [self._chat(each) for each in asked]
-        pairs = list(zip(asked, chats, strict=True))
+        chats = [self._chat(each) for each in raw]
+        pairs = list(zip(raw, chats, strict=True))
         rendered = iter(self._rendered([(each, chat) for each, chat in pairs if chat is not None]))
         begin = bos_ids(self.tokenizer) if None in chats else []
-        found = []
+        encoded = []
         for each, chat in pairs:
             if chat is None:
-                text, extra = str(each.said), each.extra
+                text, extra = str(each.content), each.extra
                 ids = [*begin, *encode(self.tokenizer, text)]
             else:
                 text, extra = "\n".join(str(message.get("content")) for message in chat), {"messages": tuple(chat)}
                 ids, extra = next(rendered), {**each.extra, **extra}
             self._check(ids, each.origin)
-            found.append(Prompt(text, tuple(ids), each.truth, extra))
-        return found
+            encoded.append(Prompt(text, tuple(ids), each.truth, extra))
+        return encoded
 
-    def _chat(self, asked: RawPrompt) -> list[dict[str, Any]] | None:
+    def _chat(self, raw: RawPrompt) -> list[dict[str, Any]] | None:
         """Its messages, or None for a text that is not asked in a chat. data.system goes before messages that have no
         system message of their own."""
-        if not isinstance(asked.said, str):
-            messages = list(asked.said)
+        if not isinstance(raw.content, str):
+            messages = list(raw.content)
         elif self.data.chat:
             pairs = [zip(("user", "assistant"), shot, strict=True) for shot in self.data.shots]
-            messages = [{"role": role, "content": said} for pair in pairs for role, said in pair]
-            messages.append({"role": "user", "content": asked.said})
+            messages = [{"role": role, "content": content} for pair in pairs for role, content in pair]
+            messages.append({"role": "user", "content": raw.content})
         else:
             return None
         if self.data.system is not None and messages and messages[0].get("role") != "system":
@@ -100,9 +100,9 @@ class PromptEncoder:
         if self.room is None:
             return False
         messages = row.fields.get("messages")
-        said = f"{self.data.system or ''}{self.data.shots}{row.fields.get('prompt') if messages is None else messages}"
+        text = f"{self.data.system or ''}{self.data.shots}{row.fields.get('prompt') if messages is None else messages}"
         around = self.room.positions // 2 if self.data.chat or messages is not None else len(bos_ids(self.tokenizer))
-        return len(said.encode(errors="replace")) + around > self.room.positions - self.room.response
+        return len(text.encode(errors="replace")) + around > self.room.positions - self.room.response
 
     def _check(self, ids: list[int], origin: str) -> None:
         if not ids:
@@ -114,14 +114,14 @@ class PromptEncoder:
             raise DataError(f"{origin}: {error}") from None
 
 
-def _asked(row: Row, truth: str) -> RawPrompt:
+def _raw_prompt(row: Row, truth: str) -> RawPrompt:
     extra = {key: value for key, value in row.fields.items() if key not in ("prompt", "messages", truth)}
-    said = row.text("prompt") if row.fields.get("messages") is None else messages_of(row)
-    return RawPrompt(said, row.fields.get(truth), row.origin, extra)
+    content = row.text("prompt") if row.fields.get("messages") is None else messages_of(row)
+    return RawPrompt(content, row.fields.get(truth), row.origin, extra)
 
 
 def messages_of(row: Row) -> list[dict[str, Any]]:
-    found = row.fields["messages"]
-    if not isinstance(found, list | tuple) or not found or not all(isinstance(message, Mapping) for message in found):
-        raise DataError(f"{row.origin}: messages must be a list of {{role, content}}, found {str(found)[:60]!r}")
-    return [dict(message) for message in found]
+    messages = row.fields["messages"]
+    if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise DataError(f"{row.origin}: messages must be a list of {{role, content}}, found {str(messages)[:60]!r}")
+    return [dict(message) for message in messages]

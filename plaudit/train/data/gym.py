@@ -19,13 +19,13 @@ TRAINING_ITEMS = 100_000
 class GymPrompts:
     def __init__(self, encoder: PromptEncoder, data: RlDataTable, seed: int) -> None:
         self.items = GymItems(encoder, data, seed, data.limit or TRAINING_ITEMS)
-        self.held = GymItems(encoder, data, seed + HELDOUT_SEED, data.eval_items)
+        self.eval_split = GymItems(encoder, data, seed + HELDOUT_SEED, data.eval_items)
 
     def train(self, indices: Sequence[int]) -> list[Prompt]:
         return self.items.prompts([index % len(self.items) for index in indices])
 
     def heldout(self) -> list[Prompt]:
-        return self.held.prompts(range(len(self.held)))
+        return self.eval_split.prompts(range(len(self.eval_split)))
 
     def right(self, prompt: Prompt, sample: Sample) -> bool | None:
         return None
@@ -46,9 +46,9 @@ class GymItems:
         return len(self.items)
 
     def prompts(self, indices: Sequence[int]) -> list[Prompt]:
-        return self.encoder.prompts([self._asked(index) for index in indices])
+        return self.encoder.prompts([self._raw_prompt(index) for index in indices])
 
-    def _asked(self, index: int) -> RawPrompt:
+    def _raw_prompt(self, index: int) -> RawPrompt:
         try:
             item = self.items[index]
         except Exception as error:  # a task's generator may fail on options that its check let through
@@ -67,14 +67,14 @@ def open_task(name: str, seed: int, size: int, options: Mapping[str, Any]) -> An
         raise ConfigError("data.gym needs reasoning-gym: pip install 'plaudit[verify]'") from None
     if name not in DATASETS:
         raise ConfigError(f"data.gym = {name!r} is no task of reasoning-gym; {nearest(name, DATASETS)}")
-    known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
+    option_names = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for key in options:
         if key == "seed":
             raise ConfigError("data.gym_options.seed: the recipe's own seed decides; set seed")
         if key == "size":
             raise ConfigError("data.gym_options.size: data.limit says how many items there are; set that")
-        if key not in known:
-            raise ConfigError(f"data.gym_options.{key} is no option of the task {name!r}; {nearest(key, known)}")
+        if key not in option_names:
+            raise ConfigError(f"data.gym_options.{key} is no option of the task {name!r}; {nearest(key, option_names)}")
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
     except Exception as error:  # what a task's own check raises is its own affair, assertions included

@@ -61,13 +61,13 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer, by parameter name."""
-        found = {
+        tensors = {
             f"{key}/{name}": value.detach().cpu()
             for name, master in self.masters.items()
             for key, value in self.adam.state[master].items()
         }
         copies = {n: m for n, m in self.masters.items() if self._is_copy(n)}
-        return found | {f"master/{name}": master.detach().cpu() for name, master in copies.items()}
+        return tensors | {f"master/{name}": master.detach().cpu() for name, master in copies.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         self.adam.state.clear()

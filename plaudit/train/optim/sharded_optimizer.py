@@ -49,14 +49,14 @@ class ShardedOptimizer(Optimizer):
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor, whole, on the main rank; nothing on the others. All take part, tensor by tensor."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for path, part in super().state().items():
             name = path.split("/", 1)[1]
             like = self.shards.parameters[name]
             whole = part if part.ndim == 0 else self.shards.whole(part.to(like.device), like).cpu()
             if self.shards.main:
-                found[path] = whole
-        return found
+                tensors[path] = whole
+        return tensors
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         parts = {}

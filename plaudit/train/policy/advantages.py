@@ -64,7 +64,7 @@ def estimate(
     behind the last token."""
     lengths = [len(sample.token_ids) for sample in samples]
     mask = own_tokens(samples)
-    per_token = at_last_token(rewards, mask, lengths) + _given(samples, mask)
+    per_token = at_last_token(rewards, mask, lengths) + _token_rewards(samples, mask)
     if algorithm.kl.where == "reward" and kl_coef:
         assert old is not None
         assert reference is not None
@@ -85,7 +85,7 @@ def estimate(
     return Estimate(advantages, per_token, returns)
 
 
-def _given(samples: Sequence[Sample], mask: Tensor) -> Tensor:
+def _token_rewards(samples: Sequence[Sample], mask: Tensor) -> Tensor:
     """(T,) rewards that came with single tokens, of an environment's turns for instance."""
     rewards = [r for s in samples for r in (s.token_rewards or (0.0,) * len(s.token_ids))]
     return torch.tensor(rewards, dtype=torch.float32)

@@ -46,15 +46,15 @@ class Experience:
         rows = torch.from_numpy(
             np.concatenate([np.arange(ends[i] - len(self.samples[i].token_ids), ends[i]) for i in indices])
         )
-        chosen = {name: values[rows] for name, values in self._known()}
+        chosen = {name: values[rows] for name, values in self._arrays()}
         return replace(self, samples=tuple(self.samples[i] for i in indices), **chosen)
 
     def on(self, device: torch.device) -> Experience:
         """The same with its arrays on a device, which the host does not wait for."""
-        moved = {name: send(values.numpy(), device) for name, values in self._known()}
+        moved = {name: send(values.numpy(), device) for name, values in self._arrays()}
         return replace(self, **moved)  # type: ignore[arg-type]
 
-    def _known(self) -> list[tuple[str, Tensor]]:
+    def _arrays(self) -> list[tuple[str, Tensor]]:
         return [(name, values) for name in FIELDS if (values := getattr(self, name)) is not None]
 
 

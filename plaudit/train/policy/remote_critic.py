@@ -96,8 +96,8 @@ class RemoteCritic:
             part = samples[at : at + ROWS]
             lengths = [len(sample.prompt_ids) + len(sample.token_ids) for sample in part]
             sizes = np.array(lengths, dtype=np.int64)[:, None]
-            given = self._infer("critic_infer", {"tokens": _tokens(part), "sequence_lengths": sizes}, {})
-            values = _expected(given, "values", (len(part), max(lengths)))
+            reply = self._infer("critic_infer", {"tokens": _tokens(part), "sequence_lengths": sizes}, {})
+            values = _expected(reply, "values", (len(part), max(lengths)))
             for row, sample, length in zip(values, part, lengths, strict=True):
                 before.append(row[len(sample.prompt_ids) - 1 : length - 1])
                 after.append(row[length - 1])
@@ -114,19 +114,19 @@ class RemoteCritic:
         tensors = {"tokens": _tokens(samples), **{n: _columns(samples, t.numpy()) for n, t in fields.items()}}
         self._sent += 1
         parameters = {"update_id": f"{self._run}-{self._sent}", "updates": self.updates}
-        given = self._infer("critic_train", tensors, parameters)
-        loss = float(_expected(given, "loss_mean", (1,))[0])
-        self.updates = int(given.parameters["updates"])
+        reply = self._infer("critic_train", tensors, parameters)
+        loss = float(_expected(reply, "loss_mean", (1,))[0])
+        self.updates = int(reply.parameters["updates"])
         tally.add("value/loss", torch.tensor(loss))
         for name, weight in (("value/clip", int(experience.mask.sum())), ("value/grad_norm", 1)):
-            if name in given.parameters:
-                tally.weighted(name, float(given.parameters[name]), weight)
+            if name in reply.parameters:
+                tally.weighted(name, float(reply.parameters[name]), weight)
         return tally
 
     def save(self, directory: Path) -> None:
         """The critic's state stays with its server; its name is what a checkpoint needs."""
-        given = self._infer("critic_save", {"dummy_var": np.zeros(1, dtype=np.int64)}, {})
-        saved = {"url": self.url, "save": given.parameters["save"], "updates": given.parameters["updates"]}
+        reply = self._infer("critic_save", {"dummy_var": np.zeros(1, dtype=np.int64)}, {})
+        saved = {"url": self.url, "save": reply.parameters["save"], "updates": reply.parameters["updates"]}
         if saved["updates"] != self.updates:
             raise CriticFailed(
                 f"the critic at {self.url} saved {saved['updates']} updates and this run made {self.updates}: "
@@ -200,8 +200,8 @@ class RemoteCritic:
             401: "set critic.key_env", 403: "set critic.key_env to the admin key's variable",
             409: "--resume goes back to the last checkpoint of both",
         }.get(reply.status_code)  # fmt: skip
-        told = f"the critic at {self.url} refuses {path} ({reply.status_code}): {why}"
-        return CriticFailed(told if cure is None else f"{told}; {cure}")
+        refusal = f"the critic at {self.url} refuses {path} ({reply.status_code}): {why}"
+        return CriticFailed(refusal if cure is None else f"{refusal}; {cure}")
 
 
 def _tokens(samples: Sequence[Sample]) -> np.ndarray:
@@ -225,20 +225,20 @@ def _columns(samples: Sequence[Sample], flat: np.ndarray) -> np.ndarray:
     return columns
 
 
-def _expected(given: TritonReply, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    values = given.tensors.get(name)
+def _expected(reply: TritonReply, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = reply.tensors.get(name)
     if values is None or values.shape != shape or not np.isfinite(values).all():
-        found = "nothing" if values is None else f"shape {values.shape}, or numbers that are not finite"
-        raise CriticFailed(f"the critic was asked for {name} of shape {shape} and gave {found}")
+        got = "nothing" if values is None else f"shape {values.shape}, or numbers that are not finite"
+        raise CriticFailed(f"the critic was asked for {name} of shape {shape} and gave {got}")
     return values
 
 
 def _error(reply: httpx.Response) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(reply.content)
+        body = msgspec.json.decode(reply.content)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
 def _reason(reply: httpx.Response) -> str:

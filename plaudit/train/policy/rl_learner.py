@@ -48,8 +48,8 @@ class RlLearner:
         metrics = dropped(batch.samples, samples)
         if not samples:
             return metrics, None, None
-        experience, advantage, found = self._experience(Batch(samples, batch.version), step)
-        metrics |= found
+        experience, advantage, figures = self._experience(Batch(samples, batch.version), step)
+        metrics |= figures
         seen, updates = Tally(), 0
         train = self.recipe.train
         for epoch in range(train.epochs):
@@ -80,7 +80,7 @@ class RlLearner:
             with self.clock("values"):
                 values, after = self.critic.values(samples)
         with self.clock("advantages"):
-            found = estimate(
+            estimated = estimate(
                 algorithm, samples, rewards, kl_coef=self.kl.coef, old=old, reference=reference, values=values,
                 after=after,
             )  # fmt: skip
@@ -89,9 +89,9 @@ class RlLearner:
             kept = torch.tensor([sample.finish_reason != "length" for sample in samples])
             mask = own & repeat(kept, [len(sample.token_ids) for sample in samples])
         experience = Experience(
-            samples, mask, flat(samples, "logprobs"), found.advantages, old, reference, values, found.returns
+            samples, mask, flat(samples, "logprobs"), estimated.advantages, old, reference, values, estimated.returns
         )
-        return experience, found, self._describe(experience, found, rewards, own)
+        return experience, estimated, self._describe(experience, estimated, rewards, own)
 
     def _old(self, batch: Batch, step: int) -> Tensor | None:
         """π_old, where one forward pass does not already give it: the first update's ratio is then 1 by construction.
@@ -135,20 +135,20 @@ class RlLearner:
         return seen
 
     def _describe(
-        self, experience: Experience, found: Estimate, rewards: Tensor, own: Tensor
+        self, experience: Experience, estimated: Estimate, rewards: Tensor, own: Tensor
     ) -> dict[str, float]:  # fmt: skip
         metrics = {
             "shaped_reward/mean": rewards.mean().item(),
-            "advantage/mean": found.advantages[own].mean().item(),
-            "advantage/min": found.advantages[own].min().item(),
-            "advantage/max": found.advantages[own].max().item(),
+            "advantage/mean": estimated.advantages[own].mean().item(),
+            "advantage/min": estimated.advantages[own].min().item(),
+            "advantage/max": estimated.advantages[own].max().item(),
             "kl/coef": self.kl.coef,
         }
-        if found.returns is not None and experience.values is not None:
-            returns = found.returns[own]
+        if estimated.returns is not None and experience.values is not None:
+            returns = estimated.returns[own]
             metrics |= {f"return/{name}": getattr(returns, name)().item() for name in ("mean", "min", "max")}
             metrics["value/mean"] = experience.values[own].mean().item()
-            metrics["value/explained_variance"] = explained_variance(experience.values, found.returns, own)
+            metrics["value/explained_variance"] = explained_variance(experience.values, estimated.returns, own)
         if experience.reference is not None:
             policy = experience.behaviour if experience.old is None else experience.old
             kl = torch.where(own, kl_estimate(policy, experience.reference, "k1"), 0.0)
@@ -159,9 +159,9 @@ class RlLearner:
         return metrics
 
 
-def dropped(given: Sequence[Sample], used: Sequence[Sample]) -> dict[str, float]:
+def dropped(samples: Sequence[Sample], used: Sequence[Sample]) -> dict[str, float]:
     """How many samples could not be learned from, and whether long ones are lost more than others."""
     kept = {id(sample) for sample in used}
-    lost = [len(sample.token_ids) for sample in given if id(sample) not in kept]
-    found = {"dropped/samples": float(len(lost))}
-    return found | {"dropped/length_mean": sum(lost) / len(lost)} if lost else found
+    lost = [len(sample.token_ids) for sample in samples if id(sample) not in kept]
+    figures = {"dropped/samples": float(len(lost))}
+    return figures | {"dropped/length_mean": sum(lost) / len(lost)} if lost else figures

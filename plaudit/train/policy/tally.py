@@ -62,17 +62,17 @@ class Tally:
 
     def metrics(self, updates: int = 1) -> dict[str, float]:
         """Sums as the mean of the updates they come from."""
-        found = {name: self.sum(name) / updates for name in self._sums}
+        figures = {name: self.sum(name) / updates for name in self._sums}
         for name, parts in self._means.items():
             count = sum(weight.item() for _, weight in parts)
             if count:
-                found[name] = sum(total.item() for total, _ in parts) / count
-        found |= {name: min(part.item() for part in parts) for name, parts in self._lowest.items()}
-        return found | {name: max(part.item() for part in parts) for name, parts in self._highest.items()}
+                figures[name] = sum(total.item() for total, _ in parts) / count
+        figures |= {name: min(part.item() for part in parts) for name, parts in self._lowest.items()}
+        return figures | {name: max(part.item() for part in parts) for name, parts in self._highest.items()}
 
 
 def _plain(parts: Mapping[str, Sequence[Tensor | tuple[Tensor, Tensor]]]) -> dict[str, list[float | list[float]]]:
     return {
-        name: [[each.item() for each in part] if isinstance(part, tuple) else part.item() for part in found]
-        for name, found in parts.items()
+        name: [[each.item() for each in part] if isinstance(part, tuple) else part.item() for part in numbers]
+        for name, numbers in parts.items()
     }

@@ -45,8 +45,8 @@ class Dump:
         return dump
 
     def steps(self) -> list[int]:
-        found = [match for path in self.directory.glob("step-*.jsonl") if (match := _NAME.fullmatch(path.name))]
-        return sorted(int(match[1]) for match in found)
+        matches = [match for path in self.directory.glob("step-*.jsonl") if (match := _NAME.fullmatch(path.name))]
+        return sorted(int(match[1]) for match in matches)
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}.jsonl"

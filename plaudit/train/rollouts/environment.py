@@ -35,18 +35,18 @@ def load_environment(table: EnvironmentTable) -> Callable[[], Environment]:
             "file.py:Class or package.module:Class"
         )
     try:
-        found = getattr(_module(home), name)
+        factory = getattr(_module(home), name)
     except Exception as error:  # a user's file may raise whatever it likes
-        raise ConfigError(f"environment.name = {table.name!r} cannot be loaded: {_said(error)}") from error
+        raise ConfigError(f"environment.name = {table.name!r} cannot be loaded: {_summary(error)}") from error
     options = dict(table.options)
     try:
-        first = found(**options)
+        first = factory(**options)
     except Exception as error:
-        raise ConfigError(f"environment.options: {name}(**{options}) fails: {_said(error)}") from error
+        raise ConfigError(f"environment.options: {name}(**{options}) fails: {_summary(error)}") from error
     for method in ("reset", "step"):
         if not callable(getattr(first, method, None)):
             raise ConfigError(f"environment.name = {table.name!r} has no method {method!r}; see docs/environments.md")
-    return lambda: found(**options)
+    return lambda: factory(**options)
 
 
 def _module(home: str) -> Any:
@@ -64,5 +64,5 @@ def _module(home: str) -> Any:
     return module
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"

@@ -89,10 +89,10 @@ class Episode:
     def failed(self, error: Exception, doing: str) -> None:
         name = type(self.environment).__name__
         if isinstance(error, Overdue):
-            found = ItemError("timeout", f"{name}.{doing}: {error}")
+            failure = ItemError("timeout", f"{name}.{doing}: {error}")
         else:
-            found = ItemError("environment_failed", f"{name}.{doing}: {type(error).__name__}: {one_line(error)}")
-        self.finish("environment", "error", found)
+            failure = ItemError("environment_failed", f"{name}.{doing}: {type(error).__name__}: {one_line(error)}")
+        self.finish("environment", "error", failure)
 
     def finish(self, end: End, reason: FinishReason | None = None, error: ItemError | None = None) -> None:
         self.end, self.reason, self.error = end, reason or REASONS[end], error
@@ -152,9 +152,9 @@ class Episodes:
         samples = self.engine.generate([episode.context for episode in episodes], params)
         for episode, sample in zip(episodes, samples, strict=True):
             episode.wrote(sample)
-        asked = [(e, sample) for e, sample in zip(episodes, samples, strict=True) if e.end is None]
-        answers = self.ask.run([self._stepping(episode, sample) for episode, sample in asked])
-        for (episode, _), answer in zip(asked, answers, strict=True):
+        open_turns = [(e, sample) for e, sample in zip(episodes, samples, strict=True) if e.end is None]
+        answers = self.ask.run([self._stepping(episode, sample) for episode, sample in open_turns])
+        for (episode, _), answer in zip(open_turns, answers, strict=True):
             try:
                 self._answer(episode, answer)
             except (PlauditError, TypeError, ValueError) as error:

@@ -23,9 +23,9 @@ class ObservationEncoder:
             return tuple(encode(self.tokenizer, observation))
         before: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
         head = render_chat(self.tokenizer, before, add_generation_prompt=True) + encode(self.tokenizer, SAID)
-        said = {"role": "assistant", "content": SAID}
+        reply = {"role": "assistant", "content": SAID}
         whole = render_chat(
-            self.tokenizer, [*before, said, {"role": "user", "content": observation}], add_generation_prompt=True
+            self.tokenizer, [*before, reply, {"role": "user", "content": observation}], add_generation_prompt=True
         )
         if whole[: len(head)] != head:
             raise ConfigError(

@@ -32,10 +32,10 @@ def write_pairs(run: Path, out: Path, most: int) -> PairTally:
     dump, tally = Dump.find(run), PairTally()
     rows: list[dict[str, Any]] = []
     for group in _groups(dump):
-        found = pairs_of(group, most)
+        pairs = pairs_of(group, most)
         tally.prompts += 1
-        tally.equal += not found
-        rows += found
+        tally.equal += not pairs
+        rows += pairs
     tally.pairs = len(rows)
     if not rows:
         raise DataError(f"{dump.directory}: {tally}; take prompts that the policy answers right only sometimes")
@@ -48,13 +48,13 @@ def pairs_of(group: Sequence[Sample], most: int) -> list[dict[str, Any]]:
     """The best over the worst, the second best over the second worst, and so on while their rewards differ."""
     by_text = {sample.text: sample for sample in group if sample.reward is not None and sample.text}
     ranked = sorted(by_text.values(), key=_reward, reverse=True)
-    found: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
     for better, worse in zip(ranked, reversed(ranked), strict=True):
         margin = _reward(better) - _reward(worse)
-        if margin <= 0 or len(found) == most:
+        if margin <= 0 or len(pairs) == most:
             break
-        found.append({**question_of(better), "chosen": better.text, "rejected": worse.text, "margin": margin})
-    return found
+        pairs.append({**question_of(better), "chosen": better.text, "rejected": worse.text, "margin": margin})
+    return pairs
 
 
 def question_of(sample: Sample) -> dict[str, Any]:

@@ -44,22 +44,22 @@ class SideBySide(Generic[T]):
                 except Exception as error:
                     over.put((number, error))
 
-        found: dict[int, T | Exception] = {}
+        results: dict[int, T | Exception] = {}
         self._start(min(self.threads, len(calls)), work)
-        while len(found) < len(calls):
+        while len(results) < len(calls):
             oldest = min(running.copy().values(), default=time.monotonic())
             try:
                 number, result = over.get(timeout=max(0.001, oldest + self.seconds - time.monotonic()))
-                found.setdefault(number, result)
+                results.setdefault(number, result)
                 running.pop(number, None)
             except queue.Empty:
                 late = [n for n, since in running.copy().items() if time.monotonic() - since >= self.seconds]
                 for number in late:
                     given_up.add(number)
                     del running[number]
-                    found[number] = Overdue(f"no answer in {self.seconds:g} s")
+                    results[number] = Overdue(f"no answer in {self.seconds:g} s")
                 self._start(len(late), work)
-        return [found[number] for number in range(len(calls))]
+        return [results[number] for number in range(len(calls))]
 
     @staticmethod
     def _start(count: int, work: Callable[[], None]) -> None:

@@ -125,11 +125,11 @@ class SingleTurn:
         self.seed = seed
 
     def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
-        asked = [list(prompt.token_ids or ()) for prompt in prompts]
+        token_ids = [list(prompt.token_ids or ()) for prompt in prompts]
         params = [
             sampling_params(self.sampling, n, f"{self.seed} {seed} {first + index}") for index in range(len(prompts))
         ]
-        return self.engine.generate(asked, params)
+        return self.engine.generate(token_ids, params)
 
 
 def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:
@@ -151,7 +151,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     rewards = torch.tensor(scored, dtype=torch.float64)
     lengths = torch.tensor([float(sum(sample.mask)) for sample in samples], dtype=torch.float64)
     stopped = [float(sum(sample.mask)) for sample in samples if sample.finish_reason == "stop"]
-    found: dict[str, float] = {
+    figures: dict[str, float] = {
         "reward/errors": sum(sample.error is not None for sample in samples) / len(samples),
         "length/mean": lengths.mean().item(),
         "length/min": lengths.min().item(),
@@ -161,9 +161,9 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "length/aborted": _share(samples, "abort"),
     }
     if stopped:
-        found["length/stopped_mean"] = sum(stopped) / len(stopped)
+        figures["length/stopped_mean"] = sum(stopped) / len(stopped)
     if scored:
-        found |= {
+        figures |= {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(correction=0).item(),
             "reward/min": rewards.min().item(),
@@ -174,20 +174,20 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         if sample.reward is not None:
             groups.setdefault(sample.group, []).append(sample.reward + _on_the_way(sample))
     if any(len(group) > 1 for group in groups.values()):
-        found["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
+        figures["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
     judged: list[Any] = [sample.extra.get("right") for sample in samples]
-    known = [right for right in judged if right is not None]
-    if known:
-        found["accuracy"] = sum(known) / len(known)
+    verdicts = [right for right in judged if right is not None]
+    if verdicts:
+        figures["accuracy"] = sum(verdicts) / len(verdicts)
         by_group: dict[int, bool] = {}
         for sample in samples:
             by_group[sample.group] = by_group.get(sample.group, False) or bool(sample.extra.get("right"))
-        found["pass_at_k"] = sum(by_group.values()) / len(by_group)
+        figures["pass_at_k"] = sum(by_group.values()) / len(by_group)
     turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
     if turns:
-        found["turns/mean"] = sum(turns) / len(turns)
-        found["turns/reward"] = sum(map(_on_the_way, samples)) / len(samples)
-    return found
+        figures["turns/mean"] = sum(turns) / len(turns)
+        figures["turns/reward"] = sum(map(_on_the_way, samples)) / len(samples)
+    return figures
 
 
 def staleness(batch: Batch) -> dict[str, float]:

@@ -45,10 +45,10 @@ class Scorer:
 
     def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         """`prompts[i]` is what `samples[i]` answers. Samples that did not finish are not asked about."""
-        asked = [i for i, sample in enumerate(samples) if sample.finish_reason in ("stop", "length")]
-        results = self.source.score([_item(prompts[i], samples[i]) for i in asked])
+        finished = [i for i, sample in enumerate(samples) if sample.finish_reason in ("stop", "length")]
+        results = self.source.score([_item(prompts[i], samples[i]) for i in finished])
         scored = list(samples)
-        for i, result in zip(asked, results, strict=True):
+        for i, result in zip(finished, results, strict=True):
             scored[i] = _with(samples[i], result)
         return scored
 
@@ -108,8 +108,8 @@ def _completed(keys: RewardTable | Mapping[str, object], name: str) -> RewardTab
 
 
 def _item(prompt: Prompt, sample: Sample) -> Item:
-    asked = prompt.extra.get("messages")
-    return Item(prompt=prompt.text if asked is None else tuple(asked), response=sample.text, truth=prompt.truth)
+    messages = prompt.extra.get("messages")
+    return Item(prompt=prompt.text if messages is None else tuple(messages), response=sample.text, truth=prompt.truth)
 
 
 def _with(sample: Sample, result: Result) -> Sample:

@@ -43,7 +43,8 @@ class MainPlayer:
 
     def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
         player = self.player
-        return _together(self.group, Share() if player is None else _told(lambda: player.play(prompts, n, seed, first)))
+        mine = Share() if player is None else _share_of(lambda: player.play(prompts, n, seed, first))
+        return _together(self.group, mine)
 
 
 class SharedScorer:
@@ -62,7 +63,7 @@ class SharedScorer:
         count = len(samples)
         mine = range(count if self.group.index == 0 else 0) if self.main_asks else self.group.share(count)
         return _together(
-            self.group, _told(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
+            self.group, _share_of(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
         )
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -72,7 +73,7 @@ class SharedScorer:
         self.scorer.close()
 
 
-def _told(work: Callable[[], list[Sample]]) -> Share:
+def _share_of(work: Callable[[], list[Sample]]) -> Share:
     """A rank that fails says so, and all end alike with their state saved; alone it would leave them waiting."""
     try:
         return Share(tuple(work()))

@@ -102,19 +102,21 @@ def beginning_values(
     params = [
         replace(
             sampling_params(recipe.sampling, completions, f"{recipe.seed} steps {index}"),
-            max_tokens=max(1, recipe.sampling.max_tokens - len(said)),
+            max_tokens=max(1, recipe.sampling.max_tokens - len(beginning)),
         )
-        for index, (_, said) in enumerate(begun)
+        for index, (_, beginning) in enumerate(begun)
     ]
-    made = engine.generate([[*prompt, *said] for prompt, said in begun], params)
-    found: dict[Beginning, list[float]] = {key: [] for key in begun}
-    asked = [prompts[begun[sample.group]] for sample in made]
-    for sample, reward in _rewards(scorer, asked, _whole(engine.tokenizer, begun, made)):
-        found[begun[sample.group]].append(reward)
-    for (_, said), rewards in found.items():
+    made = engine.generate([[*prompt, *beginning] for prompt, beginning in begun], params)
+    rewards_of: dict[Beginning, list[float]] = {key: [] for key in begun}
+    questions = [prompts[begun[sample.group]] for sample in made]
+    for sample, reward in _rewards(scorer, questions, _whole(engine.tokenizer, begun, made)):
+        rewards_of[begun[sample.group]].append(reward)
+    for (_, beginning), rewards in rewards_of.items():
         if not rewards:
-            raise RunError(f"no completion of {engine.tokenizer.decode(said)!r} has a reward: see the reward's errors")
-    return {key: sum(rewards) / len(rewards) for key, rewards in found.items()}
+            raise RunError(
+                f"no completion of {engine.tokenizer.decode(beginning)!r} has a reward: see the reward's errors"
+            )
+    return {key: sum(rewards) / len(rewards) for key, rewards in rewards_of.items()}
 
 
 def row_of(solution: Solution, values: dict[Beginning, float]) -> dict[str, Any]:
@@ -145,17 +147,17 @@ class Cutter:
         """None for what teaches nothing about steps: see `StepTally.unusable`."""
         if sample.reward is None or sample.finish_reason not in ("stop", "length"):
             return None
-        said = tuple(token for token in sample.token_ids if token not in self.end_tokens)
+        response = tuple(token for token in sample.token_ids if token not in self.end_tokens)
         cuts, steps, before = [], [], ""
-        for at, token in enumerate(said, 1):
+        for at, token in enumerate(response, 1):
             if self.split[-1] not in self._piece(token):
                 continue
-            text = self.tokenizer.decode(said[:at], skip_special_tokens=True)
+            text = self.tokenizer.decode(response[:at], skip_special_tokens=True)
             if text.endswith(self.split) and len(text) > len(before):
                 cuts.append(at)
                 steps.append(text[len(before) :])
                 before = text
-        rest = self.tokenizer.decode(said, skip_special_tokens=True)[len(before) :]
+        rest = self.tokenizer.decode(response, skip_special_tokens=True)[len(before) :]
         if any(step.count(self.split) > 1 for step in steps) or self.split in rest:
             return None
         if rest and sample.finish_reason == "stop":
@@ -178,7 +180,7 @@ def _rewards(
 
 def _whole(tokenizer: Any, begun: Sequence[Beginning], samples: Sequence[Sample]) -> list[Sample]:
     """Samples with the text of the whole response: the beginning, then what the policy made of it."""
-    texts = [tokenizer.decode(said, skip_special_tokens=True) for _, said in begun]
+    texts = [tokenizer.decode(beginning, skip_special_tokens=True) for _, beginning in begun]
     return [replace(sample, text=texts[sample.group] + sample.text) for sample in samples]
 
 

@@ -106,8 +106,8 @@ class Checkpoints:
         return max((int(name.removeprefix("step-")) for name in self._names()), default=0) + 1
 
     def _names(self) -> list[str]:
-        found = [path.name for path in self.directory.glob("step-*") if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda name: int(name.removeprefix("step-")))
+        names = [path.name for path in self.directory.glob("step-*") if _NAME.fullmatch(path.name)]
+        return sorted(names, key=lambda name: int(name.removeprefix("step-")))
 
     def _prune(self) -> None:
         for name in self._names()[: -self.keep]:
@@ -120,9 +120,9 @@ def _open(path: Path) -> Checkpoint:
     try:
         manifest = _json(path / "manifest.json")
         for name, expected in manifest.items():
-            found = sha256(path / name)
-            if found != expected:
-                hashes = f"SHA-256 {found[:12]}, expected {expected[:12]}"
+            digest = sha256(path / name)
+            if digest != expected:
+                hashes = f"SHA-256 {digest[:12]}, expected {expected[:12]}"
                 raise BadCheckpoint(f"{path / name} is damaged ({hashes}): {path.name} is left out")
         state = _json(path / "state.json")
     except OSError as error:

@@ -45,7 +45,7 @@ class Clock:
     def split(self) -> dict[str, float]:
         """As metrics, with the whole as time/step; and start again."""
         now = time.monotonic()
-        found = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        found["time/step"] = now - self._begin
+        figures = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        figures["time/step"] = now - self._begin
         self._seconds, self._begin = {}, now
-        return found
+        return figures

@@ -27,7 +27,7 @@ def nobody(_: str) -> None:
 def overdue(name: str, urls: Sequence[str], patience: float, key: str, warn: Warn) -> Iterator[None]:
     """`name`: what is waited for; `key`: the recipe's, of `patience`. `warn` may be called from another thread."""
     begun = time.monotonic()
-    told, over = threading.Event(), threading.Event()
+    warned, over = threading.Event(), threading.Event()
 
     def tell() -> None:
         silent = [url for url in urls if not _lives(url)]
@@ -36,7 +36,7 @@ def overdue(name: str, urls: Sequence[str], patience: float, key: str, warn: War
         else:
             what = f"{name} at {', '.join(urls)} lives and has not answered yet: it has more to do than it can"
         if not over.is_set():
-            told.set()
+            warned.set()
             warn(f"{what}; waited for {time.monotonic() - begun:.0f} s so far, {patience:g} at most ({key})")
 
     timer = threading.Timer(NOTICE_SECONDS, tell)
@@ -47,7 +47,7 @@ def overdue(name: str, urls: Sequence[str], patience: float, key: str, warn: War
     finally:
         over.set()
         timer.cancel()
-    if told.is_set():
+    if warned.is_set():
         warn(f"{name} has answered after {time.monotonic() - begun:.0f} s")
 
 

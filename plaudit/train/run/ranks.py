@@ -49,9 +49,9 @@ class Group:
             longest = max(int(size) for size in sizes)
             mine = torch.zeros(longest, dtype=torch.uint8)
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-            found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(found, mine, self.channel)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
+            received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(received, mine, self.channel)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
 
     def gather_values(self, value: Any, kind: Any = Any) -> list[Any]:
         """The same for plain values and records: msgspec's types."""
@@ -145,8 +145,8 @@ def named_losses() -> Iterator[None]:
 
 def is_loss(error: BaseException) -> bool:
     """Whether an exchange between ranks failed: torch has types for some of it, and gloo's text for the rest."""
-    known = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-    return isinstance(error, known) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    network_errors = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    return isinstance(error, network_errors) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def _take_gpu() -> None:

@@ -27,14 +27,14 @@ MAX_ANSWER_TOKENS = 160
 
 def policy_accuracy(loaded: Loaded, world: Sums, problems: int, seed: int) -> dict[str, float]:
     """The share of held-out problems answered right: sampled at temperature 1, and greedily."""
-    asked = world.heldout(problems)
+    questions = world.heldout(problems)
     # The engine's seed, not the requests': one seed for all of them would have all problems share their luck.
     engine = Engine(loaded.module, loaded.tokenizer, seed=seed)
     figures = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         params = SamplingParams(temperature=temperature, max_tokens=MAX_ANSWER_TOKENS)
-        samples = engine.generate([problem.prompt for problem in asked], params)
-        right = [judge(problem, sample.text).right for problem, sample in zip(asked, samples, strict=True)]
+        samples = engine.generate([problem.prompt for problem in questions], params)
+        right = [judge(problem, sample.text).right for problem, sample in zip(questions, samples, strict=True)]
         figures[name] = float(np.mean(right))
     return figures
 
@@ -69,22 +69,22 @@ def evaluate_ratings(
     for micro in _of(examples, Rating, budget):
         scores.append(outcome_scores(model, [e.tokens for e in micro]).cpu().numpy())
         ratings += [e.ratings for e in micro]
-    found, expected = np.concatenate(scores), np.array(ratings)
+    predicted, expected = np.concatenate(scores), np.array(ratings)
     figures = {}
     for column, name in enumerate(algorithm.attributes):
-        given = ~np.isnan(expected[:, column])
-        x, y = found[given, column], expected[given, column]
-        figures[f"{name}/mse"] = float(np.mean((x - y) ** 2)) if given.any() else float("nan")
-        varied = given.sum() > 1 and x.std() > 0 and y.std() > 0
+        rated = ~np.isnan(expected[:, column])
+        x, y = predicted[rated, column], expected[rated, column]
+        figures[f"{name}/mse"] = float(np.mean((x - y) ** 2)) if rated.any() else float("nan")
+        varied = rated.sum() > 1 and x.std() > 0 and y.std() > 0
         figures[f"{name}/correlation"] = float(np.corrcoef(x, y)[0, 1]) if varied else float("nan")
     return figures
 
 
 @torch.no_grad()
 def evaluate_steps(model: nn.Module, examples: Sequence[Example], budget: int) -> dict[str, float]:
-    found, expected = _step_chances(model, examples, budget)
-    right, truth = np.concatenate(found), np.concatenate(expected)
-    return {"step_auc": auc(right, truth), "first_wrong_f1": first_wrong_f1(found, expected)}
+    chances, expected = _step_chances(model, examples, budget)
+    right, truth = np.concatenate(chances), np.concatenate(expected)
+    return {"step_auc": auc(right, truth), "first_wrong_f1": first_wrong_f1(chances, expected)}
 
 
 @torch.no_grad()
@@ -94,8 +94,8 @@ def accepted_errors(model: nn.Module, examples: Sequence[Example], budget: int) 
     if isinstance(examples[0], Comparison):
         chosen, rejected = _pair_scores(model, examples, budget)
         return float(np.mean(rejected >= chosen))
-    found, expected = _step_chances(model, examples, budget)
-    first_wrong = [chances[_first_false(truth)] for chances, truth in zip(found, expected, strict=True)]
+    solutions, expected = _step_chances(model, examples, budget)
+    first_wrong = [chances[_first_false(truth)] for chances, truth in zip(solutions, expected, strict=True)]
     return float(np.mean(np.array(first_wrong) > 0.5))
 
 
@@ -111,13 +111,13 @@ def _pair_scores(model: nn.Module, examples: Sequence[Example], budget: int) -> 
 
 def _step_chances(model: nn.Module, examples: Sequence[Example], budget: int) -> tuple[list[Floats], list[Floats]]:
     """For each solution, how likely each step is right, and which steps are."""
-    found: list[Floats] = []
+    solutions: list[Floats] = []
     expected: list[Floats] = []
     for micro in _of(examples, StepTargets, budget):
         chances = step_logits(model, [e.tokens for e in micro], [e.ends for e in micro]).softmax(-1)[:, 1].cpu().numpy()
-        found += np.split(chances, np.cumsum([len(e.ends) for e in micro])[:-1])
+        solutions += np.split(chances, np.cumsum([len(e.ends) for e in micro])[:-1])
         expected += [np.array(e.targets) >= 0.5 for e in micro]
-    return found, expected
+    return solutions, expected
 
 
 def auc(scores: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
@@ -131,11 +131,11 @@ def auc(scores: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
     return float((rank[truth].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
-def first_wrong_f1(found: Sequence[np.ndarray[Any, Any]], truth: Sequence[np.ndarray[Any, Any]]) -> float:
+def first_wrong_f1(chances_of: Sequence[np.ndarray[Any, Any]], truth: Sequence[np.ndarray[Any, Any]]) -> float:
     """ProcessBench's F1: harmonic mean of two accuracies, on solutions with an error (is the first wrong step found?)
     and on those without (is none claimed?). A step counts as wrong below 0.5."""
     hits: dict[bool, list[bool]] = {True: [], False: []}
-    for chances, right in zip(found, truth, strict=True):
+    for chances, right in zip(chances_of, truth, strict=True):
         hits[bool(right.all())].append(_first_false(chances >= 0.5) == _first_false(right))
     if not hits[True] or not hits[False]:
         return float("nan")
