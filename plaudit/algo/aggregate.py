@@ -11,6 +11,8 @@ Deviations:
    Samples that only have advantage 0 are counted: they were drawn from the policy, and leaving them out would make the
    step larger the less there is to learn.
 3. A batch without any policy token has weights 0, not 0 / 0.
+
+Shapes: T tokens of N samples end to end.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from plaudit.algo.tokens.ragged import policy_tokens, repeat
 Aggregation = Literal["token", "sequence", "constant"]
 
 
-def token_weights(mask: Tensor, lengths: Sequence[int], how: Aggregation, constant: float | None = None) -> Tensor:
-    """(T,) float32, 0 outside the mask. mask (T,) bool and lengths (N,) of the whole batch."""
-    tokens = policy_tokens(mask, lengths)
-    samples = (tokens > 0).sum().clamp(min=1)
+def token_weights(mask_T: Tensor, lengths: Sequence[int], how: Aggregation, constant: float | None = None) -> Tensor:
+    """(T,) float32, 0 outside the mask. Mask and lengths are those of the whole batch."""
+    tokens_N = policy_tokens(mask_T, lengths)
+    samples = (tokens_N > 0).sum().clamp(min=1)
     if how == "token":
-        return mask.float() / tokens.sum().clamp(min=1)
+        return mask_T.float() / tokens_N.sum().clamp(min=1)
     if how == "sequence":
-        return mask.float() / repeat(tokens.clamp(min=1) * samples, lengths)
+        return mask_T.float() / repeat(tokens_N.clamp(min=1) * samples, lengths)
     if constant is None or constant <= 0:
         raise ValueError(f"constant = {constant}: the aggregation of that name divides by it, give a number above 0")
-    return mask.float() / (samples * constant)
+    return mask_T.float() / (samples * constant)

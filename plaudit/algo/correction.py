@@ -7,6 +7,8 @@ Deviations:
 1. The log ratio, of a token or of a sample, is kept within ±20.
 2. "truncate" also lifts weights to `floor`, which is 0 unless given.
 3. Weights are not normalised to mean 1.
+
+Shapes: T tokens, P of them the policy's own.
 """
 
 from __future__ import annotations
@@ -25,41 +27,41 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 def importance_weights(
-    old: Tensor, behaviour: Tensor, mask: Tensor, lengths: Sequence[int], mode: Mode, level: Level, cap: float,
+    old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, lengths: Sequence[int], mode: Mode, level: Level, cap: float,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weights (T,) without gradient, and the policy tokens (T,) bool that are kept; 0 and false at masked tokens.
 
-    old, behaviour  (T,) the learner's and the engine's log-probs; at masked tokens they may be anything
+    old, behaviour  the learner's and the engine's log-probs; at masked tokens they may be anything
     mode            truncate: weights are brought into [floor, cap]; mask: those outside of it become 0
     level           token: each its own; sequence: the product over the sample; geometric: the sample's mean
     """
-    difference = torch.where(mask, old.detach() - behaviour, 0.0)
+    difference_T = torch.where(mask_T, old_T.detach() - behaviour_T, 0.0)
     if level == "sequence":
-        difference = repeat(sample_sum(difference, lengths), lengths)
+        difference_T = repeat(sample_sum(difference_T, lengths), lengths)
     elif level == "geometric":
-        difference = repeat(sample_mean(difference, mask, lengths), lengths)
-    weights = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    kept = mask
+        difference_T = repeat(sample_mean(difference_T, mask_T, lengths), lengths)
+    weights_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    kept_T = mask_T
     if mode == "truncate":
-        weights = weights.clamp(floor, cap)
+        weights_T = weights_T.clamp(floor, cap)
     else:
-        kept = mask & (weights >= floor) & (weights <= cap)
-    return torch.where(kept, weights, 0.0), kept
+        kept_T = mask_T & (weights_T >= floor) & (weights_T <= cap)
+    return torch.where(kept_T, weights_T, 0.0), kept_T
 
 
-def mismatch(old: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far learner and engine are apart over policy tokens. old, behaviour: (T,) log-probs.
+def mismatch(old_T: Tensor, behaviour_T: Tensor, mask_T: Tensor) -> dict[str, float]:
+    """How far learner and engine are apart over policy tokens, by their log-probs.
 
     abs_mean, abs_max, abs_std  of |log π_old - log behaviour|
     k1, k3                      estimates of KL(behaviour, π_old)
     ess                         effective sample size of the untruncated token weights, as a share of the tokens
     correlation                 Pearson's, of the two probabilities; of constants 1 if they are equal, else 0
     """
-    if not mask.any():
+    if not mask_T.any():
         return {"abs_mean": 0.0, "abs_max": 0.0, "abs_std": 0.0, "k1": 0.0, "k3": 0.0, "ess": 1.0, "correlation": 1.0}
-    ours, theirs = old.detach()[mask].double(), behaviour.detach()[mask].double()
-    difference = (ours - theirs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ours_P, theirs_P = old_T.detach()[mask_T].double(), behaviour_T.detach()[mask_T].double()
+    difference = (ours_P - theirs_P).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     size, weights = difference.abs(), difference.exp()
     figures = {
         "abs_mean": size.mean(),
@@ -68,7 +70,7 @@ def mismatch(old: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, float]:
         "k1": -difference.mean(),
         "k3": (difference.expm1() - difference).mean(),
         "ess": weights.sum().square() / (len(weights) * weights.square().sum()),
-        "correlation": _pearson(ours.exp(), theirs.exp()),
+        "correlation": _pearson(ours_P.exp(), theirs_P.exp()),
     }
     return {name: figure.item() for name, figure in figures.items()}
 

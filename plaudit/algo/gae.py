@@ -6,6 +6,8 @@ Schulman et al. (2016). Deviations:
 2. What follows the last token is the caller's to say, per sample and by its finish reason, never by its length: 0 where
    the sample ended, the critic's value where it was cut off and the recipe bootstraps.
 3. returns = advantages + values, before any whitening.
+
+Shapes: T tokens of N samples end to end, P of them the policy's own.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ if TYPE_CHECKING:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Sequence[int], bootstrap: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, lengths: Sequence[int], bootstrap_N: Tensor, gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Advantages and returns, (T,) each, 0 at masked tokens, without gradient.
 
-    rewards, values  (T,); values[t] is the critic's before token t
-    bootstrap        (N,) the value after the last token
+    values_T[t]  the critic's before token t
+    bootstrap_N  the value after the last token
     """
-    steps: list[int] = policy_tokens(mask, lengths).tolist()
-    reward, value = rewards.detach()[mask], values.detach()[mask]
-    ends = torch.tensor(steps, device=values.device).cumsum(0) - 1
-    some = torch.tensor([count > 0 for count in steps], dtype=torch.bool, device=values.device)
-    following = value.roll(-1)
-    following[ends[some]] = bootstrap.detach().to(value)[some]
-    advantage = discounted(reward + gamma * following - value, steps, gamma * lam)
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantages[mask] = advantage
-    returns[mask] = advantage + value
-    return advantages, returns
+    steps: list[int] = policy_tokens(mask_T, lengths).tolist()
+    reward_P, value_P = rewards_T.detach()[mask_T], values_T.detach()[mask_T]
+    ends_N = torch.tensor(steps, device=values_T.device).cumsum(0) - 1
+    some_N = torch.tensor([count > 0 for count in steps], dtype=torch.bool, device=values_T.device)
+    following_P = value_P.roll(-1)
+    following_P[ends_N[some_N]] = bootstrap_N.detach().to(value_P)[some_N]
+    advantage_P = discounted(reward_P + gamma * following_P - value_P, steps, gamma * lam)
+    advantages_T, returns_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
+    advantages_T[mask_T] = advantage_P
+    returns_T[mask_T] = advantage_P + value_P
+    return advantages_T, returns_T

@@ -4,6 +4,8 @@ Ziegler et al. (2019) and their code; Huang et al. (The N Implementation Details
 1. Over the whole batch, all ranks and micro-batches, not over each part: the result does not depend on the split.
 2. Masked tokens have no part in mean and variance and come out as 0.
 3. The variance is the unbiased one (n - 1), 0 for a single token.
+
+Shapes: T tokens, P of them the policy's own.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import torch
 from torch import Tensor
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """(T,). Equal values come out as exactly 0."""
-    if not mask.any():
-        return torch.zeros_like(values)
+    if not mask_T.any():
+        return torch.zeros_like(values_T)
     # In float64 the mean of equal float32 numbers is that number, to the bit.
-    wide = values.float().double()
-    chosen = wide[mask]
-    mean = chosen.mean()
-    variance = (chosen - mean).square().sum() / max(len(chosen) - 1, 1)
-    whitened = (wide - mean) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask, whitened, 0.0).to(values.dtype)
+    wide_T = values_T.float().double()
+    chosen_P = wide_T[mask_T]
+    mean = chosen_P.mean()
+    variance = (chosen_P - mean).square().sum() / max(len(chosen_P) - 1, 1)
+    whitened_T = (wide_T - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask_T, whitened_T, 0.0).to(values_T.dtype)

@@ -8,6 +8,8 @@ Deviations:
    about which response is better.
 3. scale = "batch" divides by the deviation of the rewards of the whole batch (Liu et al., Tricks or Traps, 2025),
    "none" not at all (Dr. GRPO, REINFORCE++ with a baseline).
+
+Shapes: N samples of G groups.
 """
 
 from __future__ import annotations
@@ -24,28 +26,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def group_relative(totals: Tensor, groups: Sequence[int], scale: Scale, eps: float = 1e-4) -> Tensor:
-    """(N,) float32: (reward - mean of its group) / (deviation + eps). totals (N,) rewards, groups (N,) prompt ids."""
-    index, sizes = group_index(groups, totals.device)
+def group_relative(totals_N: Tensor, groups: Sequence[int], scale: Scale, eps: float = 1e-4) -> Tensor:
+    """(N,) float32: (reward - mean of its group) / (deviation + eps). groups: the samples' prompts, by number."""
+    index_N, sizes_G = group_index(groups, totals_N.device)
     # In float64 the mean of equal float32 numbers is that number, to the bit.
-    wide = totals.detach().float().double()
-    centred = wide - _sums(wide, index, sizes)[index] / sizes[index]
+    wide_N = totals_N.detach().float().double()
+    centred_N = wide_N - _sums(wide_N, index_N, sizes_G)[index_N] / sizes_G[index_N]
     if scale == "group":
-        deviation = (_sums(centred.square(), index, sizes) / (sizes - 1).clamp(min=1)).sqrt()[index]
-        centred = centred / (deviation + eps)
-    elif scale == "batch" and len(wide) > 1:
-        centred = centred / (wide.std() + eps)
-    return centred.float()
+        deviation_N = (_sums(centred_N.square(), index_N, sizes_G) / (sizes_G - 1).clamp(min=1)).sqrt()[index_N]
+        centred_N = centred_N / (deviation_N + eps)
+    elif scale == "batch" and len(wide_N) > 1:
+        centred_N = centred_N / (wide_N.std() + eps)
+    return centred_N.float()
 
 
-def _sums(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+def _sums(values_N: Tensor, index_N: Tensor, sizes_G: Tensor) -> Tensor:
     """(N,) to (G,)."""
-    return torch.zeros(len(sizes), dtype=values.dtype, device=values.device).index_add(0, index, values)
+    return torch.zeros(len(sizes_G), dtype=values_N.dtype, device=values_N.device).index_add(0, index_N, values_N)
 
 
 def _group(batch: Rewarded) -> Advantages:
-    relative = group_relative(sample_sum(batch.rewards, batch.lengths), batch.groups, batch.scale)
-    return Advantages(spread(relative, batch.mask, batch.lengths))
+    relative_N = group_relative(sample_sum(batch.rewards, batch.lengths), batch.groups, batch.scale)
+    return Advantages(spread(relative_N, batch.mask, batch.lengths))
 
 
 GROUP = Estimator("group", _group, grouped=True)

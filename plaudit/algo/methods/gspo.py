@@ -4,6 +4,8 @@ Zheng et al. (2025). The ratio of a sample is exp(mean log ratio of its policy t
 the advantage GRPO's. Deviations:
 1. The loss is given per token, equal over a sample, so that the aggregation is the same step as for every other method.
 2. The mean log ratio is kept within ±20.
+
+Shapes: T tokens of N samples end to end.
 """
 
 from __future__ import annotations
@@ -21,24 +23,24 @@ if TYPE_CHECKING:
 
 
 def gspo(
-    logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, lengths: Sequence[int], low: float, high: float
+    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mask_T: Tensor, lengths: Sequence[int], low: float, high: float
 ) -> PolicyTerms:
-    """logp, old, advantages, mask: (T,); advantages are equal over a sample."""
-    return clip_ratio(sequence_ratio(logp, old, mask, lengths), advantages, low, high)
+    """Advantages are equal over a sample."""
+    return clip_ratio(sequence_ratio(logp_T, old_T, mask_T, lengths), advantages_T, low, high)
 
 
 def gspo_token(
-    logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, lengths: Sequence[int], low: float, high: float
+    logp_T: Tensor, old_T: Tensor, advantages_T: Tensor, mask_T: Tensor, lengths: Sequence[int], low: float, high: float
 ) -> PolicyTerms:
     """The same ratio, but each token's gradient is its own: advantages may differ within a sample."""
-    ratio = sequence_ratio(logp, old, mask, lengths).detach()
-    return clip_ratio(ratio * (logp - logp.detach()).exp(), advantages, low, high)
+    ratio_T = sequence_ratio(logp_T, old_T, mask_T, lengths).detach()
+    return clip_ratio(ratio_T * (logp_T - logp_T.detach()).exp(), advantages_T, low, high)
 
 
-def sequence_ratio(logp: Tensor, old: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
+def sequence_ratio(logp_T: Tensor, old_T: Tensor, mask_T: Tensor, lengths: Sequence[int]) -> Tensor:
     """(T,): exp(mean log ratio of the sample's policy tokens) at each of its tokens."""
-    mean = sample_mean(logp - old.detach(), mask, lengths)
-    return repeat(mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), lengths)
+    mean_N = sample_mean(logp_T - old_T.detach(), mask_T, lengths)
+    return repeat(mean_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), lengths)
 
 
 def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:

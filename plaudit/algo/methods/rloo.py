@@ -3,6 +3,8 @@
 Kool et al. (2019); Ahmadian et al. (Back to Basics, 2024). The loss is `reinforce.plain`, a response being one action:
 aggregation "constant" with constant 1. Deviations:
 1. A group of one has no others to compare with and gets 0, not its raw reward.
+
+Shapes: N samples of G groups.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def leave_one_out(totals: Tensor, groups: Sequence[int]) -> Tensor:
-    """(N,): reward - mean of the others = n / (n - 1) · (reward - mean of all). totals (N,), groups (N,)."""
-    index, sizes = group_index(groups, totals.device)
-    return group_relative(totals, groups, "none") * (sizes / (sizes - 1).clamp(min=1))[index]
+def leave_one_out(totals_N: Tensor, groups: Sequence[int]) -> Tensor:
+    """(N,): reward - mean of the others = n / (n - 1) · (reward - mean of all)."""
+    index_N, sizes_G = group_index(groups, totals_N.device)
+    return group_relative(totals_N, groups, "none") * (sizes_G / (sizes_G - 1).clamp(min=1))[index_N]
 
 
 def _leave_one_out(batch: Rewarded) -> Advantages:
-    relative = leave_one_out(sample_sum(batch.rewards, batch.lengths), batch.groups)
-    return Advantages(spread(relative, batch.mask, batch.lengths))
+    relative_N = leave_one_out(sample_sum(batch.rewards, batch.lengths), batch.groups)
+    return Advantages(spread(relative_N, batch.mask, batch.lengths))
 
 
 METHOD = Method(

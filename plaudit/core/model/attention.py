@@ -1,7 +1,7 @@
 """Attention over a packed row. transformers calls `packed_attention`; the `layout` it carries says who attends to whom.
 
-Letters: T packed tokens, B sequences of a group, Lq and Lk their padded query and key counts, H heads, K key-value
-heads, G = H / K, D head size.
+Shapes: T packed tokens, B sequences of a group, Q and S their padded query and key counts, H heads, K key-value heads,
+G = H / K, D head size.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Rule:
 class Group:
     """Sequences of like length that share one attention call. Key j of a sequence is its token at position j."""
 
-    queries: Tensor  # (B, Lq) rows of the packed queries; short sequences repeat their last row
-    keys: Tensor  # (B, Lk) rows of whatever holds the keys
-    positions: Tensor  # (B, Lq) position of each query in its own sequence
-    whole: bool  # queries are positions 0..Lq-1 and keys the same tokens: plain causal attention
+    queries: Tensor  # (B, Q) rows of the packed queries; short sequences repeat their last row
+    keys: Tensor  # (B, S) rows of whatever holds the keys
+    positions: Tensor  # (B, Q) position of each query in its own sequence
+    whole: bool  # queries are positions 0..Q-1 and keys the same tokens: plain causal attention
     alone: slice | None = None  # the rows of the queries, if they are of one whole sequence
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(B, 1, Lq, Lk), 0 where a query sees a key and -inf elsewhere. Padding keys lie beyond every position."""
+        """(B, 1, Q, S), 0 where a query sees a key and -inf elsewhere. Padding keys lie beyond every position."""
         position = self.positions[:, None, :, None]
         key = torch.arange(self.keys.shape[1], device=self.keys.device)
         seen = key <= position
@@ -142,47 +142,48 @@ def row_mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype
     return blank.masked_fill_(hidden, float("-inf"))[:, None, None]
 
 
-def attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """q (B, Lq, H, D), k and v (B, Lk, K, D) -> (B, Lq, H, D). Without a mask: causal from the first token."""
+def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """To (B, Q, H, D). Without a mask, which is (B, 1, Q, S): causal from the first token."""
     if rule.softcap is not None or rule.sinks is not None:
-        return _explicit(q, k, v, mask, rule)
-    batch, length, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if length == 1 and heads != kv_heads:
+        return _explicit(q_BQHD, k_BSKD, v_BSKD, mask, rule)
+    B, Q, H, _ = q_BQHD.shape
+    K = k_BSKD.shape[2]
+    q_BHQD, k_BKSD, v_BKSD = q_BQHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
+    if Q == 1 and H != K:
         # One query: the heads of a key-value group become rows of one product, and no key is repeated.
-        q = q.reshape(batch, kv_heads, heads // kv_heads, -1)
-        out = F.scaled_dot_product_attention(q, k, v, mask, rule.dropout, scale=rule.scale)
-        return out.reshape(batch, 1, heads, -1)
-    out = F.scaled_dot_product_attention(
-        q, k, v, mask, rule.dropout, is_causal=mask is None, scale=rule.scale, enable_gqa=heads != kv_heads
+        q_BKGD = q_BHQD.reshape(B, K, H // K, -1)
+        out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, mask, rule.dropout, scale=rule.scale)
+        return out_BKGD.reshape(B, 1, H, -1)
+    out_BHQD = F.scaled_dot_product_attention(
+        q_BHQD, k_BKSD, v_BKSD, mask, rule.dropout, is_causal=mask is None, scale=rule.scale, enable_gqa=H != K
     )
-    return out.transpose(1, 2)
+    return out_BHQD.transpose(1, 2)
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """Soft caps and sinks, which fused kernels do not know."""
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    groups = heads // kv_heads
-    scale = dim**-0.5 if rule.scale is None else rule.scale
-    folded = q.reshape(batch, length, kv_heads, groups, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G*Lq, D)
-    scores = (folded @ k.permute(0, 2, 3, 1) * scale).view(batch, kv_heads, groups, length, -1)  # (B, K, G, Lq, Lk)
+def _explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """Soft caps and sinks, which fused kernels do not know. A heads' group and its queries are one dimension of the
+    products, GQ."""
+    B, Q, H, D = q_BQHD.shape
+    S, K = k_BSKD.shape[1:3]
+    G = H // K
+    scale = D**-0.5 if rule.scale is None else rule.scale
+    q_BK_GQ_D = q_BQHD.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores_BKGQS = (q_BK_GQ_D @ k_BSKD.permute(0, 2, 3, 1) * scale).view(B, K, G, Q, -1)
     if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        scores_BKGQS = torch.tanh(scores_BKGQS / rule.softcap) * rule.softcap
     if mask is None:
-        future = torch.ones(length, k.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
+        future_QS = torch.ones(Q, S, dtype=torch.bool, device=q_BQHD.device).triu(1)
+        scores_BKGQS = scores_BKGQS.masked_fill(future_QS, float("-inf"))
     else:
-        scores = scores + mask[:, :, None]
-    if rule.sinks is not None:
-        sink = rule.sinks.to(scores.dtype).reshape(1, kv_heads, groups, 1, 1).expand(batch, -1, -1, length, 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[1]]
+        scores_BKGQS = scores_BKGQS + mask[:, :, None]
+    if rule.sinks is not None:  # one more key
+        sink_BKGQ1 = rule.sinks.to(scores_BKGQS.dtype).reshape(1, K, G, 1, 1).expand(B, -1, -1, Q, 1)
+        scores_BKGQS = torch.cat([scores_BKGQS, sink_BKGQ1], dim=-1)
+    weights_BKGQS = torch.softmax(scores_BKGQS, dim=-1, dtype=torch.float32).to(q_BQHD.dtype)[..., :S]
     if rule.dropout:
-        weights = F.dropout(weights, rule.dropout)
-    out = weights.flatten(2, 3) @ v.transpose(1, 2)  # (B, K, G*Lq, D)
-    return out.view(batch, kv_heads, groups, length, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        weights_BKGQS = F.dropout(weights_BKGQS, rule.dropout)
+    out_BK_GQ_D = weights_BKGQS.flatten(2, 3) @ v_BSKD.transpose(1, 2)
+    return out_BK_GQ_D.view(B, K, G, Q, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def packed_attention(

@@ -12,6 +12,8 @@ A token is drawn by adding Gumbel noise to the log-probabilities and taking the 
     noise = -log(-log1p(-u))                                          # float32
 
 So a sample depends on nothing around it, and a preempted sequence goes on as if nothing had happened.
+
+Shapes: B rows, V vocabulary, E entries (row, token) of biases or endings, F rows that are filtered.
 """
 
 from __future__ import annotations
@@ -140,55 +142,54 @@ class Sampler:
             return torch.zeros(*positions.shape, 1, device=positions.device)
         return gumbel(self.keys, positions, self.hashes)
 
-    def draw(self, logits: Tensor, positions: Tensor, noise: Tensor | None = None) -> Drawn:
-        """logits (B, V) float32, positions (B,): how many tokens each row has generated so far. noise: if it is made
-        already."""
-        raw = torch.log_softmax(logits, dim=1)
-        shaped = self._shaped(logits, positions)
+    def draw(self, logits_BV: Tensor, positions_B: Tensor, noise_BV: Tensor | None = None) -> Drawn:
+        """logits: float32. positions: how many tokens each row has generated so far. noise: if it is made already."""
+        raw_BV = torch.log_softmax(logits_BV, dim=1)
+        shaped_BV = self._shaped(logits_BV, positions_B)
         if self.all_greedy:
-            noisy = shaped
+            noisy_BV = shaped_BV
         else:
-            noisy = shaped + (self.noise(positions) if noise is None else noise)
+            noisy_BV = shaped_BV + (self.noise(positions_B) if noise_BV is None else noise_BV)
             if self.any_greedy:
-                noisy = torch.where(self.greedy[:, None], shaped, noisy)
-        tokens = _argmax(noisy)
-        picked = raw.gather(1, tokens[:, None])[:, 0]
+                noisy_BV = torch.where(self.greedy[:, None], shaped_BV, noisy_BV)
+        tokens_B = _argmax(noisy_BV)
+        picked_B = raw_BV.gather(1, tokens_B[:, None])[:, 0]
         if self.all_greedy:
-            return Drawn(tokens, torch.zeros_like(picked), picked)
-        if shaped is logits:
-            return Drawn(tokens, picked, picked)
-        logprobs = torch.log_softmax(shaped, dim=1).gather(1, tokens[:, None])[:, 0]
+            return Drawn(tokens_B, torch.zeros_like(picked_B), picked_B)
+        if shaped_BV is logits_BV:
+            return Drawn(tokens_B, picked_B, picked_B)
+        logprobs_B = torch.log_softmax(shaped_BV, dim=1).gather(1, tokens_B[:, None])[:, 0]
         if self.any_greedy:
-            logprobs = logprobs.masked_fill(self.greedy, 0.0)
-        return Drawn(tokens, logprobs, picked)
+            logprobs_B = logprobs_B.masked_fill(self.greedy, 0.0)
+        return Drawn(tokens_B, logprobs_B, picked_B)
 
-    def _shaped(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Bias, forbidden endings, temperature and filters. Returns `logits` itself where none applies."""
-        shaped = logits
+    def _shaped(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
+        """Bias, forbidden endings, temperature and filters. Returns the logits themselves where none applies."""
+        shaped_BV = logits_BV
         if self.bias is not None:
-            rows, tokens, values = self.bias
-            shaped = shaped.index_put((rows, tokens), values.to(shaped.dtype), accumulate=True)
+            rows_E, tokens_E, values_E = self.bias
+            shaped_BV = shaped_BV.index_put((rows_E, tokens_E), values_E.to(shaped_BV.dtype), accumulate=True)
         if self.endings is not None:
-            rows, tokens = self.endings
-            early = (positions < self.minimum)[rows]
-            barred = torch.where(early, float("-inf"), 0.0).to(shaped.dtype)
-            shaped = shaped.index_put((rows, tokens), barred, accumulate=True)
+            rows_E, tokens_E = self.endings
+            early_E = (positions_B < self.minimum)[rows_E]
+            barred_E = torch.where(early_E, float("-inf"), 0.0).to(shaped_BV.dtype)
+            shaped_BV = shaped_BV.index_put((rows_E, tokens_E), barred_E, accumulate=True)
         if self.tempered:
-            shaped = shaped * self.inverse.to(shaped.dtype)
+            shaped_BV = shaped_BV * self.inverse.to(shaped_BV.dtype)
         if len(self.filtered):
-            shaped = shaped.index_copy(0, self.filtered, self._kept(shaped[self.filtered]))
-        if self.any_greedy and shaped is logits:
-            shaped = logits.clone()  # a new object: the caller must not take it for the raw distribution
-        return shaped
+            shaped_BV = shaped_BV.index_copy(0, self.filtered, self._kept(shaped_BV[self.filtered]))
+        if self.any_greedy and shaped_BV is logits_BV:
+            shaped_BV = logits_BV.clone()  # a new object: the caller must not take it for the raw distribution
+        return shaped_BV
 
-    def _kept(self, logits: Tensor) -> Tensor:
+    def _kept(self, logits_FV: Tensor) -> Tensor:
         """top_k, then top_p, then min_p; ties go to the lower token id, and the best token always stays."""
-        ordered, order = torch.sort(logits, dim=1, descending=True, stable=True)
-        rank = torch.arange(logits.shape[1], device=logits.device)
-        drop = rank >= self.top_k
-        share = torch.softmax(ordered.masked_fill(drop, float("-inf")), dim=1)
-        drop |= share.cumsum(dim=1) - share >= self.top_p
-        share = share.masked_fill(drop, 0.0)
-        drop |= share < self.min_p * share[:, :1]
-        drop[:, 0] = False
-        return logits.masked_fill(drop.scatter(1, order, drop), float("-inf"))
+        ordered_FV, order_FV = torch.sort(logits_FV, dim=1, descending=True, stable=True)
+        rank_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)
+        drop_FV = rank_V >= self.top_k
+        share_FV = torch.softmax(ordered_FV.masked_fill(drop_FV, float("-inf")), dim=1)
+        drop_FV |= share_FV.cumsum(dim=1) - share_FV >= self.top_p
+        share_FV = share_FV.masked_fill(drop_FV, 0.0)
+        drop_FV |= share_FV < self.min_p * share_FV[:, :1]
+        drop_FV[:, 0] = False
+        return logits_FV.masked_fill(drop_FV.scatter(1, order_FV, drop_FV), float("-inf"))
