@@ -196,7 +196,7 @@ def _load(start: frames.Start, sock: socket.socket, stream: frames.FrameStream) 
     assert isinstance(recipe, RlRecipe)
     # Recomputation is for a backward pass, which never comes here.
     model = recipe.model.model_copy(update={"recompute": False, "device": start.device})
-    loaded = load_trained(recipe.model_copy(update={"model": model}), None)
+    loaded = load_trained(model, recipe.seed, None)
     loaded.module.requires_grad_(False)
     engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
     worker = Worker(sock, stream, engine, WeightReceiver(loaded.module), start.keep)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from plaudit.config import RlRecipe
+from plaudit.config.rl import RlModelTable
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import ConfigError
@@ -25,15 +26,14 @@ from plaudit.train.run.overdue import Warn
 from plaudit.train.run.ranks import Ranks
 
 
-def load_trained(recipe: RlRecipe, checkpoint: Checkpoint | None) -> Loaded:
+def load_trained(table: RlModelTable, seed: int, checkpoint: Checkpoint | None) -> Loaded:
     """The policy as it is at the start of this run or, with a checkpoint, as it was there."""
-    table = recipe.model
     assert table.path is not None
     source = checkpoint.model if checkpoint is not None and table.lora is None else table.path
     loaded = load_policy(source, table.dtype, choose_device(table.device))
     without_dropout(loaded.module)
     if table.lora is not None:
-        lora.attach(loaded.module, table.lora, recipe.seed)
+        lora.attach(loaded.module, table.lora, seed)
         if checkpoint is not None:
             lora.load_adapter(loaded.module, load_file(checkpoint.path / "adapter.safetensors"))
     if table.recompute:

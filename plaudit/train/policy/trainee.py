@@ -32,7 +32,7 @@ class Trainee:
 
     def __init__(self, recipe: RlRecipe, ranks: Ranks, checkpoint: Checkpoint | None, clock: Clock, warn: Warn) -> None:
         self.recipe = recipe
-        self.loaded = load_trained(recipe, checkpoint)
+        self.loaded = load_trained(recipe.model, recipe.seed, checkpoint)
         module = self.loaded.module
         self.decoder = inspect(module)
         self.shards = None if ranks.mesh is None else Shards(copy.deepcopy(module), ranks)

@@ -16,6 +16,7 @@ from typing import Any
 
 from plaudit.config import RlRecipe
 from plaudit.config.recipe import parse_recipe
+from plaudit.config.rl import SamplingTable
 from plaudit.config.table import read_toml
 from plaudit.core import Engine
 from plaudit.errors import DataError, RunError
@@ -82,7 +83,7 @@ def write_step_values(run: Path, out: Path, *, split: str, completions: int, lim
         solutions = [solution for sample in samples if (solution := cutter(sample)) is not None]
         if not solutions:
             raise DataError(f"{dump.directory}: no solution of {len(samples)} has a step that ends with {split!r}")
-        values = beginning_values(engine, scorer, recipe, solutions, completions)
+        values = beginning_values(engine, scorer, recipe.sampling, recipe.seed, solutions, completions)
     finally:
         scorer.close()
     rows = [row_of(solution, values) for solution in solutions]
@@ -94,15 +95,16 @@ def write_step_values(run: Path, out: Path, *, split: str, completions: int, lim
 
 
 def beginning_values(
-    engine: Engine, scorer: SampleScorer, recipe: RlRecipe, solutions: Sequence[Solution], completions: int
-) -> dict[Beginning, float]:
+    engine: Engine, scorer: SampleScorer, sampling: SamplingTable, seed: int, solutions: Sequence[Solution],
+    completions: int,
+) -> dict[Beginning, float]:  # fmt: skip
     """The mean reward of completions of every distinct beginning, all of them made in one batch."""
     prompts = {begun: prompt_of(s.sample) for s in solutions for begun in s.beginnings}
     begun = list(prompts)
     params = [
         replace(
-            sampling_params(recipe.sampling, completions, f"{recipe.seed} steps {index}"),
-            max_tokens=max(1, recipe.sampling.max_tokens - len(beginning)),
+            sampling_params(sampling, completions, f"{seed} steps {index}"),
+            max_tokens=max(1, sampling.max_tokens - len(beginning)),
         )
         for index, (_, beginning) in enumerate(begun)
     ]
