@@ -38,7 +38,6 @@ from plaudit.rl.forecast import forecast
 from plaudit.rl.sample_events import failed_events, sample_events
 from plaudit.train.data.encoder import LengthLimits
 from plaudit.train.data.prompts import open_prompts
-from plaudit.train.policy.advantages import Estimate
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.trainee import Trainee
 from plaudit.train.rollouts.dump import Dump, DumpedRollouts
@@ -203,13 +202,13 @@ class RlTraining:
             if self.dump is not None:
                 with self.clock("dump"):
                     self.dump.write(self.step + 1, batch, self.rollouts.drawn)
-            metrics, experience, advantage = self.learner.update(batch, self.step)
+            metrics, experience = self.learner.update(batch, self.step)
             with self.clock("publish"):
                 self.version += 1
                 metrics |= self.placement.publish(self.version)
             self.step += 1
             self.seconds = time.monotonic() - begin
-            self._report(batch, metrics, experience, advantage)
+            self._report(batch, metrics, experience)
             if self.ranks.everyone.any(bool(interrupted)):
                 self.save_checkpoint()
                 raise Interrupted(f"stopped at step {self.step} of {train.steps}, state saved: --resume goes on")
@@ -219,9 +218,7 @@ class RlTraining:
                 self.save_checkpoint()
             self.seconds = time.monotonic() - begin
 
-    def _report(
-        self, batch: Batch, metrics: dict[str, float], experience: Experience | None, advantage: Estimate | None
-    ) -> None:
+    def _report(self, batch: Batch, metrics: dict[str, float], experience: Experience | None) -> None:
         split = self.clock.split()
         tokens = sum(len(sample.token_ids) for sample in batch.samples)
         self.samples += len(batch.samples)
@@ -241,14 +238,14 @@ class RlTraining:
         self.run.events.metric(metrics, step=self.step, version=self.version)
         self.ledger.write(self.run.events, self.step, self.version)
         if self._shows():
-            self._show(batch, experience, advantage)
+            self._show(batch, experience)
         self.viewer.step(self.step, metrics)
 
-    def _show(self, batch: Batch, experience: Experience | None, advantage: Estimate | None) -> None:
+    def _show(self, batch: Batch, experience: Experience | None) -> None:
         count, tokenizer = self.recipe.train.show, self.loaded.tokenizer
         events = list(failed_events(tokenizer, batch.samples, count // 2))
-        if experience is not None and advantage is not None:
-            events += sample_events(tokenizer, experience, advantage, count)
+        if experience is not None:
+            events += sample_events(tokenizer, experience, count)
         for event in events:
             self.run.events.write("sample", step=self.step, version=batch.version, **event)
 

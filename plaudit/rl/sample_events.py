@@ -10,15 +10,15 @@ from torch import Tensor
 
 from plaudit.algo.kl import kl_estimate
 from plaudit.records import Sample
-from plaudit.train.policy.advantages import Estimate
 from plaudit.train.policy.experience import Experience
 
 
-def sample_events(tokenizer: Any, experience: Experience, estimate: Estimate, count: int) -> Iterator[dict[str, Any]]:
+def sample_events(tokenizer: Any, experience: Experience, count: int) -> Iterator[dict[str, Any]]:
     """The worst, the best and some between: as many as asked for."""
     order = sorted(range(len(experience.samples)), key=lambda i: experience.samples[i].reward or 0.0)
     count = min(count, len(order))
     chosen = sorted({order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)})
+    assert experience.token_rewards is not None
     ends = torch.tensor(experience.lengths).cumsum(0).tolist()
     policy = experience.behaviour if experience.old is None else experience.old
     kl = None if experience.reference is None else kl_estimate(policy, experience.reference, "k1")
@@ -26,7 +26,7 @@ def sample_events(tokenizer: Any, experience: Experience, estimate: Estimate, co
         sample = experience.samples[i]
         rows = slice(ends[i] - len(sample.token_ids), ends[i])
         yield _described(tokenizer, sample) | {
-            "token_rewards": _rounded(estimate.token_rewards[rows]),
+            "token_rewards": _rounded(experience.token_rewards[rows]),
             "kl": None if kl is None else _rounded(kl[rows]),
             "logprobs": _rounded(experience.behaviour[rows]),
             "advantages": _rounded(experience.advantages[rows]),

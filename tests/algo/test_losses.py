@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from plaudit.algo.supervised.preference import attribute_error, bradley_terry
-from plaudit.algo.supervised.steps import step_cross_entropy
+from plaudit.algo.supervised_losses import attribute_error, bradley_terry, step_cross_entropy
 
 
 def test_bradley_terry_by_hand() -> None:

@@ -213,11 +213,10 @@ def ours(case: Case, world: World, budget: int) -> tuple[float, dict[str, Tensor
         per_sample = torch.empty(0)
     else:
         learner = RlLearner(recipe, policy, Optimizer(policy.module, recipe.train), None, reference, Clock())
-        seen, experience, estimate = learner.update(Batch(samples), 0)
+        seen, experience = learner.update(Batch(samples), 0)
         assert experience is not None
-        assert estimate is not None
         ends = torch.tensor(experience.lengths).cumsum(0) - 1  # the last token is always the policy's
-        per_sample = estimate.advantages[ends]
+        per_sample = experience.advantages[ends]
     loss = seen["policy/loss"] + recipe.algorithm.kl.coef * seen.get("kl/loss", 0.0)
     loss -= recipe.algorithm.entropy * seen["policy/entropy"]
     if not case.on_policy:  # a bound that never holds would prove nothing

@@ -100,7 +100,7 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
 
 def update(case: str, ranks: Ranks, device: str = "cpu") -> Update:
     teacher, critic = learner(case, ranks, device)
-    metrics, _, _ = teacher.update(Batch(tuple(made_up())), 0)
+    metrics, _ = teacher.update(Batch(tuple(made_up())), 0)
     found: dict[str, Tensor] = {}
     parts = {"policy": teacher.optimizer} | ({} if critic is None else {"critic": critic.optimizer})
     for name, adam in parts.items():

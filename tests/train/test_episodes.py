@@ -328,7 +328,7 @@ def test_an_update_learns_from_turns() -> None:
     mine = Engine(loaded.module, loaded.tokenizer)
     policy = Policy(mine.decoder, recipe.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096)
     learner = RlLearner(recipe, policy, Optimizer(loaded.module, recipe.train), None, policy, Clock())
-    metrics, experience, _ = learner.update(Batch(played_and_scored()), 0)
+    metrics, experience = learner.update(Batch(played_and_scored()), 0)
     assert experience is not None
     assert metrics["mismatch/abs_max"] < 1e-4, "the engine's log-probs are those of one pass over the whole"
     assert metrics["kl/reference"] == pytest.approx(0.0, abs=1e-5)

@@ -36,7 +36,7 @@ def test_a_method_of_ones_own_trains_a_step(monkeypatch: pytest.MonkeyPatch) -> 
     best = [s for s in samples if s.reward == max(o.reward or 0.0 for o in samples if o.group == s.group)]
     before = learner.logprobs(best).sum()
     step = RlLearner(ours, learner, Optimizer(module, ours.train), None, None, Clock())
-    metrics, experience, _ = step.update(Batch(samples, version=0), step=0)
+    metrics, experience = step.update(Batch(samples, version=0), step=0)
     assert experience is not None
     pairs = [(a.reward or 0.0, b.reward or 0.0) for a, b in zip(samples[::2], samples[1::2], strict=True)]
     halves = [max(x - y, 0.0) / 2 for a, b in pairs for x, y in ((a, b), (b, a))]

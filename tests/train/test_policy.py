@@ -282,7 +282,7 @@ def test_with_two_minibatches_the_second_is_measured_against_the_policy_before_t
     learner = RlLearner(tree, learner_policy, Optimizer(module, tree.train), None, None, Clock())
     samples = [replace(s, finish_reason="stop") for s in made_up()]
     before = learner_policy.logprobs(samples)
-    metrics, experience, _ = learner.update(Batch(tuple(samples), 0), 0)
+    metrics, experience = learner.update(Batch(tuple(samples), 0), 0)
     assert experience is not None
     assert experience.old is not None
     # In the micro-batches of the epoch, so not to the bit in these.

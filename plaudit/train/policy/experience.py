@@ -14,7 +14,7 @@ from torch import Tensor
 from plaudit.core.model.packing import send
 from plaudit.records import Sample
 
-FIELDS = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns")
+FIELDS = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns", "token_rewards")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Experience:
     values: Tensor | None = None
     """(T,) the critic's, before the first update."""
     returns: Tensor | None = None
+    """(T,) what the critic should have said."""
+    token_rewards: Tensor | None = None
+    """(T,) with the KL, where it is in the reward."""
 
     @property
     def lengths(self) -> list[int]:

@@ -17,7 +17,7 @@ from plaudit.config import RlRecipe
 from plaudit.errors import RunError
 from plaudit.records import Batch, Sample
 from plaudit.train.optim.optimizer import NotFinite, Optimizer
-from plaudit.train.policy.advantages import Estimate, estimate, shaped, usable
+from plaudit.train.policy.advantages import estimate, shaped, usable
 from plaudit.train.policy.critic import Critic
 from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens
 from plaudit.train.policy.policy import Policy
@@ -42,13 +42,13 @@ class RlLearner:
         self.kl = AdaptiveKl(kl.coef, kl.target, kl.horizon)
         self.norm = RunningNorm() if recipe.algorithm.shaping.normalise else None
 
-    def update(self, batch: Batch, step: int) -> tuple[dict[str, float], Experience | None, Estimate | None]:
+    def update(self, batch: Batch, step: int) -> tuple[dict[str, float], Experience | None]:
         """Metrics, and what was learned from; nothing where no sample could teach anything."""
         samples = usable(batch.samples, self.algorithm.grouped)
         metrics = dropped(batch.samples, samples)
         if not samples:
-            return metrics, None, None
-        experience, advantage, figures = self._experience(Batch(samples, batch.version), step)
+            return metrics, None
+        experience, figures = self._experience(Batch(samples, batch.version), step)
         metrics |= figures
         seen, updates = Tally(), 0
         train = self.recipe.train
@@ -57,7 +57,7 @@ class RlLearner:
                 seen.merge(self._minibatch(experience.select(indices), step))
                 updates += 1
         metrics |= {"policy/updates": float(updates), **seen.metrics(updates)}
-        return metrics, experience, advantage
+        return metrics, experience
 
     def state(self) -> dict[str, Any]:
         return {"kl": self.kl.state(), "norm": None if self.norm is None else self.norm.state()}
@@ -67,7 +67,7 @@ class RlLearner:
         if self.norm is not None:
             self.norm.load(state["norm"])
 
-    def _experience(self, batch: Batch, step: int) -> tuple[Experience, Estimate, dict[str, float]]:
+    def _experience(self, batch: Batch, step: int) -> tuple[Experience, dict[str, float]]:
         samples, algorithm = batch.samples, self.algorithm
         rewards = shaped(algorithm.shaping, samples, self.recipe.sampling.max_tokens, self.norm)
         own = own_tokens(samples)
@@ -89,9 +89,10 @@ class RlLearner:
             kept = torch.tensor([sample.finish_reason != "length" for sample in samples])
             mask = own & repeat(kept, [len(sample.token_ids) for sample in samples])
         experience = Experience(
-            samples, mask, flat(samples, "logprobs"), estimated.advantages, old, reference, values, estimated.returns
-        )
-        return experience, estimated, self._describe(experience, estimated, rewards, own)
+            samples, mask, flat(samples, "logprobs"), estimated.advantages, old, reference, values, estimated.returns,
+            estimated.token_rewards,
+        )  # fmt: skip
+        return experience, self._describe(experience, rewards, own)
 
     def _old(self, batch: Batch, step: int) -> Tensor | None:
         """π_old, where one forward pass does not already give it: the first update's ratio is then 1 by construction.
@@ -134,21 +135,19 @@ class RlLearner:
             seen.add("dropped/updates", torch.tensor(1.0))
         return seen
 
-    def _describe(
-        self, experience: Experience, estimated: Estimate, rewards: Tensor, own: Tensor
-    ) -> dict[str, float]:  # fmt: skip
+    def _describe(self, experience: Experience, rewards: Tensor, own: Tensor) -> dict[str, float]:
         metrics = {
             "shaped_reward/mean": rewards.mean().item(),
-            "advantage/mean": estimated.advantages[own].mean().item(),
-            "advantage/min": estimated.advantages[own].min().item(),
-            "advantage/max": estimated.advantages[own].max().item(),
+            "advantage/mean": experience.advantages[own].mean().item(),
+            "advantage/min": experience.advantages[own].min().item(),
+            "advantage/max": experience.advantages[own].max().item(),
             "kl/coef": self.kl.coef,
         }
-        if estimated.returns is not None and experience.values is not None:
-            returns = estimated.returns[own]
+        if experience.returns is not None and experience.values is not None:
+            returns = experience.returns[own]
             metrics |= {f"return/{name}": getattr(returns, name)().item() for name in ("mean", "min", "max")}
             metrics["value/mean"] = experience.values[own].mean().item()
-            metrics["value/explained_variance"] = explained_variance(experience.values, estimated.returns, own)
+            metrics["value/explained_variance"] = explained_variance(experience.values, experience.returns, own)
         if experience.reference is not None:
             policy = experience.behaviour if experience.old is None else experience.old
             kl = torch.where(own, kl_estimate(policy, experience.reference, "k1"), 0.0)

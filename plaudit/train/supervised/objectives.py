@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from plaudit.algo.supervised.preference import attribute_error, bradley_terry
-from plaudit.algo.supervised.steps import step_cross_entropy
+from plaudit.algo.supervised_losses import attribute_error, bradley_terry, step_cross_entropy
 from plaudit.algo.tokens.logprobs import token_logprobs
 from plaudit.config import BradleyTerry
 from plaudit.core.model.fused import fused_rows

@@ -1,1 +1,0 @@
-"""Losses of reward models and process models. No model code."""
