@@ -13,13 +13,9 @@ Shapes: T tokens of N samples end to end, P of them the policy's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from plaudit.algo.lazy import torch
+from plaudit.algo.lazy import Tensor, torch
 from plaudit.algo.tokens.ragged import discounted, policy_tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def gae(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from torch import Tensor
 else:
+    Tensor = Any  # it stands in annotations alone
 
     class _Lazy:
         def __init__(self, name: str) -> None:
@@ -24,4 +26,4 @@ else:
 
     np, torch = _Lazy("numpy"), _Lazy("torch")
 
-__all__ = ["np", "torch"]
+__all__ = ["Tensor", "np", "torch"]

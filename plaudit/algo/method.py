@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from plaudit.algo.lazy import Tensor
 
 Scale = Literal["group", "batch", "none"]
 

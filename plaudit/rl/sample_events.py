@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from plaudit.algo.kl import kl_estimate
@@ -19,12 +18,11 @@ def sample_events(tokenizer: Any, experience: Experience, count: int) -> Iterato
     count = min(count, len(order))
     chosen = sorted({order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)})
     assert experience.token_rewards is not None
-    ends = torch.tensor(experience.lengths).cumsum(0).tolist()
     policy = experience.behaviour if experience.old is None else experience.old
     kl = None if experience.reference is None else kl_estimate(policy, experience.reference, "k1")
     for i in chosen:
         sample = experience.samples[i]
-        rows = slice(ends[i] - len(sample.token_ids), ends[i])
+        rows = experience.rows(i, i)
         yield _described(tokenizer, sample) | {
             "token_rewards": _rounded(experience.token_rewards[rows]),
             "kl": None if kl is None else _rounded(kl[rows]),

@@ -7,15 +7,10 @@ MiniMax (MiniMax-M1, 2025). The loss of a token is -sg(clip(ratio)) · A · log 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from plaudit.algo.lazy import torch
+from plaudit.algo.lazy import Tensor, torch
 from plaudit.algo.method import Clip, Drawn, Loss, Method, PolicyTerms
 from plaudit.algo.methods.grpo import GROUP
 from plaudit.algo.methods.ppo import ratio_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def cispo(logp: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> PolicyTerms:

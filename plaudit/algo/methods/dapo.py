@@ -9,15 +9,11 @@ advantage is GRPO's; here are the other two parts. Deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from plaudit.algo.lazy import torch
+from plaudit.algo.lazy import Tensor, torch
 from plaudit.algo.method import Method
 from plaudit.algo.methods.grpo import GROUP
 from plaudit.algo.methods.ppo import CLIP
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def overlong_penalty(lengths: Sequence[int], limit: int, buffer: int, factor: float = 1.0) -> Tensor:

@@ -15,15 +15,11 @@ Shapes: N samples of G groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from plaudit.algo.lazy import torch
+from plaudit.algo.lazy import Tensor, torch
 from plaudit.algo.method import Advantages, Estimator, Method, Rewarded, Scale
 from plaudit.algo.methods.ppo import CLIP
 from plaudit.algo.tokens.ragged import group_index, sample_sum, spread
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def group_relative(totals_N: Tensor, groups: Sequence[int], scale: Scale, eps: float = 1e-4) -> Tensor:

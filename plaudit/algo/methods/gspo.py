@@ -11,15 +11,12 @@ Shapes: T tokens of N samples end to end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from plaudit.algo.lazy import Tensor
 from plaudit.algo.method import Clip, Drawn, Loss, Method, PolicyTerms
 from plaudit.algo.methods.grpo import GROUP
 from plaudit.algo.methods.ppo import LOG_RATIO_LIMIT, clip_ratio
 from plaudit.algo.tokens.ragged import repeat, sample_mean
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def gspo(

@@ -9,14 +9,9 @@ Schulman et al. (2017). Deviations:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from plaudit.algo.gae import gae
-from plaudit.algo.lazy import torch
+from plaudit.algo.lazy import Tensor, torch
 from plaudit.algo.method import Advantages, Clip, Drawn, Estimator, Loss, Method, PolicyTerms, Rewarded
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 

@@ -9,15 +9,11 @@ Williams (1992). Deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from plaudit.algo.lazy import torch
+from plaudit.algo.lazy import Tensor, torch
 from plaudit.algo.method import Advantages, Clip, Drawn, Estimator, Loss, Method, PolicyTerms, Rewarded
 from plaudit.algo.methods.ppo import ratio_of
 from plaudit.algo.tokens import ragged
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def returns_to_go(rewards: Tensor, mask: Tensor, lengths: Sequence[int], gamma: float) -> Tensor:

@@ -10,15 +10,12 @@ Shapes: N samples of G groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from plaudit.algo.lazy import Tensor
 from plaudit.algo.method import Advantages, Estimator, Method, Rewarded
 from plaudit.algo.methods.grpo import group_relative
 from plaudit.algo.methods.reinforce import PLAIN
 from plaudit.algo.tokens.ragged import group_index, sample_sum, spread
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def leave_one_out(totals_N: Tensor, groups: Sequence[int]) -> Tensor:

@@ -7,12 +7,8 @@ at the policy's own tokens and false at those of tools and observations. G group
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from plaudit.algo.lazy import np, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from plaudit.algo.lazy import Tensor, np, torch
 
 
 def repeat(per_sample_N: Tensor, lengths: Sequence[int]) -> Tensor:

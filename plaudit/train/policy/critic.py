@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -62,13 +61,11 @@ class LocalCritic:
         use_packed_attention(self.model)
         tally = Tally()
         weights = token_weights(experience.mask, experience.lengths, "token")
-        ends = torch.tensor(experience.lengths).cumsum(0).tolist()
         for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
             part = experience.select(batch.indices)
             assert part.values is not None
             assert part.returns is not None
-            first, last = batch.indices[0], batch.indices[-1]
-            rows = slice(ends[first] - experience.lengths[first], ends[last])
+            rows = experience.rows(batch.indices[0], batch.indices[-1])
             responses = pack_responses(part.samples, self.device)
             values, _ = values_of(self.model.score, responses, hidden_of(self.model, responses))
             old, returns, mask = (each.to(self.device) for each in (part.values, part.returns, part.mask))

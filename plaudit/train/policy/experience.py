@@ -41,6 +41,11 @@ class Experience:
     def lengths(self) -> list[int]:
         return [len(sample.token_ids) for sample in self.samples]
 
+    def rows(self, first: int, last: int) -> slice:
+        """The tokens of the samples `first` to `last`."""
+        ends = np.cumsum(self.lengths)
+        return slice(int(ends[first]) - self.lengths[first], int(ends[last]))
+
     def select(self, indices: Sequence[int]) -> Experience:
         """Some of the samples, in the order given."""
         if list(indices) == list(range(len(self.samples))):

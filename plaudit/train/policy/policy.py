@@ -75,11 +75,9 @@ class Policy:
         tally = Tally()
         weights = token_weights(experience.mask, experience.lengths, self.algorithm.aggregate, self.constant)
         value_weights = token_weights(experience.mask, experience.lengths, "token")
-        ends = torch.tensor(experience.lengths).cumsum(0).tolist()
         notes: list[Callable[[], None]] = []
         for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
-            first, last = batch.indices[0], batch.indices[-1]
-            rows = slice(ends[first] - experience.lengths[first], ends[last])
+            rows = experience.rows(batch.indices[0], batch.indices[-1])
             counts = float(batch.counts)
             loss, note = self._loss(
                 experience.select(batch.indices), weights[rows] * counts, value_weights[rows] * counts, kl_coef,
