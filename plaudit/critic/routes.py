@@ -12,8 +12,7 @@ import numpy as np
 from plaudit import __version__
 from plaudit.critic.host import CriticHost
 from plaudit.errors import one_line
-from plaudit.serve.http.message import Access, HttpError, Reply, Request, Route
-from plaudit.serve.http.routes import Routes
+from plaudit.serve.http.message import Access, HttpError, Reply, Request, Route, Routes
 from plaudit.serve.protocols.critic import wire as critic
 from plaudit.serve.protocols.triton import wire as triton
 from plaudit.serve.protocols.triton.routes import packed

@@ -13,7 +13,7 @@ from plaudit.critic.routes import PROTOCOLS, WRITING, CriticDoor
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.admission import Admission
 from plaudit.serve.http.auth import Keys, loopback
-from plaudit.serve.http.routes import Routes
+from plaudit.serve.http.message import Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.options import named_keys, split_names

@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from plaudit.serve.protocols.openrlhf import slime_wire as slime
-from plaudit.serve.protocols.openrlhf import wire as openrlhf
+from plaudit.serve.protocols import openrlhf
 from tests.serve.hostile import Target
 from tests.serve.process import ServerProcess
 from tests.serve.test_native import chains
@@ -139,9 +138,7 @@ def test_attributes_of_all_queries_are_logged() -> None:
     from plaudit.records import Score
 
     results = [Score(1.0, attributes={"helpful": 0.5, "safe": 2.0}), Score(2.0, attributes={"helpful": 1, "safe": 3.0})]
-    assert openrlhf.write(results, [1.0, 2.0]) == {
-        "rewards": [1.0, 2.0], "scores": [1.0, 2.0], "extra_logs": {"helpful": [0.5, 1.0], "safe": [2.0, 3.0]},
-    }  # fmt: skip
+    assert openrlhf.attribute_logs(results) == {"helpful": [0.5, 1.0], "safe": [2.0, 3.0]}
 
 
 # slime
@@ -195,8 +192,9 @@ def test_bad_samples_are_refused(target: Target, body: bytes, query: str, type: 
 
 def test_messages_become_a_conversation() -> None:
     messages = [{"role": "user", "content": "1+2?"}]
-    asked = slime.read(b'{"prompt": [{"role": "user", "content": "1+2?"}], "response": "3", "label": 3}', {})
-    assert (asked.item.prompt, asked.item.response, asked.item.truth) == (tuple(messages), "3", 3)
+    body = b'{"prompt": [{"role": "user", "content": "1+2?"}], "response": "3", "label": 3}'
+    item = openrlhf.decode(body, openrlhf.Sample, "").item("false", None)
+    assert (item.prompt, item.response, item.truth) == (tuple(messages), "3", 3)
 
 
 # Rules, and keys

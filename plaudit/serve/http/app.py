@@ -14,6 +14,7 @@ import time
 from plaudit.serve.http.admission import Admission
 from plaudit.serve.http.auth import Keys
 from plaudit.serve.http.message import (
+    Endpoint,
     ErrorWriter,
     HttpError,
     Limits,
@@ -21,11 +22,11 @@ from plaudit.serve.http.message import (
     Reply,
     Request,
     Route,
+    Routes,
     Scope,
     Send,
     send_reply,
 )
-from plaudit.serve.http.routes import Endpoint, Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 

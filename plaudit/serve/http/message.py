@@ -1,4 +1,9 @@
-"""Requests and replies over ASGI, with every bound that a hostile client could otherwise push."""
+"""Requests, replies and routes over ASGI, with every bound that a hostile client could otherwise push.
+
+A route is a method, an exact path, who may call it and what answers; their table is all that the server serves. Where
+two protocols have the same path, the body decides: every route but the last of them says which bodies are its own
+(`claims`), in the order in which the protocols are listed.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,16 @@ import contextlib
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from plaudit.errors import one_line
 
-if TYPE_CHECKING:
-    pass
-
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -56,6 +59,10 @@ class HttpError(Exception):
         if self.status == 401:
             reply.headers.append((b"www-authenticate", b"Bearer"))
         return reply
+
+    def shaped(self, content: Any, request_id: str, status: int | None = None) -> Reply:
+        """In the shape of another protocol, with the headers that every error has."""
+        return Reply(status or self.status, _ENCODER.encode(content), headers=self.reply(request_id).headers)
 
 
 @dataclass(slots=True)
@@ -101,23 +108,9 @@ class Request:
     """One request. `tenant` is the name of the API key it came with."""
 
     __slots__ = (
-        "_fields",
-        "_limits",
-        "_receive",
-        "_scope",
-        "complete",
-        "connection",
-        "content",
-        "deadline",
-        "headers",
-        "id",
-        "method",
-        "path",
-        "query",
-        "route",
-        "server",
-        "tenant",
-    )
+        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "headers", "id",
+        "method", "path", "query", "route", "server", "tenant",
+    )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
         self._receive = receive
@@ -253,6 +246,14 @@ def _unpacked(body: bytes, coding: bytes, limit: int) -> bytes:
     return plain
 
 
+def convert(fields: Mapping[str, Any], kind: type[T], status: int = 422) -> T:
+    """The body's fields as a record; those that the record does not have are ignored."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise HttpError(status, "invalid_request", one_line(error, 200)) from None
+
+
 def _too_large(limit: int) -> HttpError:
     return HttpError(413, "too_large", f"the body is larger than {limit} bytes; send fewer items at once")
 
@@ -280,12 +281,9 @@ async def send_reply(send: Send, reply: Reply, request: Request) -> None:
 
 
 Access = Literal["open", "key", "admin"]
-
-
 Handler = Callable[[Request], Awaitable[Reply]]
-
-
 ErrorWriter = Callable[[HttpError, str], Reply]
+Claims = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,4 +302,60 @@ class Route:
     work: bool = False
     summary: str = ""
     errors: ErrorWriter = HttpError.reply
-    claims: Callable[[Mapping[str, Any]], bool] | None = None
+    claims: Claims | None = None
+
+
+class Endpoint:
+    """What one method of one path leads to: mostly one route, sometimes several."""
+
+    def __init__(self, routes: list[Route]) -> None:
+        self.routes = tuple(routes)
+        self.last = routes[-1]
+        self.protocols = frozenset(route.protocol for route in routes)
+        for route in routes[:-1]:
+            if route.claims is None:
+                raise ValueError(f"{route.protocol} and others have {route.method} {route.path}, and no claims")
+        if len({(route.access, route.work) for route in routes}) > 1:
+            raise ValueError(f"the routes of {self.last.method} {self.last.path} differ in access or work")
+
+    def choose(self, request: Request) -> Route:
+        if len(self.routes) == 1:
+            return self.last
+        fields = request.fields()
+        return next((r for r in self.routes if r.claims is not None and r.claims(fields)), self.last)
+
+
+class Routes:
+    """shapes     by a path's beginning, how errors of paths that do not exist are written
+    strangers  by a path's beginning, the route that all other paths there lead to, whatever their method
+    """
+
+    def __init__(
+        self, routes: Iterable[Route], shapes: Mapping[str, ErrorWriter] | None = None,
+        strangers: Mapping[str, Route] | None = None,
+    ) -> None:  # fmt: skip
+        self.all = tuple(routes)
+        self._shapes = dict(shapes or {})
+        self._strangers = {start: Endpoint([route]) for start, route in (strangers or {}).items()}
+        claimed: dict[str, dict[str, list[Route]]] = {}
+        for route in self.all:
+            claimed.setdefault(route.path, {}).setdefault(route.method, []).append(route)
+        self._by_path = {
+            path: {method: Endpoint(routes) for method, routes in methods.items()} for path, methods in claimed.items()
+        }
+
+    def find(self, method: str, path: str) -> Endpoint:
+        methods = self._by_path.get(path)
+        if methods is None:
+            for start, stranger in self._strangers.items():
+                if path.startswith(start):
+                    return stranger
+            raise HttpError(404, "not_found", "no such path; see /docs")
+        place = methods.get(method)
+        if place is None:
+            allowed = ", ".join(sorted(methods))
+            raise HttpError(405, "method_not_allowed", f"this path takes {allowed}", allow=allowed)
+        return place
+
+    def errors(self, path: str) -> ErrorWriter:
+        return next((writer for start, writer in self._shapes.items() if path.startswith(start)), HttpError.reply)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,39 +12,39 @@ from plaudit import __version__
 from plaudit.records import NEXT, Item, ItemError, StepScores
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.work import Work
-from plaudit.serve.http.message import ErrorWriter, HttpError, Reply, Request, Route
+from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text
+from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.sglang import ets_wire as ets
 from plaudit.serve.protocols.sglang import wire as sglang
 from plaudit.serve.protocols.sglang.wire import SglangInputs, Wish
 from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL, PROCESS_MODEL, ScoringService
 
-Claims = Callable[[Mapping[str, Any]], bool]
 
-
-class SGLangRoutes:
-    shapes: Mapping[str, ErrorWriter] = {}
+class SGLangRoutes(ProtocolRoutes):
+    name = "sglang"
+    errors = staticmethod(sglang.write_error)
 
     def __init__(self, scoring: ScoringService) -> None:
-        self.scoring = scoring
+        super().__init__(scoring)
         self.classifier = Classifier(scoring)
 
     def routes(self) -> list[Route]:
         routes = [
-            _work("POST", "/v1/classify", self.classify, "SGLang: probabilities of labels"),
-            _work("POST", "/v1/score", self.score, "SGLang: probabilities of label tokens", sglang.claims_scoring),
-            _work("POST", "/generate", self.step_scores, "ETS and REBASE: scores of a path's steps", ets.claims),
-            _work("POST", "/generate", self.generate, "SGLang: log-probabilities of a text's tokens"),
-            _route("GET", "/health_generate", self.health, "SGLang: 200 if every model computes", open=True),
+            self.work("/v1/classify", self.classify, "SGLang: probabilities of labels"),
+            self.work("/v1/score", self.score, "SGLang: probabilities of label tokens", sglang.claims_scoring),
+            self.work("/generate", self.step_scores, "ETS and REBASE: scores of a path's steps", ets.claims),
+            self.work("/generate", self.generate, "SGLang: log-probabilities of a text's tokens"),
+            self.route("GET", "/health_generate", self.health, "SGLang: 200 if every model computes", "open"),
         ]
-        rerank = "SGLang: documents sorted by score"
+        rerank, reward = "SGLang: documents sorted by score", "SGLang: raw reward of a text"
         for method in ("POST", "PUT"):
-            routes.append(_work(method, "/v1/rerank", self.rerank, rerank, sglang.claims_rerank))
+            routes.append(self.work("/v1/rerank", self.rerank, rerank, sglang.claims_rerank, method))
             for path in ("/classify", "/encode"):
-                routes.append(_work(method, path, self.encode, "SGLang: raw reward of a text", sglang.claims_inputs))
+                routes.append(self.work(path, self.encode, reward, sglang.claims_inputs, method))
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
-            routes.append(_route("GET", path, self.info, "SGLang: the model behind /generate, and its limits"))
+            routes.append(self.route("GET", path, self.info, "SGLang: the model behind /generate, and its limits"))
         return routes
 
     async def encode(self, request: Request) -> Reply:
@@ -93,7 +93,7 @@ class SGLangRoutes:
         if len(served.intake().facts.labels) > 1:
             raise HttpError(422, "wrong_kind", f"{served.name} has several labels, so its documents have no one order")
         pairs: list[Prompt] = [Text(parsed.query, document) for document in parsed.documents]
-        tokens = _sound(await self.classifier.tokens(served, pairs, Cut()), "documents")
+        tokens = sound(await self.classifier.tokens(served, pairs, Cut()), "documents")
         values = [float(row[0]) for row in await self.classifier.logits(request, served, tokens)]
         metas = [_meta(request, i, ids, served, began) for i, ids in enumerate(tokens)]
         return Reply.json(sglang.write_rerank(parsed, values, metas))
@@ -171,9 +171,8 @@ class SGLangRoutes:
             scores[place] = len(row), []
             if positions := _positions(row, require.at):
                 works[place] = Work(row, positions, require.pair, len(positions), False)
-        step_rows = (
-            await self._read(request, served, list(works.values()), parsed.inputs.field, path=True) if works else []
-        )
+        field = parsed.inputs.field
+        step_rows = await self._read(request, served, list(works.values()), field, path=True) if works else []
         for place, values in zip(works, step_rows, strict=True):
             scores[place] = scores[place][0], [sglang.softmax(pair)[0] for pair in values.tolist()]
         return scores
@@ -197,11 +196,8 @@ class SGLangRoutes:
     def _named(self, request: Request) -> str | None:
         """SGLang serves one model and does not look at this name; here it chooses, if it is one of ours."""
         name = request.fields().get("model")
-        return (
-            name
-            if isinstance(name, str) and (name in self.scoring.models.served or name in self.scoring.aliases)
-            else None
-        )
+        ours = isinstance(name, str) and (name in self.scoring.models.served or name in self.scoring.aliases)
+        return name if ours else None
 
     def _causal(self, *names: str | None) -> ServedModel | None:
         """The first of these that is a causal LM."""
@@ -226,7 +222,7 @@ class SGLangRoutes:
         """As SGLang makes them: control strings are control tokens, and the tokenizer adds what it adds of itself."""
         prompts: list[Prompt] = [Text(text) for text in inputs.texts] or list(inputs.tokens)
         chosen = prompts if places is None else [prompts[place] for place in places]
-        return _sound(await self.classifier.tokens(served, chosen, Cut()), inputs.field)
+        return sound(await self.classifier.tokens(served, chosen, Cut()), inputs.field)
 
     async def _read(
         self, request: Request, served: ServedModel, works: Sequence[Work], field: str, *, path: bool = False
@@ -240,18 +236,6 @@ class SGLangRoutes:
             assert isinstance(answer, np.ndarray)
             rows.append(answer)
         return rows
-
-
-def _work(
-    method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, claims: Claims | None = None
-) -> Route:
-    return Route(method, path, "key", handler, "sglang", True, summary, sglang.write_error, claims)
-
-
-def _route(
-    method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, *, open: bool = False
-) -> Route:
-    return Route(method, path, "open" if open else "key", handler, "sglang", False, summary, sglang.write_error)
 
 
 def _generate_works(tokens: list[int], wish: Wish) -> tuple[Work | None, Work | None]:
@@ -275,13 +259,6 @@ def _positions(tokens: Sequence[int], at: int) -> tuple[int, ...]:
     if at >= 0:
         return tuple(i for i, token in enumerate(tokens) if token == at)
     return (len(tokens) + at,) if len(tokens) + at >= 0 else ()
-
-
-def _sound(rows: Sequence[list[int] | ItemError], field: str) -> list[list[int]]:
-    for place, row in enumerate(rows):
-        if isinstance(row, ItemError):
-            raise HttpError(422, row.type, f"{field}[{place}]: {row.message}")
-    return [row for row in rows if not isinstance(row, ItemError)]
 
 
 def _check_ids(served: ServedModel, tokens: Sequence[int], field: str) -> None:

@@ -22,16 +22,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from plaudit.errors import one_line
-from plaudit.serve.http.message import HttpError, Reply
+from plaudit.serve.http.message import HttpError, Reply, convert
 
-T = TypeVar("T", bound=msgspec.Struct)
 Name = Callable[[int], str | None]
 
 
@@ -76,14 +74,6 @@ class Scoring:
     softmax: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SglangRerank:
-    query: str
-    documents: list[str]
-    most: int | None
-    with_documents: bool
-
-
 class _Inputs(msgspec.Struct):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -111,7 +101,7 @@ class _Scoring(msgspec.Struct):
     item_first: bool = False
 
 
-class _Rerank(msgspec.Struct):
+class SglangRerank(msgspec.Struct):
     query: str
     documents: list[str]
     top_n: int | None = None
@@ -133,17 +123,15 @@ def claims_rerank(fields: Mapping[str, Any]) -> bool:
 
 def write_error(error: HttpError, request_id: str) -> Reply:
     status = 400 if error.status == 422 else error.status
-    return Reply(
-        status, msgspec.json.encode({"error": {"message": str(error)}}), headers=error.reply(request_id).headers
-    )
+    return error.shaped({"error": {"message": str(error)}}, request_id, status)
 
 
 def read_inputs(fields: Mapping[str, Any]) -> SglangInputs:
-    return _inputs(_converted(fields, _Inputs))
+    return _inputs(convert(fields, _Inputs, 400))
 
 
 def read_generate(fields: Mapping[str, Any]) -> Generate:
-    request = _converted(fields, _Generate)
+    request = convert(fields, _Generate, 400)
     inputs = _inputs(request)
     count = len(inputs)
     if request.stream:
@@ -163,13 +151,9 @@ def read_generate(fields: Mapping[str, Any]) -> Generate:
 
 
 def write_generate(
-    tokens: Sequence[int],
-    wish: Wish,
-    read: np.ndarray | None,
-    last: np.ndarray | None,
-    name: Name,
+    tokens: Sequence[int], wish: Wish, read: np.ndarray | None, last: np.ndarray | None, name: Name,
     meta: dict[str, Any],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """read: of the positions from `start` to the one before the last, the log-prob of the token that follows, then
     those of the wish's tokens. last: those of the wish's tokens at the last position."""
     if wish.logprobs:
@@ -201,12 +185,12 @@ def meta_info(id: str, tokens: int, version: str, began: float) -> dict[str, Any
 
 def read_classify(fields: Mapping[str, Any]) -> SglangInputs:
     """in    {"input": "...", ["...", ...], [1, 2] or [[1, 2], ...]}"""
-    inputs = _converted(fields, _Classify).input
+    inputs = convert(fields, _Classify, 400).input
     if isinstance(inputs, str) or all(isinstance(part, str) for part in inputs):
-        return _replaced(_inputs(_Inputs(text=inputs)), "input")  # type: ignore[arg-type]
+        return replace(_inputs(_Inputs(text=inputs)), field="input")  # type: ignore[arg-type]
     if any(isinstance(part, str) for part in inputs):
         raise _bad("input mixes texts and token ids; give one kind")
-    return _replaced(_inputs(_Inputs(input_ids=inputs)), "input")  # type: ignore[arg-type]
+    return replace(_inputs(_Inputs(input_ids=inputs)), field="input")  # type: ignore[arg-type]
 
 
 def write_classify(model: str, rows: Sequence[Mapping[str, float]], tokens: int, request_id: str) -> dict[str, Any]:
@@ -225,7 +209,7 @@ def write_classify(model: str, rows: Sequence[Mapping[str, float]], tokens: int,
 def read_scoring(fields: Mapping[str, Any]) -> Scoring:
     """in    {"query": "..." or [1, 2], "items": "...", ["...", ...] or [[3], ...], "label_token_ids": [1, 2],
     "apply_softmax": false, "item_first": false}"""
-    request = _converted(fields, _Scoring)
+    request = convert(fields, _Scoring, 400)
     items = [request.items] if isinstance(request.items, str) else request.items
     if not items:
         raise _bad("items is empty; give at least one")
@@ -252,24 +236,24 @@ def write_scoring(model: str, rows: Sequence[Sequence[float]], tokens: int) -> d
 
 def read_rerank(fields: Mapping[str, Any]) -> SglangRerank:
     """in    {"query": "...", "documents": ["...", ...], "top_n": 3, "return_documents": true}"""
-    request = _converted(fields, _Rerank)
+    request = convert(fields, SglangRerank, 400)
     if request.instruct is not None:
         raise _bad("instruct is given, and a reward model takes no instruction; write it into query")
     if not request.documents:
         raise _bad("documents is empty; give at least one")
     if request.top_n is not None and request.top_n < 1:
         raise _bad(f"top_n is {request.top_n}; expected 1 or more")
-    return SglangRerank(request.query, request.documents, request.top_n, request.return_documents)
+    return request
 
 
 def write_rerank(
     request: SglangRerank, values: Sequence[float], metas: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """out   [{"score", "document", "index", "meta_info"}, ...], the best first"""
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[: request.most]
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[: request.top_n]
     return [
         {
-            "score": values[i], **({"document": request.documents[i]} if request.with_documents else {}), "index": i,
+            "score": values[i], **({"document": request.documents[i]} if request.return_documents else {}), "index": i,
             "meta_info": metas[i],
         }
         for i in order
@@ -302,10 +286,6 @@ def _inputs(request: _Inputs) -> SglangInputs:
     return SglangInputs("input_ids", not rows, [], rows or [ids])  # type: ignore[list-item]
 
 
-def _replaced(inputs: SglangInputs, field: str) -> SglangInputs:
-    return SglangInputs(field, inputs.single, inputs.texts, inputs.tokens)
-
-
 def _each(value: Any, count: int, field: str) -> list[Any]:
     """An option for every input: one for all of them, or a list with one for each."""
     if not isinstance(value, list):
@@ -332,13 +312,6 @@ def _refuse_writing(params: Mapping[str, Any], logprobs: bool) -> None:
         raise _bad(
             f"sampling_params.max_new_tokens is {str(most)[:20]}; this server reads and does not write: set it to 0"
         )
-
-
-def _converted(fields: Mapping[str, Any], type: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, type)
-    except msgspec.ValidationError as error:
-        raise _bad(one_line(error, 200)) from None
 
 
 def _usage(tokens: int) -> dict[str, int]:

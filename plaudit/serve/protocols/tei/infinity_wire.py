@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -14,67 +13,34 @@ import numpy as np
 from msgspec import Meta
 
 from plaudit.serve.http.message import HttpError, Reply
-from plaudit.serve.protocols.tei.wire import decoded, predictions
+from plaudit.serve.protocols.tei.wire import predictions
 
 
-class _Classify(msgspec.Struct):
-    input: list[str]
+class _Named(msgspec.Struct, kw_only=True):
     model: str | None = None
     raw_scores: bool = False
 
+    @property
+    def name(self) -> str | None:
+        """Its clients send "default/not-specified" where they name none."""
+        return None if self.model == "default/not-specified" else self.model
 
-class _Rerank(msgspec.Struct):
+
+class Classify(_Named):
+    input: list[str]
+
+
+class InfinityRerank(_Named):
     query: str
     documents: list[str]
-    model: str | None = None
     return_documents: bool = False
-    raw_scores: bool = False
     top_n: Annotated[int, Meta(ge=1)] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Classify:
-    model: str | None
-    texts: Sequence[str]
-    raw: bool
-
-
-@dataclass(frozen=True, slots=True)
-class InfinityRerank:
-    model: str | None
-    query: str
-    documents: Sequence[str]
-    raw: bool
-    with_documents: bool
-    top: int | None
 
 
 def write_error(error: HttpError, request_id: str) -> Reply:
     kind = HTTPStatus(error.status).phrase
     content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.status}}
-    return Reply(error.status, msgspec.json.encode(content), headers=error.reply(request_id).headers)
-
-
-def read_classify(fields: Mapping[str, Any]) -> Classify:
-    request = decoded(fields, _Classify)
-    if not request.input:
-        raise HttpError(422, "empty", "input has no texts; give at least one")
-    return Classify(_model(request.model), request.input, request.raw_scores)
-
-
-def read_rerank(fields: Mapping[str, Any]) -> InfinityRerank:
-    request = decoded(fields, _Rerank)
-    if not request.documents:
-        raise HttpError(422, "empty", "documents has no texts; give at least one")
-    return InfinityRerank(
-        _model(request.model), request.query, request.documents, request.raw_scores, request.return_documents,
-        request.top_n,
-    )  # fmt: skip
-
-
-def _model(name: str | None) -> str | None:
-    """Its clients send "default/not-specified" where they name none."""
-    return None if name == "default/not-specified" else name
+    return error.shaped(content, request_id)
 
 
 def classified(id: str, model: str, rows: Sequence[np.ndarray], labels: Sequence[str], tokens: int) -> dict[str, Any]:
@@ -83,12 +49,12 @@ def classified(id: str, model: str, rows: Sequence[np.ndarray], labels: Sequence
 
 
 def reranked(id: str, model: str, request: InfinityRerank, values: Sequence[float], tokens: int) -> dict[str, Any]:
-    order = sorted(range(len(values)), key=lambda place: -values[place])[: request.top]
+    order = sorted(range(len(values)), key=lambda place: -values[place])[: request.top_n]
     results = [
         {
             "relevance_score": values[place],
             "index": place,
-            "document": request.documents[place] if request.with_documents else None,
+            "document": request.documents[place] if request.return_documents else None,
         }
         for place in order
     ]

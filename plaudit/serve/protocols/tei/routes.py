@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from plaudit import __version__
-from plaudit.records import ItemError
-from plaudit.serve.http.message import ErrorWriter, Handler, HttpError, Reply, Request, Route
+from plaudit.serve.http.message import ErrorWriter, HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text, activate
+from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.tei import infinity_wire as infinity
 from plaudit.serve.protocols.tei import wire as tei
 from plaudit.serve.scoring import ScoringService
@@ -26,47 +26,56 @@ FUNCTIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-class TeiRoutes:
+class TeiRoutes(ProtocolRoutes):
     """It serves one model, as the original does: `reward_model`."""
 
-    shapes: Mapping[str, ErrorWriter] = {}
+    name = "tei"
+    errors = staticmethod(tei.write_error)
 
     def __init__(self, scoring: ScoringService) -> None:
-        self.scoring = scoring
+        super().__init__(scoring)
         self.classifier = Classifier(scoring)
 
     def routes(self) -> list[Route]:
         return [
-            _tei("/predict", self.predict, "TEI: every label with its score"),
-            _tei("/rerank", self.rerank, "TEI: texts sorted by score", claims=lambda body: "texts" in body),
-            _tei("/", self.pipeline, "huggingface_hub: text classification by InferenceClient"),
-            Route("GET", "/info", "key", self.info, "tei", False, "TEI: the model and its limits", tei.write_error),
+            self.work("/predict", self.predict, "TEI: every label with its score"),
+            self.work("/rerank", self.rerank, "TEI: texts sorted by score", lambda body: "texts" in body),
+            self.work("/", self.pipeline, "huggingface_hub: text classification by InferenceClient"),
+            self.route("GET", "/info", self.info, "TEI: the model and its limits"),
         ]
 
     async def predict(self, request: Request) -> Reply:
-        parsed = tei.read_predict(request.fields())
+        parsed = tei.decoded(request.fields(), tei.Predict)
+        texts, single = parsed.texts()
         served = self.classifier.find(None, "outcome")
-        prompts = [Text(text, pair) for text, pair in parsed.texts]
+        prompts = [Text(text, pair) for text, pair in texts]
         rows, _ = await _logits(self.classifier, request, served, prompts, parsed.side, "inputs")
         labels = served.intake().facts.labels
-        predictions = [tei.predictions(row if parsed.raw else activate(row), labels) for row in rows]
-        return Reply.json(predictions[0] if parsed.single else predictions)
+        predictions = [tei.predictions(row if parsed.raw_scores else activate(row), labels) for row in rows]
+        return Reply.json(predictions[0] if single else predictions)
 
     async def rerank(self, request: Request) -> Reply:
-        parsed = tei.read_rerank(request.fields())
+        parsed = tei.decoded(request.fields(), tei.TeiRerank)
+        if not parsed.texts:
+            raise HttpError(400, "empty", "`texts` cannot be empty")
         served = self.classifier.find(None, "outcome")
         prompts = [Text(parsed.query, text) for text in parsed.texts]
-        values, _ = await _scores(self.classifier, request, served, prompts, parsed.side, "texts", raw=parsed.raw)
+        values, _ = await _scores(
+            self.classifier, request, served, prompts, parsed.side, "texts", raw=parsed.raw_scores
+        )
         return Reply.json(tei.ranks(parsed, values))
 
     async def pipeline(self, request: Request) -> Reply:
-        parsed = tei.read_pipeline(request.fields())
+        parsed = tei.decoded(request.fields(), tei.Pipeline)
+        texts = [parsed.inputs] if isinstance(parsed.inputs, str) else parsed.inputs
+        if not texts:
+            raise HttpError(400, "empty", "`inputs` cannot be empty")
         served = self.classifier.find(None, "outcome")
-        prompts = [Text(text) for text in parsed.texts]
-        rows, _ = await _logits(self.classifier, request, served, prompts, None, "inputs")
+        rows, _ = await _logits(self.classifier, request, served, [Text(text) for text in texts], None, "inputs")
         labels = served.intake().facts.labels
-        apply = FUNCTIONS[parsed.function]
-        return Reply.json([tei.predictions(apply(row), labels)[: parsed.top] for row in rows])
+        options = parsed.parameters
+        apply, top = (FUNCTIONS[options.function_to_apply], options.top_k) if options else (activate, None)
+        return Reply.json([tei.predictions(apply(row), labels)[:top] for row in rows])
 
     async def info(self, request: Request) -> Reply:
         served = self.classifier.find(None, "outcome")
@@ -77,40 +86,48 @@ class TeiRoutes:
         )
 
 
-class InfinityRoutes:
-    shapes: Mapping[str, ErrorWriter] = {"/infinity": infinity.write_error}
+class InfinityRoutes(ProtocolRoutes):
+    name = "infinity"
+    errors = staticmethod(infinity.write_error)
+    shapes: ClassVar[Mapping[str, ErrorWriter]] = {"/infinity": infinity.write_error}
 
     def __init__(self, scoring: ScoringService) -> None:
-        self.scoring = scoring
+        super().__init__(scoring)
         self.classifier = Classifier(scoring)
         self.began = int(time.time())
 
     def routes(self) -> list[Route]:
         classify, rerank = "Infinity: every label with its score", "Infinity: documents sorted by score"
         return [
-            _infinity("/classify", self.classify, classify, claims=lambda body: "raw_scores" in body),
-            _infinity("/infinity/classify", self.classify, classify),
-            _infinity("/rerank", self.rerank, rerank, claims=_infinity_rerank),
-            _infinity("/infinity/rerank", self.rerank, rerank),
+            self.work("/classify", self.classify, classify, lambda body: "raw_scores" in body),
+            self.work("/infinity/classify", self.classify, classify),
+            self.work("/rerank", self.rerank, rerank, lambda body: "return_documents" in body or "raw_scores" in body),
+            self.work("/infinity/rerank", self.rerank, rerank),
             Route("GET", "/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
             Route("GET", "/infinity/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
             Route("GET", "/infinity/health", "open", self.health, "infinity", summary="Infinity: 200 while it answers"),
         ]
 
     async def classify(self, request: Request) -> Reply:
-        parsed = infinity.read_classify(request.fields())
-        served = self.classifier.find(parsed.model, "outcome")
-        prompts = [Text(text) for text in parsed.texts]
+        parsed = tei.decoded(request.fields(), infinity.Classify)
+        if not parsed.input:
+            raise HttpError(422, "empty", "input has no texts; give at least one")
+        served = self.classifier.find(parsed.name, "outcome")
+        prompts = [Text(text) for text in parsed.input]
         rows, tokens = await _logits(self.classifier, request, served, prompts, None, "input")
-        shown = rows if parsed.raw else [activate(row) for row in rows]
+        shown = rows if parsed.raw_scores else [activate(row) for row in rows]
         labels = served.intake().facts.labels
         return Reply.json(infinity.classified(request.id, served.name, shown, labels, tokens))
 
     async def rerank(self, request: Request) -> Reply:
-        parsed = infinity.read_rerank(request.fields())
-        served = self.classifier.find(parsed.model, "outcome")
+        parsed = tei.decoded(request.fields(), infinity.InfinityRerank)
+        if not parsed.documents:
+            raise HttpError(422, "empty", "documents has no texts; give at least one")
+        served = self.classifier.find(parsed.name, "outcome")
         prompts = [Text(parsed.query, document) for document in parsed.documents]
-        values, tokens = await _scores(self.classifier, request, served, prompts, None, "documents", raw=parsed.raw)
+        values, tokens = await _scores(
+            self.classifier, request, served, prompts, None, "documents", raw=parsed.raw_scores
+        )
         return Reply.json(infinity.reranked(request.id, served.name, parsed, values, tokens))
 
     async def models(self, request: Request) -> Reply:
@@ -126,11 +143,7 @@ async def _logits(
 ) -> tuple[list[np.ndarray], int]:
     """The rows, and of how many tokens. Without a side nothing is cut."""
     cut = Cut() if side is None else Cut(served.intake().limit, side)
-    tokens = []
-    for place, row in enumerate(await classifier.tokens(served, prompts, cut)):
-        if isinstance(row, ItemError):
-            raise HttpError(422, row.type, f"{what}[{place}]: {row.message}")
-        tokens.append(row)
+    tokens = sound(await classifier.tokens(served, prompts, cut), what)
     return await classifier.logits(request, served, tokens), sum(map(len, tokens))
 
 
@@ -146,17 +159,3 @@ async def _scores(
     rows, tokens = await _logits(classifier, request, served, prompts, side, what)
     values = rows if raw else [activate(row) for row in rows]
     return [float(row[0]) for row in values], tokens
-
-
-def _infinity_rerank(body: Mapping[str, Any]) -> bool:
-    return "return_documents" in body or "raw_scores" in body
-
-
-def _tei(path: str, handler: Handler, summary: str, claims: Callable[[Mapping[str, Any]], bool] | None = None) -> Route:
-    return Route("POST", path, "key", handler, "tei", True, summary, tei.write_error, claims)
-
-
-def _infinity(
-    path: str, handler: Handler, summary: str, claims: Callable[[Mapping[str, Any]], bool] | None = None
-) -> Route:
-    return Route("POST", path, "key", handler, "infinity", True, summary, infinity.write_error, claims)

@@ -6,7 +6,6 @@ In /predict a list of two texts is a pair; several texts are a list of lists.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,7 +15,6 @@ from msgspec import Meta
 from plaudit.serve.http.message import HttpError, Reply
 
 T = TypeVar("T", bound=msgspec.Struct)
-Direction = Literal["left", "right", "Left", "Right"]
 FORMS = "a text, a pair of texts, or a list of [text] and [text, text]"
 # (status, error_type) by our type, then by our status
 BY_TYPE = {
@@ -29,23 +27,41 @@ BY_STATUS = {503: (503, "Unhealthy"), 500: (424, "Backend"), 504: (504, "Backend
 
 def write_error(error: HttpError, request_id: str) -> Reply:
     status, name = BY_TYPE.get(error.type) or BY_STATUS.get(error.status, (error.status, "Validation"))
-    content = {"error": str(error), "error_type": name}
-    return Reply(status, msgspec.json.encode(content), headers=error.reply(request_id).headers)
+    return error.shaped({"error": str(error), "error_type": name}, request_id, status)
 
 
-class _Predict(msgspec.Struct):
-    inputs: Any
+class _Scored(msgspec.Struct, kw_only=True):
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
+    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
     raw_scores: bool = False
 
+    @property
+    def side(self) -> Literal["left", "right"] | None:
+        if not self.truncate:
+            return None
+        return "left" if self.truncation_direction.lower() == "left" else "right"
 
-class _Rerank(msgspec.Struct):
+
+class Predict(_Scored):
+    inputs: Any
+
+    def texts(self) -> tuple[list[tuple[str, str | None]], bool]:
+        """Texts and pairs, and whether the reply is one list and not a list of lists."""
+        inputs = self.inputs
+        if isinstance(inputs, str):
+            return [(inputs, None)], True
+        if isinstance(inputs, list) and inputs and isinstance(inputs[0], str):
+            return [_sequence(inputs, "inputs")], True
+        if isinstance(inputs, list) and inputs:
+            return [_sequence(entry, f"inputs[{place}]") for place, entry in enumerate(inputs)], False
+        if inputs == []:
+            raise HttpError(400, "empty", "`inputs` cannot be empty")
+        raise HttpError(422, "invalid_request", f"inputs is a {type(inputs).__name__}; expected {FORMS}")
+
+
+class TeiRerank(_Scored):
     query: str
     texts: list[str]
-    truncate: bool | None = None
-    truncation_direction: Direction = "right"
-    raw_scores: bool = False
     return_text: bool = False
 
 
@@ -54,57 +70,9 @@ class _Parameters(msgspec.Struct):
     top_k: Annotated[int, Meta(ge=1)] | None = None
 
 
-class _Pipeline(msgspec.Struct):
+class Pipeline(msgspec.Struct):
     inputs: str | list[str]
     parameters: _Parameters | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Predict:
-    """single  whether the reply is one list and not a list of lists"""
-
-    texts: Sequence[tuple[str, str | None]]
-    single: bool
-    side: Literal["left", "right"] | None
-    raw: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TeiRerank:
-    query: str
-    texts: Sequence[str]
-    side: Literal["left", "right"] | None
-    raw: bool
-    with_text: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    texts: Sequence[str]
-    function: Literal["sigmoid", "softmax", "none"] | None
-    top: int | None
-
-
-def read_predict(fields: Mapping[str, Any]) -> Predict:
-    request = decoded(fields, _Predict)
-    texts, single = _texts(request.inputs)
-    return Predict(texts, single, _side(request), request.raw_scores)
-
-
-def read_rerank(fields: Mapping[str, Any]) -> TeiRerank:
-    request = decoded(fields, _Rerank)
-    if not request.texts:
-        raise HttpError(400, "empty", "`texts` cannot be empty")
-    return TeiRerank(request.query, request.texts, _side(request), request.raw_scores, request.return_text)
-
-
-def read_pipeline(fields: Mapping[str, Any]) -> Pipeline:
-    request = decoded(fields, _Pipeline)
-    options = request.parameters or _Parameters()
-    texts = [request.inputs] if isinstance(request.inputs, str) else request.inputs
-    if not texts:
-        raise HttpError(400, "empty", "`inputs` cannot be empty")
-    return Pipeline(texts, options.function_to_apply, options.top_k)
 
 
 def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
@@ -112,24 +80,6 @@ def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise HttpError(422, "invalid_request", str(error)) from None
-
-
-def _side(request: _Predict | _Rerank) -> Literal["left", "right"] | None:
-    if not request.truncate:
-        return None
-    return "left" if request.truncation_direction.lower() == "left" else "right"
-
-
-def _texts(inputs: Any) -> tuple[list[tuple[str, str | None]], bool]:
-    if isinstance(inputs, str):
-        return [(inputs, None)], True
-    if isinstance(inputs, list) and inputs and isinstance(inputs[0], str):
-        return [_sequence(inputs, "inputs")], True
-    if isinstance(inputs, list) and inputs:
-        return [_sequence(entry, f"inputs[{place}]") for place, entry in enumerate(inputs)], False
-    if inputs == []:
-        raise HttpError(400, "empty", "`inputs` cannot be empty")
-    raise HttpError(422, "invalid_request", f"inputs is a {type(inputs).__name__}; expected {FORMS}")
 
 
 def _sequence(entry: Any, what: str) -> tuple[str, str | None]:
@@ -146,7 +96,7 @@ def predictions(values: np.ndarray, labels: Sequence[str]) -> list[dict[str, Any
 
 def ranks(request: TeiRerank, values: Sequence[float]) -> list[dict[str, Any]]:
     order = sorted(range(len(values)), key=lambda place: -values[place])
-    if not request.with_text:
+    if not request.return_text:
         return [{"index": place, "score": values[place]} for place in order]
     return [{"index": place, "text": request.texts[place], "score": values[place]} for place in order]
 

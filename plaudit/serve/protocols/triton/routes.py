@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
 from plaudit import __version__
-from plaudit.records import Item, ItemError, Score
+from plaudit.records import Item, Score
 from plaudit.serve.handle import Result
 from plaudit.serve.http.message import ErrorWriter, HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
+from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.triton import wire as triton
 from plaudit.serve.scoring import SCORED, ScoringService
 
 WORTH_PACKING = 1024  # bytes
 MOST_NAMED = 20  # models in an error
-
-
 METADATA = "Triton: inputs and outputs of the model in the path"
 CONFIG = "Triton: configuration of the model in the path"
 STATS = "Triton: counts and times of the model in the path"
@@ -28,44 +28,39 @@ READY = "Triton: 200 if the model in the path computes"
 INFER = "Triton and NeMo-Aligner: rewards of sentences or tokens by the model in the path"
 
 
-class TritonRoutes:
-    shapes: Mapping[str, ErrorWriter] = {"/v2": triton.write_error}
+class TritonRoutes(ProtocolRoutes):
+    name = "triton"
+    errors = staticmethod(triton.write_error)
+    shapes: ClassVar[Mapping[str, ErrorWriter]] = {"/v2": triton.write_error}
 
     def __init__(self, scoring: ScoringService) -> None:
-        self.scoring = scoring
+        super().__init__(scoring)
         served = scoring.models.served
         models = [name for name, model in served.items() if isinstance(model, ServedModel) and model.kind in SCORED]
         self.names = [*models, *(alias for alias, name in scoring.aliases.items() if name in models)]
 
     def routes(self) -> list[Route]:
         routes = [
-            self._route("GET", "/v2", self.server, "Triton: name, release and extensions of the server"),
-            self._route("GET", "/v2/health/live", self.live, "Triton: 200 while the process answers", open=True),
-            self._route("GET", "/v2/health/ready", self.ready, "Triton: 200 if every model computes", open=True),
-            self._route("POST", "/v2/repository/index", self.index, "Triton: list the models and their state"),
-            self._route("GET", "/v2/models/stats", self.all_stats, "Triton: statistics of all models"),
+            self.route("GET", "/v2", self.server, "Triton: name, release and extensions of the server"),
+            self.route("GET", "/v2/health/live", self.live, "Triton: 200 while the process answers", "open"),
+            self.route("GET", "/v2/health/ready", self.ready, "Triton: 200 if every model computes", "open"),
+            self.route("POST", "/v2/repository/index", self.index, "Triton: list the models and their state"),
+            self.route("GET", "/v2/models/stats", self.all_stats, "Triton: statistics of all models"),
         ]
         for name in self.names:
             for start in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
                 routes += [
-                    self._route("GET", start, partial(self.metadata, name), METADATA),
-                    self._route("GET", f"{start}/config", partial(self.config, name), CONFIG),
-                    self._route("GET", f"{start}/stats", partial(self.stats, name), STATS),
-                    self._route("GET", f"{start}/ready", partial(self.model_ready, name), READY, open=True),
-                    self._route("POST", f"{start}/infer", partial(self.infer, name), INFER, work=True),
+                    self.route("GET", start, partial(self.metadata, name), METADATA),
+                    self.route("GET", f"{start}/config", partial(self.config, name), CONFIG),
+                    self.route("GET", f"{start}/stats", partial(self.stats, name), STATS),
+                    self.route("GET", f"{start}/ready", partial(self.model_ready, name), READY, "open"),
+                    self.work(f"{start}/infer", partial(self.infer, name), INFER),
                 ]
         return routes
 
     def strangers(self) -> list[tuple[str, Route]]:
         """What the paths of models that are not served lead to. With a key, for the answer names those that are."""
-        return [("/v2/models/", self._route("", "/v2/models/", self.unknown, ""))]
-
-    def _route(
-        self, method: str, path: str, handler: Callable[[Request], Awaitable[Reply]], summary: str, *,
-        open: bool = False, work: bool = False,
-    ) -> Route:  # fmt: skip
-        access = "open" if open else "key"
-        return Route(method, path, access, handler, "triton", work, summary, triton.write_error)  # type: ignore[arg-type]
+        return [("/v2/models/", self.route("", "/v2/models/", self.unknown, ""))]
 
     async def server(self, request: Request) -> Reply:
         return Reply.json(triton.server_metadata(__version__))
@@ -127,15 +122,13 @@ class TritonRoutes:
     ) -> tuple[list[list[int]], np.ndarray]:
         """Without begin and end token, as the original reads them; cut on the right if the caller sees `exceeded`."""
         intake = served.intake()
+        end = rows.add_end and intake.tokenizer.eos_token_id is not None
         tokens: list[list[int]] = []
         exceeded: list[list[int]] = []
-        for row, ids in enumerate(await served.tokenise(rows.sentences or [], special=False)):
-            if isinstance(ids, ItemError):
-                raise HttpError(400, ids.type, f"sentences[{row}]: {ids.message}")
-            if rows.add_end and intake.tokenizer.eos_token_id is not None:
-                ids = [*ids, intake.tokenizer.eos_token_id]
-            exceeded.append([int(len(ids) > intake.limit)])
-            tokens.append(ids[: intake.limit] if cut else ids)
+        for ids in sound(await served.tokenise(rows.sentences or [], special=False), "sentences", 400):
+            ended = [*ids, intake.tokenizer.eos_token_id] if end else ids
+            exceeded.append([int(len(ended) > intake.limit)])
+            tokens.append(ended[: intake.limit] if cut else ended)
         return tokens, np.array(exceeded, dtype=np.int32).reshape(-1, 1)
 
     def _signature(self, name: str) -> triton.Signature:

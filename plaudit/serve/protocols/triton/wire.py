@@ -115,8 +115,7 @@ class Rows:
 
 def write_error(error: HttpError, request_id: str) -> Reply:
     status = {413: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
-    reply = error.reply(request_id)
-    return Reply(status, msgspec.json.encode({"error": str(error)}), headers=reply.headers)
+    return error.shaped({"error": str(error)}, request_id, status)
 
 
 def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signature: Signature = REWARD) -> Infer:

@@ -10,7 +10,6 @@ import base64
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,7 +19,7 @@ from msgspec import Meta
 
 from plaudit.serve.http.message import HttpError, Reply
 
-T = TypeVar("T", bound="_Common")
+T = TypeVar("T", bound="VllmRequest")
 TASKS = ("classify", "token_classify")
 ERROR_NAMES = {
     400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError",
@@ -46,10 +45,12 @@ def write_error(error: HttpError, request_id: str) -> Reply:
     name = "Bad Request" if schema else ERROR_NAMES.get(status, HTTPStatus(status).phrase)
     param = error.param if isinstance(error, FieldError) else "body" if schema else None
     content = {"error": {"message": str(error), "type": name, "param": param, "code": status}}
-    return Reply(status, msgspec.json.encode(content), headers=error.reply(request_id).headers)
+    return error.shaped(content, request_id, status)
 
 
-class _Common(msgspec.Struct, kw_only=True):
+class VllmRequest(msgspec.Struct, kw_only=True):
+    """What every request may have."""
+
     model: str | None = None
     user: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -63,16 +64,37 @@ class _Common(msgspec.Struct, kw_only=True):
     activation: bool | None = None
     normalize: Any = msgspec.UNSET
 
+    @property
+    def activate(self) -> bool | None:
+        """None: as the route has it."""
+        return self.activation if self.use_activation is None else self.use_activation
 
-class _Inputs(_Common, kw_only=True):
-    input: Any = msgspec.UNSET
+    @property
+    def queue_priority(self) -> int:
+        """In vLLM the lower number goes first, here the higher."""
+        return max(-MOST_PRIORITY, min(MOST_PRIORITY, -self.priority))
+
+
+class _Chat(VllmRequest, kw_only=True):
+    """messages  once read: a conversation, or None"""
+
     messages: Any = msgspec.UNSET
-    data: Any = msgspec.UNSET
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def special(self) -> bool:
+        return self.add_special_tokens is not False
+
+
+class VllmInputs(_Chat, kw_only=True):
+    """input  once read: texts and token lists; none where there are messages"""
+
+    input: Any = msgspec.UNSET
+    data: Any = msgspec.UNSET
+    add_generation_prompt: bool = False
     media_io_kwargs: dict[str, Any] | None = None
     task: Literal["embed", "classify", "token_embed", "token_classify", "plugin", "score", "encode"] | None = None
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
@@ -80,8 +102,23 @@ class _Inputs(_Common, kw_only=True):
     endianness: Literal["native", "big", "little"] = "native"
     dimensions: int | None = None
 
+    def check_encoding(self) -> None:
+        if self.encoding_format not in ("float", "base64"):
+            raise FieldError(f"encoding_format {self.encoding_format!r} is not supported; use float or base64", None)
+        if self.encoding_format == "base64" and self.embed_dtype not in NUMBERS:
+            raise FieldError(f"embed_dtype {self.embed_dtype!r} is not supported; use float32 or float16", None)
 
-class _Pairs(_Common, kw_only=True):
+    def encode(self, values: np.ndarray) -> Any:
+        """An array as the caller wants it."""
+        if self.encoding_format == "float":
+            return values.tolist()
+        number = ORDERS[self.endianness] + NUMBERS[self.embed_dtype]
+        return base64.b64encode(np.ascontiguousarray(values, dtype=number).tobytes()).decode()
+
+
+class Pairs(VllmRequest, kw_only=True):
+    """queries, documents  once read: texts, one query for each document"""
+
     query: Any = msgspec.UNSET
     queries: Any = msgspec.UNSET
     documents: Any = msgspec.UNSET
@@ -97,87 +134,22 @@ class _Pairs(_Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class _Tokenize(_Common, kw_only=True):
+class Tokenize(_Chat, kw_only=True):
     prompt: str | None = None
-    messages: Any = msgspec.UNSET
-    add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
     tools: list[Any] | None = None
 
 
-class _Detokenize(_Common, kw_only=True):
+class Detokenize(VllmRequest, kw_only=True):
     tokens: list[Annotated[int, Meta(ge=0)]]
 
 
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """What every request says.
-
-    truncate  tokens that stay, -1: as many as the model takes; None: all
-    side      None: what transformers does
-    activate  None: as the route has it
-    """
-
-    model: str | None
-    truncate: int | None
-    side: Literal["left", "right"] | None
-    activate: bool | None
-    request_id: str | None
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
-class VllmInputs:
-    """texts, token lists, or one conversation. `encode` writes an array as the caller wants it."""
-
-    options: VllmOptions
-    prompts: Sequence[str | Sequence[int]]
-    messages: Sequence[Mapping[str, Any]] | None
-    special: bool
-    opening: bool
-    task: str | None
-    dimensions: int | None
-    number: str | None
-
-    def encode(self, values: np.ndarray) -> Any:
-        if self.number is None:
-            return values.tolist()
-        return base64.b64encode(np.ascontiguousarray(values, dtype=self.number).tobytes()).decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    options: VllmOptions
-    queries: Sequence[str]
-    documents: Sequence[str]
-    query_tokens: int
-    document_tokens: int
-    top: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenize:
-    options: VllmOptions
-    prompt: str | None
-    messages: Sequence[Mapping[str, Any]] | None
-    special: bool
-    opening: bool
-    strings: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Detokenize:
-    options: VllmOptions
-    tokens: list[int]
-
-
 def read_inputs(fields: Mapping[str, Any]) -> VllmInputs:
-    request = _decoded(fields, _Inputs)
-    _refuse_chat_options(request)
+    request = decoded(fields, VllmInputs)
+    _refuse_chat_options(request, both=request.add_generation_prompt)
+    if request.media_io_kwargs:
+        raise FieldError("media_io_kwargs: the models here take text only", "media_io_kwargs")
     if request.data is not msgspec.UNSET:
         raise FieldError("`data` is for IO processor plugins, which this server does not have", "task")
     if request.task in ("score", "encode"):
@@ -185,18 +157,16 @@ def read_inputs(fields: Mapping[str, Any]) -> VllmInputs:
         raise FieldError(f"`{request.task}` task was removed; use {cure} instead.", "task")
     if request.task is not None and request.task not in TASKS:
         raise FieldError(f"Unsupported task: {request.task!r} Supported tasks: {list(TASKS)}", "task")
-    messages = _conversation(request.messages, request.input)
-    prompts = _prompts(request.input) if messages is None else []
-    if messages is not None and request.add_special_tokens:
+    request.messages = _conversation(request.messages, request.input)
+    request.input = _prompts(request.input) if request.messages is None else []
+    if request.messages is not None and request.add_special_tokens:
         raise FieldError("add_special_tokens: the chat template writes them already", "add_special_tokens")
-    return VllmInputs(
-        _options(request), prompts, messages, request.add_special_tokens is not False, request.add_generation_prompt,
-        request.task, request.dimensions, _number(request),
-    )  # fmt: skip
+    request.check_encoding()
+    return request
 
 
 def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
-    request = _decoded(fields, _Pairs)
+    request = decoded(fields, Pairs)
     if request.instruction or request.chat_template_kwargs:
         name = "instruction" if request.instruction else "chat_template_kwargs"
         raise FieldError(f"{name} needs a score template, and this server scores query and document without one", name)
@@ -211,39 +181,24 @@ def read_pairs(fields: Mapping[str, Any], *, rerank: bool) -> Pairs:
     for name, value in (("query", request.max_tokens_per_query), ("doc", request.max_tokens_per_doc)):
         if value < 0:
             raise FieldError(f"max_tokens_per_{name} must be a non-negative integer", None)
-    if len(queries) == 1:
-        queries = queries * len(documents)
-    return Pairs(
-        _options(request), queries, documents, request.max_tokens_per_query, request.max_tokens_per_doc, request.top_n
-    )
+    request.queries, request.documents = queries * len(documents) if len(queries) == 1 else queries, documents
+    return request
 
 
 def read_tokenize(fields: Mapping[str, Any]) -> Tokenize:
-    request = _decoded(fields, _Tokenize)
+    request = decoded(fields, Tokenize)
     # By default a text to tokenise is opened for an answer: only who asks for both wants what cannot be.
-    _refuse_chat_options(request, both="add_generation_prompt" in fields)
+    _refuse_chat_options(request, both=request.add_generation_prompt and "add_generation_prompt" in fields)
     if request.tools:
         raise FieldError("tools are not supported: a reward model's template writes none", "tools")
-    messages = _conversation(request.messages, msgspec.UNSET if request.prompt is None else request.prompt)
-    if messages is None and request.prompt is None:
+    prompt = msgspec.UNSET if request.prompt is None else request.prompt
+    request.messages = _conversation(request.messages, prompt)
+    if request.messages is None and request.prompt is None:
         raise _missing("prompt", "messages")
-    special = request.add_special_tokens is not False
-    return Tokenize(
-        _options(request),
-        request.prompt,
-        messages,
-        special,
-        request.add_generation_prompt,
-        bool(request.return_token_strs),
-    )
+    return request
 
 
-def read_detokenize(fields: Mapping[str, Any]) -> Detokenize:
-    request = _decoded(fields, _Detokenize)
-    return Detokenize(_options(request), request.tokens)
-
-
-def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
+def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
     try:
         request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -267,17 +222,9 @@ def _blamed(message: str) -> str:
     return f"body{path}" + (f".{missing[1]}" if missing else "")
 
 
-def _options(request: _Common) -> VllmOptions:
-    activate = request.activation if request.use_activation is None else request.use_activation
-    # In vLLM the lower number goes first, here the higher.
-    priority = max(-MOST_PRIORITY, min(MOST_PRIORITY, -request.priority))
-    return VllmOptions(
-        request.model, request.truncate_prompt_tokens, request.truncation_side, activate, request.request_id, priority
-    )
-
-
-def _refuse_chat_options(request: _Inputs | _Tokenize, *, both: bool = True) -> None:
-    if request.continue_final_message and request.add_generation_prompt and both:
+def _refuse_chat_options(request: _Chat, *, both: bool) -> None:
+    """both  whether the caller also asks for a prompt that is opened for an answer"""
+    if request.continue_final_message and both:
         raise FieldError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", None)
     if request.continue_final_message:
         raise FieldError("continue_final_message is not supported", "continue_final_message")
@@ -285,8 +232,6 @@ def _refuse_chat_options(request: _Inputs | _Tokenize, *, both: bool = True) -> 
         raise FieldError("Refused request with untrusted chat template: the model's own is used", None)
     if request.chat_template_kwargs:
         raise FieldError("chat_template_kwargs are not supported: leave them out", "chat_template_kwargs")
-    if isinstance(request, _Inputs) and request.media_io_kwargs:
-        raise FieldError("media_io_kwargs: the models here take text only", "media_io_kwargs")
 
 
 def _prompts(inputs: Any) -> Sequence[str | Sequence[int]]:
@@ -338,17 +283,7 @@ def _part(part: Any, place: int) -> str:
     raise FieldError(f"messages[{place}] has a part of type {_shown(kind)}; the models here take text only", None)
 
 
-def _number(request: _Inputs) -> str | None:
-    if request.encoding_format == "float":
-        return None
-    if request.encoding_format != "base64":
-        raise FieldError(f"encoding_format {request.encoding_format!r} is not supported; use float or base64", None)
-    if request.embed_dtype not in NUMBERS:
-        raise FieldError(f"embed_dtype {request.embed_dtype!r} is not supported; use float32 or float16", None)
-    return ORDERS[request.endianness] + NUMBERS[request.embed_dtype]
-
-
-def _pair_fields(request: _Pairs, *, rerank: bool) -> tuple[str, str]:
+def _pair_fields(request: Pairs, *, rerank: bool) -> tuple[str, str]:
     pairs = (
         [("query", "documents")]
         if rerank
@@ -362,7 +297,7 @@ def _pair_fields(request: _Pairs, *, rerank: bool) -> tuple[str, str]:
     raise FieldError(f"{lacking} is missing; give {forms}", f"body.{lacking}", "invalid_request")
 
 
-def _texts(request: _Pairs, name: str) -> list[str]:
+def _texts(request: Pairs, name: str) -> list[str]:
     texts = getattr(request, name)
     if isinstance(texts, list) and name != "query":
         for place, entry in enumerate(texts):

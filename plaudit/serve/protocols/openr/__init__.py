@@ -1,1 +1,0 @@
-"""OpenR's protocol for process rewards."""

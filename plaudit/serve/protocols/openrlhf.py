@@ -1,0 +1,135 @@
+"""OpenRLHF and slime: trainers that post what they have sampled and read a number.
+
+OpenRLHF's remote reward model, `POST /get_reward`:
+
+    in    {"query": ["<whole text, rendered>", ...], "prompts": [...], "labels": [...]}   (the oldest: query alone)
+    out   {"rewards": [0.7, ...], "scores": [0.7, ...], "extra_logs": {"helpfulness": [...]}}
+
+A client with several URLs sends empty lists to all but one and wants 200 for them. There is no room for the error of a
+single query: one that fails fails its request. Text that is too long is refused, where the original cuts the end of the
+response off without a word; `/get_reward?truncate=left` (or `right`) asks for a cut.
+
+A model reads the query. Rules, judges and blends read prompt and response: the query from where its prompt ends.
+
+slime's `--rm-type remote_rm --rm-url http://host:5555/remote_rm`, one sample a request:
+
+    in    {"prompt": "..." or [messages], "response": "...", "label": "..."}
+    out   0.73, or with ?key=reward (and slime's --reward-key reward) {"reward": 0.73}
+
+With `?rendered=true` prompt and response are taken as one rendered text, as `--apply-chat-template` makes them: control
+strings in them are control tokens. Without it nothing in them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from plaudit.errors import one_line
+from plaudit.records import Item, Score, StepScores
+from plaudit.serve.http.message import HttpError, Reply, Request, Route
+from plaudit.serve.model import ServedModel
+from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
+from plaudit.serve.scoring import REWARD_MODEL
+
+Truncate = Literal["left", "right"] | None
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Queries(msgspec.Struct):
+    query: list[str]
+    prompts: Any = None
+    labels: Any = None
+
+    def item(self, place: int, truncate: Truncate) -> Item:
+        """Prompt and response apart."""
+        query, prompt = self.query[place], self._beside(self.prompts, place)
+        if not isinstance(prompt, str) or prompt not in query:
+            raise HttpError(
+                422, "unsupported_form", f"query[{place}] does not hold prompts[{place}], and a rule, judge or blend "
+                "must know where the response begins",
+            )  # fmt: skip
+        response = query[query.index(prompt) + len(prompt) :]
+        return Item(prompt=prompt, response=response, truth=self._beside(self.labels, place), truncate=truncate)
+
+    def _beside(self, values: Any, place: int) -> Any:
+        """One for each query; the oldest clients send none."""
+        return values[place] if isinstance(values, list) and len(values) == len(self.query) else None
+
+
+class Sample(msgspec.Struct):
+    prompt: str | list[dict[str, Any]]
+    response: str
+    label: Any = None
+
+    def item(self, rendered: str, truncate: Truncate) -> Item:
+        if rendered not in ("true", "false"):
+            raise HttpError(422, "invalid_request", f"rendered is {rendered[:20]!r}; expected true or false")
+        if rendered == "false":
+            prompt = self.prompt if isinstance(self.prompt, str) else tuple(self.prompt)
+            return Item(prompt=prompt, response=self.response, truth=self.label, truncate=truncate)
+        if not isinstance(self.prompt, str):
+            raise HttpError(422, "invalid_request", "rendered=true, and the prompt is a list of messages")
+        return Item(text=self.prompt + self.response, truth=self.label, truncate=truncate)
+
+
+class OpenRLHFRoutes(ProtocolRoutes):
+    name = "openrlhf"
+
+    def routes(self) -> list[Route]:
+        return [self.work("/get_reward", self.get_reward, "OpenRLHF: rewards of texts")]
+
+    async def get_reward(self, request: Request) -> Reply:
+        parameters = request.parameters()
+        queries = decode(request.content, Queries, "query must be a list of texts")
+        truncate = read_truncate(parameters)
+        self.scoring.check_count(len(queries.query))
+        served = self.scoring.find(REWARD_MODEL)
+        if isinstance(served, ServedModel) and served.kind != "judge":
+            # Rendered with everything in it: the tokenizer adds nothing.
+            rows = sound(await served.tokenise(queries.query, special=False), "query")
+            items = [Item(tokens=tuple(row), truncate=truncate) for row in rows]
+        else:
+            items = [queries.item(place, truncate) for place in range(len(queries.query))]
+        scored = await self.scoring.score(request, served, items)
+        values = self.scoring.values(scored.results, "query")
+        return Reply.json({"rewards": values, "scores": values, "extra_logs": attribute_logs(scored.results)})
+
+
+class SlimeRoutes(ProtocolRoutes):
+    name = "slime"
+
+    def routes(self) -> list[Route]:
+        return [self.work("/remote_rm", self.remote_rm, "slime: reward of a response")]
+
+    async def remote_rm(self, request: Request) -> Reply:
+        parameters = request.parameters()
+        sample = decode(request.content, Sample, "expected prompt, response and label")
+        item = sample.item(parameters.get("rendered", "false"), read_truncate(parameters))
+        scored = await self.scoring.score(request, self.scoring.find(REWARD_MODEL), [item])
+        (value,) = self.scoring.values(scored.results, "sample")
+        key = parameters.get("key")
+        return Reply.json(value if key is None else {key: value})
+
+
+def decode(body: bytes, kind: type[T], expected: str) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(422, "invalid_request", f"{expected}: {one_line(error, 200)}") from None
+
+
+def read_truncate(query: Mapping[str, str]) -> Truncate:
+    side = query.get("truncate")
+    if side is None or side == "left" or side == "right":
+        return side  # type: ignore[return-value]
+    raise HttpError(422, "invalid_request", f"truncate is {side[:20]!r}; expected left or right")
+
+
+def attribute_logs(results: Sequence[Score | StepScores]) -> dict[str, list[float]]:
+    attributes = [result.attributes if isinstance(result, Score) else {} for result in results]
+    if not attributes or not all(attributes):
+        return {}
+    return {name: [float(a[name]) for a in attributes] for name in attributes[0]}

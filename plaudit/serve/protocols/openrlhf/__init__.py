@@ -1,1 +1,0 @@
-"""OpenRLHF's and slime's remote reward protocols."""

@@ -1,0 +1,50 @@
+"""What the protocols have in common: how a route is declared, and an input that cannot be read is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from plaudit.records import ItemError
+from plaudit.serve.http.message import Access, Claims, ErrorWriter, Handler, HttpError, Reply, Route
+from plaudit.serve.scoring import ScoringService
+
+
+class ProtocolRoutes:
+    """name    by which `--protocols` and `--allow-open` mean it
+    errors  how it writes an error
+    shapes  by a path's beginning, how errors of paths that do not exist are written
+    """
+
+    name: ClassVar[str]
+    shapes: ClassVar[Mapping[str, ErrorWriter]] = {}
+
+    def __init__(self, scoring: ScoringService) -> None:
+        self.scoring = scoring
+
+    def routes(self) -> list[Route]:
+        raise NotImplementedError
+
+    def strangers(self) -> list[tuple[str, Route]]:
+        """By a path's beginning, the route that all other paths there lead to."""
+        return []
+
+    @staticmethod
+    def errors(error: HttpError, request_id: str) -> Reply:
+        return error.reply(request_id)
+
+    def route(self, method: str, path: str, handler: Handler, summary: str, access: Access = "key") -> Route:
+        return Route(method, path, access, handler, self.name, False, summary, self.errors)
+
+    def work(
+        self, path: str, handler: Handler, summary: str, claims: Claims | None = None, method: str = "POST"
+    ) -> Route:
+        return Route(method, path, "key", handler, self.name, True, summary, self.errors, claims)
+
+
+def sound(rows: Sequence[list[int] | ItemError], what: str, status: int = 422) -> list[list[int]]:
+    """The token ids of all inputs. These protocols have no error for one input: it fails its request, and no other."""
+    for place, row in enumerate(rows):
+        if isinstance(row, ItemError):
+            raise HttpError(status, row.type, f"{what}[{place}]: {row.message}")
+    return [row for row in rows if not isinstance(row, ItemError)]
