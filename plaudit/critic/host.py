@@ -20,7 +20,7 @@ import numpy as np
 from prometheus_client import Gauge
 
 from plaudit.config.critic import CriticServerTable
-from plaudit.serve.http.admission import Admission
+from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics

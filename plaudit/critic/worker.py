@@ -34,7 +34,7 @@ from plaudit.records import Item, Sample, Score
 from plaudit.reward.directory import complete
 from plaudit.reward.load import load_reward
 from plaudit.reward.model import ModelReward
-from plaudit.reward.outcome import OutcomeReading
+from plaudit.reward.reading import OutcomeReading
 from plaudit.serve.workers import frames
 from plaudit.serve.workers.worker import ALIVE_EVERY, BROKEN_DEVICE
 from plaudit.train.optim.optimizer import NotFinite, Optimizer

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from plaudit.reward.load import load_reward as load_reward
     from plaudit.reward.load import load_worker as load_worker
     from plaudit.reward.model import ModelReward as ModelReward
-    from plaudit.reward.outcome import OutcomeReading as OutcomeReading
     from plaudit.reward.process import ProcessReading as ProcessReading
+    from plaudit.reward.reading import OutcomeReading as OutcomeReading
     from plaudit.reward.reward import Reward as Reward
     from plaudit.reward.rules.rule import RuleReward as RuleReward
     from plaudit.reward.work import ModelInfo as ModelInfo
@@ -31,7 +31,7 @@ _HOMES = {
     "JudgeReward": "judges.judge",
     "ModelInfo": "work",
     "ModelReward": "model",
-    "OutcomeReading": "outcome",
+    "OutcomeReading": "reading",
     "ProcessReading": "process",
     "Reward": "reward",
     "RuleReward": "rules.rule",

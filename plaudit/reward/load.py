@@ -38,8 +38,8 @@ from plaudit.reward.directory import complete
 from plaudit.reward.judges.backends import EngineAsk, HttpAsk
 from plaudit.reward.judges.judge import Judge, JudgeReward
 from plaudit.reward.model import ModelReward
-from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
+from plaudit.reward.reading import OutcomeReading
 from plaudit.reward.reward import Reward
 from plaudit.reward.rules.rule import RuleReward
 from plaudit.reward.version import model_digest

@@ -11,8 +11,8 @@ import numpy as np
 from plaudit.core import Engine
 from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
-from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
+from plaudit.reward.reading import OutcomeReading
 from plaudit.reward.reward import Result
 from plaudit.reward.work import Work
 

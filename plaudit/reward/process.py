@@ -22,7 +22,7 @@ from plaudit.errors import ConfigError, ModelError, Refused, RequestError, neare
 from plaudit.models import encode
 from plaudit.models.text import codec_of, refuse_surrogates
 from plaudit.records import Item, ItemError, StepScores
-from plaudit.reward.intake import Intake
+from plaudit.reward.reading import Intake
 from plaudit.reward.turns import read_turns
 from plaudit.reward.work import ModelInfo, Work
 

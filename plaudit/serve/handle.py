@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plaudit.records import Item, Score, StepScores
-from plaudit.serve.http.admission import Admission
+from plaudit.serve.http.app import Admission
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.workers.cache import ScoreCache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +26,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 HISTORY_SECONDS = 300
 SCORES_KEPT = 2000
+LATENCIES_KEPT = 10_000  # of a second
 M = TypeVar("M", Counter, Histogram)
 
 
@@ -127,20 +128,15 @@ class History:
     """One line a second of the last minutes, and the last errors."""
 
     def __init__(self) -> None:
-        self.models: dict[str, ModelCounts] = {}
+        self.models: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
         self.seconds: deque[dict[str, float]] = deque(maxlen=HISTORY_SECONDS)
         self.errors: deque[dict[str, Any]] = deque(maxlen=50)
-        self._latencies: list[float] = []
-        self._requests = 0
+        self.requests = 0
+        self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._before: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
 
     def model(self, name: str) -> ModelCounts:
-        return self.models.setdefault(name, ModelCounts())
-
-    def request(self, seconds: float) -> None:
-        self._requests += 1
-        if len(self._latencies) < 10_000:
-            self._latencies.append(seconds)
+        return self.models[name]
 
     def error(self, type: str, message: str, model: str, request_id: str) -> None:
         self.errors.append(
@@ -156,8 +152,9 @@ class History:
         )  # fmt: skip
         items, tokens, computed, saved, steps = (new - old for new, old in zip(now, self._before, strict=True))
         self._before = now
-        latencies, self._latencies = self._latencies, []
-        requests, self._requests = self._requests, 0
+        latencies, requests = list(self.latencies), self.requests
+        self.latencies.clear()
+        self.requests = 0
         p50, p99 = (float(np.percentile(latencies, p)) * 1000 if latencies else 0.0 for p in (50, 99))
         self.seconds.append(
             {

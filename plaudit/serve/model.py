@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.reward import (
     BlendTable,
@@ -25,13 +27,10 @@ from plaudit.config.reward import (
 from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward.blend import combine
-from plaudit.reward.embedding import EmbeddingReading
-from plaudit.reward.intake import Intake
 from plaudit.reward.judges.backends import HttpAsk
 from plaudit.reward.judges.judge import Judge, JudgeReward
-from plaudit.reward.logprobs import LogprobsReading
-from plaudit.reward.outcome import OutcomeReading
 from plaudit.reward.process import ProcessReading
+from plaudit.reward.reading import EmbeddingReading, Intake, LogprobsReading, OutcomeReading
 from plaudit.reward.reward import Reward
 from plaudit.reward.rules.rule import RuleReward
 from plaudit.reward.version import digest, joined
@@ -40,7 +39,6 @@ from plaudit.serve.handle import ModelHandle, RequestContext, Result, ScoredItem
 from plaudit.serve.http.message import HttpError
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.step_path import Path
-from plaudit.serve.text import tokenizer_of
 from plaudit.serve.workers.autoscale import Autoscale
 from plaudit.serve.workers.deployment import Deployment
 from plaudit.serve.workers.jobs import Answer, GenerateJob, Ticket
@@ -234,7 +232,7 @@ class ServedModel:
         facts = ModelInfo(**{**hello.facts, "labels": tuple(hello.facts["labels"])})
         # In a thread: to build a large tokenizer takes a second, and at a swap others are being answered.
         tokenizer = await asyncio.get_running_loop().run_in_executor(
-            self._resources.threads, tokenizer_of, hello.tokenizer, hello.tokenizer_options
+            self._resources.threads, _tokenizer, hello.tokenizer, hello.tokenizer_options
         )
         if isinstance(table, OutcomeTable):
             return OutcomeReading(table, tokenizer, facts)
@@ -343,6 +341,12 @@ class ServedBlend:
 
     def kill(self) -> None:
         pass
+
+
+def _tokenizer(data: bytes, options: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The worker's, carried to the HTTP process without torch and without the model's files."""
+    options = {name: value for name, value in options.items() if value is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(data.decode()), **options)
 
 
 def _autoscale(table: Table) -> Autoscale:

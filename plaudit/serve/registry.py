@@ -14,7 +14,7 @@ from plaudit.config.serve import NO_SCORE, ServeTable
 from plaudit.errors import ConfigError, nearest
 from plaudit.reward.process import ProcessReading
 from plaudit.serve.handle import ModelHandle, ServerResources
-from plaudit.serve.http.admission import Admission
+from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import HttpError
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics

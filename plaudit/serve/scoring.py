@@ -92,7 +92,7 @@ class ScoringService:
         scored = await served.score(items, self._ask(request, priority, cache, path=served.kind == "process"))
         self._count(served.name, [result.error for result in scored.results], request.id)
         values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
-        self.models.metrics.history.model(served.name).scores.extend(value for value in values if value is not None)
+        self.models.metrics.history.models[served.name].scores.extend(value for value in values if value is not None)
         return scored
 
     async def read(
@@ -129,7 +129,7 @@ class ScoringService:
 
     def _count(self, model: str, errors: Sequence[ItemError | None], request_id: str) -> None:
         metrics = self.models.metrics
-        counts = metrics.history.model(model)
+        counts = metrics.history.models[model]
         good = 0
         for error in errors:
             if error is None:

@@ -22,11 +22,8 @@ import uvloop
 
 from plaudit.config.serve import ListenTable, ServeTable
 from plaudit.errors import ConfigError
-from plaudit.serve.http.admission import Admission
-from plaudit.serve.http.app import App
-from plaudit.serve.http.auth import Keys, loopback
-from plaudit.serve.http.listener import Listener, bind
-from plaudit.serve.http.message import Limits, Routes
+from plaudit.serve.http.app import Admission, App, Listener, bind
+from plaudit.serve.http.message import Keys, Limits, Routes, loopback
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.protocols.table import check_names, protocol_routes

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plaudit.serve.http.admission import Admission, Quota
-from plaudit.serve.http.auth import NOBODY, Keys
-from plaudit.serve.http.message import HttpError
+from plaudit.serve.http.app import Admission, Quota
+from plaudit.serve.http.message import NOBODY, HttpError, Keys
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.workers import frames

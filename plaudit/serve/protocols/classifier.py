@@ -18,8 +18,8 @@ from plaudit.config.reward import OutcomeTable
 from plaudit.errors import Refused, RequestError
 from plaudit.models.text import refuse_surrogates
 from plaudit.records import Item, ItemError
-from plaudit.reward.intake import Intake
 from plaudit.reward.process import ProcessReading
+from plaudit.reward.reading import Intake
 from plaudit.reward.work import Work
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.model import INLINE_CHARACTERS, INLINE_TOKENS, ServedModel

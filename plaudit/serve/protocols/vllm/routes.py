@@ -11,7 +11,7 @@ import numpy as np
 
 from plaudit import __version__
 from plaudit.records import ItemError
-from plaudit.reward.embedding import EmbeddingReading
+from plaudit.reward.reading import EmbeddingReading
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.classifier import Chat, Classifier, Cut, Prompt, Text, activate
