@@ -56,12 +56,12 @@ def search_questions(
     base = out or Path("runs") / (recipe.stem if recipe is not None else "search")
     named = len(trees) > 1 or (out is None and recipe is None)
     directories = [base.with_name(f"{base.name}-{tree.search.method}") if named else base for tree in trees]
-    from plaudit.search.progress import Bar
     from plaudit.search.search import run_searches
-    from plaudit.search.summary import refuse_empty, summary_text
+    from plaudit.search.summary import progress_bar, refuse_empty, summary_text
 
     searches = {}
-    for directory, figures in run_searches(dict(zip(directories, trees, strict=True)), Bar, resume=resume, fresh=fresh):
+    together = dict(zip(directories, trees, strict=True))
+    for directory, figures in run_searches(together, progress_bar, resume=resume, fresh=fresh):
         searches[directory] = figures
         typer.echo(summary_text(figures))
         typer.echo(f"results: {directory / 'results.jsonl'}; summary: {directory / 'summary.json'}")

@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 
 # "Late" is the last quarter of a run and "early" its first fifth, but never fewer points than tell noise from trend.
 _LATE, _EARLY, _LEAST = 4, 5, 4
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +94,16 @@ def _part(count: int, share: int) -> int:
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else math.nan
+
+
+def sparkline(values: Sequence[float], most: int = 24) -> str:
+    """A curve in a line of blocks: at most so many, each the mean of its part of the curve."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
+    width = min(most, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)

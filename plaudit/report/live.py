@@ -13,8 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from plaudit.report.curve import sparkline
 from plaudit.report.finding import number, percent
-from plaudit.report.sparkline import sparkline
 
 Metrics = Mapping[str, float]
 Seconds = Callable[[], float]

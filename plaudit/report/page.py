@@ -13,9 +13,8 @@ from typing import Any
 
 from plaudit.events import Event
 from plaudit.report.diagnosis import diagnose, verdict
-from plaudit.report.figures import FIGURES
 from plaudit.report.headline import headline, kind, method
-from plaudit.report.history import History
+from plaudit.report.history import FIGURES, History
 from plaudit.report.memory import PhaseMemory, Timeline
 
 # Bounds on what one page carries, so that a long run gives a page a browser opens at once.

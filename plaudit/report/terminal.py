@@ -8,14 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plaudit.report.curve import Curve
+from plaudit.report.curve import Curve, sparkline
 from plaudit.report.diagnosis import diagnose, verdict
-from plaudit.report.figures import FIGURES
 from plaudit.report.finding import count, percent, size
-from plaudit.report.history import History
+from plaudit.report.history import FIGURES, History
 from plaudit.report.memory import NOBODY, Timeline
 from plaudit.report.searches.searches import Searched
-from plaudit.report.sparkline import sparkline
 
 COLOURS = {"bad": "red", "watch": "yellow", "fine": "green"}
 

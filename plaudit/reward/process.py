@@ -19,15 +19,15 @@ from transformers import PreTrainedTokenizerFast
 from plaudit.config.formats import FormatTable
 from plaudit.config.reward import ProcessTable
 from plaudit.errors import ConfigError, ModelError, Refused, RequestError, nearest
-from plaudit.models import encode
+from plaudit.models import encode, render_text
 from plaudit.models.text import codec_of, refuse_surrogates
 from plaudit.records import Item, ItemError, StepScores
 from plaudit.reward.reading import Intake
-from plaudit.reward.turns import read_turns
 from plaudit.reward.work import ModelInfo, Work
 
 Prompt = str | Sequence[Mapping[str, Any]]
 STEPS_KEPT = 1 << 13
+CONTENTS = [f"StandsForTurn{name}Here" for name in ("A", "B", "C", "D", "E", "F")]
 AGGREGATE: dict[str, Callable[[np.ndarray], float]] = {
     "last": lambda scores: float(scores[-1]),
     "min": lambda scores: float(scores.min()),
@@ -45,6 +45,18 @@ class Draft:
 
     def mark(self) -> None:
         self.positions.append(len(self.tokens) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What a chat template writes around the turns of a conversation in which every step is one.
+
+    Token ids: `opening` USER `after_user` ASSISTANT `after_assistant` USER `after_user` ASSISTANT ...
+    """
+
+    opening: list[int]
+    after_user: list[int]
+    after_assistant: list[int]
 
 
 class ProcessReading:
@@ -339,3 +351,21 @@ def _occurrences(tokens: list[int], pattern: list[int]) -> list[int]:
 def _sigmoid(values: np.ndarray) -> np.ndarray:
     chances: np.ndarray = np.exp(-np.logaddexp(0.0, -values))
     return chances
+
+
+def read_turns(tokenizer: PreTrainedTokenizerFast, system: str | None) -> Turns:
+    """Taken from a rendered conversation, so that a long one need not be rendered to find where its turns are."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(CONTENTS)]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    rest = render_text(tokenizer, messages)
+    parts = []
+    for content in CONTENTS:
+        part, separator, rest = rest.partition(content)
+        if not separator:
+            raise ConfigError('format.chat = "turns": the chat template leaves out a turn of the conversation')
+        parts.append(part)
+    opening, after_user, after_assistant = parts[:3]
+    if parts[3:] != [after_user, after_assistant, after_user] or not after_user:
+        raise ConfigError('format.chat = "turns": the chat template writes later turns otherwise than the first')
+    return Turns(*(encode(tokenizer, part, control=True) for part in (opening, after_user, after_assistant)))

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from plaudit.errors import ConfigError, RunError
 from plaudit.events import EventLog
+from plaudit.report.curve import sparkline
 from plaudit.report.history import History, read_history
 from plaudit.report.sinks import forward
-from plaudit.report.sparkline import sparkline
 from plaudit.report.terminal import print_report
 from tests.report.made_up import HEALTHY, write_run
 from tests.test_cli import plaudit

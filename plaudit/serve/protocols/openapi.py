@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -17,8 +18,9 @@ TITLES = {
     "openr": "OpenR", "sglang": "SGLang, ETS, REBASE", "tei": "Text Embeddings Inference, huggingface_hub",
     "infinity": "Infinity", "vllm": "vLLM, OpenAI embeddings, verl",
 }  # fmt: skip
-WIRES = {  # where a protocol's wire format is, if not in a `wire` of its own
-    "infinity": ("tei.infinity_wire",), "sglang": ("sglang.wire", "sglang.ets_wire"), "slime": ("openrlhf.slime_wire",),
+WIRES = {  # where a protocol's wire format is described, if not in a `wire` of its own
+    "infinity": ("tei.infinity_wire",), "openr": ("openr",), "openrlhf": ("openrlhf:OpenRLHFRoutes",),
+    "sglang": ("sglang.wire", "sglang.ets_wire"), "slime": ("openrlhf:SlimeRoutes",),
 }  # fmt: skip
 WHO = {"open": "anybody", "key": "with an API key, where there is one", "admin": "with the admin key"}
 MESSAGES = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}}
@@ -189,9 +191,13 @@ def _section(protocol: str, routes: Sequence[Route]) -> str:
 
 
 def _words(protocol: str) -> str:
-    """What the modules of a protocol say of its wire format."""
-    modules = [import_module(f"plaudit.serve.protocols.{name}") for name in WIRES.get(protocol, (f"{protocol}.wire",))]
-    return "\n\n".join((module.__doc__ or "").strip() for module in modules)
+    """What the modules and classes of a protocol say of its wire format."""
+    texts = []
+    for home in WIRES.get(protocol, (f"{protocol}.wire",)):
+        module, _, name = home.partition(":")
+        place = import_module(f"plaudit.serve.protocols.{module}")
+        texts.append(inspect.getdoc(getattr(place, name) if name else place) or "")
+    return "\n\n".join(texts)
 
 
 STYLE = """<!doctype html>

@@ -1,24 +1,4 @@
-"""OpenRLHF and slime: trainers that post what they have sampled and read a number.
-
-OpenRLHF's remote reward model, `POST /get_reward`:
-
-    in    {"query": ["<whole text, rendered>", ...], "prompts": [...], "labels": [...]}   (the oldest: query alone)
-    out   {"rewards": [0.7, ...], "scores": [0.7, ...], "extra_logs": {"helpfulness": [...]}}
-
-A client with several URLs sends empty lists to all but one and wants 200 for them. There is no room for the error of a
-single query: one that fails fails its request. Text that is too long is refused, where the original cuts the end of the
-response off without a word; `/get_reward?truncate=left` (or `right`) asks for a cut.
-
-A model reads the query. Rules, judges and blends read prompt and response: the query from where its prompt ends.
-
-slime's `--rm-type remote_rm --rm-url http://host:5555/remote_rm`, one sample a request:
-
-    in    {"prompt": "..." or [messages], "response": "...", "label": "..."}
-    out   0.73, or with ?key=reward (and slime's --reward-key reward) {"reward": 0.73}
-
-With `?rendered=true` prompt and response are taken as one rendered text, as `--apply-chat-template` makes them: control
-strings in them are control tokens. Without it nothing in them is.
-"""
+"""OpenRLHF and slime: trainers that post what they have sampled and read a number."""
 
 from __future__ import annotations
 
@@ -76,6 +56,18 @@ class Sample(msgspec.Struct):
 
 
 class OpenRLHFRoutes(ProtocolRoutes):
+    """OpenRLHF's remote reward model: `POST /get_reward`.
+
+        in    {"query": ["<whole text, rendered>", ...], "prompts": [...], "labels": [...]}   (the oldest: query alone)
+        out   {"rewards": [0.7, ...], "scores": [0.7, ...], "extra_logs": {"helpfulness": [...]}}
+
+    A client with several URLs sends empty lists to all but one and wants 200 for them. There is no room for the error
+    of a single query: one that fails fails its request. Text that is too long is refused, where the original cuts the
+    end of the response off without a word; `/get_reward?truncate=left` (or `right`) asks for a cut.
+
+    A model reads the query. Rules, judges and blends read prompt and response: the query from where its prompt ends.
+    """
+
     name = "openrlhf"
 
     def routes(self) -> list[Route]:
@@ -99,6 +91,15 @@ class OpenRLHFRoutes(ProtocolRoutes):
 
 
 class SlimeRoutes(ProtocolRoutes):
+    """slime's `--rm-type remote_rm --rm-url http://host:5555/remote_rm`: one sample a request.
+
+        in    {"prompt": "..." or [messages], "response": "...", "label": "..."}
+        out   0.73, or with ?key=reward (and slime's --reward-key reward) {"reward": 0.73}
+
+    With `?rendered=true` prompt and response are taken as one rendered text, as `--apply-chat-template` makes them:
+    control strings in them are control tokens. Without it nothing in them is.
+    """
+
     name = "slime"
 
     def routes(self) -> list[Route]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -13,13 +14,15 @@ from plaudit.errors import PlauditError, one_line
 from plaudit.records import Item
 from plaudit.serve.handle import Result
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
-from plaudit.serve.http.page import PAGE
 from plaudit.serve.protocols.native import wire as native
 from plaudit.serve.protocols.openapi import docs_page, openapi
 from plaudit.serve.protocols.vllm import wire as vllm
 from plaudit.serve.scoring import ScoringService
 
+REWARDS = "Score responses, or the steps of responses"
+MODELS = "List the models, with kind, version and state"
 HTML = b"text/html; charset=utf-8"
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")  # nothing in it is from the network
 
 
 class NativeRoutes:
@@ -34,17 +37,8 @@ class NativeRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route(
-                "POST",
-                "/v1/rewards",
-                "key",
-                self.rewards,
-                work=True,
-                summary="Score responses, or the steps of responses",
-            ),
-            Route(
-                "GET", "/v1/models", "key", self.list_models, summary="List the models, with kind, version and state"
-            ),
+            Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary=REWARDS),
+            Route("GET", "/v1/models", "key", self.list_models, summary=MODELS),
             Route("POST", "/admin/swap", "admin", self.swap, summary="Load another directory in a model's place"),
             Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
             Route("GET", "/health/live", "open", self.live, summary="Liveness: 200 while the process answers"),
