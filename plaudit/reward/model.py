@@ -30,7 +30,7 @@ class ModelReward:
         self._lock = threading.Lock()
 
     def score(self, items: Sequence[Item]) -> list[Result]:
-        self.reading.foresee(items)
+        self.reading.prerender(items)
         prepared = [self._prepare(item) for item in items]
         works = [work for work in prepared if isinstance(work, Work)]
         values = iter(self._read(works))

@@ -93,13 +93,13 @@ class ProcessReading:
         positions = tuple(position - cut for position in draft.positions)
         return Work(tokens, positions, self.columns, len(positions), len(tokens) < len(draft.tokens))
 
-    def foresee(self, items: Sequence[Item]) -> None:
+    def prerender(self, items: Sequence[Item]) -> None:
         """Items that `prepare` will be asked for, so that their conversations are rendered together."""
         if self.format.joined or self.turns is not None:
             return
         prompts = (item.prompt if item.messages is None else item.messages[:-1] for item in items)
         chats = [self._chat(prompt) for prompt in prompts if prompt is not None]
-        self.intake.foresee([chat for chat in chats if chat is not None])
+        self.intake.prerender([chat for chat in chats if chat is not None])
 
     def finish(self, work: Work, values: np.ndarray) -> StepScores:
         if len(values) != work.steps:

@@ -81,7 +81,7 @@ class Intake:
             tokens = self._keep(key, self._render(json.loads(key), add_generation_prompt=True))
         return tokens.tolist()
 
-    def foresee(self, openings: Sequence[Sequence[Message]]) -> None:
+    def prerender(self, openings: Sequence[Sequence[Message]]) -> None:
         """Openings that will be asked for: rendered together, they take one way to the template's process and back."""
         with suppress(PlauditError, RecursionError):  # whose fault it is will be told when it is asked for
             most = CHARACTERS_PER_TOKEN * self.limit
@@ -238,10 +238,10 @@ class OutcomeReading:
         positions = (last,) if self.table.pool == "last" else tuple(range(last + 1))
         return Work(tokens, positions, None, 0, over > 0)
 
-    def foresee(self, items: Sequence[Item]) -> None:
+    def prerender(self, items: Sequence[Item]) -> None:
         """Items that `prepare` will be asked for, so that their conversations are rendered together."""
         chats = [item.messages[:-1] if item.messages is not None and self.apart else item.prompt for item in items]
-        self.intake.foresee([chat for chat in chats if isinstance(chat, tuple)])
+        self.intake.prerender([chat for chat in chats if isinstance(chat, tuple)])
 
     def finish(self, work: Work, values: np.ndarray) -> Score:
         if not np.isfinite(values).all():

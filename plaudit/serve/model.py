@@ -384,7 +384,7 @@ def _prepared(
         if over is not None and over.is_set():
             break  # nobody waits for them
         if place % TOGETHER == 0 and not isinstance(reading, JudgeReading):
-            reading.foresee(items[place : place + TOGETHER])
+            reading.prerender(items[place : place + TOGETHER])
         try:
             works.append(reading.prepare(item))
         except Refused as error:

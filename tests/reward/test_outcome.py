@@ -57,7 +57,7 @@ def test_conversations_rendered_together_are_those_rendered_alone(bad: tuple[dic
     items = [Item(prompt=({"role": "user", "content": each},), response="hell no") for each in asked]
     alone = [reading().prepare(item) for item in items]
     of = reading()
-    of.foresee([*items, Item(prompt="plain", response="text"), Item(prompt=bad, response="x")])
+    of.prerender([*items, Item(prompt="plain", response="text"), Item(prompt=bad, response="x")])
     assert [of.prepare(item) for item in items] == alone
     assert refusal(of, Item(prompt=bad, response="x")) == "bad_messages"
     assert of.prepare(Item(messages=CHAT)) == reading().prepare(Item(messages=CHAT))

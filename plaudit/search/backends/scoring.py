@@ -80,7 +80,7 @@ class LocalScorer:
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         works: list[Any] = []
         items = _items(paths)
-        self.reading.foresee(items)
+        self.reading.prerender(items)
         for path, item in zip(paths, items, strict=True):
             try:
                 work = self.reading.prepare(item)
