@@ -43,6 +43,31 @@ class ScoredItems:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What a model says of itself. `version` is "" where it has none."""
+
+    name: str
+    kind: str
+    version: str
+    state: str = "ready"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus(ModelStatus):
+    """Of a model that workers compute. `max_tokens` is None until it is loaded."""
+
+    restarts: int = 0
+    max_tokens: int | None = None
+    labels: Sequence[str] = ()
+    queue_items: int = 0
+    queue_tokens: int = 0
+    held_tokens: int = 0
+    budget: int = 0
+    replicas: Sequence[Mapping[str, Any]] = ()
+
+
 class ModelHandle(Protocol):
     name: str
     kind: str
@@ -52,7 +77,7 @@ class ModelHandle(Protocol):
     async def healthy(self) -> str:
         """ "" or why not."""
 
-    def describe(self) -> dict[str, Any]: ...
+    def status(self) -> ModelStatus: ...
 
     async def close(self) -> None: ...
 

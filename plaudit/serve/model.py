@@ -35,7 +35,15 @@ from plaudit.reward.reward import Reward
 from plaudit.reward.rules.rule import RuleReward
 from plaudit.reward.version import digest, joined
 from plaudit.reward.work import ModelInfo, Work
-from plaudit.serve.handle import ModelHandle, RequestContext, Result, ScoredItems, ServerResources
+from plaudit.serve.handle import (
+    ModelHandle,
+    ModelStatus,
+    RequestContext,
+    Result,
+    ScoredItems,
+    ServerResources,
+    WorkerStatus,
+)
 from plaudit.serve.http.message import HttpError
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.step_path import Path
@@ -159,18 +167,14 @@ class ServedModel:
         why = await self.deployment.healthy() if self.reading is not None else "the model is loading"
         return f"{self.name}: {why}" if why else ""
 
-    def describe(self) -> dict[str, Any]:
-        facts = None if self.reading is None else self.reading.facts
-        return {
-            "name": self.name, "kind": self.kind, "version": self.deployment.version,
-            "state": self.deployment.state, "reason": self.deployment.reason,
-            "restarts": self.deployment.restarts,
-            "max_tokens": None if self.reading is None else _limit(self.reading),
-            "labels": [] if facts is None else list(facts.labels),
-            "queue_items": self.deployment.queue.items, "queue_tokens": self.deployment.queue.tokens,
-            "held_tokens": self.deployment.held_tokens, "budget": self.deployment.budget,
-            "replicas": [replica.describe() for replica in self.deployment.replicas],
-        }  # fmt: skip
+    def status(self) -> WorkerStatus:
+        reading, deployment = self.reading, self.deployment
+        return WorkerStatus(
+            self.name, self.kind, deployment.version, deployment.state, deployment.reason, deployment.restarts,
+            None if reading is None else _limit(reading), [] if reading is None else list(reading.facts.labels),
+            deployment.queue.items, deployment.queue.tokens, deployment.held_tokens, deployment.budget,
+            [replica.describe() for replica in deployment.replicas],
+        )  # fmt: skip
 
     async def close(self) -> None:
         for task in self._retiring:
@@ -299,8 +303,8 @@ class ServedCalls:
     async def healthy(self) -> str:
         return ""
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": self.kind, "version": self._version, "state": "ready", "reason": ""}
+    def status(self) -> ModelStatus:
+        return ModelStatus(self.name, self.kind, self._version)
 
     async def close(self) -> None:
         self._reward.close()
@@ -333,8 +337,8 @@ class ServedBlend:
     async def healthy(self) -> str:
         return ""  # its members say it themselves
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": self.kind, "version": "", "state": "ready", "reason": ""}
+    def status(self) -> ModelStatus:
+        return ModelStatus(self.name, self.kind, "")
 
     async def close(self) -> None:
         pass

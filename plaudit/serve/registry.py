@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from plaudit.config.reward import RewardTable, parse_reward
 from plaudit.config.serve import NO_SCORE, ServeTable
 from plaudit.errors import ConfigError, nearest
 from plaudit.reward.process import ProcessReading
-from plaudit.serve.handle import ModelHandle, ServerResources
+from plaudit.serve.handle import ModelHandle, ModelStatus, ServerResources, WorkerStatus
 from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import HttpError
 from plaudit.serve.logs import Log
@@ -119,44 +120,46 @@ class Models:
             return ["the server is shutting down"]
         return [why for why in await asyncio.gather(*(s.healthy() for s in self.served.values())) if why]
 
+    def statuses(self) -> list[ModelStatus]:
+        return [served.status() for served in self.served.values()]
+
     def describe(self) -> list[dict[str, Any]]:
-        return [served.describe() for served in self.served.values()]
+        return list(map(asdict, self.statuses()))
 
     def failed(self) -> list[str]:
         """Models that will not come back."""
-        return [f"{d['name']}: {d['reason']}" for d in self.describe() if d["state"] == "failed"]
+        return [f"{status.name}: {status.reason}" for status in self.statuses() if status.state == "failed"]
 
     def hopeful(self) -> bool:
         """Whether a model with a worker is left that serves or may yet."""
-        return any(d["state"] != "failed" for d in self.describe() if "queue_tokens" in d)
+        return any(status.state != "failed" for status in self._of_workers())
 
     def update_gauges(self) -> None:
         self.metrics.replica_held.clear()
         self.metrics.replica_ready.clear()
-        for entry in self.describe():
-            for replica in entry.get("replicas", ()):
-                labels = (entry["name"], str(replica["replica"]))
+        for status in self._of_workers():
+            for replica in status.replicas:
+                labels = (status.name, str(replica["replica"]))
                 self.metrics.replica_held.labels(*labels).set(replica["held_tokens"])
                 self.metrics.replica_ready.labels(*labels).set(replica["state"] == "ready")
-            if "queue_tokens" in entry:
-                self.metrics.queue_tokens.labels(entry["name"]).set(entry["queue_tokens"])
-                self.metrics.queue_items.labels(entry["name"]).set(entry["queue_items"])
-                self.metrics.held_tokens.labels(entry["name"]).set(entry["held_tokens"])
+            self.metrics.queue_tokens.labels(status.name).set(status.queue_tokens)
+            self.metrics.queue_items.labels(status.name).set(status.queue_items)
+            self.metrics.held_tokens.labels(status.name).set(status.held_tokens)
 
     def tick(self) -> None:
         """Every second."""
         for served in self.served.values():
             if isinstance(served, ServedModel):
                 served.tick()
-        entries = [entry for entry in self.describe() if "queue_tokens" in entry]
-        budget = max((entry["budget"] for entry in entries), default=0)
-        self.metrics.history.tick(sum(entry["queue_tokens"] for entry in entries), budget)
+        statuses = self._of_workers()
+        budget = max((status.budget for status in statuses), default=0)
+        self.metrics.history.tick(sum(status.queue_tokens for status in statuses), budget)
 
     def stats(self) -> dict[str, Any]:
         history = self.metrics.history
         models = []
         for served in self.served.values():
-            entry, counts = served.describe(), history.model(served.name)
+            entry, counts = asdict(served.status()), history.model(served.name)
             if isinstance(served, ServedModel) and isinstance(served.reading, ProcessReading):
                 entry["split"] = served.reading.format.split
             models.append(
@@ -184,11 +187,14 @@ class Models:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _change(self) -> None:
-        for entry in self.describe() if hasattr(self, "served") else ():
-            if self._states.get(entry["name"]) != entry["state"]:
-                self._states[entry["name"]] = entry["state"]
-                self._log("model", model=entry["name"], state=entry["state"], reason=entry["reason"])
+        for status in self.statuses() if hasattr(self, "served") else ():
+            if self._states.get(status.name) != status.state:
+                self._states[status.name] = status.state
+                self._log("model", model=status.name, state=status.state, reason=status.reason)
         self.changed.set()
+
+    def _of_workers(self) -> list[WorkerStatus]:
+        return [status for status in self.statuses() if isinstance(status, WorkerStatus)]
 
 
 def _cluster(address: str) -> Cluster:

@@ -4,7 +4,7 @@ error, as everywhere."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from plaudit.serve.handle import WorkerStatus
 from plaudit.serve.http.message import HttpError, Reply
 from plaudit.serve.protocols.tei.wire import predictions
 
@@ -61,18 +62,18 @@ def reranked(id: str, model: str, request: InfinityRerank, values: Sequence[floa
     return {"object": "rerank", "results": results, **_tail(id, model, tokens)}
 
 
-def models(entries: Sequence[Mapping[str, Any]], created: int) -> dict[str, Any]:
+def models(statuses: Sequence[WorkerStatus], created: int) -> dict[str, Any]:
     """From what the server says of its models."""
     data = [
         {
-            "id": entry["name"], "object": "model", "owned_by": "infinity", "created": created, "backend": "plaudit",
+            "id": status.name, "object": "model", "owned_by": "infinity", "created": created, "backend": "plaudit",
             "stats": {
-                "queue_fraction": 0.0, "queue_absolute": entry["queue_items"], "results_absolute": 0,
-                "batch_size": entry["budget"],
+                "queue_fraction": 0.0, "queue_absolute": status.queue_items, "results_absolute": 0,
+                "batch_size": status.budget,
             },
-            "capabilities": ["classify", "rerank"] if len(entry["labels"]) == 1 else ["classify"],
+            "capabilities": ["classify", "rerank"] if len(status.labels) == 1 else ["classify"],
         }
-        for entry in entries
+        for status in statuses
     ]  # fmt: skip
     return {"object": "list", "data": data}
 

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from plaudit import __version__
+from plaudit.serve.handle import WorkerStatus
 from plaudit.serve.http.message import ErrorWriter, HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text, activate
@@ -131,8 +132,8 @@ class InfinityRoutes(ProtocolRoutes):
         return Reply.json(infinity.reranked(request.id, served.name, parsed, values, tokens))
 
     async def models(self, request: Request) -> Reply:
-        entries = [entry for entry in self.scoring.models.describe() if entry["kind"] == "outcome"]
-        return Reply.json(infinity.models(entries, self.began))
+        statuses = [model.status() for model in self.scoring.models.served.values() if model.kind == "outcome"]
+        return Reply.json(infinity.models([s for s in statuses if isinstance(s, WorkerStatus)], self.began))
 
     async def health(self, request: Request) -> Reply:
         return Reply.json({"unix": time.time()})

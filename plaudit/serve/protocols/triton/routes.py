@@ -84,8 +84,8 @@ class TritonRoutes(ProtocolRoutes):
         return Reply(200 if not await self.scoring.find(name).healthy() else 503, b"")
 
     async def index(self, request: Request) -> Reply:
-        entries = [(name, self.scoring.find_model(name).describe()) for name in self.names]
-        return Reply.json(triton.index([(name, d["state"] == "ready", d["reason"]) for name, d in entries]))
+        statuses = [(name, self.scoring.find_model(name).status()) for name in self.names]
+        return Reply.json(triton.index([(name, s.state == "ready", s.reason) for name, s in statuses]))
 
     async def metadata(self, name: str, request: Request) -> Reply:
         return Reply.json(triton.metadata(name, self._signature(name)))
