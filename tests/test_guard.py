@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from plaudit import guard
-from plaudit.guard import Guard, children, is_stopped
+from plaudit.process import guard
+from plaudit.process.guard import Guard, children, is_stopped
 
 LIMIT = 20.0
 # Holds the GIL for as long as it lives, as a library may for minutes.
 BUSY = "print(flush=True); import re; re.match(r'(a+)+$', 'a' * 64 + 'b')"
 ASLEEP = "print(flush=True); import time; time.sleep(600)"
-GUARDED = "from plaudit import guard; guard.guard_this_process('rank 7'); print(guard._guards[0].pid, flush=True);"
+GUARDED = (
+    "from plaudit.process import guard; guard.guard_this_process('rank 7'); print(guard._guards[0].pid, flush=True);"
+)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "plaudit"
 
 # Lower layers never import higher ones, and what is on one layer does not import its neighbours.
 LAYERS = [
-    {"errors", "records", "guard", "algo"},
-    {"config", "events", "output"},
+    {"errors", "records", "algo"},
+    {"config", "events", "output", "process"},
     {"models", "worlds", "plan", "report"},
     {"core"},
     {"reward"},

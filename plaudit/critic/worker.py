@@ -7,17 +7,11 @@ remembered under its id, so that the same update asked for again is answered and
 from __future__ import annotations
 
 import os
-import select
-import signal
 import socket
 import sys
-import threading
-import time
 from collections import OrderedDict, deque
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,13 +24,15 @@ from plaudit.critic.host import CriticInfo, State
 from plaudit.errors import BadCheckpoint, ModelError, PlauditError, StorageError, one_line
 from plaudit.models import ValueModel, choose_device, load_value, resolve, save
 from plaudit.models.load import kind_of
+from plaudit.process.framing import FrameReader
+from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.records import Item, Sample, Score
 from plaudit.reward.directory import complete
 from plaudit.reward.load import load_reward
 from plaudit.reward.model import ModelReward
 from plaudit.reward.reading import OutcomeReading
 from plaudit.serve.workers import frames
-from plaudit.serve.workers.worker import ALIVE_EVERY, BROKEN_DEVICE
+from plaudit.serve.workers.worker import BROKEN_DEVICE
 from plaudit.train.optim.optimizer import NotFinite, Optimizer
 from plaudit.train.policy.critic import LocalCritic
 from plaudit.train.policy.experience import Experience
@@ -245,47 +241,22 @@ def _experience(call: frames.Learn) -> Experience:
     )
 
 
-class CriticWorker:
-    def __init__(self, sock: socket.socket, critic: ServedCritic) -> None:
-        self.sock = sock
+class CriticWorker(SocketWorker[frames.Frame]):
+    def __init__(self, sock: socket.socket, reader: FrameReader[frames.Frame], critic: ServedCritic) -> None:
+        super().__init__(sock, reader)
         self.critic = critic
-        self._incoming = select.poll()
-        self._incoming.register(sock, select.POLLIN)
-        self._unpacker = frames.Unpacker()
         self._waiting: deque[frames.Evaluate | frames.Learn | frames.Keep] = deque()
-        self._sending = threading.Lock()
-        self._steps = 0
+        self._answered = 0
 
-    def send(self, frame: frames.Frame) -> None:
-        with self._sending:
-            self.sock.sendall(frames.pack(frame))
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
 
-    def run(self) -> None:
-        threading.Thread(target=self._say_alive, daemon=True).start()
-        while self._receive(block=not self._waiting):
-            if self._waiting:
-                self._answer(self._waiting.popleft())
+    def step(self) -> None:
+        if self._waiting:
+            self._answer(self._waiting.popleft())
 
-    def _say_alive(self) -> None:
-        while True:
-            time.sleep(ALIVE_EVERY)
-            try:
-                self.send(frames.Alive())
-            except OSError:
-                return
-
-    def _receive(self, block: bool) -> bool:
-        """Take in what has come; False when the front is gone."""
-        while self._incoming.poll(None if block else 0):
-            data = self.sock.recv(1 << 20)
-            if not data:
-                return False
-            for frame in self._unpacker.feed(data):
-                self._take(frame)
-            block = False
-        return True
-
-    def _take(self, frame: frames.Frame) -> None:
+    def take(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Evaluate() | frames.Learn() | frames.Keep():
                 self._waiting.append(frame)
@@ -299,7 +270,7 @@ class CriticWorker:
                 raise ValueError(f"a critic's worker takes no {type(frame).__name__}")
 
     def _answer(self, call: frames.Evaluate | frames.Learn | frames.Keep) -> None:
-        self._steps += 1
+        self._answered += 1
         try:
             match call:
                 case frames.Evaluate():
@@ -330,7 +301,7 @@ class CriticWorker:
             frames.Results(
                 ids=[id] * len(blocks), rows=[b.shape[0] for b in blocks], columns=[b.shape[1] for b in blocks],
                 values=b"".join(np.ascontiguousarray(b, dtype="<f4").tobytes() for b in blocks), errors=errors,
-                texts=[(0, state), *texts], tokens_computed=0, tokens_shared=0, steps=self._steps,
+                texts=[(0, state), *texts], tokens_computed=0, tokens_shared=0, steps=self._answered,
                 budget=self.critic.table.micro_batch_tokens,
             )
         )  # fmt: skip
@@ -341,36 +312,20 @@ def _warn(message: str) -> None:
 
 
 def main(fd: int) -> None:
-    # The terminal's Ctrl-C reaches the whole group; the front decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    table = _started(sock)
-    if table is None:
-        return
-    start = table.pop("start", None)
-    try:
-        parsed = parse_critic(table, "the critic's table")
-        if parsed.threads is not None:
-            torch.set_num_threads(parsed.threads)
-        critic = ServedCritic(parsed, start)
-    except (PlauditError, OSError, ValueError, RuntimeError) as error:
-        sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
-        sys.exit(2)
-    with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
-        worker = CriticWorker(sock, critic)
-        about = {"facts": msgspec.to_builtins(critic.facts()), "state": msgspec.to_builtins(critic.state)}
-        worker.send(frames.Hello(DIGEST, about, parsed.micro_batch_tokens, b"", {}))
-        worker.send(frames.Ready())
-        worker.run()
+    run_worker(fd, frames.DECODER, frames.Start, _started)
 
 
-def _started(sock: socket.socket) -> dict[str, Any] | None:
-    unpacker = frames.Unpacker()
-    while data := sock.recv(1 << 20):
-        for frame in unpacker.feed(data):
-            assert isinstance(frame, frames.Start), f"the first frame must be Start, not {type(frame).__name__}"
-            return frame.table
-    return None
+def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.Frame]) -> CriticWorker:
+    save = start.table.pop("start", None)
+    table = parse_critic(start.table, "the critic's table")
+    if table.threads is not None:
+        torch.set_num_threads(table.threads)
+    critic = ServedCritic(table, save)
+    worker = CriticWorker(sock, reader, critic)
+    about = {"facts": msgspec.to_builtins(critic.facts()), "state": msgspec.to_builtins(critic.state)}
+    worker.send(frames.Hello(DIGEST, about, table.micro_batch_tokens, b"", {}))
+    worker.send(frames.Ready())
+    return worker
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-from collections.abc import Iterator
-
 import pytest
 
 from tests.place.nursery import Nursery
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    found = Nursery()
-    yield found
-    found.close()
+def nursery() -> Nursery:
+    return Nursery()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import pytest
 import torch
 
@@ -20,9 +21,9 @@ from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
 from plaudit.place.workers import frames, remote_engine
 from plaudit.place.workers.fleet import Fleet
-from plaudit.place.workers.remote_engine import EngineLost, RemoteEngine
+from plaudit.place.workers.remote_engine import EngineLost, OwnProcess, RemoteEngine
 from plaudit.rl.loop import RlTraining
-from tests.place.nursery import Forked, Nursery
+from tests.place.nursery import Nursery
 from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
 from tests.place.test_async import ages, asked, prompts_of
 from tests.train.rl_world import recipe, weights
@@ -61,7 +62,7 @@ def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_
     assert_equal((tmp_path / "run", found), (tmp_path / "colocated", expected))
     assert found.seen[-1]["rollout/restarts"] == 1
     (warning,) = found.warnings
-    said = "has ended" if number == signal.SIGKILL else "gave no sign of life for 6 s"
+    said = "was ended by SIGKILL" if number == signal.SIGKILL else "gave no sign of life for 6 s"
     assert said in warning
     assert "it is started again" in warning
 
@@ -152,7 +153,7 @@ def test_a_worker_that_keeps_dying_is_given_up(nursery: Nursery) -> None:
 
 
 def test_a_worker_that_dies_while_it_loads_is_started_again(nursery: Nursery) -> None:
-    def host() -> Forked:
+    def host() -> OwnProcess:
         worker = nursery.start()
         if engine.restarts == 0:
             os.kill(worker.pid, signal.SIGKILL)
@@ -191,12 +192,10 @@ def test_a_killed_trainer_resumes_and_its_workers_end_with_it(tmp_path: Path, nu
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not (run / "checkpoints" / "step-000004").exists():
         time.sleep(0.002)
-    workers = subprocess.run(
-        ["pgrep", "-P", str(child.pid), "-f", "plaudit.place.workers.worker"], capture_output=True, text=True
-    )
+    below = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait(30)
-    (worker,) = workers.stdout.split()
+    (worker,) = (each.pid for each in below if each.name() == "plaudit-worker")
     assert not (run / "summary.json").exists(), "the run ended before it could be killed"
     while time.monotonic() < deadline and Path(f"/proc/{worker}").exists():
         time.sleep(0.05)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +9,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 
 from plaudit.config import to_toml
 from plaudit.serve.protocols.triton.request import HEADER, TritonReply, read_reply, write_request
@@ -31,20 +27,7 @@ class CriticProcess(ServerProcess):
         file = Path(self.directory.name) / "critic.toml"
         given = {"model": "sums-policy", "lr": 1e-3, "threads": 1, "save_dir": str(self.saves), **(tree or {})}
         file.write_text(to_toml(given))
-        command = [sys.executable, "-m", "plaudit", "critic", "--port", str(self.port), "--config", str(file)]
-        self.output = (Path(self.directory.name) / "output").open("w+b")
-        self.process = subprocess.Popen(
-            [*command, *arguments], stdout=self.output, stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=120)
-        if wait:
-            self.wait_ready()
-
-    def workers(self) -> list[psutil.Process]:
-        found = psutil.Process(self.process.pid).children()
-        return [p for p in found if any("plaudit.critic.worker" in part for part in p.cmdline())]
+        self.begin(["critic", "--port", str(self.port), "--config", str(file), *arguments], None, (), wait)
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = self.http.get("/v1/critic").json()

@@ -26,7 +26,7 @@ import sys
 import time
 
 FILE = os.environ["PLAUDIT_FAULT"]
-WORKER = "plaudit.serve.workers.worker" in sys.orig_argv
+FORKS = "plaudit.process.nursery" in sys.orig_argv  # the process whose forks are the workers
 
 
 def fault(*kinds):
@@ -104,9 +104,9 @@ class Finder(importlib.machinery.PathFinder):
 
 
 sys.meta_path.insert(0, Finder)
-if WORKER and fault("start"):
-    os._exit(7)
-if not WORKER and os.environ.get("PLAUDIT_FULL_DISK"):
+if FORKS:
+    os.register_at_fork(after_in_child=lambda: fault("start") and os._exit(7))
+if not FORKS and os.environ.get("PLAUDIT_FULL_DISK"):
     os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 """
 

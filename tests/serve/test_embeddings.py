@@ -91,9 +91,7 @@ def test_an_encoder_gives_no_score_and_a_long_text_is_refused(server: ServerProc
 def test_both_stay_inside_their_parts(server: ServerProcess) -> None:
     """The system holds each worker to its fraction; their peaks together are within the whole."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = sorted(
-        (p for p in server.descendants() if "plaudit.serve" in " ".join(p.cmdline())), key=lambda p: p.pid
-    )  # fmt: skip
+    found = server.workers() + server.workers("plaudit-encoder")
     limits = [p.rlimit(resource.RLIMIT_DATA)[0] for p in found]
     assert sorted(limits) == [int(0.15 * total), int(0.85 * total)]
     peaks = [

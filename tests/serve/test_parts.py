@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plaudit.process import framing
 from plaudit.serve.http.app import Admission, Quota
 from plaudit.serve.http.message import NOBODY, HttpError, Keys
 from plaudit.serve.logs import Log
@@ -61,7 +62,7 @@ def test_noise_is_no_frame(noise: bytes) -> None:
 
 def test_a_frame_that_is_too_large_is_refused_by_its_length_alone() -> None:
     with pytest.raises(ValueError, match="more than"):
-        list(frames.Unpacker().feed((frames.LIMIT + 1).to_bytes(4, "little")))
+        list(frames.Unpacker().feed((framing.LIMIT + 1).to_bytes(4, "little")))
 
 
 def test_lengths_that_do_not_cover_the_numbers_are_refused() -> None:

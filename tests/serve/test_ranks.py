@@ -39,8 +39,7 @@ EMBEDDED = Path(plaudit.__path__[0]) / "embedded"
 
 def ranks(server: ServerProcess) -> list[psutil.Process]:
     """The other ranks of its one model."""
-    (worker,) = server.workers()
-    return [p for p in worker.children() if "plaudit.serve.workers.ranks" in p.cmdline()]
+    return server.workers("plaudit-ranks")
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +175,11 @@ def test_the_ranks_are_a_rollout_engine() -> None:
     with ranked_engine("sums-policy", 2, device="cpu") as engine:
         samples = engine.generate(prompts, params)
         assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
-        (other,) = (p for p in psutil.Process().children() if "plaudit.serve.workers.ranks" in p.cmdline())
+        (other,) = (p for p in psutil.Process().children(recursive=True) if p.name() == "plaudit-ranks")
     assert not other.is_running()
     began = ranked_engine("sums-policy", 2, device="cpu")
     engine = began.__enter__()
-    (other,) = (p for p in psutil.Process().children() if "plaudit.serve.workers.ranks" in p.cmdline())
+    (other,) = (p for p in psutil.Process().children(recursive=True) if p.name() == "plaudit-ranks")
     other.kill()
     with pytest.raises(RankLost) as lost:
         engine.generate(prompts, params)

@@ -20,15 +20,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import plaudit
-from plaudit.serve.metrics import Metrics
 from plaudit.serve.workers.autoscale import DOWN_SECONDS, UP_SECONDS, Autoscale
-from plaudit.serve.workers.cache import ScoreCache
 from plaudit.serve.workers.deployment import Deployment
 from plaudit.serve.workers.link import Link
 from plaudit.serve.workers.routing import Affinity
+from tests.serve.fake_worker import deployed
 from tests.serve.process import ServerProcess
 from tests.serve.test_chaos import content, until
-from tests.serve.test_link import SITE, shown, work
+from tests.serve.test_link import shown, work
 
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 CLIENTS = 64 if SOAK else 8
@@ -89,21 +88,6 @@ def test_replicas_follow_the_tokens_that_wait() -> None:
     assert rule.wanted(1, 0, DOWN_SECONDS) == 1
 
 
-def deployed(path: Path, replicas: int, use: Any, deadly: str = "") -> None:
-    (path / "sitecustomize.py").write_text(SITE)
-
-    async def run() -> None:
-        environment = {"PYTHONPATH": str(path), "DEADLY": deadly}
-        deployment = Deployment("fake", 0, {}, ScoreCache(0), Metrics(), environment, 60, lambda: None, replicas)
-        await deployment.opened()
-        try:
-            await use(deployment)
-        finally:
-            await deployment.close()
-
-    asyncio.run(run())
-
-
 def process(deployment: Deployment, number: int) -> psutil.Process:
     link = deployment.replicas[number].wire
     assert isinstance(link, Link)
@@ -117,7 +101,7 @@ async def until_true(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_what_a_dead_replica_held_is_computed_by_the_other(tmp_path: Path) -> None:
+def test_what_a_dead_replica_held_is_computed_by_the_other() -> None:
     async def use(deployment: Deployment) -> None:
         process(deployment, 0).suspend()
         ticket = deployment.submit([work(n) for n in range(300)], tenant="a")
@@ -127,20 +111,20 @@ def test_what_a_dead_replica_held_is_computed_by_the_other(tmp_path: Path) -> No
         assert [shown(answer) for answer in ticket.answers] == list(range(300))
         assert (deployment.restarts, deployment.held_tokens, len(deployment._known)) == (1, 0, 0)
 
-    deployed(tmp_path, 2, use)
+    deployed(use, [], 2)
 
 
-def test_a_killer_is_found_among_several_replicas(tmp_path: Path) -> None:
+def test_a_killer_is_found_among_several_replicas() -> None:
     async def use(deployment: Deployment) -> None:
         ticket = deployment.submit([work(n) for n in range(50)], tenant="a")
         await asyncio.wait_for(ticket.done, 60)
         found = [shown(answer) for answer in ticket.answers]
         assert found == [n if n != 7 else "worker_crash" for n in range(50)]
 
-    deployed(tmp_path, 2, use, "7")
+    deployed(use, [7], 2)
 
 
-def test_replicas_come_and_leave_while_works_wait(tmp_path: Path) -> None:
+def test_replicas_come_and_leave_while_works_wait() -> None:
     async def use(deployment: Deployment) -> None:
         async def load() -> None:
             for _ in range(200):
@@ -156,7 +140,7 @@ def test_replicas_come_and_leave_while_works_wait(tmp_path: Path) -> None:
         await asyncio.gather(*loads)
         assert deployment.restarts == 0
 
-    deployed(tmp_path, 1, use)
+    deployed(use, [])
 
 
 @pytest.fixture(scope="module")

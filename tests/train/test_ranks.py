@@ -304,7 +304,7 @@ def test_a_stopped_rank_of_torchrun_is_ended_and_named(tmp_path: Path) -> None:
     child = subprocess.Popen([*TORCHRUN, *command(file, run, 2)[1:]], env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     ranks = ranks_of(child.pid)
-    guards = [each for rank in ranks.values() for each in rank.children() if "plaudit.guard" in each.cmdline()]
+    guards = [each for rank in ranks.values() for each in rank.children() if "plaudit.process.guard" in each.cmdline()]
     ranks[1].suspend()
     _, said = child.communicate(timeout=60)
     assert child.returncode not in (0, None)

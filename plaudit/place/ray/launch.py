@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plaudit.config import RlRecipe
-from plaudit.guard import LOOK_SECONDS, STOPPED, Guard
+from plaudit.process.guard import LOOK_SECONDS, STOPPED, Guard
 
 ENDS = (0, 2)  # exit codes of a driver after which there is nothing to try again
 COMMAND = ("-m", "plaudit.place.ray.ranks")

@@ -24,9 +24,9 @@ from typing import Any
 
 from plaudit.config import RlRecipe, parse_recipe
 from plaudit.errors import ConfigError, PlauditError, RankLost, one_line
-from plaudit.guard import STOPPED, Guard, children
 from plaudit.place.ray.cluster import connected, in_bundle, place
 from plaudit.place.workers.callback import CallbackListener, knock
+from plaudit.process.guard import STOPPED, Guard, children
 
 START_SECONDS = 120.0
 CONNECT_SECONDS = 60.0

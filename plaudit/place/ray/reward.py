@@ -16,8 +16,8 @@ from typing import Any
 from plaudit.config import RlRecipe
 from plaudit.config.rl import RlRewardTable
 from plaudit.errors import PlauditError, one_line
-from plaudit.guard import guard_this_process
 from plaudit.place.ray.cluster import bundles_of, import_ray, in_bundle, own_group
+from plaudit.process.guard import guard_this_process
 from plaudit.records import Item
 from plaudit.reward.reward import Result, Reward
 from plaudit.train.rollouts.scorer import RewardFailed, local_reward

@@ -14,9 +14,9 @@ from typing import Any
 
 from plaudit.config import RlRecipe
 from plaudit.errors import EngineLost, ReceiverLost, one_line
-from plaudit.guard import guard_this_process
 from plaudit.place.ray.cluster import bundles_of, import_ray, in_bundle, own_group
 from plaudit.place.workers.callback import CallbackListener, knock
+from plaudit.process.guard import guard_this_process
 
 START_SECONDS = 120.0  # for Ray to start a process in a bundle that is ours
 CONNECT_SECONDS = 60.0

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import msgspec
 
 from plaudit.core import SamplingParams
+from plaudit.process.framing import FrameReader, as_bytes, cut, pack
+from plaudit.process.worker import Alive, Failed
 from plaudit.records import Sample
-from plaudit.serve.workers.frames import Stream, as_bytes, cut, pack
 
-__all__ = ["FrameStream", "as_bytes", "cut", "pack"]
+__all__ = ["Alive", "Failed", "as_bytes", "cut", "pack"]
 
 Question = Literal["health", "sleep", "wake", "stats"]
 
@@ -37,19 +38,6 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
     pid: int
-
-
-class Alive(msgspec.Struct, tag=True, array_like=True):
-    """The process runs. Sent by a thread of its own, so a long step does not look like a stopped process.
-    `steps` that do not change while it holds calls are those of one that hangs."""
-
-    steps: int
-
-
-class Failed(msgspec.Struct, tag=True, array_like=True):
-    """It cannot go on; `message` is for the user."""
-
-    message: str
 
 
 class GenerateCall(msgspec.Struct, tag=True, array_like=True):
@@ -115,9 +103,9 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 Frame = (
     Start | Hello | Alive | Failed | GenerateCall | Cancel | Release | Samples | Refused | Tell | Told | Ask | Answer
 )  # fmt: skip
-_DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
-class FrameStream(Stream[Frame]):
+class FrameStream(FrameReader[Frame]):
     def __init__(self) -> None:
-        super().__init__(_DECODER)
+        super().__init__(DECODER)

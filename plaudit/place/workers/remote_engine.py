@@ -8,12 +8,10 @@ on its seeds and on the call alone. Whatever came of it before is forgotten, so 
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -21,12 +19,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
 from plaudit.core import SamplingParams
 from plaudit.errors import EngineLost, ReceiverLost, RequestError
 from plaudit.place.workers import frames
+from plaudit.process.guard import is_stopped
+from plaudit.process.spawn import spawn
 from plaudit.records import Sample
 
 SILENCE_SECONDS = 20.0  # without a sign of life: the process is stopped or the machine is choking; it is replaced
@@ -50,33 +49,21 @@ Host = Callable[[], Hosted]
 
 
 class OwnProcess:
-    """A worker on this machine. It gets a file descriptor and no port: nobody else can connect."""
+    """A worker on this machine."""
 
     def __init__(self) -> None:
-        self.sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "plaudit.place.workers.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=dict(os.environ),
-            )  # fmt: skip
+        self._process, self.sock = spawn("plaudit.place.workers.worker")
+        self.pid = self._process.pid
 
     def end(self) -> str:
         try:
             # A process that closed its socket is about to end by itself, and its own reason is the better one.
-            code = self._process.wait(0.0 if self._stopped() else 1.0)
+            code = self._process.wait(0.0 if is_stopped(self._process.pid) else 1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
             return "was ended"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-    def _stopped(self) -> bool:
-        """By SIGSTOP, or a debugger: it will not end by itself."""
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] in ("T", "t")
-        except OSError:
-            return False
 
 
 @dataclass(eq=False)

@@ -7,13 +7,8 @@ come between two steps, so that no step sees half of them. It ends when the trai
 from __future__ import annotations
 
 import os
-import select
-import signal
 import socket
 import sys
-import threading
-import time
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -25,65 +20,39 @@ from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RequestError, one_line
 from plaudit.place.channels.channel import Receiver, answered
 from plaudit.place.channels.receiver import WeightReceiver
-from plaudit.place.workers import frames
-from plaudit.place.workers.kv_transfer import KV, Parcel, take
+from plaudit.place.workers import frames, kv_transfer
+from plaudit.place.workers.kv_transfer import KV, Parcel
+from plaudit.process.framing import FrameReader
+from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.records import Sample
 from plaudit.train.policy.rl_models import load_trained
 
-ALIVE_EVERY = 1.0  # seconds
 
-
-class Worker:
+class Worker(SocketWorker[frames.Frame]):
     def __init__(
-        self, sock: socket.socket, stream: frames.FrameStream, engine: Engine, receiver: Receiver,
+        self, sock: socket.socket, reader: FrameReader[frames.Frame], engine: Engine, receiver: Receiver,
         keep: Literal["recompute", "continue"],
     ) -> None:  # fmt: skip
-        self.sock = sock
+        super().__init__(sock, reader)
         self.engine = engine
         self.receiver = receiver
         self.keep = keep
-        self.steps = 0
-        self._stream = stream
-        self._incoming = select.poll()
-        self._incoming.register(sock, select.POLLIN)
         self._calls: dict[int, int] = {}  # the engine's number of a prompt -> the id of the call it is in
         self._open: dict[int, int] = {}  # the same -> samples that it still has to give
         self._published: tuple[Any, int] | None = None  # who published the weights that it has, and as what version
         self._parcels: dict[int, dict[int, Parcel]] = {}  # of calls that hand over, by prompt
-        self._sending = threading.Lock()
 
-    def send(self, frame: frames.Frame) -> None:
-        with self._sending:
-            self.sock.sendall(frames.pack(frame))
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy
 
-    def say_alive(self) -> None:
-        while True:
-            try:
-                self.send(frames.Alive(self.steps))
-            except OSError:
-                os._exit(0)  # the trainer is gone, and what is being computed is for nobody
-            time.sleep(ALIVE_EVERY)
+    def step(self) -> None:
+        self._report(self.engine.step())
+        if self.engine.failure is not None:
+            error = self.engine.failure
+            raise PlauditError(f"its step failed: {type(error).__name__}: {one_line(error)}")
 
-    def run(self) -> None:
-        while self._receive(block=not self.engine.busy):
-            self._report(self.engine.step())
-            self.steps += 1
-            if self.engine.failure is not None:
-                error = self.engine.failure
-                raise PlauditError(f"its step failed: {type(error).__name__}: {one_line(error)}")
-
-    def _receive(self, block: bool) -> bool:
-        """Take in what has come; False when the trainer is gone."""
-        while self._incoming.poll(None if block else 0):
-            data = self.sock.recv(1 << 20)
-            if not data:
-                return False
-            for frame in self._stream.feed(data):
-                self._take(frame)
-            block = False
-        return True
-
-    def _take(self, frame: frames.Frame) -> None:
+    def take(self, frame: frames.Frame) -> None:
         match frame:
             case frames.GenerateCall():
                 self._begin(frame)
@@ -105,7 +74,7 @@ class Worker:
             if self.receiver.version is None:
                 raise RequestError("it has not received weights yet: publish to it before it generates")
             for begun in call.begun or ():
-                take(self.engine, begun[0].extra[KV])
+                kv_transfer.take(self.engine, begun[0].extra[KV])
             numbers = self.engine.submit_all(list(frames.cut(call.tokens, call.lengths)), call.params, call.begun)
         except RequestError as error:
             self.send(frames.Refused(call.id, str(error)))
@@ -161,32 +130,10 @@ class Worker:
 
 
 def main(fd: int) -> None:
-    # The terminal's Ctrl-C reaches the whole group; the trainer decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    stream = frames.FrameStream()
-    start = _first(sock, stream)
-    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer is gone
-        try:
-            worker = _load(start, sock, stream)
-            worker.send(frames.Hello(os.getpid()))
-            worker.run()
-        except (PlauditError, OSError, RuntimeError) as error:
-            if isinstance(error, BrokenPipeError | ConnectionResetError):
-                raise
-            sock.sendall(frames.pack(frames.Failed(one_line(error))))
-            sys.exit(2)
+    run_worker(fd, frames.DECODER, frames.Start, _load)
 
 
-def _first(sock: socket.socket, stream: frames.FrameStream) -> frames.Start:
-    while data := sock.recv(1 << 20):
-        for frame in stream.feed(data):
-            assert isinstance(frame, frames.Start), f"the first frame must be Start, not {type(frame).__name__}"
-            return frame
-    sys.exit(0)
-
-
-def _load(start: frames.Start, sock: socket.socket, stream: frames.FrameStream) -> Worker:
+def _load(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.Frame]) -> Worker:
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     torch.set_num_threads(start.threads)
@@ -199,8 +146,8 @@ def _load(start: frames.Start, sock: socket.socket, stream: frames.FrameStream) 
     loaded = load_trained(model, recipe.seed, None)
     loaded.module.requires_grad_(False)
     engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
-    worker = Worker(sock, stream, engine, WeightReceiver(loaded.module), start.keep)
-    threading.Thread(target=worker.say_alive, daemon=True).start()
+    worker = Worker(sock, reader, engine, WeightReceiver(loaded.module), start.keep)
+    worker.send(frames.Hello(os.getpid()))
     return worker
 
 

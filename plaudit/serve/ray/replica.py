@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
 from plaudit.config.reward import ReadByEngine, parse_reward
-from plaudit.guard import guard_this_process
+from plaudit.process.guard import guard_this_process
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.metrics import Metrics
@@ -141,7 +141,7 @@ class Visit:
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_EVERY)
-            self._send(frames.Alive())
+            self._send(frames.Alive(0))
 
     def _send(self, frame: frames.Frame) -> None:
         if not self.writer.is_closing():

@@ -4,22 +4,18 @@
     worker -> front   Hello (loaded), Ready (warmed up), Alive (every second), Results; or Failed, and the end
 
 A critic's worker takes Evaluate, Learn and Keep in place of Works and Prompt, and answers with Results too.
-
-Token ids and values travel as raw little-endian buffers inside the message: many works go in one frame, so the cost of
-crossing is paid once per batch and not once per item.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
-import numpy as np
 
-LIMIT = 1 << 30  # bytes in a frame
-_LENGTH = struct.Struct("<I")
+from plaudit.process.framing import FrameReader, as_bytes, cut, pack
+from plaudit.process.worker import Alive, Failed
+
+__all__ = ["Alive", "Failed", "as_bytes", "cut", "pack"]
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
@@ -40,16 +36,6 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
     pass
-
-
-class Alive(msgspec.Struct, tag=True, array_like=True):
-    """The process runs. Sent by a thread of its own, so a long step does not look like a stopped process."""
-
-
-class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The model cannot be loaded; `message` is for the user."""
-
-    message: str
 
 
 class Works(msgspec.Struct, tag=True, array_like=True):
@@ -132,70 +118,14 @@ class Results(msgspec.Struct, tag=True, array_like=True):
 
 
 Frame = (
-    Start
-    | Hello
-    | Ready
-    | Alive
-    | Failed
-    | Works
-    | GenerateFrame
-    | Cancel
-    | Waiting
-    | Evaluate
-    | Learn
-    | Keep
+    Start | Hello | Ready | Alive | Failed | Works | GenerateFrame | Cancel | Waiting | Evaluate | Learn | Keep
     | Results
-)
-F = TypeVar("F")
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+)  # fmt: skip
+DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
-def pack(frame: msgspec.Struct) -> bytes:
-    body = _ENCODER.encode(frame)
-    if len(body) > LIMIT:
-        raise ValueError(f"a frame of {len(body)} bytes is more than the {LIMIT} that a worker takes")
-    return _LENGTH.pack(len(body)) + body
-
-
-class Stream(Generic[F]):
-    """Frames out of a stream of bytes."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[F]) -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[F]:
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > LIMIT:
-                raise ValueError(f"a frame of {length} bytes is more than the {LIMIT} that are taken")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            frame = self._decoder.decode(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
-            del self._buffer[:end]
-            yield frame
-
-
-class Unpacker(Stream[Frame]):
+class Unpacker(FrameReader[Frame]):
     """Of these frames."""
 
     def __init__(self) -> None:
-        super().__init__(_DECODER)
-
-
-def as_bytes(rows: Sequence[Sequence[int]]) -> bytes:
-    return b"".join(np.asarray(row, dtype="<i4").tobytes() for row in rows)
-
-
-def cut(data: bytes, lengths: Sequence[int]) -> Iterator[list[int]]:
-    """The lists that `as_bytes` joined."""
-    numbers = np.frombuffer(data, dtype="<i4").tolist()
-    at = 0
-    for length in lengths:
-        yield numbers[at : at + length]
-        at += length
-    if at != len(numbers):
-        raise ValueError(f"lengths that add up to {at} for {len(numbers)} numbers")
+        super().__init__(DECODER)

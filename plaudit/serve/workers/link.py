@@ -10,14 +10,11 @@ up, unless it was one item that killed it.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 import time
 from typing import Any, Literal, Protocol
 
 from plaudit.errors import ModelError
+from plaudit.process.spawn import Child, spawn
 from plaudit.serve.workers import frames
 
 State = Literal["loading", "ready", "failed", "closed"]
@@ -61,7 +58,7 @@ class Link:
         self.writable = False
         self.last_sign = self.last_result = time.monotonic()
         self._owner = owner
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._transport: asyncio.Transport | None = None
         self._served = False  # whether this life of it has had a result
         self._deaths = 0
@@ -129,20 +126,14 @@ class Link:
 
     async def _live(self) -> str | None:
         """One life of the worker. Returns when it is over: why it could not load, if it said so."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        try:
-            with theirs:
-                # A file descriptor and not a port: nothing listens, and nobody else can connect.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", self.module, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL, env={**os.environ, **self.environment},
-                )  # fmt: skip
-        except OSError as error:
-            ours.close()
-            return f"its worker cannot be started: {error}"
         loop = asyncio.get_running_loop()
-        transport, connection = await loop.create_unix_connection(lambda: _Connection(self), sock=ours)
+        try:
+            # In a thread: the first worker's imports take seconds.
+            self._process, sock = await loop.run_in_executor(None, spawn, self.module, self.environment)
+        except OSError as error:
+            return f"its worker cannot be started: {error}"
+        sock.setblocking(False)
+        transport, connection = await loop.create_unix_connection(lambda: _Connection(self), sock=sock)
         self._transport, self.writable = transport, True
         self.send(frames.Start(self.table))
         try:

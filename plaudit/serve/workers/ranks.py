@@ -1,7 +1,7 @@
 """The ranks of one model: how they come together, load the same weights, and end together.
 
-Rank 0 is the model's worker. It starts the others itself on this machine (`python -m plaudit.serve.workers.ranks`,
-each a child that dies with it), and they meet in a file. Under torchrun, on one machine or several, the processes with
+Rank 0 is the model's worker. It starts the others itself on this machine, each a child that ends with it, and they meet
+in a file. Under torchrun, on one machine or several, the processes with
 another RANK run `subscribe`, which starts a rank for every group that a worker of rank 0's posts in torchrun's store:
 when the server starts, when a group is started again, when another version is swapped in.
 
@@ -12,20 +12,22 @@ when the server starts, when a group is started again, when another version is s
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -38,6 +40,8 @@ from plaudit.core.kv.memory import limit_memory
 from plaudit.core.model.stages import RankPosition
 from plaudit.errors import ConfigError, ModelError, PlauditError, RankLost, one_line
 from plaudit.models import choose_device
+from plaudit.process.framing import FrameReader, pack
+from plaudit.process.spawn import Child, spawn
 from plaudit.reward.load import load_part, load_worker
 from plaudit.reward.work import ModelInfo
 from plaudit.serve.workers.torchrun import launched
@@ -45,9 +49,10 @@ from plaudit.serve.workers.torchrun import launched
 LOAD_SECONDS = 1800.0  # between the first rank and the last
 HEAR_SECONDS = 10.0  # for the others to hear why it failed
 LOOK_SECONDS = 0.05
-PR_SET_PDEATHSIG = 1
 GROUPS = "plaudit/groups"
 ENDED = "ended"
+
+_lifelines: dict[int, socket.socket] = {}
 
 
 @dataclass
@@ -59,7 +64,7 @@ class RankGroup:
     table: OutcomeTable | ProcessTable | LogprobsTable
     local: int
     """Which of this machine's GPUs."""
-    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    children: list[Child] = field(default_factory=list)
     meeting: tempfile.TemporaryDirectory[str] | None = None
     """Where they meet, on one machine."""
     on_loss: Callable[[str], None] | None = None
@@ -182,9 +187,7 @@ class RankGroup:
                 return missing
             for rank, child in enumerate(self.children, 1):
                 if rank in missing and child.poll() is not None and not self.store.check([f"{what}/{rank}"]):
-                    raise ModelError(
-                        f"rank {rank} of {self.size} ended with code {child.returncode} before it had {what}"
-                    )
+                    raise ModelError(f"rank {rank} of {self.size} ended with code {child.poll()} before it had {what}")
             time.sleep(LOOK_SECONDS)
 
 
@@ -235,7 +238,7 @@ def lead(tree: dict[str, Any], table: OutcomeTable | ProcessTable | LogprobsTabl
 
 def subscribe() -> int:
     """A process of torchrun's with a RANK above 0: a rank of every group that is posted, until the server ends."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Child] = []
     board = _board()
     number = 1
     try:
@@ -294,13 +297,10 @@ def _post(group: dict[str, Any]) -> None:
     board.set(f"{GROUPS}/{board.add(GROUPS, 1)}", json.dumps(group))
 
 
-def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "plaudit.serve.workers.ranks", str(os.getpid())], stdin=subprocess.PIPE
-    )
-    assert child.stdin is not None
-    with child.stdin as stdin, suppress(BrokenPipeError):
-        stdin.write(json.dumps(spec).encode())
+def _start(spec: dict[str, Any]) -> Child:
+    child, sock = spawn("plaudit.serve.workers.ranks")
+    sock.sendall(pack(spec))
+    _lifelines[child.pid] = sock  # open for as long as this process lives: the child ends with it
     return child
 
 
@@ -310,20 +310,27 @@ def leave(why: str) -> NoReturn:
     os._exit(RankLost.exit_code)
 
 
-def end_with(parent: int) -> None:
+def _spec(parent: socket.socket) -> dict[str, Any]:
+    reader = FrameReader(msgspec.msgpack.Decoder(dict[str, Any]))
+    while data := parent.recv(1 << 20):
+        for spec in reader.feed(data):
+            return spec
+    sys.exit(RankLost.exit_code)
+
+
+def _end_with(parent: socket.socket) -> None:
     """This process ends when the one that started it is gone, however that came."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(RankLost.exit_code)
+    with suppress(OSError):
+        parent.recv(1)
+    os._exit(RankLost.exit_code)
 
 
-def main(parent: int) -> None:
-    """A rank above 0, from what it reads on its standard input."""
+def main(fd: int) -> None:
+    """A rank above 0, from what it reads on its socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(parent)
-    spec = json.load(sys.stdin)
+    parent = socket.socket(fileno=fd)
+    spec = _spec(parent)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     table = parse_reward(spec["table"], "the model's table")
     assert isinstance(table, OutcomeTable | ProcessTable | LogprobsTable)
     if table.threads is not None:

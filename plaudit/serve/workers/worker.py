@@ -8,17 +8,13 @@ error after which the device cannot be trusted ends the process, and the front s
 from __future__ import annotations
 
 import os
-import select
-import signal
 import socket
 import sys
-import threading
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,15 +24,16 @@ from plaudit.config.reward import LogprobsTable, OutcomeTable, ProcessTable, Rea
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.kv.memory import limit_memory
 from plaudit.core.sequence import Update
-from plaudit.errors import ModelError, PlauditError, RankLost, RequestError
+from plaudit.errors import ModelError, RankLost, RequestError
 from plaudit.models import choose_device
 from plaudit.models.text import tokenizer_parts
+from plaudit.process.framing import FrameReader
+from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.records import ItemError
 from plaudit.reward.load import load_worker
 from plaudit.serve.workers import frames
 from plaudit.serve.workers.ranks import lead, leave
 
-ALIVE_EVERY = 1.0  # seconds
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 SMALLEST_BUDGET = 256
@@ -56,23 +53,15 @@ class _Asked:
     retried: bool = False
 
 
-class Worker:
-    def __init__(self, sock: socket.socket, engine: Engine) -> None:
-        self.sock = sock
+class Worker(SocketWorker[frames.Frame]):
+    def __init__(self, sock: socket.socket, reader: FrameReader[frames.Frame], engine: Engine) -> None:
+        super().__init__(sock, reader)
         self.engine = engine
-        self._incoming = select.poll()  # and not select(), which takes no descriptor from 1024 on
-        self._incoming.register(sock, select.POLLIN)
-        self._unpacker = frames.Unpacker()
         self._asked: dict[int, _Asked] = {}  # by the engine's number
         self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
         self._waiting: deque[_Asked] = deque()  # come, and not yet with the engine
         self._alone: deque[_Asked] = deque()  # to be computed again, one at a time, before what waits
-        self._sending = threading.Lock()
         self._before = engine.stats()  # what the warm-up computed is not counted
-
-    def send(self, frame: frames.Frame) -> None:
-        with self._sending:
-            self.sock.sendall(frames.pack(frame))
 
     def warm_up(self) -> None:
         """Every kind of step once, so that the first request finds memory taken and kernels chosen."""
@@ -89,11 +78,13 @@ class Worker:
         self.engine.new_version(self.engine.version)  # nothing of this stays in the tree
         self._before = self.engine.stats()
 
-    def run(self) -> None:
-        threading.Thread(target=self._say_alive, daemon=True).start()
-        while self._receive(block=not (self.engine.busy or self._alone or self._waiting)):
-            self._submit_next()
-            self._report(self.engine.step())
+    @property
+    def busy(self) -> bool:
+        return bool(self.engine.busy or self._alone or self._waiting)
+
+    def step(self) -> None:
+        self._submit_next()
+        self._report(self.engine.step())
 
     def _submit_next(self) -> None:
         """All that waits; but as long as something must be computed alone, that and nothing else."""
@@ -104,26 +95,7 @@ class Worker:
         while self._waiting:
             self._submit(self._waiting.popleft())
 
-    def _say_alive(self) -> None:
-        while True:
-            time.sleep(ALIVE_EVERY)
-            try:
-                self.send(frames.Alive())
-            except OSError:
-                return
-
-    def _receive(self, block: bool) -> bool:
-        """Take in what has come; False when the front is gone."""
-        while self._incoming.poll(None if block else 0):
-            data = self.sock.recv(1 << 20)
-            if not data:
-                return False
-            for frame in self._unpacker.feed(data):
-                self._take(frame)
-            block = False
-        return True
-
-    def _take(self, frame: frames.Frame) -> None:
+    def take(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Works():
                 tokens = frames.cut(frame.tokens, frame.lengths)
@@ -229,37 +201,16 @@ def _salted(salt: str) -> SamplingParams:
 
 
 def main(fd: int) -> None:
-    # The terminal's Ctrl-C reaches the whole group; the front decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    start = first_frame(sock)
-    try:
-        engine, hello = _load(start.table)
-    except (PlauditError, OSError, ValueError, RuntimeError) as error:
-        fail(sock, error)
-    with suppress(BrokenPipeError, ConnectionResetError):  # the front is gone
-        worker = Worker(sock, engine)
-        worker.send(hello)
-        try:
-            worker.warm_up()
-        except ModelError as error:
-            fail(sock, error)
-        worker.send(frames.Ready())
-        worker.run()
+    run_worker(fd, frames.DECODER, frames.Start, _started)
 
 
-def fail(sock: socket.socket, error: Exception) -> NoReturn:
-    sock.sendall(frames.pack(frames.Failed(" ".join(str(error).split()))))
-    sys.exit(2)
-
-
-def first_frame(sock: socket.socket) -> frames.Start:
-    unpacker = frames.Unpacker()
-    while data := sock.recv(1 << 20):
-        for frame in unpacker.feed(data):
-            assert isinstance(frame, frames.Start), f"the first frame must be Start, not {type(frame).__name__}"
-            return frame
-    sys.exit(0)
+def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.Frame]) -> Worker:
+    engine, hello = _load(start.table)
+    worker = Worker(sock, reader, engine)
+    worker.send(hello)
+    worker.warm_up()
+    worker.send(frames.Ready())
+    return worker
 
 
 def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:

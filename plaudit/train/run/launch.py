@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO
 
 from plaudit.errors import RankLost
-from plaudit.guard import STOPPED, Guard, guard_this_process
+from plaudit.process.guard import STOPPED, Guard, guard_this_process
 
 PARENT = "PLAUDIT_PARENT"
 LOST = RankLost.exit_code

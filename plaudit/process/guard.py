@@ -1,12 +1,11 @@
 """Ends a process that was stopped (SIGSTOP): whoever works with it would wait for it until their own time is over.
 
-A stopped process is told from a busy one by the kernel (state T in /proc), however long it computes or holds the GIL;
-nothing has to beat. One that a debugger holds has another state and is left alone. After its end it is a process that
-was killed, and what happens then happens here too.
+A stopped process is told from a busy one by the kernel (state T in /proc), however long it computes or holds the GIL:
+no heartbeat is needed. One that a debugger holds has another state and is left alone. After its end it is a process
+that was killed, and what happens then happens here too.
 
-`plaudit train` looks after the ranks it starts. What others start, a rank of torchrun or an actor of Ray, has
-a guard of its own on its machine: `python -m plaudit.guard PID NAME`. Where there is no /proc nothing is ended. Needs
-no torch.
+`plaudit train` looks after the ranks it starts. What others start, a rank of torchrun or an actor of Ray, has a guard
+of its own on its machine: `python -m plaudit.process.guard PID NAME`. Where there is no /proc nothing is ended.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def children() -> list[int]:
 
 def guard_this_process(name: str) -> None:
     """Start a guard beside this process; it ends when this one does, however that comes."""
-    command = [sys.executable, "-m", "plaudit.guard", str(os.getpid()), name]
+    command = [sys.executable, "-m", "plaudit.process.guard", str(os.getpid()), name]
     _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True))
 
 

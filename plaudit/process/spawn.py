@@ -1,0 +1,88 @@
+"""How this program starts a worker process: a module's `main`, on one end of a socket pair.
+
+A descriptor and not a port: nothing listens, and nobody else can connect. Workers are forked from a nursery, which is
+started with the first of them; on a machine with NVIDIA devices, whose driver no fork survives, each is a new process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from plaudit.process import nursery
+from plaudit.process.nursery import Nursery
+
+# Libraries read these when they are loaded: a worker that wants others than its nursery has is a new process.
+READ_AT_IMPORT = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "TORCH", "TRITON", "TRANSFORMERS_", "HF_",
+)  # fmt: skip
+NVIDIA = Path("/dev/nvidiactl")
+
+Settings = tuple[tuple[str, str], ...]
+_nurseries: dict[Settings, Nursery] = {}
+_lock = threading.Lock()
+
+
+class Child(Protocol):
+    """A `subprocess.Popen`, or what a nursery gives."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def spawn(module: str, environment: Mapping[str, str] | None = None) -> tuple[Child, socket.socket]:
+    """`module`'s main in a process of its own, and our end of its socket. `environment` is added to ours. Raises
+    OSError if it cannot be started."""
+    environment = {**os.environ, **(environment or {})}
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return _start(module, theirs.fileno(), environment), ours
+    except OSError:
+        ours.close()
+        raise
+
+
+def _start(module: str, fd: int, environment: Mapping[str, str]) -> Child:
+    if NVIDIA.exists():
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, env=dict(environment)
+        )
+    settings = _settings(environment)
+    try:
+        return _nursery(settings, environment).fork(module, fd, environment)
+    except ConnectionError:  # it was killed: another one
+        with _lock:
+            _nurseries[settings] = Nursery.start(environment)
+        return _nursery(settings, environment).fork(module, fd, environment)
+
+
+def _settings(environment: Mapping[str, str]) -> Settings:
+    return tuple(sorted(each for each in environment.items() if each[0].startswith(READ_AT_IMPORT)))
+
+
+def _nursery(settings: Settings, environment: Mapping[str, str]) -> Nursery:
+    with _lock:
+        if settings not in _nurseries:
+            own = nursery.parent
+            shared = own is not None and _settings(own.environment) == settings
+            _nurseries[settings] = own if own is not None and shared else Nursery.start(environment)
+        return _nurseries[settings]
+
+
+@atexit.register
+def _close() -> None:
+    while _nurseries:
+        _nurseries.popitem()[1].close()

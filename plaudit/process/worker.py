@@ -1,0 +1,124 @@
+"""The loop of a worker process: read what has come, compute one step, send what is finished, and so on.
+
+A worker begins with one Start frame, says Alive every second from a thread of its own, so that a long step does not
+look like a stopped process, and ends when the other end of its socket closes. A subclass has `take` and `step`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from plaudit.errors import PlauditError, one_line
+from plaudit.process.framing import FrameReader, pack
+
+ALIVE_EVERY = 1.0  # seconds
+F = TypeVar("F")
+S = TypeVar("S")
+
+
+class Alive(msgspec.Struct, tag=True, array_like=True):
+    """The process runs. `steps` that do not change while it has work are those of a worker that hangs."""
+
+    steps: int
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The worker cannot load its model, or cannot go on; `message` is for the user."""
+
+    message: str
+
+
+class SocketWorker(Generic[F]):
+    """`steps` counts the turns of the loop."""
+
+    def __init__(self, sock: socket.socket, reader: FrameReader[F]) -> None:
+        self.sock = sock
+        self.steps = 0
+        self._reader = reader
+        self._incoming = select.poll()  # and not select(), which takes no descriptor from 1024 on
+        self._incoming.register(sock, select.POLLIN)
+        self._sending = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to compute: else the loop waits for a frame."""
+        raise NotImplementedError
+
+    def take(self, frame: F) -> None:
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Compute a little of what was taken, if anything waits, and send what is finished."""
+        raise NotImplementedError
+
+    def send(self, frame: Any) -> None:
+        with self._sending:
+            self.sock.sendall(pack(frame))
+
+    def run(self) -> None:
+        threading.Thread(target=self._say_alive, daemon=True).start()
+        while self._receive(block=not self.busy):
+            self.step()
+            self.steps += 1
+
+    def _say_alive(self) -> None:
+        while True:
+            try:
+                self.send(Alive(self.steps))
+            except OSError:
+                os._exit(0)  # the other end is gone, and what is being computed is for nobody
+            time.sleep(ALIVE_EVERY)
+
+    def _receive(self, block: bool) -> bool:
+        """Take in what has come; False when the other end is gone."""
+        while self._incoming.poll(None if block else 0):
+            data = self.sock.recv(1 << 20)
+            if not data:
+                return False
+            for frame in self._reader.feed(data):
+                self.take(frame)
+            block = False
+        return True
+
+
+def run_worker(
+    fd: int, decoder: msgspec.msgpack.Decoder[F], start_type: type[S],
+    load: Callable[[S, socket.socket, FrameReader[F]], SocketWorker[F]],
+) -> None:  # fmt: skip
+    """The whole life of a worker process on this socket. What fails is said in a Failed frame before it ends."""
+    # The terminal's Ctrl-C reaches the whole group; whoever started the workers decides when they end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    reader = FrameReader(decoder)
+    start = _first(sock, reader, start_type)
+    with suppress(BrokenPipeError, ConnectionResetError):  # the other end is gone
+        try:
+            load(start, sock, reader).run()
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except (PlauditError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            ours = isinstance(error, PlauditError)
+            if not ours:
+                traceback.print_exc()
+            sock.sendall(pack(Failed(" ".join(str(error).split()) if ours else one_line(error))))
+            sys.exit(2)
+
+
+def _first(sock: socket.socket, reader: FrameReader[F], start_type: type[S]) -> S:
+    while data := sock.recv(1 << 20):
+        for frame in reader.feed(data):
+            assert isinstance(frame, start_type), f"the first frame must be Start, not {type(frame).__name__}"
+            return frame
+    sys.exit(0)
