@@ -12,6 +12,7 @@ from plaudit.bench.shape import LlamaShaped
 from plaudit.place.channels.channel import answered
 from plaudit.place.channels.checksum import Checksum
 from plaudit.place.channels.group import BroadcastGroup
+from plaudit.place.channels.messages import Invitation, WeightMessage, plain, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.weights import Weights
 from plaudit.place.channels.wire import serve_wire
@@ -28,13 +29,13 @@ def main(file: str, parameters: str, dtype: str, device: str) -> None:
     def respond(message: dict[str, Any]) -> dict[str, Any]:
         match message.get("bench"):
             case None:
-                return answered(receiver, message)
+                return plain(answered(receiver, typed(message, WeightMessage)))
             case "echo":
                 return {}
             case "sum":
                 return {"checksum": checksum_of(module)}
             case "join":
-                raw["group"] = BroadcastGroup(message["join"], 1, SECONDS)
+                raw["group"] = BroadcastGroup(typed(message["join"], Invitation), 1, SECONDS)
                 raw["flat"] = torch.empty(message["bytes"], dtype=torch.uint8)
                 return {}
             case "broadcast":

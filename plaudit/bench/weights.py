@@ -39,6 +39,7 @@ from plaudit.place.channels.checksum import memory_of
 from plaudit.place.channels.collective import CollectiveChannel
 from plaudit.place.channels.disk import DiskChannel
 from plaudit.place.channels.group import BroadcastGroup, Rendezvous
+from plaudit.place.channels.messages import plain
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
 from plaudit.place.channels.wire import SocketWire
@@ -225,7 +226,7 @@ def _gloo_limit(other: _Other, size: int) -> tuple[str, Callable[[], float]]:
     flat = torch.ones(size, dtype=torch.uint8)
     meeting = Rendezvous("127.0.0.1", SECONDS)
     invitation = meeting.invitation("gloo", 2)
-    other.wire.tell({"bench": "join", "join": invitation, "bytes": size})
+    other.wire.tell({"bench": "join", "join": plain(invitation), "bytes": size})
     group = BroadcastGroup(invitation, 0, SECONDS, meeting.store)
     other.wire.answer(SECONDS)
 

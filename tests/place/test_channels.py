@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from plaudit.errors import ReceiverLost, WeightsRefused
 from plaudit.place.channels.channel import Channel, Publisher
 from plaudit.place.channels.collective import CollectiveChannel
 from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.messages import DiskTake, WeightMessage, WeightReply, plain, typed
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
 from tests.place.receiving import Process, Receiving, Small, digest, publish_and_be_killed, publish_sharded, receiving
@@ -303,17 +305,18 @@ class LateWire:
 
     name = "late"
 
-    def __init__(self, late: list[dict[str, object]]) -> None:
+    def __init__(self, late: list[WeightReply]) -> None:
         self.late = late
-        self.sent: list[dict[str, object]] = []
+        self.sent: list[WeightMessage] = []
 
-    def tell(self, message: dict[str, object]) -> None:
-        self.sent.append(message)
+    def tell(self, message: dict[str, Any]) -> None:
+        self.sent.append(typed(message, WeightMessage))
 
-    def answer(self, seconds: float) -> dict[str, object]:
+    def answer(self, seconds: float) -> dict[str, Any]:
         if self.late:
-            return self.late.pop(0)
-        return {"exchange": self.sent[-1]["exchange"], "version": self.sent[-1]["version"], "checksum": "new"}
+            return plain(self.late.pop(0))
+        last = self.sent[-1]
+        return plain(WeightReply(last.exchange, version=last.version, checksum="new"))
 
     def close(self) -> None: ...
 
@@ -321,7 +324,7 @@ class LateWire:
 def test_a_late_answer_to_an_earlier_publication_is_not_taken_for_this_one() -> None:
     publisher = Publisher(seconds=5)
     first = publisher.begin(1)
-    late = {"exchange": first.id, "version": 1, "checksum": "old"}
-    wire = LateWire([late, {"exchange": "another publisher's-2", "version": 2, "checksum": "foreign"}])
-    (answer,) = publisher.begin(2).ask([wire], {"kind": "x"})
-    assert (answer["version"], answer["checksum"]) == (2, "new")
+    late = WeightReply(first.id, version=1, checksum="old")
+    wire = LateWire([late, WeightReply("another publisher's-2", version=2, checksum="foreign")])
+    (answer,) = publisher.begin(2).ask([wire], Weights({}).layout, DiskTake("nowhere"))
+    assert (answer.version, answer.checksum) == (2, "new")

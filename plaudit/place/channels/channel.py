@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from plaudit.errors import PlauditError, ReceiverLost, WeightsRefused
+from plaudit.place.channels.messages import Body, WeightMessage, WeightReply, plain, typed
 from plaudit.place.channels.weights import Layout, Weights
 
 DEADLINE = 120.0  # seconds for one publication, unless a channel is given another
@@ -67,8 +68,7 @@ class Receiver(Protocol):
 
     version: int | None
 
-    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Do what the message asks; the answer to it."""
+    def receive(self, message: WeightMessage) -> WeightReply: ...
 
     def close(self) -> None: ...
 
@@ -88,21 +88,10 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a receiver's side of a channel got. checksum: None where none was asked for."""
+    """What a receiver got. checksum: None where none was wanted."""
 
     checksum: str | None
     extra_bytes: int
-
-
-class Side(Protocol):
-    """A receiver's side of one kind of channel; `place.receiver` checks version and layout before it is asked."""
-
-    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What must be settled before data moves."""
-
-    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Received: ...
-
-    def close(self) -> None: ...
 
 
 class Publisher:
@@ -144,19 +133,19 @@ class Exchange:
     def taken(self) -> float:
         return time.monotonic() - self.begun
 
-    def ask(self, wires: Sequence[Wire], message: dict[str, Any]) -> list[dict[str, Any]]:
-        self.tell(wires, message)
+    def ask(self, wires: Sequence[Wire], layout: Layout, body: Body) -> list[WeightReply]:
+        self.tell(wires, layout, body)
         return self.answers(wires)
 
-    def tell(self, wires: Sequence[Wire], message: dict[str, Any]) -> None:
-        envelope = {"exchange": self.id, "publisher": self.publisher, "version": self.version}
+    def tell(self, wires: Sequence[Wire], layout: Layout, body: Body) -> None:
+        message = plain(WeightMessage(self.id, self.publisher, self.version, layout, body))
         for wire in wires:
             try:
-                wire.tell({**message, **envelope})
+                wire.tell(message)
             except ReceiverLost as error:
                 self.lost[wire.name] = error
 
-    def answers(self, wires: Sequence[Wire], grace: float = 0.0) -> list[dict[str, Any]]:
+    def answers(self, wires: Sequence[Wire], grace: float = 0.0) -> list[WeightReply]:
         """One from each, in order. All are heard before anything is raised; who is lost comes before who refused.
 
         grace   seconds that each has at least, though the deadline may be over: to find out who missed it
@@ -170,8 +159,8 @@ class Exchange:
             except ReceiverLost as error:
                 self.lost[wire.name] = error
                 continue
-            if "error" in answer:
-                refused.append(f"{wire.name}: {answer['error']}")
+            if answer.error is not None:
+                refused.append(f"{wire.name}: {answer.error}")
             heard.append(answer)
         if self.lost:
             raise ReceiverLost.several(list(self.lost.values()))
@@ -179,32 +168,31 @@ class Exchange:
             raise WeightsRefused("; ".join(refused))
         return heard
 
-    def _answer(self, wire: Wire, grace: float) -> dict[str, Any]:
+    def _answer(self, wire: Wire, grace: float) -> WeightReply:
         until = time.monotonic() + max(self.left, grace)
         while True:
-            answer = wire.answer(max(0.0, until - time.monotonic()))
-            if answer.get("exchange") == self.id:
+            answer = typed(wire.answer(max(0.0, until - time.monotonic())), WeightReply)
+            if answer.exchange == self.id:
                 return answer
 
 
 def check_acknowledged(
-    wires: Sequence[Wire], answers: Sequence[dict[str, Any]], version: int, checksum: str | None
+    wires: Sequence[Wire], answers: Sequence[WeightReply], version: int, checksum: str | None
 ) -> None:
     """Each has this version, and what it got is what was sent."""
     for wire, answer in zip(wires, answers, strict=True):
-        if answer["version"] != version:
-            raise WeightsRefused(f"{wire.name} has version {answer['version']} and was sent version {version}")
-        if answer["checksum"] != checksum:
+        if answer.version != version:
+            raise WeightsRefused(f"{wire.name} has version {answer.version} and was sent version {version}")
+        if answer.checksum != checksum:
             raise WeightsRefused(
-                f"{wire.name} has weights of checksum {answer['checksum']}, sent was {checksum}: they were damaged on "
+                f"{wire.name} has weights of checksum {answer.checksum}, sent was {checksum}: they were damaged on "
                 "the way; publish again"
             )
 
 
-def answered(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
-    """The receiver's answer, ready to be sent back. A refusal is an answer too; a bug is not."""
+def answered(receiver: Receiver, message: WeightMessage) -> WeightReply:
+    """The receiver's answer. A refusal is an answer too; a bug is not."""
     try:
-        answer = receiver.receive(message)
+        return receiver.receive(message)
     except PlauditError as error:
-        answer = {"error": str(error)}
-    return {**answer, "exchange": message.get("exchange")}
+        return WeightReply(message.exchange, error=str(error))

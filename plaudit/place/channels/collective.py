@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from plaudit.errors import WeightsRefused
@@ -34,6 +35,7 @@ from plaudit.place.channels.channel import (
 )
 from plaudit.place.channels.checksum import BLOCK_BYTES, Checksum, as_bytes
 from plaudit.place.channels.group import BroadcastGroup, GroupBroken, Pending, Rendezvous
+from plaudit.place.channels.messages import CollectivePrepare, CollectiveTake
 from plaudit.place.channels.weights import ALIGNMENT, Entry, Layout, Weights
 
 BUCKET_BYTES = 1 << 20  # smaller tensors are packed together up to this
@@ -78,9 +80,8 @@ class CollectiveChannel:
     def _publish(
         self, layout: Layout, pairs: Iterator[tuple[str, Tensor]], exchange: Exchange, wires: Sequence[Wire]
     ) -> Publication:
-        message = {"channel": "collective", "layout": layout.as_message()}
-        group = self._met(exchange, wires, message)
-        exchange.tell(wires, {**message, "do": "take", "group": group.id, "seconds": exchange.left})
+        group = self._met(exchange, wires, layout)
+        exchange.tell(wires, layout, CollectiveTake(group.id, exchange.left))
         checksum = Checksum()
         try:
             largest = _send(group, layout, pairs, checksum, exchange)
@@ -90,23 +91,23 @@ class CollectiveChannel:
             raise WeightsRefused(f"{error}; every receiver is alive: publish again") from error
         answers = exchange.answers(wires)
         check_acknowledged(wires, answers, exchange.version, checksum.hexdigest())
-        extra = largest + sum(answer["extra_bytes"] for answer in answers)
+        extra = largest + sum(answer.extra_bytes for answer in answers)
         return Publication(exchange.version, exchange.taken, layout.nbytes, extra)
 
-    def _met(self, exchange: Exchange, wires: Sequence[Wire], message: dict[str, Any]) -> BroadcastGroup:
+    def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> BroadcastGroup:
         """A group of these receivers and nobody else: the one there is, or a new one."""
         group = self._group
         have = None if group is None else group.id
-        answers = exchange.ask(wires, {**message, "do": "prepare", "group": have})
-        if group is not None and list(wires) == self._members and all(answer["in_group"] for answer in answers):
+        answers = exchange.ask(wires, layout, CollectivePrepare(have))
+        if group is not None and list(wires) == self._members and all(answer.in_group for answer in answers):
             return group
         self._drop_group()
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self.host, exchange.seconds)
         invitation = self._rendezvous.invitation(self.backend, len(wires) + 1)
         for rank, wire in enumerate(wires, 1):
-            join = {**invitation, "rank": rank, "seconds": exchange.left}
-            exchange.tell([wire], {**message, "do": "prepare", "group": None, "join": join})
+            join = replace(invitation, rank=rank, seconds=exchange.left)
+            exchange.tell([wire], layout, CollectivePrepare(join=join))
         try:
             if not exchange.lost:  # else nobody needs to wait for a group that cannot be
                 self._group = BroadcastGroup(invitation, 0, exchange.left, self._rendezvous.store)
@@ -128,18 +129,18 @@ class CollectiveSide:
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
 
-    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        if "join" in message:
+    def prepare(self, body: CollectivePrepare) -> bool:
+        """Whether it is in the group."""
+        if body.join is not None:
             self.close()
-            invitation = message["join"]
-            self._group = BroadcastGroup(invitation, invitation["rank"], invitation["seconds"])
-        return {"in_group": self._group is not None and self._group.id == message["group"]}
+            self._group = BroadcastGroup(body.join, body.join.rank, body.join.seconds)
+        return self._group is not None and self._group.id == body.group
 
-    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Received:
+    def take(self, body: CollectiveTake, layout: Layout, target: Target) -> Received:
         group = self._group
-        if group is None or group.id != message["group"]:
-            raise WeightsRefused(f"the engine is not in the group {message['group']}: publish again")
-        arrivals = _Arrivals(group, layout, target, message["seconds"])
+        if group is None or group.id != body.group:
+            raise WeightsRefused(f"the engine is not in the group {body.group}: publish again")
+        arrivals = _Arrivals(group, layout, target, body.seconds)
         try:
             target.load(arrivals)
         except BaseException:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plaudit.errors import WeightsRefused
+from plaudit.place.channels.messages import CudaHandle, SegmentHandle
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
@@ -28,9 +29,7 @@ class CudaSegment:
             _call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         self._pointer = pointer
         self.memory = _tensor(pointer.value, size, self._device)
-        self.handle: dict[str, Any] = {
-            "kind": "cuda", "ipc": bytes(handle.reserved), "size": size, "gpu": _uuid(self._device),
-        }  # fmt: skip
+        self.handle: SegmentHandle = CudaHandle(bytes(handle.reserved), size, _uuid(self._device))
 
     def close(self) -> None:
         if self._pointer.value:
@@ -41,15 +40,15 @@ class CudaSegment:
 
 
 class OpenedCudaSegment:
-    def __init__(self, handle: dict[str, Any]) -> None:
-        self.handle = handle
-        self._device = _ready(_device_of(handle["gpu"]))
-        raw = _Handle.from_buffer_copy(handle["ipc"])
+    def __init__(self, handle: CudaHandle) -> None:
+        self.handle: SegmentHandle = handle
+        self._device = _ready(_device_of(handle.gpu))
+        raw = _Handle.from_buffer_copy(handle.ipc)
         pointer = ctypes.c_uint64()
         with torch.cuda.device(self._device):
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), raw, ctypes.c_uint(LAZY_PEER_ACCESS))
         self._pointer = pointer
-        self.memory = _tensor(pointer.value, int(handle["size"]), self._device)
+        self.memory = _tensor(pointer.value, handle.size, self._device)
 
     def close(self) -> None:
         if self._pointer.value:

@@ -27,6 +27,7 @@ from torch import Tensor
 from plaudit.errors import StorageError, WeightsRefused
 from plaudit.place.channels.channel import DEADLINE, Publication, Publisher, Received, Target, Wire, check_acknowledged
 from plaudit.place.channels.checksum import BLOCK_BYTES, Checksum, as_bytes, memory_of
+from plaudit.place.channels.messages import DiskTake
 from plaudit.place.channels.weights import Layout, Weights
 
 WEIGHTS, ABOUT = "model.safetensors", "publication.json"
@@ -52,12 +53,11 @@ class DiskChannel:
                 pass
             return Publication(version, exchange.taken, weights.nbytes, 0)
         path, checksum = self._write(weights, version)
-        message = {"channel": "disk", "do": "take", "path": str(path), "layout": weights.layout.as_message()}
-        answers = exchange.ask(wires, message)
+        answers = exchange.ask(wires, weights.layout, DiskTake(str(path)))
         check_acknowledged(wires, answers, version, checksum)
         seconds = exchange.taken
         self._retire_all_but(path)
-        return Publication(version, seconds, weights.nbytes, sum(answer["extra_bytes"] for answer in answers))
+        return Publication(version, seconds, weights.nbytes, sum(answer.extra_bytes for answer in answers))
 
     def close(self) -> None:
         """The newest version stays, for whoever wants it."""
@@ -103,39 +103,31 @@ class DiskChannel:
                 other.rename(self._spare)
 
 
-class DiskSide:
+def take_from_disk(body: DiskTake, layout: Layout, target: Target) -> Received:
     """Reads straight into the target's own memory where it can."""
+    path = Path(body.path) / WEIGHTS
+    checksum, extra = Checksum(), 0
 
-    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        raise WeightsRefused("a publication by disk needs no preparation")
+    def arrivals(file: BinaryIO) -> Iterator[tuple[str, Tensor]]:
+        nonlocal extra
+        for name, tensor, own in _read(file, layout, target, checksum, path):
+            if not own:
+                extra = max(extra, tensor.nbytes)
+                yield name, tensor
 
-    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Received:
-        path = Path(message["path"]) / WEIGHTS
-        checksum, extra = Checksum(), 0
-
-        def arrivals(file: BinaryIO) -> Iterator[tuple[str, Tensor]]:
-            nonlocal extra
-            for name, tensor, own in _read(file, layout, target, checksum, path):
-                if not own:
-                    extra = max(extra, tensor.nbytes)
-                    yield name, tensor
-
-        try:
-            with path.open("rb", buffering=0) as file:
-                expected = header(layout)
-                if file.read(len(expected)) != expected:
-                    raise WeightsRefused(f"{path} holds other tensors than its publication says: publish again")
-                target.load(arrivals(file))
-                if file.read(1):
-                    raise WeightsRefused(f"{path} is longer than its publication says: publish again")
-        except OSError as error:
-            raise WeightsRefused(
-                f"cannot read {path}: {error.strerror}; trainer and engine must see the same directory"
-            ) from error
-        return Received(checksum.hexdigest(), extra)
-
-    def close(self) -> None:
-        pass
+    try:
+        with path.open("rb", buffering=0) as file:
+            expected = header(layout)
+            if file.read(len(expected)) != expected:
+                raise WeightsRefused(f"{path} holds other tensors than its publication says: publish again")
+            target.load(arrivals(file))
+            if file.read(1):
+                raise WeightsRefused(f"{path} is longer than its publication says: publish again")
+    except OSError as error:
+        raise WeightsRefused(
+            f"cannot read {path}: {error.strerror}; trainer and engine must see the same directory"
+        ) from error
+    return Received(checksum.hexdigest(), extra)
 
 
 def header(layout: Layout) -> bytes:

@@ -22,6 +22,7 @@ import torch.distributed
 from torch import Tensor
 
 from plaudit.errors import ChannelError, ConfigError, one_line
+from plaudit.place.channels.messages import Invitation
 
 dist: Any = torch.distributed  # torch's stubs do not list what is used here
 
@@ -47,27 +48,25 @@ class Rendezvous:
                 "this machine"
             ) from error
 
-    def invitation(self, backend: str, size: int) -> dict[str, Any]:
+    def invitation(self, backend: str, size: int) -> Invitation:
         """For the receivers; each gets its rank too."""
-        return {
-            "host": self.host, "port": self.store.port, "group": secrets.token_hex(8), "backend": backend, "size": size,
-        }  # fmt: skip
+        return Invitation(self.host, self.store.port, secrets.token_hex(8), backend, size)
 
 
 class BroadcastGroup:
     """backend   "gloo" for tensors of the CPU, "nccl" for those of a GPU"""
 
-    def __init__(self, invitation: dict[str, Any], rank: int, seconds: float, store: Any = None) -> None:
-        self.id: str = invitation["group"]
-        backend, size = invitation["backend"], invitation["size"]
+    def __init__(self, invitation: Invitation, rank: int, seconds: float, store: Any = None) -> None:
+        self.id = invitation.group
+        backend, size = invitation.backend, invitation.size
         limit = timedelta(seconds=max(seconds, 0.1))
         self.device = torch.device("cpu" if backend == "gloo" else "cuda")
         with _broken_if_it_fails():
             if store is None:
-                store = dist.TCPStore(invitation["host"], invitation["port"], is_master=False, timeout=limit)
+                store = dist.TCPStore(invitation.host, invitation.port, is_master=False, timeout=limit)
             store = dist.PrefixStore(self.id, store)
             if backend == "gloo":
-                self._group: Any = dist.ProcessGroupGloo(store, rank, size, _gloo_options(invitation["host"], limit))
+                self._group: Any = dist.ProcessGroupGloo(store, rank, size, _gloo_options(invitation.host, limit))
             else:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=WATCHDOG_SECONDS)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from plaudit.errors import WeightsRefused, nearest
-from plaudit.place.channels.channel import Side, Target
+from plaudit.errors import WeightsRefused
+from plaudit.place.channels.channel import Received, Target
 from plaudit.place.channels.collective import CollectiveSide
-from plaudit.place.channels.disk import DiskSide
+from plaudit.place.channels.disk import take_from_disk
+from plaudit.place.channels.messages import (
+    CollectivePrepare,
+    CollectiveTake,
+    DiskTake,
+    SharedTake,
+    WeightMessage,
+    WeightReply,
+)
 from plaudit.place.channels.shared import SharedSide
 from plaudit.place.channels.target import ModuleTarget
-from plaudit.place.channels.weights import Layout
 
 
 class WeightReceiver:
@@ -22,27 +27,33 @@ class WeightReceiver:
         self.target: Target = ModuleTarget(target) if isinstance(target, nn.Module) else target
         self.version: int | None = None
         self._publisher: str | None = None
-        self._sides: dict[str, Side] = {"disk": DiskSide(), "collective": CollectiveSide(), "shared": SharedSide()}
+        self._collective = CollectiveSide()
+        self._shared = SharedSide()
 
-    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
-        side = self._sides.get(message["channel"])
-        if side is None:
-            raise WeightsRefused(
-                f"weights come by {message['channel']!r}, {nearest(str(message['channel']), self._sides)}"
-            )
-        layout = Layout.from_message(message["layout"])
-        self._check_version(message["version"], message["publisher"])
-        self.target.check(layout)
-        if message["do"] == "prepare":
-            return side.prepare(message)
+    def receive(self, message: WeightMessage) -> WeightReply:
+        self._check_version(message.version, message.publisher)
+        self.target.check(message.layout)
+        if isinstance(message.body, CollectivePrepare):
+            return WeightReply(message.exchange, in_group=self._collective.prepare(message.body))
         self.version = None  # until all of it has been checked: a failure leaves some tensors new and some old
-        taken = side.take(message, layout, self.target)
-        self.version, self._publisher = message["version"], message["publisher"]
-        return {"version": self.version, "checksum": taken.checksum, "extra_bytes": taken.extra_bytes}
+        taken = self._take(message)
+        self.version, self._publisher = message.version, message.publisher
+        return WeightReply(message.exchange, None, self.version, taken.checksum, taken.extra_bytes)
+
+    def _take(self, message: WeightMessage) -> Received:
+        match message.body:
+            case DiskTake() as body:
+                return take_from_disk(body, message.layout, self.target)
+            case SharedTake() as body:
+                return self._shared.take(body, message.publisher, message.layout, self.target)
+            case CollectiveTake() as body:
+                return self._collective.take(body, message.layout, self.target)
+            case _:
+                raise AssertionError(f"nothing is taken from {message.body}")
 
     def close(self) -> None:
-        for side in self._sides.values():
-            side.close()
+        self._collective.close()
+        self._shared.close()
 
     def _check_version(self, version: int, publisher: str) -> None:
         if publisher == self._publisher and self.version is not None and version < self.version:

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from plaudit.errors import WeightsRefused
 from plaudit.place.channels.cuda_segment import CudaSegment, OpenedCudaSegment
+from plaudit.place.channels.messages import CpuHandle, CudaHandle, SegmentHandle
 
 
 class Segment(Protocol):
     """memory   (bytes,) uint8
-    handle   how another process opens it; plain data
+    handle   how another process opens it
     """
 
     memory: Tensor
-    handle: dict[str, Any]
+    handle: SegmentHandle
 
     def close(self) -> None:
         """Views of the memory must not be used afterwards."""
@@ -39,8 +40,8 @@ def make_segment(size: int, device: torch.device) -> Segment:
     raise WeightsRefused(f"weights on {device} cannot be shared between processes: set placement.channel to 'disk'")
 
 
-def open_segment(handle: dict[str, Any]) -> Segment:
-    return OpenedCudaSegment(handle) if handle["kind"] == "cuda" else OpenedCpuSegment(handle)
+def open_segment(handle: SegmentHandle) -> Segment:
+    return OpenedCudaSegment(handle) if isinstance(handle, CudaHandle) else OpenedCpuSegment(handle)
 
 
 class CpuSegment:
@@ -52,9 +53,7 @@ class CpuSegment:
         os.ftruncate(self._file, size)
         self._map = _mapped(self._file, size)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.handle: dict[str, Any] = {
-            "kind": "cpu", "pid": os.getpid(), "file": self._file, "inode": os.fstat(self._file).st_ino, "size": size,
-        }  # fmt: skip
+        self.handle: SegmentHandle = CpuHandle(os.getpid(), self._file, os.fstat(self._file).st_ino, size)
 
     def close(self) -> None:
         # The mapping itself goes with the last tensor that lies in it.
@@ -64,20 +63,20 @@ class CpuSegment:
 
 
 class OpenedCpuSegment:
-    def __init__(self, handle: dict[str, Any]) -> None:
-        self.handle = handle
-        pid, size = int(handle["pid"]), int(handle["size"])
+    def __init__(self, handle: CpuHandle) -> None:
+        self.handle: SegmentHandle = handle
+        pid = handle.pid
         try:
-            file = os.open(f"/proc/{pid}/fd/{int(handle['file'])}", os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(f"/proc/{pid}/fd/{handle.file}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise WeightsRefused(
                 f"cannot open the shared weights of process {pid}: {error.strerror}; trainer and engine must run on "
                 "one machine, as one user and in one container: else set placement.channel to 'disk' or 'collective'"
             ) from error
         try:
-            if os.fstat(file).st_ino != handle["inode"]:
+            if os.fstat(file).st_ino != handle.inode:
                 raise WeightsRefused(f"process {pid} is not the one that shares these weights: publish again")
-            self.memory = torch.frombuffer(_mapped(file, size), dtype=torch.uint8)
+            self.memory = torch.frombuffer(_mapped(file, handle.size), dtype=torch.uint8)
         finally:
             os.close(file)
 

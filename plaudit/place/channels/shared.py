@@ -19,7 +19,6 @@ was put. Bytes do not travel, so a full checksum is made only if it is asked for
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from plaudit.errors import WeightsRefused
 from plaudit.place.channels.channel import DEADLINE, Publication, Publisher, Received, Target, Wire, check_acknowledged
 from plaudit.place.channels.checksum import Checksum
+from plaudit.place.channels.messages import SegmentHandle, SharedTake
 from plaudit.place.channels.segment import Segment, make_segment, open_segment
 from plaudit.place.channels.target import ModuleTarget
 from plaudit.place.channels.weights import Layout, Weights
@@ -64,16 +64,12 @@ class SharedChannel:
         if segment.memory.is_cuda:
             torch.cuda.synchronize(segment.memory.device)
         assert self._layout is not None
-        message = {
-            "channel": "shared", "do": "take", "segment": segment.handle, "stays": self._home,
-            "sum": self.checksum, "layout": self._layout.as_message(),
-        }  # fmt: skip
-        exchange.tell(wires, message)
+        exchange.tell(wires, self._layout, SharedTake(segment.handle, self._home, self.checksum))
         mine = _sum(_views(self._layout, segment.memory)) if self.checksum else None
         answers = exchange.answers(wires)
         check_acknowledged(wires, answers, version, mine)
         extra = 0 if self._home else sum(s.memory.nbytes for s in self._segments)
-        extra += sum(answer["extra_bytes"] for answer in answers)
+        extra += sum(answer.extra_bytes for answer in answers)
         return Publication(version, exchange.taken, weights.nbytes, max(0, extra))
 
     def close(self) -> None:
@@ -140,18 +136,15 @@ class SharedSide:
         self._open: list[Segment] = []
         self._left: list[Segment] = []  # of a publisher before: closed when nothing lies in them any more
 
-    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
-        raise WeightsRefused("a publication by shared memory needs no preparation")
-
-    def take(self, message: dict[str, Any], layout: Layout, target: Target) -> Received:
-        segment = self._segment(message["publisher"], message["segment"])
+    def take(self, body: SharedTake, publisher: str, layout: Layout, target: Target) -> Received:
+        segment = self._segment(publisher, body.segment)
         memory = segment.memory
         if memory.numel() != layout.offsets()[1]:
             raise WeightsRefused(
                 f"the shared segment has {memory.numel()} bytes and its layout needs {layout.offsets()[1]}"
             )
         adopt = isinstance(target, ModuleTarget) and target.devices == {memory.device}
-        adopt = adopt and (message["stays"] or not memory.is_cuda)
+        adopt = adopt and (body.stays or not memory.is_cuda)
         if adopt and isinstance(target, ModuleTarget):
             target.adopt(_views(layout, memory))
         else:
@@ -160,7 +153,7 @@ class SharedSide:
             torch.cuda.synchronize(memory.device)
         while self._left:
             self._left.pop().close()
-        checksum = _sum(_views(layout, memory)) if message["sum"] else None
+        checksum = _sum(_views(layout, memory)) if body.checksum else None
         return Received(checksum, -layout.nbytes if adopt else 0)
 
     def close(self) -> None:
@@ -168,7 +161,7 @@ class SharedSide:
             segment.close()
         self._left, self._open = [], []
 
-    def _segment(self, publisher: str, handle: dict[str, Any]) -> Segment:
+    def _segment(self, publisher: str, handle: SegmentHandle) -> Segment:
         if publisher != self._publisher:
             self._left += self._open
             self._publisher, self._open = publisher, []

@@ -57,15 +57,9 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.as_message(), sort_keys=True).encode()).hexdigest()[:16]
-
-    def as_message(self) -> dict[str, Any]:
-        return {"entries": [[e.name, e.dtype, list(e.shape)] for e in self.entries], "aliases": dict(self.aliases)}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Layout:
-        entries = tuple(Entry(name, dtype, tuple(shape)) for name, dtype, shape in message["entries"])
-        return cls(entries, dict(message["aliases"]))
+        entries = [[e.name, e.dtype, list(e.shape)] for e in self.entries]
+        text = json.dumps({"entries": entries, "aliases": dict(self.aliases)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def offsets(self) -> tuple[list[int], int]:
         """Where each entry begins if all lie in one segment, aligned; and the segment's size."""

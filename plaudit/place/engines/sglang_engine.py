@@ -20,7 +20,8 @@ from torch import Tensor
 
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.errors import ChannelError, RequestError, WeightsRefused
-from plaudit.place.channels.disk import DiskSide
+from plaudit.place.channels.disk import take_from_disk
+from plaudit.place.channels.messages import DiskTake, WeightMessage, WeightReply, plain, typed
 from plaudit.place.channels.weights import Layout
 from plaudit.place.engines.engine_server import EngineServer
 from plaudit.place.engines.http_engine import Drawn, HttpEngine, State
@@ -108,20 +109,18 @@ class SglangEngine(HttpEngine):
     def forget(self) -> None:
         self.control("POST", "/flush_cache")
 
-    def _receive(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _receive(self, data: dict[str, Any]) -> dict[str, Any]:
         """A disk channel's message. The file is read here too, for its checksum: the server makes none."""
-        exchange = {"exchange": message.get("exchange")}
-        if message["channel"] != "disk":
-            return {
-                "error": f'takes weights by disk: set placement.channel = "disk", not "{message["channel"]}"',
-                **exchange,
-            }
+        message = typed(data, WeightMessage)
+        if not isinstance(message.body, DiskTake):
+            reply = WeightReply(message.exchange, 'takes weights by disk alone: set placement.channel = "disk"')
+            return plain(reply)
         try:
-            taken = DiskSide().take(message, Layout.from_message(message["layout"]), _Nowhere())
-            self._load(message["path"], message["version"])
+            taken = take_from_disk(message.body, message.layout, _Nowhere())
+            self._load(message.body.path, message.version)
         except ChannelError as error:
-            return {"error": str(error), **exchange}
-        return {"version": message["version"], "checksum": taken.checksum, "extra_bytes": 0, **exchange}
+            return plain(WeightReply(message.exchange, str(error)))
+        return plain(WeightReply(message.exchange, None, message.version, taken.checksum))
 
     def _load(self, path: str, version: int) -> None:
         body = {

@@ -13,6 +13,7 @@ from typing import Any
 
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.errors import ConfigError, EngineError, EngineLost
+from plaudit.place.channels.messages import WeightReply, plain
 from plaudit.place.engines.engine_server import EngineServer
 from plaudit.place.engines.http_engine import Drawn, HttpEngine, State
 from plaudit.place.engines.http_wire import HttpWire
@@ -122,17 +123,18 @@ class VllmEngine(HttpEngine):
 
     def _receive(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message of a weight channel, to every worker. All get all weights, and take their part of them."""
-        if "join" in message and self.workers > 1:
+        body = message["body"]
+        if body["type"] == "prepare" and body["join"] is not None and self.workers > 1:
             error = (
                 f"has {self.workers} workers, and the group one place for it: set placement.channel to disk or shared"
             )
-            return {"error": error, "exchange": message.get("exchange")}
+            return plain(WeightReply(message["exchange"], error))
         self.loading = True
         try:
             answers = [decode(text) for text in self.call("plaudit_receive", encode(message), seconds=LOAD)]
         finally:
             self.loading = False
-        return next((answer for answer in answers if "error" in answer), answers[0])
+        return next((answer for answer in answers if answer["error"]), answers[0])
 
     def pause(self) -> None:
         self.control("POST", "/pause", mode="keep")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from plaudit.errors import WeightsRefused
 from plaudit.place.channels.channel import answered
+from plaudit.place.channels.messages import WeightMessage, plain, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.weights import Layout
 
@@ -39,10 +40,10 @@ class WorkerExtension:
 
     def plaudit_receive(self, text: str) -> str:
         """A message of a weight channel; the answer to it."""
-        message = decode(text)
+        message = typed(decode(text), WeightMessage)
         if self.plaudit_receiver is None:
             self.plaudit_receiver = WeightReceiver(VllmTarget(self))
-        return encode(answered(self.plaudit_receiver, message))
+        return encode(plain(answered(self.plaudit_receiver, message)))
 
 
 class VllmTarget:

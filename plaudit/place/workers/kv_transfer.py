@@ -6,12 +6,14 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from plaudit.core import Engine
 from plaudit.core.kv.handover import Handover
 from plaudit.errors import ChannelError
+from plaudit.place.channels.messages import SegmentHandle, plain
 from plaudit.place.channels.segment import Segment, make_segment, open_segment
 
 ALIGNMENT = 64  # bytes
@@ -37,7 +39,7 @@ class Parcel:
         if tensors:
             size = sum(_aligned(tensor.nbytes) for tensor in tensors)
             self.segment = make_segment(size, tensors[0].device)
-            self.message["segment"] = self.segment.handle
+            self.message["segment"] = plain(self.segment.handle)
             for view, tensor in zip(_views(self.segment.memory, self.message), tensors, strict=True):
                 view.copy_(tensor)
             if self.segment.memory.is_cuda:
@@ -57,7 +59,7 @@ class OpenedParcel:
         own = _HERE.get(message["id"])
         self._segment: Segment | None = None
         if own is None and message["segment"] is not None:
-            self._segment = open_segment(message["segment"])
+            self._segment = open_segment(msgspec.convert(message["segment"], SegmentHandle))
         segment = self._segment if own is None else own.segment
         tensors = [] if segment is None else list(_views(segment.memory, message))
         layers = len(tensors) // 2

@@ -19,6 +19,7 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RequestError, one_line
 from plaudit.place.channels.channel import Receiver, answered
+from plaudit.place.channels.messages import WeightMessage, plain, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.workers import frames, kv_transfer
 from plaudit.place.workers.kv_transfer import KV, Parcel
@@ -39,7 +40,7 @@ class Worker(SocketWorker[frames.Frame]):
         self.keep = keep
         self._calls: dict[int, int] = {}  # the engine's number of a prompt -> the id of the call it is in
         self._open: dict[int, int] = {}  # the same -> samples that it still has to give
-        self._published: tuple[Any, int] | None = None  # who published the weights that it has, and as what version
+        self._published: tuple[str, int] | None = None  # who published the weights that it has, and as what version
         self._parcels: dict[int, dict[int, Parcel]] = {}  # of calls that hand over, by prompt
 
     @property
@@ -106,14 +107,15 @@ class Worker(SocketWorker[frames.Frame]):
             parcels[sample.group] = Parcel(self.engine.give_kv(sample.prompt_ids))
         return replace(sample, extra={**sample.extra, KV: parcels[sample.group].message})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, data: dict[str, Any]) -> None:
+        message = typed(data, WeightMessage)
         reply = answered(self.receiver, message)
         version = self.receiver.version
-        if version is not None and (message.get("publisher"), version) != self._published:
+        if version is not None and (message.publisher, version) != self._published:
             # What is sent again, because another worker was restarted, is what this one has: its KV stays good.
-            self._published = message.get("publisher"), version
+            self._published = message.publisher, version
             self.engine.new_version(version, self.keep)
-        self.send(frames.Told(reply))
+        self.send(frames.Told(plain(reply)))
 
     def _answer(self, what: frames.Question) -> dict[str, Any]:
         match what:

@@ -1,0 +1,106 @@
+"""What a trainer's channel and a receiver say to each other. Wires carry these messages as plain data.
+
+trainer -> receiver   WeightMessage: the layout of the weights, and one of the four bodies
+receiver -> trainer   WeightReply, to each of them
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from plaudit.place.channels.weights import Layout
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class CpuHandle(msgspec.Struct, tag="cpu", frozen=True):
+    """A segment of the machine's memory: a file descriptor of the process that made it."""
+
+    pid: int
+    file: int
+    inode: int
+    size: int
+
+
+class CudaHandle(msgspec.Struct, tag="cuda", frozen=True):
+    """A segment of a GPU's memory, by CUDA IPC."""
+
+    ipc: bytes
+    size: int
+    gpu: str
+
+
+SegmentHandle = CpuHandle | CudaHandle
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """To a group of ranks; of a receiver's, with its rank and the seconds it has to join."""
+
+    host: str
+    port: int
+    group: str
+    backend: str
+    size: int
+    rank: int = 0
+    seconds: float = 0.0
+
+
+class DiskTake(msgspec.Struct, tag="disk", frozen=True):
+    path: str
+
+
+class SharedTake(msgspec.Struct, tag="shared", frozen=True):
+    """stays      the segment holds the trainer's own tensors
+    checksum   whether one is wanted
+    """
+
+    segment: SegmentHandle
+    stays: bool
+    checksum: bool
+
+
+class CollectivePrepare(msgspec.Struct, tag="prepare", frozen=True):
+    """Is the receiver in this group? Or: join this one."""
+
+    group: str | None = None
+    join: Invitation | None = None
+
+
+class CollectiveTake(msgspec.Struct, tag="collective", frozen=True):
+    group: str
+    seconds: float
+
+
+Body = DiskTake | SharedTake | CollectivePrepare | CollectiveTake
+
+
+class WeightMessage(msgspec.Struct, frozen=True):
+    exchange: str
+    publisher: str
+    version: int
+    layout: Layout
+    body: Body
+
+
+class WeightReply(msgspec.Struct, frozen=True):
+    """error      why the message was refused
+    checksum   of what was received; None where none was wanted
+    """
+
+    exchange: str
+    error: str | None = None
+    version: int | None = None
+    checksum: str | None = None
+    extra_bytes: int = 0
+    in_group: bool = False
+
+
+def plain(message: msgspec.Struct) -> dict[str, Any]:
+    data: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return data
+
+
+def typed(data: dict[str, Any], kind: type[M]) -> M:
+    return msgspec.convert(data, kind, builtin_types=(bytes,))
