@@ -229,7 +229,7 @@ class _Forker:
             parent = Nursery(control, request.environment)
             random.seed()
             np.random.seed()  # of libraries that draw from it
-            sys.argv = sys.orig_argv = [sys.executable, "-m", request.module, str(worker)]
+            sys.argv = [request.module, str(worker)]
             _name_process(request.module)
             importlib.import_module(request.module).main(worker)
             code = 0

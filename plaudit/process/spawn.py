@@ -65,6 +65,7 @@ def _start(module: str, fd: int, environment: Mapping[str, str]) -> Child:
         return _nursery(settings, environment).fork(module, fd, environment)
     except ConnectionError:  # it was killed: another one
         with _lock:
+            _nurseries[settings].close()
             _nurseries[settings] = Nursery.start(environment)
         return _nursery(settings, environment).fork(module, fd, environment)
 

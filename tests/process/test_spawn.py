@@ -1,0 +1,142 @@
+"""Children from a warm process: they begin as a process of their own would, and end with whoever wanted them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from plaudit.process import nursery, spawn
+from plaudit.process.spawn import Child
+
+pytestmark = pytest.mark.skipif(spawn.NVIDIA.exists(), reason="on a machine with NVIDIA devices nothing is forked")
+
+
+def started(**environment: str) -> tuple[Child, socket.socket]:
+    return spawn.spawn("tests.process.child", environment)
+
+
+def ask(sock: socket.socket, *words: Any) -> Any:
+    sock.sendall(json.dumps(words).encode() + b"\n")
+    sock.settimeout(60)
+    return json.loads(sock.makefile().readline() or "null")
+
+
+def until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and psutil.pid_exists(pid):
+        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.01)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_child_begins_as_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started()[1].close()  # the nursery finds this package from where it began
+    monkeypatch.chdir(tmp_path)
+    (first, a), (second, b) = started(OWN="a"), started(OWN="b")
+    with a, b:
+        one, two = ask(a, "facts"), ask(b, "facts")
+    assert [one["pid"], two["pid"]] == [first.pid, second.pid]
+    assert (one["own"], two["own"]) == ("a", "b")
+    assert one["directory"] == str(tmp_path)
+    assert one["group"] == os.getpgrp()
+    assert one["argv"][0].isdigit()
+    assert one["name"] == "plaudit-child"
+    assert all(x != y for x, y in zip(one["draws"], two["draws"], strict=True)), "both drew the same numbers"
+    assert one["sockets"] == two["sockets"] == 2, "its own, and the one to the nursery"
+    assert (first.wait(60), second.wait(60)) == (0, 0)
+
+
+@pytest.mark.parametrize(("words", "code"), [(("exit", 0), 0), (("exit", 7), 7), (("exit", "why"), 1), (("raise",), 1)])
+def test_exit_codes(words: tuple[Any, ...], code: int) -> None:
+    child, sock = started()
+    with sock:
+        assert ask(sock, *words) is None
+    assert child.wait(60) == code
+    assert child.poll() == code
+
+
+def test_a_child_that_is_killed_says_by_what() -> None:
+    child, sock = started()
+    with sock:
+        ask(sock, "facts")
+        assert child.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.01)
+        child.kill()
+        assert child.wait(60) == -signal.SIGKILL
+        child.kill()  # of one that is gone: nothing
+
+
+def test_a_killed_nursery_is_replaced_and_its_children_live_on() -> None:
+    child, sock = started()
+    with sock:
+        ask(sock, "facts")
+        psutil.Process(psutil.Process(child.pid).ppid()).kill()
+        another, theirs = started()
+        with theirs:
+            assert ask(theirs, "facts")["pid"] == another.pid
+        assert another.wait(60) == 0
+        assert ask(sock, "facts")["pid"] == child.pid
+        child.kill()
+        assert child.wait(60) == -signal.SIGKILL
+
+
+def test_a_childs_child_comes_from_the_same_nursery_and_ends_with_it() -> None:
+    child, sock = started()
+    with sock:
+        pid = ask(sock, "child")
+        assert psutil.Process(pid).ppid() == psutil.Process(child.pid).ppid()
+        os.kill(pid, signal.SIGSTOP)  # a stopped one too
+        child.kill()
+        assert child.wait(60) == -signal.SIGKILL
+    until_gone(pid)
+
+
+CODE = """
+import sys, time
+from plaudit.process.spawn import spawn
+child, sock = spawn("tests.process.child")
+sock.sendall(b'["facts"]\\n')
+sock.makefile().readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_children_end_with_the_process_that_wanted_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        process.kill()
+    until_gone(pid)
+
+
+def test_other_settings_of_libraries_are_another_nursery() -> None:
+    child, sock = started(OMP_NUM_THREADS="3")
+    with sock:
+        ask(sock, "facts")
+        parent = psutil.Process(child.pid).ppid()
+    other, theirs = started()
+    with theirs:
+        ask(theirs, "facts")
+        assert psutil.Process(other.pid).ppid() != parent
+    assert (child.wait(60), other.wait(60)) == (0, 0)
+
+
+def test_a_module_that_is_not_there_ends_the_child_alone() -> None:
+    child, sock = spawn.spawn("tests.process.nobody")
+    with sock:
+        assert child.wait(60) == 1
+    assert nursery.parent is None, "this process was not forked"
