@@ -36,6 +36,7 @@ import msgspec
 import numpy as np
 
 START_SECONDS = 300.0  # for the nursery to import, and to fork
+CLOSE_SECONDS = 1.0
 MOST_BYTES = 1 << 17  # of a request: an environment
 PR_SET_NAME = 15
 _CODE = struct.Struct("<i")
@@ -113,7 +114,11 @@ class Nursery:
         """Its children end too."""
         self._sock.close()
         if self._process is not None:
-            self._process.wait()
+            try:
+                self._process.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:  # it imports
+                self._process.kill()
+                self._process.wait()
 
     def fork(self, module: str, fd: int, environment: Mapping[str, str]) -> Forked:
         """Raises OSError if the nursery is gone."""

@@ -6,15 +6,17 @@ started with the first of them; on a machine with NVIDIA devices, whose driver n
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from plaudit.process import nursery
 from plaudit.process.nursery import Nursery
@@ -53,6 +55,29 @@ def spawn(module: str, environment: Mapping[str, str] | None = None) -> tuple[Ch
     except OSError:
         ours.close()
         raise
+
+
+async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child, socket.socket]:
+    """The same, for an event loop: the imports of the first child take seconds. In a thread that nobody waits for when
+    the program ends."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[tuple[Child, socket.socket]] = loop.create_future()
+
+    def settle(settler: Callable[[Any], None], value: Any) -> None:
+        if not result.cancelled():
+            settler(value)
+
+    def run() -> None:
+        settler: Callable[[Any], None] = result.set_result
+        try:
+            value: Any = spawn(module, environment)
+        except OSError as error:
+            settler, value = result.set_exception, error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, settler, value)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await result
 
 
 def _start(module: str, fd: int, environment: Mapping[str, str]) -> Child:

@@ -14,7 +14,7 @@ import time
 from typing import Any, Literal, Protocol
 
 from plaudit.errors import ModelError
-from plaudit.process.spawn import Child, spawn
+from plaudit.process.spawn import Child, spawn_soon
 from plaudit.serve.workers import frames
 
 State = Literal["loading", "ready", "failed", "closed"]
@@ -128,8 +128,7 @@ class Link:
         """One life of the worker. Returns when it is over: why it could not load, if it said so."""
         loop = asyncio.get_running_loop()
         try:
-            # In a thread: the first worker's imports take seconds.
-            self._process, sock = await loop.run_in_executor(None, spawn, self.module, self.environment)
+            self._process, sock = await spawn_soon(self.module, self.environment)
         except OSError as error:
             return f"its worker cannot be started: {error}"
         sock.setblocking(False)
