@@ -251,8 +251,8 @@ def test_a_truncated_or_foreign_file_is_refused_and_leaves_the_engine_stale(tmp_
         def __init__(self, other: Receiving, size: int) -> None:
             self.name, self.answer, self._tell, self._size = other.wire.name, other.wire.answer, other.wire.tell, size
 
-        def tell(self, message: dict[str, object]) -> None:
-            os.truncate(Path(str(message["path"])) / "model.safetensors", self._size)
+        def tell(self, message: dict[str, Any]) -> None:
+            os.truncate(Path(message["body"]["path"]) / "model.safetensors", self._size)
             self._tell(message)
 
     channel = DiskChannel(tmp_path)
