@@ -13,6 +13,12 @@ from tests.browser import MISSING
 if not torch.cuda.is_available():  # set before anything imports Triton: its kernels are interpreted
     os.environ["TRITON_INTERPRET"] = "1"
 
+# As commands and servers set them, who read them when they start: so all workers can be forked from one process.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
 # The same examples on every machine, however slow it is.
 settings.register_profile("plaudit", deadline=None, derandomize=True)
 settings.load_profile("plaudit")
