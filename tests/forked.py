@@ -1,12 +1,13 @@
-"""`plaudit` in a process of its own, forked from one that has imported everything: for tests that need a real process.
+"""`plaudit`, or a module, in a process of its own that is forked from one which has imported everything already.
 
-What depends on how Python itself starts (another environment for its libraries, -m, sitecustomize) needs a new one.
+What depends on how Python itself starts (another environment for its libraries, sitecustomize) needs a new process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -17,9 +18,12 @@ from pathlib import Path
 from plaudit.cli import main as command
 from plaudit.process.spawn import spawn
 
+RUN_SECONDS = 200.0
+
 
 class ForkedCommand:
-    """As `subprocess.Popen`. Its output, of both streams, goes to a file; it has a process group of its own."""
+    """As `subprocess.Popen`: `plaudit ARGUMENTS`, or `-m MODULE ARGUMENTS`. All its output goes to a file;
+    it has a process group of its own."""
 
     def __init__(
         self, arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None
@@ -62,6 +66,23 @@ def main(fd: int) -> None:
         os.dup2(file, 2)
         os.close(file)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the nursery ignores it
-        sys.argv = ["plaudit", *arguments]
         sock.sendall(b"!")
-    command()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__")
+    else:
+        sys.argv = ["plaudit", *arguments]
+        command()
+
+
+def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequence[Mapping[str, str]]) -> None:
+    """Such commands side by side, the ranks of something: all must end well."""
+    files = [outputs / f"output-{n}" for n in range(len(commands))]
+    children = [ForkedCommand(*each) for each in zip(commands, files, environments, strict=True)]
+    try:
+        for child, file in zip(children, files, strict=True):
+            assert child.wait(RUN_SECONDS) == 0, file.read_text()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

@@ -1,8 +1,5 @@
 """A model over two ranks gives what it gives on one: real processes, gloo, tiny models."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from plaudit.core.model.split import split_parts
 from plaudit.errors import ModelError
 from tests.core.rank_engine import CASES, answers, module
 from tests.core.tiny import GROUPED, SIZES, model
+from tests.forked import run_all
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +27,9 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_ranks(out: Path, device: str, size: int, *worlds: int) -> Path:
     for stages in worlds:
         (out / str(stages)).mkdir()
-    command = [sys.executable, "-m", "tests.core.rank_engine"]
-    children = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(out / "store"), str(out), device, *map(str, worlds)], text=True,
-            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        for child in children:
-            _, said = child.communicate(timeout=200)
-            assert child.returncode == 0, said
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    command = ["-m", "tests.core.rank_engine"]
+    words = [str(size), str(out / "store"), str(out), device, *map(str, worlds)]
+    run_all([[*command, str(rank), *words] for rank in range(size)], out, [{}] * size)
     return out
 
 

@@ -26,6 +26,7 @@ from plaudit.events import read_events
 from plaudit.rl.loop import RlTraining
 from plaudit.train.run.ranks import ALONE, DATA, TENSOR, Ranks, join
 from plaudit.train.run.run import Run
+from tests.forked import run_all
 from tests.train.rank_update import CASES, Update, update
 from tests.train.rl_world import Silent, recipe, weights
 
@@ -41,22 +42,9 @@ def on_ranks(data: int, tensor: int, directory: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = data * tensor
-    env = {**ENV, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.train.rank_update", str(data), str(tensor), str(directory)],
-            env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        for child in children:
-            _, said = child.communicate(timeout=LIMIT)
-            assert child.returncode == 0, said
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    env = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = ["-m", "tests.train.rank_update", str(data), str(tensor), str(directory)]
+    run_all([command] * world, directory, [{**env, "RANK": str(rank)} for rank in range(world)])
 
 
 @pytest.fixture(scope="module")

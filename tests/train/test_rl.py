@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from plaudit.report.history import read_history
 from plaudit.rl.loop import RlTraining
 from plaudit.train.run import overdue
 from plaudit.train.run.run import Run
+from tests.forked import ForkedCommand
 from tests.serve.process import ServerProcess
 from tests.serve.scripted import Answer, Asked, Scripted
 from tests.train.rl_world import Silent, recipe, weights
@@ -86,8 +85,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(to_toml(tree))
     run = tmp_path / "broken"
-    command = [sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run)]
-    child = subprocess.Popen(command, env=ENV, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    child = ForkedCommand(["train", str(file), "--out", str(run)], tmp_path / "output")
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and child.poll() is None:
         if (run / "checkpoints" / "step-000010").exists():
@@ -110,15 +108,14 @@ def test_sigterm_saves_the_state(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(to_toml(built("grpo").model_copy(update={"seed": 2})))
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run), "--set", "train.steps=100000"]
-    child = subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    words = ["train", str(file), "--out", str(run), "--set", "train.steps=100000"]
+    child = ForkedCommand(words, tmp_path / "output")
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and metrics(run)):
         time.sleep(0.01)
     child.terminate()
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == 2
-    assert "state saved: --resume goes on" in said
+    assert child.wait(60) == 2
+    assert "state saved: --resume goes on" in (tmp_path / "output").read_text()
     assert (run / "checkpoints" / "latest").exists()
 
 

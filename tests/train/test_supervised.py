@@ -20,6 +20,7 @@ from plaudit.events import read_events
 from plaudit.report.history import read_history
 from plaudit.train.run.run import Run
 from tests.command import plaudit_here
+from tests.forked import ForkedCommand
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = [
@@ -58,7 +59,7 @@ def test_the_log_says_what_the_run_is_and_that_it_ended(straight: Path) -> None:
 
 def killed_at(run: Path, step: int, *arguments: str, sets: list[str]) -> None:
     """Start a run and kill -9 it once it has logged a step past `step`."""
-    child = subprocess.Popen(command(*arguments, "--out", str(run), sets=sets), env=ENV, stderr=subprocess.DEVNULL)
+    child = ForkedCommand(command(*arguments, "--out", str(run), sets=sets)[3:], run.with_suffix(".output"))
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and child.poll() is None:
         if (run / "events.jsonl").exists() and len(losses(run)) > step and (run / "checkpoints" / "latest").exists():
@@ -75,16 +76,13 @@ def test_a_stopped_run_resumes_to_the_bit(straight: Path, tmp_path: Path, how: s
     if how == "kill":
         killed_at(run, 5, "sums-sft", sets=sets)
     else:
-        child = subprocess.Popen(
-            command("sums-sft", "--out", str(run), sets=sets), env=ENV, stderr=subprocess.PIPE, text=True
-        )
+        child = ForkedCommand(command("sums-sft", "--out", str(run), sets=sets)[3:], tmp_path / "output")
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and losses(run)):
             time.sleep(0.002)
         child.terminate()
-        _, said = child.communicate(timeout=60)
-        assert child.returncode == 2
-        assert "state saved: --resume goes on" in said
+        assert child.wait(60) == 2
+        assert "state saved: --resume goes on" in (tmp_path / "output").read_text()
     assert not (run / "summary.json").exists(), "the run ended before it could be stopped"
     done = plaudit("sums-sft", "--out", str(run), "--resume", sets=sets)
     assert done.returncode == 0, done.stderr
