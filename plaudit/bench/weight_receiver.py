@@ -12,7 +12,7 @@ from plaudit.bench.shape import LlamaShaped
 from plaudit.place.channels.channel import answered
 from plaudit.place.channels.checksum import Checksum
 from plaudit.place.channels.group import BroadcastGroup
-from plaudit.place.channels.messages import Invitation, WeightMessage, plain, typed
+from plaudit.place.channels.messages import Invitation, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.weights import Weights
 from plaudit.place.channels.wire import serve_wire
@@ -29,7 +29,7 @@ def main(file: str, parameters: str, dtype: str, device: str) -> None:
     def respond(message: dict[str, Any]) -> dict[str, Any]:
         match message.get("bench"):
             case None:
-                return plain(answered(receiver, typed(message, WeightMessage)))
+                return answered(receiver, message)
             case "echo":
                 return {}
             case "sum":

@@ -20,7 +20,6 @@ from plaudit.place.channels.channel import answered
 from plaudit.place.channels.checksum import Checksum
 from plaudit.place.channels.collective import CollectiveChannel
 from plaudit.place.channels.disk import DiskChannel
-from plaudit.place.channels.messages import WeightMessage, plain, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights, named_tensors
@@ -150,7 +149,7 @@ def serve(connection: socket.socket, arguments: dict[str, str]) -> None:
         if "damage" in message or "die" in message:
             fault.update(message)
             return {}
-        return plain(answered(receiver, typed(message, WeightMessage)))
+        return answered(receiver, message)
 
     torch.set_num_threads(1)
     serve_wire(connection, respond)

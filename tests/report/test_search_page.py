@@ -68,7 +68,7 @@ def test_searches_are_told_from_trainings(tmp_path: Path) -> None:
     search, training = write_search(tmp_path / "a"), write_run(tmp_path / "b")
     assert is_search(search)
     assert not is_search(training)
-    with pytest.raises(RunError, match="b is no search"):
+    with pytest.raises(RunError, match="b is not a search"):
         read_searches([search, training])
 
 

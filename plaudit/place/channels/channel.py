@@ -190,9 +190,10 @@ def check_acknowledged(
             )
 
 
-def answered(receiver: Receiver, message: WeightMessage) -> WeightReply:
-    """The receiver's answer. A refusal is an answer too; a bug is not."""
+def answered(receiver: Receiver, data: dict[str, Any]) -> dict[str, Any]:
+    """The receiver's answer to a message, both as a wire carries them. A refusal is an answer too; a bug is not."""
+    message = typed(data, WeightMessage)
     try:
-        return receiver.receive(message)
+        return plain(receiver.receive(message))
     except PlauditError as error:
-        return WeightReply(message.exchange, error=str(error))
+        return plain(WeightReply(message.exchange, error=str(error)))

@@ -19,7 +19,6 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RequestError, one_line
 from plaudit.place.channels.channel import Receiver, answered
-from plaudit.place.channels.messages import WeightMessage, plain, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.workers import frames, kv_transfer
 from plaudit.place.workers.kv_transfer import KV, Parcel
@@ -107,15 +106,14 @@ class Worker(SocketWorker[frames.Frame]):
             parcels[sample.group] = Parcel(self.engine.give_kv(sample.prompt_ids))
         return replace(sample, extra={**sample.extra, KV: parcels[sample.group].message})
 
-    def _tell(self, data: dict[str, Any]) -> None:
-        message = typed(data, WeightMessage)
+    def _tell(self, message: dict[str, Any]) -> None:
         reply = answered(self.receiver, message)
-        version = self.receiver.version
-        if version is not None and (message.publisher, version) != self._published:
+        version, publisher = self.receiver.version, str(message["publisher"])
+        if version is not None and (publisher, version) != self._published:
             # What is sent again, because another worker was restarted, is what this one has: its KV stays good.
-            self._published = message.publisher, version
+            self._published = publisher, version
             self.engine.new_version(version, self.keep)
-        self.send(frames.Told(plain(reply)))
+        self.send(frames.Told(reply))
 
     def _answer(self, what: frames.Question) -> dict[str, Any]:
         match what:
