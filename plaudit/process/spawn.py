@@ -1,7 +1,8 @@
 """How this program starts a worker process: a module's `main`, on one end of a socket pair.
 
 A descriptor and not a port: nothing listens, and nobody else can connect. Workers are forked from a nursery, which is
-started with the first of them; on a machine with NVIDIA devices, whose driver no fork survives, each is a new process.
+started with the first of them. On a machine with GPUs, whose drivers no fork survives, and on other systems than Linux
+each is a new process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from plaudit.process.nursery import Nursery
 READ_AT_IMPORT = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "TORCH", "TRITON", "TRANSFORMERS_", "HF_",
 )  # fmt: skip
-NVIDIA = Path("/dev/nvidiactl")
+FORKS = sys.platform == "linux" and not any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd"))
 
 Settings = tuple[tuple[str, str], ...]
 _nurseries: dict[Settings, Nursery] = {}
@@ -81,7 +82,7 @@ async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child
 
 
 def _start(module: str, fd: int, environment: Mapping[str, str]) -> Child:
-    if NVIDIA.exists():
+    if not FORKS:
         return subprocess.Popen(
             [sys.executable, "-m", module, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, env=dict(environment)
         )
