@@ -37,7 +37,7 @@ import numpy as np
 
 START_SECONDS = 300.0  # for the nursery to import, and to fork
 CLOSE_SECONDS = 1.0
-MOST_BYTES = 1 << 17  # of a request: an environment
+MOST_BYTES = 1 << 18  # of a request: an environment
 PR_SET_NAME = 15
 _CODE = struct.Struct("<i")
 
@@ -83,7 +83,8 @@ class Forked:
             return self.returncode
 
     def kill(self) -> None:
-        if self.poll() is None:
+        # While another thread waits for its end, it has none: that thread has the lock.
+        if self._lock.locked() or self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -130,6 +131,10 @@ class Nursery:
                 reply = self._sock.recv(_CODE.size)
             if not reply:
                 raise ConnectionResetError("the process that forks workers has ended")
+        except TimeoutError as error:
+            os.close(ours)
+            self.close()  # a reply that came now would be taken for the next one's
+            raise ConnectionAbortedError(f"no worker was forked within {START_SECONDS:g} s") from error
         except OSError:
             os.close(ours)
             raise

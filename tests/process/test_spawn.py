@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_a_child_that_is_killed_says_by_what() -> None:
         child.kill()
         assert child.wait(60) == -signal.SIGKILL
         child.kill()  # of one that is gone: nothing
+
+
+def test_a_child_is_killed_while_another_thread_waits_for_it() -> None:
+    child, sock = started()
+    with sock, ThreadPoolExecutor(1) as threads:
+        ask(sock, "facts")
+        ended = threads.submit(child.wait)
+        time.sleep(0.1)
+        child.kill()
+        assert ended.result(60) == -signal.SIGKILL
 
 
 def test_a_killed_nursery_is_replaced_and_its_children_live_on() -> None:
