@@ -172,7 +172,7 @@ class ServedModel:
         return WorkerStatus(
             self.name, self.kind, deployment.version, deployment.state, deployment.reason, deployment.restarts,
             None if reading is None else _limit(reading), [] if reading is None else list(reading.facts.labels),
-            deployment.queue.items, deployment.queue.tokens, deployment.held_tokens, deployment.budget,
+            deployment.queue.items, deployment.queue.tokens, deployment.in_flight_tokens, deployment.budget,
             [replica.describe() for replica in deployment.replicas],
         )  # fmt: skip
 

@@ -59,7 +59,7 @@ def deployment_on(*wires: ScriptedWire) -> Deployment:
 
 def die(deployment: Deployment, replica: Replica) -> list[Job]:
     """A worker's death, as the deployment hears of it; another worker is there at once."""
-    held = list(replica.held.values())
+    held = list(replica.in_flight.values())
     for job in held:
         replica.release(job)
     deployment.take_back(held)
@@ -69,7 +69,7 @@ def die(deployment: Deployment, replica: Replica) -> list[Job]:
 def answer(deployment: Deployment, replica: Replica, job: Job) -> None:
     replica.release(job)
     deployment.on_answer(replica, job, np.zeros((1, 1), dtype=np.float32))
-    deployment.on_room()
+    deployment.on_capacity()
 
 
 async def turn() -> None:
@@ -101,7 +101,7 @@ async def _runs_alone() -> None:
     for job in suspects:
         await turn()
         assert wire.sent[-1] == [job.id]
-        assert list(replica.held.values()) == [job]
+        assert list(replica.in_flight.values()) == [job]
         answer(deployment, replica, job)
     await turn()
     assert len(wire.sent) == 2 + 3 + 1
@@ -127,13 +127,13 @@ async def _goes_to_the_idle_worker() -> None:
     right.state, left.state = "ready", "loading"
     deployment.submit([work(30, beginning=2)], tenant="b", cached=False)
     await turn()
-    beside = list(second.held.values())
+    beside = list(second.in_flight.values())
     assert len(beside) == 1  # so the second worker has the beginning now, and routing prefers it
     left.state = "ready"
     (suspect,) = die(deployment, first)
     await turn()
-    assert list(first.held.values()) == [suspect]
-    assert list(second.held.values()) == beside
+    assert list(first.in_flight.values()) == [suspect]
+    assert list(second.in_flight.values()) == beside
     await deployment.close()
 
 
@@ -154,11 +154,11 @@ async def _waits_while_all_are_busy() -> None:
     right.state, left.state = "ready", "loading"
     deployment.submit([work(50, beginning=5)], tenant="b", cached=False)
     await turn()
-    (busy,) = second.held.values()
+    (busy,) = second.in_flight.values()
     suspects = die(deployment, first)  # their second death, while the other worker is at work
     await turn()
-    assert list(second.held.values()) == [busy]
+    assert list(second.in_flight.values()) == [busy]
     answer(deployment, second, busy)
     await turn()
-    assert list(second.held.values()) == suspects[:1]
+    assert list(second.in_flight.values()) == suspects[:1]
     await deployment.close()

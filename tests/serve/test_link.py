@@ -37,7 +37,7 @@ def test_several_killers_in_one_batch_are_found_one_by_one() -> None:
         assert found == [1, "worker_crash", "worker_crash", 4, 5, 6]
         assert deployment.restarts == (GUILTY - 1) + 2
         assert [shown(answer) for answer in await answers(deployment, [7])] == [7]
-        assert (deployment.held_tokens, deployment.queue.items) == (0, 0)
+        assert (deployment.in_flight_tokens, deployment.queue.items) == (0, 0)
 
     deployed(use, [2, 3])
 
@@ -63,7 +63,7 @@ def test_what_is_cancelled_while_the_worker_is_dead_is_forgotten() -> None:
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
         await asyncio.sleep(0.1)
-        assert deployment.held_tokens == 3
+        assert deployment.in_flight_tokens == 3
         link.kill("a test")
         while deployment.ready:
             await asyncio.sleep(0.01)
@@ -71,7 +71,7 @@ def test_what_is_cancelled_while_the_worker_is_dead_is_forgotten() -> None:
         await asyncio.wait_for(kept.done, 60)
         assert [shown(answer) for answer in kept.answers] == [1, 2]
         assert dropped.answers == [None] * 3
-        assert not deployment._known
-        assert (deployment.held_tokens, deployment.queue.items, deployment.restarts) == (0, 0, 1)
+        assert not deployment._jobs_by_key
+        assert (deployment.in_flight_tokens, deployment.queue.items, deployment.restarts) == (0, 0, 1)
 
     deployed(use, [])

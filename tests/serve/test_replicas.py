@@ -37,7 +37,7 @@ PATIENCE = pytest.mark.timeout(1200 if SOAK else 300)  # 64 clients leave little
 @dataclass
 class Seat:
     number: int
-    held_tokens: int = 0
+    in_flight_tokens: int = 0
     budget: int = 100
 
 
@@ -47,7 +47,7 @@ def test_works_with_one_beginning_meet_again() -> None:
     first = []
     for prompt in prompts:
         seat = affinity.choose(prompt, "", seats)
-        seat.held_tokens += 10
+        seat.in_flight_tokens += 10
         first.append(seat.number)
     assert sorted(first) == [0, 0, 1, 1, 2, 2]
     for n, prompt in enumerate(prompts):
@@ -59,12 +59,12 @@ def test_the_longest_beginning_decides_and_another_key_has_its_own() -> None:
     affinity, seats = Affinity(), [Seat(0), Seat(1)]
     system, a, b = [1] * 16, [2] * 32, [3] * 32
     assert affinity.choose(system + a, "", seats).number == 0
-    seats[0].held_tokens = 150  # more than a budget above the other: the beginning moves with the work
+    seats[0].in_flight_tokens = 150  # more than a budget above the other: the beginning moves with the work
     assert affinity.choose(system + b, "", seats).number == 1
-    seats[0].held_tokens = 0
+    seats[0].in_flight_tokens = 0
     assert affinity.choose(system + a + [9], "", seats).number == 0
     assert affinity.choose(system + b + [9], "", seats).number == 1
-    seats[1].held_tokens = 50
+    seats[1].in_flight_tokens = 50
     assert affinity.choose(system + b, "somebody else", seats).number == 0
 
 
@@ -72,9 +72,9 @@ def test_load_wins_over_memory() -> None:
     affinity, seats = Affinity(), [Seat(0), Seat(1)]
     prompt = [5] * 64
     assert affinity.choose(prompt, "", seats).number == 0
-    seats[0].held_tokens = 100
+    seats[0].in_flight_tokens = 100
     assert affinity.choose(prompt, "", seats).number == 0  # a budget more is still worth the cache
-    seats[0].held_tokens = 101
+    seats[0].in_flight_tokens = 101
     assert affinity.choose(prompt, "", seats).number == 1
     assert affinity.choose(prompt, "", [seats[0]]).number == 0  # the other has no room
 
@@ -105,11 +105,11 @@ def test_what_a_dead_replica_held_is_computed_by_the_other() -> None:
     async def use(deployment: Deployment) -> None:
         process(deployment, 0).suspend()
         ticket = deployment.submit([work(n) for n in range(300)], tenant="a")
-        await until_true(lambda: deployment.replicas[0].held and not deployment.replicas[1].held)
+        await until_true(lambda: deployment.replicas[0].in_flight and not deployment.replicas[1].in_flight)
         process(deployment, 0).kill()
         await asyncio.wait_for(ticket.done, 60)
         assert [shown(answer) for answer in ticket.answers] == list(range(300))
-        assert (deployment.restarts, deployment.held_tokens, len(deployment._known)) == (1, 0, 0)
+        assert (deployment.restarts, deployment.in_flight_tokens, len(deployment._jobs_by_key)) == (1, 0, 0)
 
     deployed(use, [], 2)
 

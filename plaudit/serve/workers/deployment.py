@@ -58,7 +58,7 @@ class Deployment:
         self._users = 0
         self._affinity = Affinity()
         self._again: deque[Job] = deque()
-        self._known: dict[bytes, Job] = {}  # queued or held, by key
+        self._jobs_by_key: dict[bytes, Job] = {}  # queued or in flight
         self._holder: dict[int, Replica] = {}  # by the job's id
         self._next_id = PROBE_ID + 1
         self._next_replica = 0
@@ -119,8 +119,8 @@ class Deployment:
         return sum(replica.wire.restarts for replica in self.replicas)
 
     @property
-    def held_tokens(self) -> int:
-        return sum(replica.held_tokens for replica in self.replicas)
+    def in_flight_tokens(self) -> int:
+        return sum(replica.in_flight_tokens for replica in self.replicas)
 
     @property
     def budget(self) -> int:
@@ -130,8 +130,8 @@ class Deployment:
         """ "" if a replica computes; else why none does."""
         if not self.replicas:
             return self.public_reason
-        found = await asyncio.gather(*(replica.healthy() for replica in self.replicas))
-        return "" if "" in found else found[0]
+        reasons = await asyncio.gather(*(replica.healthy() for replica in self.replicas))
+        return "" if "" in reasons else reasons[0]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Deployment:
         staying = [replica for replica in self.replicas if not replica.leaving]
         for _ in range(count - len(staying)):
             self._change(self._arrive(self._add()))
-        idle_first = sorted(staying, key=lambda replica: (replica.ready, replica.held_tokens, -replica.number))
+        idle_first = sorted(staying, key=lambda replica: (replica.ready, replica.in_flight_tokens, -replica.number))
         for replica in idle_first[: max(0, len(staying) - count)]:
             self.retire(replica)
 
@@ -210,9 +210,9 @@ class Deployment:
                 self._metrics.tokens.labels(self.name, "cached").inc(cost)
                 ticket.answer(index, values)
                 continue
-            job = self._known.get(key)
+            job = self._jobs_by_key.get(key)
             if job is None:
-                job = self._known[key] = Job(self._next_id, key, work, cost, salt, since=now)
+                job = self._jobs_by_key[key] = Job(self._next_id, key, work, cost, salt, since=now)
                 self._next_id += 1
                 fresh.append(job)
             else:
@@ -246,22 +246,22 @@ class Deployment:
 
     def cancel(self, ticket: Ticket) -> tuple[int, int]:
         """Nobody waits for the ticket any more: what was not sent is not computed. (not sent, sent) works dropped."""
-        waiting = held = 0
+        waiting = in_flight = 0
         for job in ticket.jobs:
             job.waiters = [waiter for waiter in job.waiters if waiter[0] is not ticket]
-            if job.waiters or self._known.get(job.key) is not job:
+            if job.waiters or self._jobs_by_key.get(job.key) is not job:
                 continue  # others wait for it, or it was answered
-            del self._known[job.key]
+            del self._jobs_by_key[job.key]
             holder = self._holder.pop(job.id, None)
             if holder is not None:
-                held += 1
+                in_flight += 1
                 holder.cancel([job])
             else:
                 waiting += 1
                 self._unqueue(job)
-        if held:
+        if in_flight:
             self._pump_soon()
-        return waiting, held
+        return waiting, in_flight
 
     async def drained(self) -> None:
         while self._users:
@@ -291,9 +291,9 @@ class Deployment:
     def _pump(self) -> None:
         self._pumping = False
         batches: dict[Replica, list[Job]] = {}
-        while (room := [replica for replica in self.replicas if replica.has_room]) and (job := self._next(room)):
+        while (available := [r for r in self.replicas if r.has_capacity]) and (job := self._next(available)):
             suspect = job.deaths >= SUSPECT
-            among = [replica for replica in room if not replica.held] if suspect else room
+            among = [replica for replica in available if not replica.in_flight] if suspect else available
             if len(self.replicas) == 1:
                 (chosen,) = among
             else:
@@ -309,10 +309,10 @@ class Deployment:
                 job.since = now
             replica.send(batch)
 
-    def _next(self, room: Sequence[Replica]) -> Job | None:
-        """The next work that one of these has room for. What several deaths saw waits for one that holds nothing."""
+    def _next(self, available: Sequence[Replica]) -> Job | None:
+        """The next work for one of these. What several deaths saw waits for one that holds nothing."""
         if self._again:
-            if self._again[0].deaths >= SUSPECT and all(replica.held for replica in room):
+            if self._again[0].deaths >= SUSPECT and all(replica.in_flight for replica in available):
                 return None
             return self._again.popleft()
         return self.queue.take()
@@ -321,7 +321,7 @@ class Deployment:
 
     def on_answer(self, replica: Replica, job: Job, answer: Answer) -> None:
         del self._holder[job.id]
-        del self._known[job.key]
+        del self._jobs_by_key[job.key]
         self._metrics.compute_seconds.labels(self.name).observe(time.monotonic() - job.since)
         if isinstance(answer, np.ndarray):
             answer = answer.copy()  # of its own, so that the cache does not keep the whole frame
@@ -338,7 +338,7 @@ class Deployment:
         if steps:
             self._metrics.batch_tokens.labels(self.name).observe(computed / steps)
 
-    def on_room(self) -> None:
+    def on_capacity(self) -> None:
         self._pump_soon()
 
     def on_change(self) -> None:
@@ -363,7 +363,7 @@ class Deployment:
 
     def _fail(self, error: ItemError) -> None:
         """Answer everything that waits or is held."""
-        jobs = list(self._known.values())
+        jobs = list(self._jobs_by_key.values())
         for job in jobs:
             holder = self._holder.pop(job.id, None)
             if holder is not None:
@@ -374,7 +374,7 @@ class Deployment:
 
     def _answer_all(self, jobs: Iterable[Job], error: ItemError) -> None:
         for job in jobs:
-            del self._known[job.key]
+            del self._jobs_by_key[job.key]
             for ticket, index in job.waiters:
                 ticket.answer(index, error)
 

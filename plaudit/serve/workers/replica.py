@@ -65,7 +65,7 @@ class ReplicaOwner(Protocol):
     def take_back(self, jobs: list[Job]) -> bool:
         """A worker has died with these. Whether it is clear that one of them was to blame."""
 
-    def on_room(self) -> None:
+    def on_capacity(self) -> None:
         """A worker may take more."""
 
     def on_change(self) -> None: ...
@@ -75,8 +75,8 @@ class Replica:
     def __init__(self, number: int, keeper: ReplicaOwner, metrics: Metrics, connect: Connect) -> None:
         self.number = number
         self.budget = 1
-        self.held: dict[int, Job] = {}
-        self.held_tokens = 0
+        self.in_flight: dict[int, Job] = {}
+        self.in_flight_tokens = 0
         self.leaving = False  # takes nothing more
         self._keeper = keeper
         self._metrics = metrics
@@ -100,23 +100,25 @@ class Replica:
         return self.wire.state == "ready"
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """What several deaths saw runs alone: so the killer finds itself out."""
         if not self.ready or not self.wire.writable or self.leaving:
             return False
-        if len(self.held) == 1 and next(iter(self.held.values())).deaths >= SUSPECT:
+        if len(self.in_flight) == 1 and next(iter(self.in_flight.values())).deaths >= SUSPECT:
             return False
-        return not self.held or (self.held_tokens < WINDOW * self.budget and len(self.held) < WINDOW_ITEMS)
+        return not self.in_flight or (
+            self.in_flight_tokens < WINDOW * self.budget and len(self.in_flight) < WINDOW_ITEMS
+        )
 
     def hold(self, job: Job) -> None:
-        if not self.held:
+        if not self.in_flight:
             self._busy_since = time.monotonic()
-        self.held[job.id] = job
-        self.held_tokens += job.cost
+        self.in_flight[job.id] = job
+        self.in_flight_tokens += job.cost
 
     def release(self, job: Job) -> None:
-        del self.held[job.id]
-        self.held_tokens -= job.cost
+        del self.in_flight[job.id]
+        self.in_flight_tokens -= job.cost
 
     def send(self, batch: Sequence[Job]) -> None:
         """What it holds already."""
@@ -153,18 +155,18 @@ class Replica:
             return
         if self.wire.silent_for() > KILL_SECONDS:
             self.wire.kill(f"its worker gave no sign of life for {KILL_SECONDS:g} s")
-        elif self.held and time.monotonic() - max(self.wire.last_result, self._busy_since) > HANG_SECONDS:
+        elif self.in_flight and time.monotonic() - max(self.wire.last_result, self._busy_since) > HANG_SECONDS:
             self.wire.kill(f"its worker finished nothing for {HANG_SECONDS:g} s")
 
     async def drained(self) -> None:
         """Until it holds nothing. It must be leaving."""
-        while self.held:
+        while self.in_flight:
             await asyncio.sleep(0.05)
 
     def describe(self) -> dict[str, object]:
         return {
             "replica": self.number, "state": "leaving" if self.leaving else self.wire.state, "reason": self.wire.reason,
-            "restarts": self.wire.restarts, "held_tokens": self.held_tokens,
+            "restarts": self.wire.restarts, "held_tokens": self.in_flight_tokens,
         }  # fmt: skip
 
     # From the worker
@@ -182,7 +184,7 @@ class Replica:
             self._answer(id, text)
         for id, type, message in results.errors:
             self._answer(id, ItemError(type, message))
-        self._keeper.on_room()
+        self._keeper.on_capacity()
 
     def on_change(self) -> None:
         self._keeper.on_change()
@@ -194,8 +196,8 @@ class Replica:
         if self._probe is not None:
             self._probe.set_result(False)
             self._probe = None
-        held, self.held, self.held_tokens = list(self.held.values()), {}, 0
-        return self._keeper.take_back(held)
+        jobs, self.in_flight, self.in_flight_tokens = list(self.in_flight.values()), {}, 0
+        return self._keeper.take_back(jobs)
 
     def _answer(self, id: int, answer: Answer) -> None:
         if id == PROBE_ID:
@@ -203,7 +205,7 @@ class Replica:
                 self._probe.set_result(isinstance(answer, np.ndarray))
                 self._probe = None
             return
-        job = self.held.get(id)
+        job = self.in_flight.get(id)
         if job is None:
             return  # cancelled
         self.release(job)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 SHORTEST = 16  # tokens of a beginning that is worth remembering: a block of the CPU's cache
-MOST_KNOWN = 1 << 16  # beginnings
+MOST_PREFIXES = 1 << 16  # beginnings that are remembered
 ESCAPE = 1.0
 
 
 class Loaded(Protocol):
     number: int
-    held_tokens: int
+    in_flight_tokens: int
     budget: int
 
 
@@ -28,29 +28,34 @@ R = TypeVar("R", bound=Loaded)
 
 class Affinity:
     def __init__(self) -> None:
-        self._known: OrderedDict[int, int] = OrderedDict()  # beginning -> replica's number
+        self._replica_by_prefix: OrderedDict[int, int] = OrderedDict()  # beginning -> replica's number
 
     def choose(self, tokens: Sequence[int], salt: str, replicas: Sequence[R]) -> R:
-        """One of the replicas that have room."""
+        """One of the replicas that have capacity."""
         beginnings = _beginnings(tokens, salt)
-        known = next((self._known[b] for b in reversed(beginnings) if b in self._known), None)
-        chosen = min(replicas, key=lambda r: (r.held_tokens, r.number))
+        preferred = next(
+            (self._replica_by_prefix[b] for b in reversed(beginnings) if b in self._replica_by_prefix), None
+        )
+        chosen = min(replicas, key=lambda r: (r.in_flight_tokens, r.number))
         for replica in replicas:
-            if replica.number == known and replica.held_tokens <= chosen.held_tokens + ESCAPE * replica.budget:
+            if (
+                replica.number == preferred
+                and replica.in_flight_tokens <= chosen.in_flight_tokens + ESCAPE * replica.budget
+            ):
                 chosen = replica
         for beginning in beginnings:
-            self._known[beginning] = chosen.number
-            self._known.move_to_end(beginning)
-        while len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
+            self._replica_by_prefix[beginning] = chosen.number
+            self._replica_by_prefix.move_to_end(beginning)
+        while len(self._replica_by_prefix) > MOST_PREFIXES:
+            self._replica_by_prefix.popitem(last=False)
         return chosen
 
 
 def _beginnings(tokens: Sequence[int], salt: str) -> list[int]:
     """Hashes of the first 16, 32, 64 ... tokens, each made from the one before it."""
-    found, length, before, whole = [], SHORTEST, 0, hash(salt)
+    hashes, length, before, whole = [], SHORTEST, 0, hash(salt)
     while length <= len(tokens):
         whole = hash((whole, *tokens[before:length]))
-        found.append(whole)
+        hashes.append(whole)
         before, length = length, 2 * length
-    return found
+    return hashes
