@@ -48,10 +48,10 @@ class ScoreCache:
         self._values: OrderedDict[bytes, np.ndarray] = OrderedDict()
 
     def get(self, key: bytes) -> np.ndarray | None:
-        found = self._values.get(key)
-        if found is not None:
+        values = self._values.get(key)
+        if values is not None:
             self._values.move_to_end(key)
-        return found
+        return values
 
     def put(self, key: bytes, values: np.ndarray) -> None:
         if key in self._values or values.nbytes + OVERHEAD > self.limit_bytes:

@@ -64,7 +64,7 @@ class Link:
         self._deaths = 0
         self._blamed = 0
         self._cause: str | None = None  # why we killed it
-        self._told: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
+        self._hello_future: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive(), name=f"link-{name}")
 
     @property
@@ -74,7 +74,7 @@ class Link:
 
     async def loaded(self) -> frames.Hello:
         """The worker's introduction, once it is ready to compute; raises ModelError if it cannot load its model."""
-        return await asyncio.shield(self._told)
+        return await asyncio.shield(self._hello_future)
 
     def send(self, frame: frames.Frame) -> None:
         """Only while the state is "ready"."""
@@ -95,16 +95,16 @@ class Link:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._end()
-        if not self._told.done():
-            self._told.set_exception(ModelError(f"{self.name} was closed while it loaded"))
-        self._told.exception()  # whoever awaits it gets it; nobody has to
+        if not self._hello_future.done():
+            self._hello_future.set_exception(ModelError(f"{self.name} was closed while it loaded"))
+        self._hello_future.exception()  # whoever awaits it gets it; nobody has to
 
     async def _keep_alive(self) -> None:
         while True:
             self._served = False
             failure = await self._live()
             # From here on nothing can be sent, and the state must say so before anything else runs.
-            first = not self._told.done()
+            first = not self._hello_future.done()
             blamed = self._owner.on_death()
             self.state, self.reason = "loading", "its worker died and is starting again"
             code = await self._end()
@@ -156,9 +156,9 @@ class Link:
 
     def _give_up(self, why: str) -> None:
         self._set("failed", why)
-        if not self._told.done():
-            self._told.set_exception(ModelError(f"cannot serve {self.name}: {why}"))
-            self._told.exception()  # whoever awaits it gets it; nobody has to
+        if not self._hello_future.done():
+            self._hello_future.set_exception(ModelError(f"cannot serve {self.name}: {why}"))
+            self._hello_future.exception()  # whoever awaits it gets it; nobody has to
 
     def _set(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -185,8 +185,8 @@ class Link:
                 self.last_result = self.last_sign
                 connection.settle()
                 self._set("ready", "")
-                if not self._told.done():
-                    self._told.set_result(self.hello)
+                if not self._hello_future.done():
+                    self._hello_future.set_result(self.hello)
             case frames.Results():
                 self.last_result = self.last_sign
                 self._served = True

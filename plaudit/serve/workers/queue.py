@@ -59,10 +59,10 @@ class FairQueue(Generic[J]):
         """One request's items, in order."""
         if not jobs:
             return
-        known = self._tenants.setdefault(tenant, _Tenant())
-        if not known.flows:
-            known.tag = max(known.tag, self._clock)
-        heapq.heappush(known.flows, _Flow(deque(jobs), priority, next(self._numbers), known.clock))
+        entry = self._tenants.setdefault(tenant, _Tenant())
+        if not entry.flows:
+            entry.tag = max(entry.tag, self._clock)
+        heapq.heappush(entry.flows, _Flow(deque(jobs), priority, next(self._numbers), entry.clock))
         self.items += len(jobs)
         self.tokens += sum(job.cost for job in jobs)
 

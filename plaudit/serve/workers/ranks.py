@@ -106,9 +106,9 @@ class RankGroup:
         missing = self._wait("loaded", LOAD_SECONDS)
         if missing:
             raise ModelError(f"rank {missing[0]} of {self.size} did not load the model within {LOAD_SECONDS:g} s")
-        said = [self.store.get(f"loaded/{rank}").decode() for rank in range(self.size)]
+        reports = [self.store.get(f"loaded/{rank}").decode() for rank in range(self.size)]
         self.store.set(f"heard/{self.rank}", "yes")
-        if (wrong := self._failure(said) or self._difference(said)) is not None:
+        if (wrong := self._failure(reports) or self._difference(reports)) is not None:
             if self.rank == 0:  # the store ends with this process: not before the others know too
                 with suppress(ModelError):
                     self._wait("heard", HEAR_SECONDS)
@@ -131,27 +131,29 @@ class RankGroup:
             raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
         return RankGroups(self.rank, self.size, messages, shares[place.stage], self.on_loss, stages, place.last)
 
-    def _failure(self, said: list[str]) -> str | None:
-        failed = (f"rank {rank} of {self.size}: {words[1:]}" for rank, words in enumerate(said) if words[0] == "-")
+    def _failure(self, reports: list[str]) -> str | None:
+        failed = (
+            f"rank {rank} of {self.size}: {report[1:]}" for rank, report in enumerate(reports) if report[0] == "-"
+        )
         return next(failed, None)
 
-    def _difference(self, said: list[str]) -> str | None:
+    def _difference(self, reports: list[str]) -> str | None:
         """What keeps the ranks from being one model: another file than rank 0's."""
-        first, *others = (json.loads(words) for words in said)
+        first, *others = (json.loads(report) for report in reports)
         for rank, hashes in enumerate(others, 1):
-            for name, found in hashes.items():
-                if first.get(name) != found:
+            for name, digest in hashes.items():
+                if first.get(name) != digest:
                     own = first.get(name, "none")
                     return (
                         f"the ranks found different weights in {self.table.path} ({name}: rank 0 has {own[:12]}, rank "
-                        f"{rank} has {found[:12]}, by SHA-256): copy the same model to every node"
+                        f"{rank} has {digest[:12]}, by SHA-256): copy the same model to every node"
                     )
         return None
 
     def loaded(self) -> tuple[Engine, ModelInfo, PreTrainedTokenizerFast, str]:
         """Rank 0's engine and what belongs to it; if that fails, the others hear why."""
         try:
-            found = load_worker(self.table, self)
+            worker = load_worker(self.table, self)
         except Exception as error:
             self.fail(error)
             if isinstance(error, RuntimeError) and (why := self._heard()) is not None:
@@ -159,15 +161,15 @@ class RankGroup:
             raise
         if self.meeting is not None:
             self.meeting.cleanup()  # all have met
-        return found
+        return worker
 
     def _heard(self) -> str | None:
         """Why another rank has left, if it says so; what this one saw of it is a broken connection."""
         until = time.monotonic() + HEAR_SECONDS
         while time.monotonic() < until:
             keys = [f"loaded/{rank}" for rank in range(self.size)]
-            said = [self.store.get(key).decode() if self.store.check([key]) else "+" for key in keys]
-            if (why := self._failure(["+", *said[1:]])) is not None:
+            reports = [self.store.get(key).decode() if self.store.check([key]) else "+" for key in keys]
+            if (why := self._failure(["+", *reports[1:]])) is not None:
                 return why
             time.sleep(LOOK_SECONDS)
         return None

@@ -41,8 +41,8 @@ NARROW = 192  # hidden units: for a narrower model threads that sleep while they
 
 
 @dataclass
-class _Asked:
-    """One work or prompt of the front's."""
+class _PendingRequest:
+    """One work or prompt that the server sent."""
 
     id: int
     tokens: list[int]
@@ -57,10 +57,10 @@ class Worker(SocketWorker[frames.Frame]):
     def __init__(self, sock: socket.socket, reader: FrameReader[frames.Frame], engine: Engine) -> None:
         super().__init__(sock, reader)
         self.engine = engine
-        self._asked: dict[int, _Asked] = {}  # by the engine's number
+        self._requests: dict[int, _PendingRequest] = {}  # by the engine's number
         self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
-        self._waiting: deque[_Asked] = deque()  # come, and not yet with the engine
-        self._alone: deque[_Asked] = deque()  # to be computed again, one at a time, before what waits
+        self._waiting: deque[_PendingRequest] = deque()  # come, and not yet with the engine
+        self._alone: deque[_PendingRequest] = deque()  # to be computed again, one at a time, before what waits
         self._before = engine.stats()  # what the warm-up computed is not counted
 
     def warm_up(self) -> None:
@@ -104,39 +104,39 @@ class Worker(SocketWorker[frames.Frame]):
                     frame.ids, tokens, map(_salted, frame.salts), map(tuple, positions), frame.columns, frame.logprobs,
                     strict=True,
                 )  # fmt: skip
-                self._waiting += [_Asked(*part) for part in parts]
+                self._waiting += [_PendingRequest(*part) for part in parts]
             case frames.GenerateFrame():
                 params = SamplingParams(
                     temperature=frame.temperature, max_tokens=frame.max_tokens, salt=frame.salt
                 )  # fmt: skip
                 (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
-                self._waiting.append(_Asked(frame.id, ids, params))
+                self._waiting.append(_PendingRequest(frame.id, ids, params))
             case frames.Cancel():
                 cancelled = set(frame.ids)
-                self._waiting = deque(asked for asked in self._waiting if asked.id not in cancelled)
-                self._alone = deque(asked for asked in self._alone if asked.id not in cancelled)
+                self._waiting = deque(request for request in self._waiting if request.id not in cancelled)
+                self._alone = deque(request for request in self._alone if request.id not in cancelled)
                 for id in cancelled & self._numbers.keys():
                     self.engine.abort(self._numbers[id])
             case _:
                 raise ValueError(f"a worker takes no {type(frame).__name__}")
 
-    def _submit(self, asked: _Asked) -> None:
+    def _submit(self, request: _PendingRequest) -> None:
         try:
-            if asked.positions is None:
-                number = self.engine.submit(asked.tokens, asked.params)
+            if request.positions is None:
+                number = self.engine.submit(request.tokens, request.params)
             else:
                 number = self.engine.submit_score(
-                    asked.tokens,
-                    positions=asked.positions,
-                    columns=asked.columns,
-                    logprobs=asked.logprobs,
-                    params=asked.params,
+                    request.tokens,
+                    positions=request.positions,
+                    columns=request.columns,
+                    logprobs=request.logprobs,
+                    params=request.params,
                 )
         except RequestError as error:
-            self._send_results([], [(asked.id, "refused", str(error))], [])
+            self._send_results([], [(request.id, "refused", str(error))], [])
             return
-        self._asked[number] = asked
-        self._numbers[asked.id] = number
+        self._requests[number] = request
+        self._numbers[request.id] = number
 
     def _report(self, updates: list[Update]) -> None:
         values: list[tuple[int, np.ndarray]] = []
@@ -145,21 +145,21 @@ class Worker(SocketWorker[frames.Frame]):
         for update in updates:
             if update.values is None and update.sample is None:
                 continue  # a token of a judge's answer
-            asked = self._asked.pop(update.request)
-            del self._numbers[asked.id]
+            request = self._requests.pop(update.request)
+            del self._numbers[request.id]
             error = None if update.sample is None else update.sample.error
             if update.values is not None:
-                values.append((asked.id, update.values))
+                values.append((request.id, update.values))
             elif error is not None:
-                errors += self._failed(asked, error)
+                errors += self._failed(request, error)
             elif update.sample is not None and update.sample.finish_reason != "abort":
-                texts.append((asked.id, update.sample.text))
+                texts.append((request.id, update.sample.text))
         if any(u.sample is not None and u.sample.error and u.sample.error.type in OUT_OF_MEMORY for u in updates):
             self.engine.shrink(SMALLEST_BUDGET)  # once, however many items the step had
         if values or errors or texts:
             self._send_results(values, errors, texts)
 
-    def _failed(self, asked: _Asked, error: ItemError) -> list[tuple[int, str, str]]:
+    def _failed(self, request: _PendingRequest, error: ItemError) -> list[tuple[int, str, str]]:
         if error.type == RankLost.__name__:
             os._exit(RankLost.exit_code)
         if any(sign in error.message for sign in BROKEN_DEVICE) and error.type not in OUT_OF_MEMORY:
@@ -167,11 +167,11 @@ class Worker(SocketWorker[frames.Frame]):
         if error.type == "NotANumber":
             # It spreads to all that share a beginning with it: nothing of this is kept, and alone it shows whose it is.
             self.engine.new_version(self.engine.version)
-        if asked.retried:
+        if request.retried:
             type = "nonfinite_score" if error.type == "NotANumber" else "compute_failed"
-            return [(asked.id, type, error.message)]
-        asked.retried = True
-        self._alone.append(asked)
+            return [(request.id, type, error.message)]
+        request.retried = True
+        self._alone.append(request)
         return []
 
     def _send_results(
