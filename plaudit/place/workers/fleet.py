@@ -16,7 +16,7 @@ from plaudit.core import SamplingParams
 from plaudit.errors import ReceiverLost
 from plaudit.place.channels.channel import Channel, Publication
 from plaudit.place.channels.weights import Weights
-from plaudit.place.workers.frames import Question
+from plaudit.place.workers.frames import ControlAction
 from plaudit.place.workers.remote_engine import PendingCall, RemoteEngine
 from plaudit.records import Sample
 
@@ -73,7 +73,7 @@ class Fleet:
             found += [replace(sample, group=first + sample.group) for sample in call.result()]
         return found
 
-    def ask_all(self, what: Question) -> None:
+    def ask_all(self, what: ControlAction) -> None:
         """Of every worker that is there; one that is lost meanwhile is mended when it is needed."""
         for engine in self.engines:
             if engine.lost is None:

@@ -1,10 +1,11 @@
 """What a trainer and a rollout worker say to each other, over a socket: length-prefixed MessagePack, no pickle.
 
-    trainer -> worker   Start, then Call, Cancel, Release, Tell, Ask
-    worker -> trainer   Hello (loaded), Alive (every second), Samples, Refused, Told, Answer; or Failed, and the end
+    trainer -> worker   Start, then GenerateCall, Cancel, Release, WeightCall, ControlCall
+    worker -> trainer   Hello (loaded), Alive (every second), Samples, Refused, WeightCallReply, ControlReply;
+                        or Failed, and the end
 
-Tell and Told carry a weight channel's messages. A worker is stale until one of them has brought it weights, and takes
-no Call before that.
+WeightCall and WeightCallReply carry a weight channel's messages. A worker is stale until one of them has brought it
+weights, and takes no GenerateCall before that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from plaudit.records import Sample
 
 __all__ = ["Alive", "Failed", "as_bytes", "cut", "pack"]
 
-Question = Literal["health", "sleep", "wake", "stats"]
+ControlAction = Literal["health", "sleep", "wake", "stats"]
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
@@ -60,7 +61,7 @@ class Cancel(msgspec.Struct, tag=True, array_like=True):
 
 
 class Release(msgspec.Struct, tag=True, array_like=True):
-    """The parcels of a Call are no longer needed."""
+    """The parcels of a GenerateCall are no longer needed."""
 
     id: int
 
@@ -71,37 +72,38 @@ class Samples(msgspec.Struct, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """Of a Call that the engine does not take."""
+    """Of a GenerateCall that the engine does not take."""
 
     id: int
     message: str
 
 
-class Tell(msgspec.Struct, tag=True, array_like=True):
+class WeightCall(msgspec.Struct, tag=True, array_like=True):
     message: dict[str, Any]
 
 
-class Told(msgspec.Struct, tag=True, array_like=True):
+class WeightCallReply(msgspec.Struct, tag=True, array_like=True):
     message: dict[str, Any]
 
 
-class Ask(msgspec.Struct, tag=True, array_like=True):
+class ControlCall(msgspec.Struct, tag=True, array_like=True):
     """health   generate a token
     sleep    free the KV; wake takes it again
     stats    the engine's counters, and its version
     """
 
     id: int
-    what: Question
+    what: ControlAction
 
 
-class Answer(msgspec.Struct, tag=True, array_like=True):
+class ControlReply(msgspec.Struct, tag=True, array_like=True):
     id: int
     value: dict[str, Any]
 
 
 Frame = (
-    Start | Hello | Alive | Failed | GenerateCall | Cancel | Release | Samples | Refused | Tell | Told | Ask | Answer
+    Start | Hello | Alive | Failed | GenerateCall | Cancel | Release | Samples | Refused
+    | WeightCall | WeightCallReply | ControlCall | ControlReply
 )  # fmt: skip
 DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 

@@ -108,10 +108,10 @@ class RemoteEngine:
         self._sending = threading.Lock()
         self._calls: dict[int, PendingCall] = {}
         self._ids = count()
-        self._told: deque[dict[str, Any]] = deque()
+        self._weight_replies: deque[dict[str, Any]] = deque()
         self._answers: dict[int, dict[str, Any]] = {}
         self._hello = False
-        self._said: str | None = None  # its own last words
+        self._failure_reason: str | None = None  # in its own words, or why it was dropped
         self._deaths = 0
         self._last_sign = self._last_step = time.monotonic()
         self._steps = 0
@@ -130,8 +130,8 @@ class RemoteEngine:
         if self._deaths >= MOST_DEATHS:
             raise EngineLost(f"{self.label} {self.lost}, {self._deaths} times in a row without a sample")
         self._deaths += 1
-        self._hello, self._said = False, None
-        self._told.clear()
+        self._hello, self._failure_reason = False, None
+        self._weight_replies.clear()
         self._hosted = self._host()
         self.lost = None
         self._last_sign = self._last_step = time.monotonic()
@@ -144,7 +144,9 @@ class RemoteEngine:
         with self.news:
             self.news.wait_for(lambda: self._hello or self.lost is not None, LOAD_SECONDS)
         if self.lost is not None:
-            raise ReceiverLost(self.name, self.lost) if self._said is None else EngineLost(f"{self.label} {self.lost}")
+            if self._failure_reason is None:
+                raise ReceiverLost(self.name, self.lost)
+            raise EngineLost(f"{self.label} {self.lost}")
         if not self._hello:
             self._end()
             raise EngineLost(f"{self.label} did not load its model within {LOAD_SECONDS:g} s")
@@ -161,7 +163,7 @@ class RemoteEngine:
 
     def drop(self, why: str) -> None:
         """Give the process up: it did not do what it was asked."""
-        self._said = why
+        self._failure_reason = why
         self._end()
 
     def close(self) -> None:
@@ -225,9 +227,9 @@ class RemoteEngine:
         with self.news:
             return sum(call.wanted - len(call.samples) for call in self._calls.values())
 
-    def ask(self, what: frames.Question, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+    def ask(self, what: frames.ControlAction, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
         id = next(self._ids)
-        self._send(frames.Ask(id, what))
+        self._send(frames.ControlCall(id, what))
         with self.news:
             self.news.wait_for(lambda: id in self._answers or self.lost is not None, seconds)
             if id in self._answers:
@@ -239,13 +241,13 @@ class RemoteEngine:
     def tell(self, message: dict[str, Any]) -> None:
         if self.lost is not None:
             raise ReceiverLost(self.name, self.lost)
-        self._send(frames.Tell(message))
+        self._send(frames.WeightCall(message))
 
     def answer(self, seconds: float) -> dict[str, Any]:
         with self.news:
-            self.news.wait_for(lambda: self._told or self.lost is not None, seconds)
-            if self._told:
-                return self._told.popleft()
+            self.news.wait_for(lambda: self._weight_replies or self.lost is not None, seconds)
+            if self._weight_replies:
+                return self._weight_replies.popleft()
             raise ReceiverLost(self.name, self.lost or f"did not answer within {seconds:.3g} s")
 
     # The reader
@@ -288,7 +290,7 @@ class RemoteEngine:
             self.serving = False
             for call in self._calls.values():
                 call.samples.clear()
-            self.lost = self._said or why or ended
+            self.lost = self._failure_reason or why or ended
             self.news.notify_all()
 
     def _take(self, frame: frames.Frame) -> None:
@@ -302,15 +304,15 @@ class RemoteEngine:
                     self._hello = True
                     self.name = f"{self.label} (pid {frame.pid})"
                 case frames.Failed():
-                    self._said = f"failed: {frame.message}"
+                    self._failure_reason = f"failed: {frame.message}"
                 case frames.Samples():
                     self._finished(frame)
                 case frames.Refused():
                     if (call := self._calls.pop(frame.id, None)) is not None:
                         call.end(RequestError(f"{self.label}: {frame.message}"))
-                case frames.Told():
-                    self._told.append(frame.message)
-                case frames.Answer():
+                case frames.WeightCallReply():
+                    self._weight_replies.append(frame.message)
+                case frames.ControlReply():
                     self._answers[frame.id] = frame.value
                 case _:
                     raise ValueError(f"a rollout worker sends no {type(frame).__name__}")

@@ -62,10 +62,10 @@ class Worker(SocketWorker[frames.Frame]):
             case frames.Release():
                 for parcel in self._parcels.pop(frame.id, {}).values():
                     parcel.close()
-            case frames.Tell():
+            case frames.WeightCall():
                 self._tell(frame.message)
-            case frames.Ask():
-                self.send(frames.Answer(frame.id, self._answer(frame.what)))
+            case frames.ControlCall():
+                self.send(frames.ControlReply(frame.id, self._answer(frame.what)))
             case _:
                 raise ValueError(f"a rollout worker takes no {type(frame).__name__}")
 
@@ -113,9 +113,9 @@ class Worker(SocketWorker[frames.Frame]):
             # What is sent again, because another worker was restarted, is what this one has: its KV stays good.
             self._published = publisher, version
             self.engine.new_version(version, self.keep)
-        self.send(frames.Told(reply))
+        self.send(frames.WeightCallReply(reply))
 
-    def _answer(self, what: frames.Question) -> dict[str, Any]:
+    def _answer(self, what: frames.ControlAction) -> dict[str, Any]:
         match what:
             case "health":
                 (sample,) = self.engine.generate([[0]], SamplingParams(max_tokens=1, seed=0))
