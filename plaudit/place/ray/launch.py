@@ -30,7 +30,7 @@ def launch_on_ray(recipe: RlRecipe, arguments: Sequence[str], directory: Path) -
         if code in ENDS or stopped:
             return max(code, 0) or int(code != 0)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        losses, newest = (1, found) if (found := _newest(directory)) != newest else (losses + 1, newest)
+        losses, newest = (1, latest) if (latest := _newest(directory)) != newest else (losses + 1, newest)
         if losses > MOST_LOSSES:
             print(
                 f"plaudit: the run was lost {losses} times in a row without a new checkpoint (the driver {how}); "

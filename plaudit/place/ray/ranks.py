@@ -47,11 +47,11 @@ class RankActor:
             return get_node_ip_address(), probe.getsockname()[1]
 
     def run(
-        self, door: tuple[str, int], token: bytes, environment: dict[str, str], directory: str, arguments: list[str]
+        self, address: tuple[str, int], token: bytes, environment: dict[str, str], directory: str, arguments: list[str]
     ) -> int:
         """The command's exit code."""
         os.environ.update(environment)
-        sock = knock(door, token)
+        sock = knock(address, token)
         over = threading.Event()
         threading.Thread(target=_obey, args=(sock, over), daemon=True).start()
         sys.stdout.flush()
@@ -130,18 +130,18 @@ def _start(ray: Any, group: Any, count: int, arguments: Sequence[str]) -> list[R
     try:
         actors = [ray.remote(RankActor).options(**in_bundle(group, i)).remote() for i in range(count)]
         host, port = ray.get(actors[0].address.remote(), timeout=START_SECONDS)
-        found = []
+        ranks = []
         for number, actor in enumerate(actors):
             # Ray shows a process its own GPU alone, as number 0.
             environment = {
                 "RANK": str(number), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
             }  # fmt: skip
-            door = CallbackListener(ray.util.get_node_ip_address())
-            result = actor.run.remote(door.address, door.token, environment, str(Path.cwd()), list(arguments))
-            sock = door.admit(f"rank {number}", START_SECONDS if number else CONNECT_SECONDS)
-            found.append(Rank(number, sock, actor, result))
-        return found
+            listener = CallbackListener(ray.util.get_node_ip_address())
+            result = actor.run.remote(listener.address, listener.token, environment, str(Path.cwd()), list(arguments))
+            sock = listener.admit(f"rank {number}", START_SECONDS if number else CONNECT_SECONDS)
+            ranks.append(Rank(number, sock, actor, result))
+        return ranks
     except (ray.exceptions.RayError, PlauditError) as error:
         raise RankLost(f"Ray gave no process for a rank: {one_line(error, 200)}") from error
 
@@ -213,8 +213,8 @@ def _verdict(ranks: Sequence[Rank]) -> int:
         print(f"plaudit: rank {cause.number} on Ray {named}", file=sys.stderr)
         return LOST
     if cause.number != 0:
-        said = cause.words.decode(errors="replace").strip().splitlines()
-        last = said[-1].removeprefix("plaudit: ") if said else "it said nothing"
+        lines = cause.words.decode(errors="replace").strip().splitlines()
+        last = lines[-1].removeprefix("plaudit: ") if lines else "it said nothing"
         print(f"plaudit: rank {cause.number} ended with code {cause.code}: {last}", file=sys.stderr)
     return FAILED
 

@@ -66,11 +66,11 @@ class RayReward:
             count, size = len(items), len(self._actors)
             cuts = [count * i // size for i in range(size + 1)]
             pieces = [list(items[a:b]) for a, b in pairwise(cuts)]
-            asked = [
+            pending = [
                 (bundle, piece, self._actors[bundle].score.remote(piece))
                 for bundle, piece in zip(list(self._actors), pieces, strict=True)
             ]
-            return [result for each in asked for result in self._piece(*each)]
+            return [result for each in pending for result in self._piece(*each)]
 
     def close(self) -> None:
         for actor in self._actors.values():
@@ -80,8 +80,8 @@ class RayReward:
     def _piece(self, bundle: int, items: list[Item], scores: Any) -> list[Result]:
         for death in range(MOST_DEATHS):
             try:
-                found: list[Result] = self._value(scores, SCORE_SECONDS)
-                return found
+                results: list[Result] = self._value(scores, SCORE_SECONDS)
+                return results
             except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
                 self.restarts += 1
                 if death + 1 == MOST_DEATHS:

@@ -58,13 +58,13 @@ class RayHosted:
         self._bundle: int | None = bundle
         ray = self._ray = host.ray
         self._actor = ray.remote(RolloutActor).options(**in_bundle(host.group, bundle)).remote()
-        door = CallbackListener(host.address)
+        listener = CallbackListener(host.address)
         try:
             self._pid: int = ray.get(self._actor.pid.remote(), timeout=START_SECONDS)
-            self._running: Any = self._actor.run.remote(door.address, door.token, str(Path.cwd()))
-            self.sock: socket.socket = door.admit(f"the rollout actor (pid {self._pid})", CONNECT_SECONDS)
+            self._running: Any = self._actor.run.remote(listener.address, listener.token, str(Path.cwd()))
+            self.sock: socket.socket = listener.admit(f"the rollout actor (pid {self._pid})", CONNECT_SECONDS)
         except (ray.exceptions.RayError, ReceiverLost) as error:
-            door.close()
+            listener.close()
             self._release()
             raise EngineLost(f"Ray gave no rollout process: {one_line(error, 200)}") from error
 

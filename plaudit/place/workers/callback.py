@@ -27,7 +27,7 @@ class CallbackListener:
         self.token = secrets.token_bytes(TOKEN_BYTES)
 
     def admit(self, name: str, seconds: float) -> socket.socket:
-        """The one that knows the token; then the door is shut."""
+        """The one that knows the token; then nobody else is let in."""
         until = time.monotonic() + seconds
         with self._listening:
             while (left := until - time.monotonic()) > 0:
@@ -46,7 +46,7 @@ class CallbackListener:
 
 
 def knock(address: tuple[str, int], token: bytes, seconds: float = 30.0) -> socket.socket:
-    """The other end of a Door."""
+    """The other end of a CallbackListener."""
     sock = _lasting(socket.create_connection(address, seconds))
     sock.sendall(token)
     return sock

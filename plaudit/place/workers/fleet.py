@@ -68,10 +68,10 @@ class Fleet:
                 self.mend()
         for _, call, _ in pieces:
             call.done.wait()
-        found = []
+        samples = []
         for _, call, first in pieces:
-            found += [replace(sample, group=first + sample.group) for sample in call.result()]
-        return found
+            samples += [replace(sample, group=first + sample.group) for sample in call.result()]
+        return samples
 
     def ask_all(self, what: ControlAction) -> None:
         """Of every worker that is there; one that is lost meanwhile is mended when it is needed."""

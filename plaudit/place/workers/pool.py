@@ -58,7 +58,7 @@ class Member:
     lost: str | None = None
     read: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
-    def known(self, beginnings: Sequence[int]) -> int:
+    def cached_tokens(self, beginnings: Sequence[int]) -> int:
         """How many tokens of a prompt it has read before."""
         count = 0
         for beginning in beginnings:
@@ -120,16 +120,16 @@ class EnginePool:
 
     def look(self) -> dict[str, str]:
         """Ask every engine for a token; names and reasons of those that are lost. One that answers again is stale."""
-        found: dict[str, str] = {}
+        lost: dict[str, str] = {}
         for member in list(self.members):
             if member.leaving:
                 continue
             if not member.engine.healthy():
                 member.lost = member.lost or "does not generate a token"
-                found[member.engine.name] = member.lost
+                lost[member.engine.name] = member.lost
             elif member.lost is not None:
                 self.regain(member.engine.name)
-        return found
+        return lost
 
     def generate(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams],
@@ -145,9 +145,9 @@ class EnginePool:
                     continue
                 raise EngineLost(f"no engine is left to generate: {self._reasons()}")
             with ThreadPoolExecutor(len(shares), thread_name_prefix="pool") as threads:
-                asked = [threads.submit(self._ask, m, share, prompts, params, begun) for m, share in shares.items()]
-                for answer in asked:
-                    done |= answer.result()
+                futures = [threads.submit(self._ask, m, share, prompts, params, begun) for m, share in shares.items()]
+                for future in futures:
+                    done |= future.result()
             left = [index for index in left if index not in done]
         return [sample for index in range(len(prompts)) for sample in done[index]]
 
@@ -165,8 +165,8 @@ class EnginePool:
             shares: dict[Member, list[int]] = {}
             for index in left if ready else ():
                 starts = _beginnings(prompts[index], params[index].salt)
-                member = min(ready, key=lambda m: m.outstanding - m.known(starts))
-                member.outstanding += len(prompts[index]) - member.known(starts) + self._expected(params[index])
+                member = min(ready, key=lambda m: m.outstanding - m.cached_tokens(starts))
+                member.outstanding += len(prompts[index]) - member.cached_tokens(starts) + self._expected(params[index])
                 member.remember(starts)
                 shares.setdefault(member, []).append(index)
             for member in shares:
@@ -188,9 +188,9 @@ class EnginePool:
         """The samples of each prompt; nothing, if the engine failed."""
         done: dict[int, list[Sample]] = {}
         try:
-            asked = [prompts[i] for i in share], [params[i] for i in share]
+            request = [prompts[i] for i in share], [params[i] for i in share]
             going_on = None if begun is None else [begun[i] for i in share]
-            samples = member.engine.generate(*asked, going_on)
+            samples = member.engine.generate(*request, going_on)
             for sample in samples:
                 at = share[sample.group]
                 done.setdefault(at, []).append(replace(sample, group=at))
@@ -225,18 +225,18 @@ class EnginePool:
     def _reasons(self) -> str:
         if not self.members:
             return "the pool is empty"
-        told = []
+        reasons = []
         for member in self.members:
             has = member.engine.version
             stale = f"has weights of version {has} and {self.version} is wanted"
-            told.append(f"{member.engine.name}: {member.lost or ('is leaving' if member.leaving else stale)}")
-        return "; ".join(told)
+            reasons.append(f"{member.engine.name}: {member.lost or ('is leaving' if member.leaving else stale)}")
+        return "; ".join(reasons)
 
 
 def _beginnings(prompt: Sequence[int], salt: str) -> list[int]:
     """A number for every beginning of whole blocks."""
-    found, state = [], hash(salt)
+    hashes, state = [], hash(salt)
     for end in range(BLOCK, len(prompt) + 1, BLOCK):
         state = hash((state, *prompt[end - BLOCK : end]))
-        found.append(state)
-    return found
+        hashes.append(state)
+    return hashes

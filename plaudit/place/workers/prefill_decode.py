@@ -56,9 +56,10 @@ class PrefillEngine(CoreRole):
         with self._lock:
             samples = self.engine.generate(prompts, params)
             messages = [self._pack(prompt, option.salt) for prompt, option in zip(prompts, params, strict=True)]
-        room = self.engine.decoder.max_positions - 1
+        prompt_limit = self.engine.decoder.max_positions - 1
         return [
-            replace(s, extra={**s.extra, KV: messages[s.group]}) if len(s.prompt_ids) < room else s for s in samples
+            replace(s, extra={**s.extra, KV: messages[s.group]}) if len(s.prompt_ids) < prompt_limit else s
+            for s in samples
         ]
 
     def release(self, number: str) -> None:
@@ -137,8 +138,8 @@ class PrefillDecode:
         live = sorted(groups)
         if not live:
             return {}
-        found = self.decode.generate([prompts[g] for g in live], [params[g] for g in live], [groups[g] for g in live])
-        return {(live[s.group], s.index): replace(s, group=live[s.group]) for s in found}
+        samples = self.decode.generate([prompts[g] for g in live], [params[g] for g in live], [groups[g] for g in live])
+        return {(live[s.group], s.index): replace(s, group=live[s.group]) for s in samples}
 
     def _release(self, numbers: set[str]) -> None:
         for member in self.prefill.members:
