@@ -136,19 +136,19 @@ class AsyncRollouts:
 
     def _top_up(self) -> None:
         """Ask for as many prompts as there is capacity for; without staleness those of one step in one call."""
-        asked: list[int] = []
+        numbers: list[int] = []
         for _ in range(max(0, self._capacity())):
             if self._again:
                 number = self._again.popleft()
             else:
                 number, self.drawn = self.drawn, self.drawn + 1
                 self._order.append(number)
-            asked.append(number)
-        self._running |= set(asked)
-        while asked:
-            piece = [asked.pop(0)]
-            while self.staleness == 0 and asked and asked[0] == piece[-1] + 1 and asked[0] % self.size:
-                piece.append(asked.pop(0))
+            numbers.append(number)
+        self._running |= set(numbers)
+        while numbers:
+            piece = [numbers.pop(0)]
+            while self.staleness == 0 and numbers and numbers[0] == piece[-1] + 1 and numbers[0] % self.size:
+                piece.append(numbers.pop(0))
             prompts = self.prompts.train(piece)
             threading.Thread(target=self._play, args=(piece, prompts), name="rollout", daemon=True).start()
 
@@ -192,9 +192,9 @@ class AsyncRollouts:
         prompts = dict(zip(played, self.prompts.train(list(played)), strict=True))
         flat = [(number, sample) for number, group in played.items() for sample in group]
         with self._scoring:
-            found = self.scorer.ask([prompts[number] for number, _ in flat], [sample for _, sample in flat])
+            scored = self.scorer.ask([prompts[number] for number, _ in flat], [sample for _, sample in flat])
         groups: dict[int, Group] = {number: [] for number in played}
-        for (number, _), sample in zip(flat, found, strict=True):
+        for (number, _), sample in zip(flat, scored, strict=True):
             groups[number].append(with_prompt(sample, prompts[number], self.prompts))
         return groups
 

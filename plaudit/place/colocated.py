@@ -25,9 +25,9 @@ class Colocated:
         self.rollouts: RolloutSource = Rollouts(recipe, player, stage.prompts, stage.scorer, stage.clock)
 
     def publish(self, version: int) -> dict[str, float]:
-        found = self.stage.trainee.make_whole()
+        metrics = self.stage.trainee.make_whole()
         self.engine.new_version(version)
-        return found
+        return metrics
 
     def save(self, directory: Path) -> None: ...
 

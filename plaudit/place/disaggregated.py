@@ -65,12 +65,12 @@ class Disaggregated:
         return new_player(self.stage.recipe, self.engine, trainee.loaded.tokenizer, trainee.decoder.max_positions)
 
     def publish(self, version: int) -> dict[str, float]:
-        found = self.stage.trainee.make_whole()
+        metrics = self.stage.trainee.make_whole()
         if not self.stage.ranks.main:
-            return found
+            return metrics
         publication = self.engine.publish(version)
         return {
-            **found,
+            **metrics,
             "publish/seconds": publication.seconds,
             "publish/bytes": float(publication.bytes),
             "publish/extra_bytes": float(publication.extra_bytes),

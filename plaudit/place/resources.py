@@ -75,12 +75,12 @@ def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
 
 def _check_devices(devices: Sequence[str]) -> None:
     there = torch.cuda.device_count()
-    known = {"cpu", "cuda", *(f"cuda:{index}" for index in range(there))} - ({"cuda"} if there == 0 else set())
+    valid = {"cpu", "cuda", *(f"cuda:{index}" for index in range(there))} - ({"cuda"} if there == 0 else set())
     for device in devices:
-        if device not in known:
+        if device not in valid:
             raise ConfigError(
                 f"resources.rollout.devices names {device!r}, and this machine has {there} GPU(s): name one of "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(valid))}"
             )
 
 

@@ -42,21 +42,21 @@ def residents_of(stage: PlacementContext, engine: Engine) -> dict[str, Resident]
         copies = copies_of(optimizer)
         return Parked(lambda: [*copies, *moments_of(optimizer)], new_store(trainee.decoder.device, stage.directory))
 
-    found: dict[str, Resident] = {
+    residents: dict[str, Resident] = {
         "kv": Sleeping(engine),
         "optimizer": learning(trainee.optimizer),
         "gradients": Dropped(trainee.optimizer),
     }
     if (frozen := reference_module(trainee.reference)) is not None:
-        found["reference"] = parked(frozen, frozen=True)
+        residents["reference"] = parked(frozen, frozen=True)
     if isinstance(trainee.critic, LocalCritic):
-        found["critic"] = parked(trainee.critic.model)
-        found["critic optimizer"] = learning(trainee.critic.optimizer)
-        found["critic gradients"] = Dropped(trainee.critic.optimizer)
+        residents["critic"] = parked(trainee.critic.model)
+        residents["critic optimizer"] = learning(trainee.critic.optimizer)
+        residents["critic gradients"] = Dropped(trainee.critic.optimizer)
     for i, rewarding in enumerate(reward_engines(stage.scorer)):
-        found[f"reward {i}"] = parked(rewarding.decoder.module, frozen=True)
-        found[f"reward kv {i}"] = Sleeping(rewarding)
-    return found
+        residents[f"reward {i}"] = parked(rewarding.decoder.module, frozen=True)
+        residents[f"reward kv {i}"] = Sleeping(rewarding)
+    return residents
 
 
 def needs_of(stage: PlacementContext) -> dict[str, set[str]]:

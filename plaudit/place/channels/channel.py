@@ -130,7 +130,7 @@ class Exchange:
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
     @property
-    def taken(self) -> float:
+    def elapsed(self) -> float:
         return time.monotonic() - self.begun
 
     def ask(self, wires: Sequence[Wire], layout: Layout, body: Body) -> list[WeightReply]:

@@ -64,7 +64,7 @@ class CollectiveChannel:
         pairs = iter(weights)
         try:
             if not wires:
-                return Publication(version, exchange.taken, weights.nbytes, 0)
+                return Publication(version, exchange.elapsed, weights.nbytes, 0)
             return self._publish(weights.layout, pairs, exchange, wires)
         except BaseException:
             self._drop_group()
@@ -92,7 +92,7 @@ class CollectiveChannel:
         answers = exchange.answers(wires)
         check_acknowledged(wires, answers, exchange.version, checksum.hexdigest())
         extra = largest + sum(answer.extra_bytes for answer in answers)
-        return Publication(exchange.version, exchange.taken, layout.nbytes, extra)
+        return Publication(exchange.version, exchange.elapsed, layout.nbytes, extra)
 
     def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> BroadcastGroup:
         """A group of these receivers and nobody else: the one there is, or a new one."""

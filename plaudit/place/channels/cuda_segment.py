@@ -92,10 +92,10 @@ def _device_of(uuid: str) -> torch.device:
     )
 
 
-def refused(name: str, told: str) -> WeightsRefused:
-    """What a driver without IPC, such as that of some virtual machines and containers, is told as."""
+def refused(name: str, reason: str) -> WeightsRefused:
+    """The error for a driver without IPC, such as that of some virtual machines and containers."""
     return WeightsRefused(
-        f"the CUDA driver refused to share memory between processes ({name}: {told}): set placement.channel = "
+        f"the CUDA driver refused to share memory between processes ({name}: {reason}): set placement.channel = "
         '"disk" or "collective"; recipes of one process share nothing, and the smallest is sums-grpo'
     )
 
@@ -106,5 +106,5 @@ def _call(name: str, *arguments: Any) -> None:
     if code:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(text))
-        told = text.value.decode() if text.value else f"error {code}"
-        raise refused(name, told)
+        reason = text.value.decode() if text.value else f"error {code}"
+        raise refused(name, reason)

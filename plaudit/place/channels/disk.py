@@ -51,11 +51,11 @@ class DiskChannel:
         if not wires:
             for _ in weights:  # another rank writes; this one helps to gather
                 pass
-            return Publication(version, exchange.taken, weights.nbytes, 0)
+            return Publication(version, exchange.elapsed, weights.nbytes, 0)
         path, checksum = self._write(weights, version)
         answers = exchange.ask(wires, weights.layout, DiskTake(str(path)))
         check_acknowledged(wires, answers, version, checksum)
-        seconds = exchange.taken
+        seconds = exchange.elapsed
         self._retire_all_but(path)
         return Publication(version, seconds, weights.nbytes, sum(answer.extra_bytes for answer in answers))
 

@@ -36,9 +36,9 @@ class WeightReceiver:
         if isinstance(message.body, CollectivePrepare):
             return WeightReply(message.exchange, in_group=self._collective.prepare(message.body))
         self.version = None  # until all of it has been checked: a failure leaves some tensors new and some old
-        taken = self._take(message)
+        received = self._take(message)
         self.version, self._publisher = message.version, message.publisher
-        return WeightReply(message.exchange, None, self.version, taken.checksum, taken.extra_bytes)
+        return WeightReply(message.exchange, None, self.version, received.checksum, received.extra_bytes)
 
     def _take(self, message: WeightMessage) -> Received:
         match message.body:

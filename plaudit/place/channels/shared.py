@@ -53,7 +53,7 @@ class SharedChannel:
         if not wires and weights.sharded:
             for _ in weights:  # another rank writes; this one helps to gather
                 pass
-            return Publication(version, exchange.taken, weights.nbytes, 0)
+            return Publication(version, exchange.elapsed, weights.nbytes, 0)
         if self._home:
             self._check_home(weights)
         elif version != self._filled:
@@ -70,7 +70,7 @@ class SharedChannel:
         check_acknowledged(wires, answers, version, mine)
         extra = 0 if self._home else sum(s.memory.nbytes for s in self._segments)
         extra += sum(answer.extra_bytes for answer in answers)
-        return Publication(version, exchange.taken, weights.nbytes, max(0, extra))
+        return Publication(version, exchange.elapsed, weights.nbytes, max(0, extra))
 
     def close(self) -> None:
         """Of a module that lives here the tensors stay usable on a CPU; on a GPU they must not be used again."""

@@ -132,25 +132,25 @@ class HttpEngine(ABC):
             raise StaleWeights(f"{self.name} has received no weights yet: publish before generating")
         replies = asyncio.run(self._ask_all(prompts, params))
         self.check_state()
-        found = []
+        samples = []
         for group, (prompt, options, reply) in enumerate(zip(prompts, params, replies, strict=True)):
             if isinstance(reply, ItemError):
-                found += [_aborted(prompt, group, index, reply) for index in range(options.n)]
+                samples += [_aborted(prompt, group, index, reply) for index in range(options.n)]
                 continue
             drawn = self.drawn(reply)
             if len(drawn) != options.n or any(len(d.token_ids) != len(d.logprobs) for d in drawn):
                 raise BadReply(f"{self.name} gave {len(drawn)} samples for n = {options.n}, or log-probs amiss")
-            found += [self._sample(prompt, group, i, options, d, version) for i, d in enumerate(drawn)]
-        return found
+            samples += [self._sample(prompt, group, i, options, d, version) for i, d in enumerate(drawn)]
+        return samples
 
     def _sample(
         self, prompt: Sequence[int], group: int, index: int, params: SamplingParams, drawn: Drawn, version: int
     ) -> Sample:
         """Where weights have changed under way, all tokens count as the older version's: nobody can tell which are."""
         count = len(drawn.token_ids)
-        given, raw = self.logprobs_of(prompt, params, drawn)
+        logprobs, raw = self.logprobs_of(prompt, params, drawn)
         return Sample(
-            tuple(prompt), tuple(drawn.token_ids), drawn.text, tuple(given), tuple(raw), (version,) * count,
+            tuple(prompt), tuple(drawn.token_ids), drawn.text, tuple(logprobs), tuple(raw), (version,) * count,
             (1,) * count, _finish_reason(drawn.finish_reason), group=group, index=index,
         )  # fmt: skip
 
@@ -225,8 +225,8 @@ class HttpEngine(ABC):
         async with httpx.AsyncClient(
             base_url=self.url, limits=limits, timeout=times, follow_redirects=False, trust_env=False
         ) as http:
-            asked = [self._ask(http, prompt, options) for prompt, options in zip(prompts, params, strict=True)]
-            answers = asyncio.gather(*asked)
+            requests = [self._ask(http, prompt, options) for prompt, options in zip(prompts, params, strict=True)]
+            answers = asyncio.gather(*requests)
             watch = asyncio.create_task(self._watch())
             both: set[asyncio.Future[Any]] = {answers, watch}
             try:
@@ -271,8 +271,8 @@ class HttpEngine(ABC):
             else:
                 away_since = time.monotonic()
                 if reply.status_code == 200:
-                    found: dict[str, Any] = reply.json()
-                    return found
+                    payload: dict[str, Any] = reply.json()
+                    return payload
                 if reply.status_code == 400:
                     raise RequestError(
                         f"{self.name} refuses a prompt of {len(body.get('prompt', ()))} tokens: {_words(reply)}"

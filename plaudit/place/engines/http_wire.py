@@ -16,7 +16,7 @@ class HttpWire:
     def __init__(self, name: str, call: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.name = name
         self._call = call
-        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any] | EngineError] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -25,7 +25,7 @@ class HttpWire:
             # A daemon: a call that never returns must not keep the trainer from ending.
             self._thread = threading.Thread(target=self._run, name=f"wire to {self.name}", daemon=True)
             self._thread.start()
-        self._told.put(message)
+        self._messages.put(message)
 
     def answer(self, seconds: float) -> dict[str, Any]:
         try:
@@ -38,7 +38,7 @@ class HttpWire:
 
     def _run(self) -> None:
         while True:
-            message = self._told.get()
+            message = self._messages.get()
             try:
                 self._answers.put(self._call(message))
             except EngineError as error:

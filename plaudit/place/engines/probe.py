@@ -44,15 +44,15 @@ class Probe:
         self._usual = FLOOR
 
     def check(self, engine: Probed, trainer: Callable[[Sequence[int]], np.ndarray], version: int) -> dict[str, float]:
-        """`trainer` gives the log-probs of all tokens after a context. Raises ProbeFailed; else what was found."""
+        """`trainer` gives the log-probs of all tokens after a context. Raises ProbeFailed; else metrics."""
         ours = [trainer(context) for context in self.contexts]
         # vLLM 0.32 dies if it is asked for more log-probs than there are tokens.
         theirs = [engine.top_logprobs(context, min(LIKELIEST, len(ours[0]))) for context in self.contexts]
-        tokens = [np.fromiter(given, np.int64) for given in theirs]
-        engines = np.concatenate([np.fromiter(given.values(), np.float64) for given in theirs])
+        tokens = [np.fromiter(top, np.int64) for top in theirs]
+        engines = np.concatenate([np.fromiter(top.values(), np.float64) for top in theirs])
         trainers = _at(ours, tokens)
         difference = float(np.abs(engines - trainers).mean())
-        found = {"probe/abs_mean": difference, "probe/abs_max": float(np.abs(engines - trainers).max())}
+        metrics = {"probe/abs_mean": difference, "probe/abs_max": float(np.abs(engines - trainers).max())}
         if not difference <= self.tolerance:
             raise ProbeFailed(
                 f"{engine.name} was sent version {version} and its log-probs differ from the trainer's by "
@@ -62,17 +62,17 @@ class Probe:
         if self._seen is not None:
             moved = trainers - (before := _at(self._seen, tokens))
             if np.abs(moved).mean() <= CLEAR * self._usual:
-                return found  # too little to tell: the next version will have moved further from what was seen
-            found["probe/follows"] = float((engines - before) @ moved / (moved @ moved))
-            if not found["probe/follows"] > 0.5:
+                return metrics  # too little to tell: the next version will have moved further from what was seen
+            metrics["probe/follows"] = float((engines - before) @ moved / (moved @ moved))
+            if not metrics["probe/follows"] > 0.5:
                 raise ProbeFailed(
                     f"{engine.name} was sent version {version} and its log-probs have moved by "
-                    f"{found['probe/follows']:.2g} of what the trainer's have since version {self._version}: it does "
+                    f"{metrics['probe/follows']:.2g} of what the trainer's have since version {self._version}: it does "
                     "not use these weights"
                 )
         self._seen, self._version = ours, version
         self._usual = max(self._usual, difference)
-        return found
+        return metrics
 
 
 def _at(distributions: Sequence[np.ndarray], tokens: Sequence[np.ndarray]) -> np.ndarray:

@@ -42,10 +42,10 @@ class SglangEngine(HttpEngine):
 
     def request(self, prompt: Sequence[int], params: SamplingParams) -> tuple[str, dict[str, Any]]:
         filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        given = [f"{name} = {getattr(params, name)}" for name, off in filters.items() if getattr(params, name) != off]
-        if given:
+        active = [f"{name} = {getattr(params, name)}" for name, off in filters.items() if getattr(params, name) != off]
+        if active:
             raise RequestError(
-                f"SGLang gives log-probs from before {', '.join(given)} act, so what was sampled cannot be known: "
+                f"SGLang gives log-probs from before {', '.join(active)} act, so what was sampled cannot be known: "
                 "leave it out, or use the core or vLLM"
             )
         if params.logit_bias or params.salt:
@@ -64,21 +64,21 @@ class SglangEngine(HttpEngine):
         return "/generate", {"input_ids": ids, "sampling_params": each, "return_logprob": True, "stream": False}
 
     def drawn(self, reply: Any) -> list[Drawn]:
-        found = []
+        samples = []
         for each in reply if isinstance(reply, list) else [reply]:
             meta = each["meta_info"]
             entries = meta["output_token_logprobs"]
             ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
-            found.append(Drawn(ids, logprobs, each["text"], meta["finish_reason"]["type"]))
-        return found
+            samples.append(Drawn(ids, logprobs, each["text"], meta["finish_reason"]["type"]))
+        return samples
 
     def logprobs_of(
         self, prompt: Sequence[int], params: SamplingParams, drawn: Drawn
     ) -> tuple[Sequence[float], Sequence[float]]:
-        given = drawn.logprobs
+        logprobs = drawn.logprobs
         if params.temperature == 0:
-            return [0.0] * len(given), given
-        return given, given if params.temperature == 1 else [UNKNOWN] * len(given)
+            return [0.0] * len(logprobs), logprobs
+        return logprobs, logprobs if params.temperature == 1 else [UNKNOWN] * len(logprobs)
 
     def top_logprobs(self, context: Sequence[int], count: int) -> dict[int, float]:
         body = {
@@ -95,8 +95,8 @@ class SglangEngine(HttpEngine):
     # Weights and memory
 
     def state(self) -> State:
-        told = str(self.control("GET", "/get_model_info")["weight_version"])
-        run, _, version = told.rpartition("-")
+        weight_version = str(self.control("GET", "/get_model_info")["weight_version"])
+        run, _, version = weight_version.rpartition("-")
         return State(int(version) if run == self.run and version.isdigit() else None, None)
 
     def pause(self) -> None:
@@ -116,11 +116,11 @@ class SglangEngine(HttpEngine):
             reply = WeightReply(message.exchange, 'takes weights by disk alone: set placement.channel = "disk"')
             return plain(reply)
         try:
-            taken = take_from_disk(message.body, message.layout, _Nowhere())
+            received = take_from_disk(message.body, message.layout, _Nowhere())
             self._load(message.body.path, message.version)
         except ChannelError as error:
             return plain(WeightReply(message.exchange, str(error)))
-        return plain(WeightReply(message.exchange, None, message.version, taken.checksum))
+        return plain(WeightReply(message.exchange, None, message.version, received.checksum))
 
     def _load(self, path: str, version: int) -> None:
         body = {

@@ -78,12 +78,12 @@ class VllmEngine(HttpEngine):
     def logprobs_of(
         self, prompt: Sequence[int], params: SamplingParams, drawn: Drawn
     ) -> tuple[Sequence[float], Sequence[float]]:
-        given = drawn.logprobs
+        logprobs = drawn.logprobs
         if params.temperature == 0:
-            return [0.0] * len(given), given  # what was sampled gives the likeliest token probability 1
+            return [0.0] * len(logprobs), logprobs  # what was sampled gives the likeliest token probability 1
         if _plain(params):
-            return given, given
-        return given, self._raw(prompt, drawn.token_ids) if self.raw else [UNKNOWN] * len(given)
+            return logprobs, logprobs
+        return logprobs, self._raw(prompt, drawn.token_ids) if self.raw else [UNKNOWN] * len(logprobs)
 
     def logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Of each token after the first, at temperature 1. Nothing of it comes from the prefix cache."""

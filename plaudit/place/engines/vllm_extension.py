@@ -69,10 +69,10 @@ class VllmTarget:
         wanted = {name for name, _ in model.named_parameters()}
         load, loaded = model.load_weights, set()
 
-        def noting(given: Any) -> Any:
-            found = load(given)
-            loaded.update(found)
-            return found
+        def noting(weights: Any) -> Any:
+            names = load(weights)
+            loaded.update(names)
+            return names
 
         model.load_weights = noting
         try:
