@@ -27,7 +27,7 @@ from plaudit.errors import (
 )
 from plaudit.events import END, RESUME, WARNING
 from plaudit.place.build import new_placement
-from plaudit.place.memory.fit import check_room
+from plaudit.place.memory.fit import check_fit
 from plaudit.place.memory.ledger import new_ledger
 from plaudit.place.placement import PlacementContext
 from plaudit.place.ray.reward import RayReward
@@ -92,7 +92,7 @@ class RlTraining:
             raise RunError(
                 f"the ranks would go on from steps {sorted(starts)}: {run.directory} must be the same for all"
             )
-        check_room(recipe)
+        check_fit(recipe)
         # Rewards first: what cannot be had is known before a model is loaded.
         pooled = recipe.resources.reward.processes > 0
         actors = RayReward(recipe, ranks.main, self.warn) if pooled else None

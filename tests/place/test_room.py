@@ -8,7 +8,7 @@ import pytest
 from plaudit.errors import ConfigError
 from plaudit.models import load_policy
 from plaudit.place.memory import fit as room
-from plaudit.place.memory.fit import available, check_room, fullest, owners, parameters
+from plaudit.place.memory.fit import available, check_fit, fullest, owners, parameters
 from plaudit.rl.loop import RlTraining
 from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, recipe
@@ -78,11 +78,11 @@ def test_swapped_needs_what_its_fullest_phase_needs() -> None:
 def test_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch, free: int, cure: str) -> None:
     monkeypatch.setattr(room, "available", lambda device: free * GIB)
     with pytest.raises(ConfigError) as refused:
-        check_room(ppo())
+        check_fit(ppo())
     assert str(refused.value).startswith('placement.name = "colocated" needs policy weights 2 + policy masters 4 + ')
     assert f"+ KV 8 = 48 GiB, without activations, and cuda has {free} GiB free: {cure}" in str(refused.value)
     monkeypatch.setattr(room, "available", lambda device: 48 * GIB)
-    check_room(ppo())
+    check_fit(ppo())
 
 
 @pytest.mark.usefixtures("large")
@@ -90,11 +90,11 @@ def test_other_cures(monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = ppo(placement={"name": "swapped"}, engine={"kv_bytes": 30 * GIB})
     monkeypatch.setattr(room, "available", lambda device: 25 * GIB)
     with pytest.raises(ConfigError, match=r"set a smaller engine\.kv_bytes \(now 30 GiB\): then 20 GiB are needed"):
-        check_room(swapped)
+        check_fit(swapped)
     grpo = recipe(algorithm={"name": "grpo", "kl": {"coef": 0.1}})
     monkeypatch.setattr(room, "available", lambda device: 5 * GIB)
     with pytest.raises(ConfigError, match=r"set model\.lora, which trains few weights.*: then 4 GiB are needed"):
-        check_room(grpo)
+        check_fit(grpo)
 
 
 def test_nothing_is_loaded_for_a_run_that_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +107,4 @@ def test_nothing_is_loaded_for_a_run_that_has_no_room(tmp_path: Path, monkeypatc
 def test_this_machine_says_what_it_has() -> None:
     free = available("cpu")
     assert free is None or free > 1 << 20
-    check_room(recipe())
+    check_fit(recipe())

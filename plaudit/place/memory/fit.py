@@ -1,4 +1,4 @@
-"""Whether a recipe's models have room on the device, by arithmetic, before anything is loaded.
+"""Whether a recipe's models fit the device, by arithmetic, before anything is loaded.
 
 Counted is what must be there: weights, gradients, optimizers, a KV pool of a given size. Activations come on top, so a
 run that passes may still be too large; one that is refused is for certain.
@@ -21,11 +21,11 @@ from plaudit.models.dtypes import DTYPES
 from plaudit.models.gpu import SMALLEST, check_device
 from plaudit.models.weights import read_directory
 
-Held = dict[str, int]
+BytesByOwner = dict[str, int]
 _MEMINFO = Path("/proc/meminfo")
 
 
-def check_room(recipe: RlRecipe) -> None:
+def check_fit(recipe: RlRecipe) -> None:
     """Raise if the device that learns cannot hold what the recipe puts there. Says nothing of what it cannot know:
     several ranks, and models that are not there, whose loading will say so."""
     device = choose_device(recipe.model.device)
@@ -33,46 +33,46 @@ def check_room(recipe: RlRecipe) -> None:
     if recipe.resources.ranks > 1 or free is None:
         return
     try:
-        held = owners(recipe, device)
+        sizes = owners(recipe, device)
     except PlauditError:
         return
-    phase, needed = fullest(recipe, held)
+    phase, needed = fullest(recipe, sizes)
     if sum(needed.values()) <= free:
         return
     parts = " + ".join(f"{owner} {_gib(size)}" for owner, size in needed.items())
     raise ConfigError(
         f"{phase} needs {parts} = {_gib(sum(needed.values()))} GiB, without activations, and {device} has {_gib(free)} "
-        f"GiB free: {_cure(recipe, held, free)}"
+        f"GiB free: {_cure(recipe, sizes, free)}"
     )
 
 
-def owners(recipe: RlRecipe, device: str) -> Held:
+def owners(recipe: RlRecipe, device: str) -> BytesByOwner:
     """Bytes of everything that the run will hold on `device`."""
     dtype = DTYPES[recipe.model.dtype]
     assert recipe.model.path is not None
     count = parameters(recipe.model.path)
-    held = {"policy weights": count * dtype.itemsize}
+    sizes = {"policy weights": count * dtype.itemsize}
     if recipe.model.lora is None:
-        held |= _learning("policy", count, dtype)
+        sizes |= _learning("policy", count, dtype)
         if recipe.algorithm.kl.coef:
-            held["reference weights"] = count * dtype.itemsize
+            sizes["reference weights"] = count * dtype.itemsize
     critic = recipe.critic
     if critic is not None and not critic.shared and critic.url is None:
         count = parameters(critic.path or recipe.model.path)
-        held |= {"critic weights": count * dtype.itemsize, **_learning("critic", count, dtype)}
+        sizes |= {"critic weights": count * dtype.itemsize, **_learning("critic", count, dtype)}
     rewards = sum(_reward(table, device) for table in recipe.scored_here())
     if rewards:
-        held["reward weights"] = rewards
+        sizes["reward weights"] = rewards
     # On the host a pool takes memory only as far as it is written to.
     if isinstance(recipe.engine.kv_bytes, int) and device.startswith("cuda") and not recipe.rollout_processes:
-        held["KV"] = recipe.engine.kv_bytes
-    return held
+        sizes["KV"] = recipe.engine.kv_bytes
+    return sizes
 
 
-def fullest(recipe: RlRecipe, held: Held) -> tuple[str, Held]:
+def fullest(recipe: RlRecipe, sizes: BytesByOwner) -> tuple[str, BytesByOwner]:
     """The phase that needs most, and what it needs."""
     if recipe.placement.name != "swapped":
-        return f'placement.name = "{recipe.placement.name}"', held
+        return f'placement.name = "{recipe.placement.name}"', sizes
     policy: tuple[str, ...] = ("policy",)
     critic: tuple[str, ...] = ("critic",)
     if recipe.train.epochs * recipe.train.minibatches > 1:
@@ -84,10 +84,10 @@ def fullest(recipe: RlRecipe, held: Held) -> tuple[str, Held]:
         "the critic's update": critic,
     }
 
-    def of(words: tuple[str, ...]) -> Held:
+    def of(words: tuple[str, ...]) -> BytesByOwner:
         # The policy's weights are there in every phase.
         return {
-            o: size for o, size in held.items() if o == "policy weights" or any(word in o.split() for word in words)
+            o: size for o, size in sizes.items() if o == "policy weights" or any(word in o.split() for word in words)
         }
 
     phase = max(phases, key=lambda name: sum(of(phases[name]).values()))
@@ -109,7 +109,7 @@ def available(device: str) -> int | None:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def _learning(model: str, count: int, dtype: torch.dtype) -> Held:
+def _learning(model: str, count: int, dtype: torch.dtype) -> BytesByOwner:
     """Gradients and Adam's two moments in float32, and a float32 copy of weights that are narrower."""
     masters = {} if dtype.itemsize >= 4 else {f"{model} masters": 4 * count}
     return {**masters, f"{model} optimizer": 2 * max(4, dtype.itemsize) * count, f"{model} gradients": 4 * count}
@@ -124,19 +124,19 @@ def _reward(table: RewardTable | Mapping[str, Any], device: str) -> int:
     return parameters(str(keys["path"])) * DTYPES[keys.get("dtype") or "float32"].itemsize
 
 
-def _cure(recipe: RlRecipe, held: Held, free: int) -> str:
+def _cure(recipe: RlRecipe, sizes: BytesByOwner, free: int) -> str:
     """The first setting with which it would fit."""
     swapped = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"name": "swapped"})})
-    without = {owner: size for owner, size in held.items() if owner != "KV"}
+    without = {owner: size for owner, size in sizes.items() if owner != "KV"}
     frozen = {
         o: size
-        for o, size in held.items()
+        for o, size in sizes.items()
         if not o.endswith(("masters", "optimizer", "gradients")) or "policy" not in o
     }
     frozen.pop("reference weights", None)
     for setting, wanted in (
-        ('placement.name = "swapped"', fullest(swapped, held)[1]),
-        (f"a smaller engine.kv_bytes (now {_gib(held.get('KV', 0))} GiB)", fullest(recipe, without)[1]),
+        ('placement.name = "swapped"', fullest(swapped, sizes)[1]),
+        (f"a smaller engine.kv_bytes (now {_gib(sizes.get('KV', 0))} GiB)", fullest(recipe, without)[1]),
         ("model.lora, which trains few weights and needs no reference,", fullest(recipe, frozen)[1]),
     ):  # fmt: skip
         if sum(wanted.values()) <= free:

@@ -24,16 +24,16 @@ class Moment:
     """Bytes by owner, and what the meter says; None without one."""
 
     owners: dict[str, int]
-    taken: int | None
+    measured: int | None
 
     @property
-    def known(self) -> int:
+    def accounted(self) -> int:
         return sum(self.owners.values())
 
     @property
     def unaccounted(self) -> int:
         """Below 0 where owners hold memory that was given to them and never written to."""
-        return 0 if self.taken is None else self.taken - self.known
+        return 0 if self.measured is None else self.measured - self.accounted
 
 
 @dataclass(slots=True)
@@ -59,14 +59,14 @@ class Phase:
 def stack(start: Moment, end: Moment, peak: int | None) -> dict[str, int]:
     """Who held what when a phase was at its fullest: each owner the more of its two ends, and the rest as
     activations."""
-    owners = {name: max(start.owners.get(name, 0), held) for name, held in end.owners.items()}
-    owners |= {name: held for name, held in start.owners.items() if name not in owners}
+    owners = {name: max(start.owners.get(name, 0), size) for name, size in end.owners.items()}
+    owners |= {name: size for name, size in start.owners.items() if name not in owners}
     rest = max(0, start.unaccounted)
-    known = sum(owners.values()) + rest
+    accounted = sum(owners.values()) + rest
     if rest:
         owners[UNACCOUNTED] = rest
-    if peak is not None and peak > known:
-        owners[ACTIVATIONS] = peak - known
+    if peak is not None and peak > accounted:
+        owners[ACTIVATIONS] = peak - accounted
     return owners
 
 
@@ -99,7 +99,7 @@ class Ledger:
         if phase not in self._phases:
             self._phases[phase] = Phase(self._start, end)
         self._phases[phase].add(self._start, end, peak, reserved, seconds)
-        most = max(self._start.taken or self._start.known, end.taken or end.known, peak or 0)
+        most = max(self._start.measured or self._start.accounted, end.measured or end.accounted, peak or 0)
         self.peaks[phase] = max(self.peaks.get(phase, 0), most)
         self.peak = max(self.peak, most)
 
@@ -115,18 +115,18 @@ class Ledger:
             log.write("memory", step=step, version=version, phase=name, **self._fields(phase))
 
     def _fields(self, phase: Phase) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "seconds": round(phase.seconds, 6), "bytes": phase.fullest, "start": _other(phase.start, phase.fullest),
             "end": _other(phase.end, phase.fullest),
         }  # fmt: skip
         if phase.times > 1:
-            found["times"] = phase.times
+            fields["times"] = phase.times
         if self.meter is not None:
-            taken = {"start": phase.start.taken, "end": phase.end.taken, "peak": phase.peak}
+            measured = {"start": phase.start.measured, "end": phase.end.measured, "peak": phase.peak}
             if phase.reserved is not None:
-                taken["reserved"] = phase.reserved
-            found |= {"device": self.meter.device, "taken": taken, "capacity": self.meter.capacity}
-        return found
+                measured["reserved"] = phase.reserved
+            fields |= {"device": self.meter.device, "taken": measured, "capacity": self.meter.capacity}
+        return fields
 
 
 def new_ledger(trainee: Trainee, engine: object, scorer: object) -> Ledger:
@@ -135,6 +135,6 @@ def new_ledger(trainee: Trainee, engine: object, scorer: object) -> Ledger:
 
 def _other(moment: Moment, fullest: dict[str, int]) -> dict[str, int]:
     """Where a moment differs from the fullest one, so that a long run's log stays short."""
-    held = {**moment.owners, UNACCOUNTED: moment.unaccounted, ACTIVATIONS: 0}
-    names = {**held, **fullest}
-    return {name: held.get(name, 0) for name in names if held.get(name, 0) != fullest.get(name, 0)}
+    sizes = {**moment.owners, UNACCOUNTED: moment.unaccounted, ACTIVATIONS: 0}
+    names = {**sizes, **fullest}
+    return {name: sizes.get(name, 0) for name in names if sizes.get(name, 0) != fullest.get(name, 0)}

@@ -33,8 +33,8 @@ class Holdings:
         self.counts[owner] = lambda: sum(local(tensor).nbytes for tensor in tensors())
 
     def add_module(self, owner: str, *modules: nn.Module) -> None:
-        held = [tensor for module in modules for tensor in weights_of(module)]
-        self.add(owner, lambda: held)
+        tensors = [tensor for module in modules for tensor in weights_of(module)]
+        self.add(owner, lambda: tensors)
 
     def add_optimizer(self, model: str, optimizer: Optimizer) -> None:
         """Its float32 copies and moments, and the gradients that it steps by."""
@@ -47,7 +47,7 @@ class Holdings:
         self.counts[owner] = lambda: sum(engine.kv_held() for engine in engines)
 
     def now(self) -> dict[str, int]:
-        return {owner: held for owner, count in self.counts.items() if (held := count())}
+        return {owner: size for owner, count in self.counts.items() if (size := count())}
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
@@ -60,9 +60,9 @@ def copies_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    held = [*optimizer.masters.values(), *optimizer.parameters.values()]
-    found = {id(tensor.grad): tensor.grad for tensor in held if tensor.grad is not None}
-    return list(found.values())
+    tensors = [*optimizer.masters.values(), *optimizer.parameters.values()]
+    gradients = {id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}
+    return list(gradients.values())
 
 
 def moments_of(optimizer: Optimizer) -> list[Tensor]:
@@ -93,18 +93,18 @@ def reference_module(reference: object) -> nn.Module | None:
 
 def holdings_of(trainee: Trainee, engine: object, scorer: object) -> Holdings:
     """Of the process that learns. An engine or a reward elsewhere holds nothing here."""
-    found = Holdings()
-    found.add_module("policy weights", trainee.loaded.module)
+    holdings = Holdings()
+    holdings.add_module("policy weights", trainee.loaded.module)
     if trainee.shards is not None:
-        found.add_module("policy shards", trainee.shards.module)
-    found.add_optimizer("policy", trainee.optimizer)
+        holdings.add_module("policy shards", trainee.shards.module)
+    holdings.add_optimizer("policy", trainee.optimizer)
     if (frozen := reference_module(trainee.reference)) is not None:
-        found.add_module("reference weights", frozen)
+        holdings.add_module("reference weights", frozen)
     if isinstance(trainee.critic, LocalCritic):
-        found.add_module("critic weights", trainee.critic.model)
-        found.add_optimizer("critic", trainee.critic.optimizer)
+        holdings.add_module("critic weights", trainee.critic.model)
+        holdings.add_optimizer("critic", trainee.critic.optimizer)
     rewards = reward_engines(scorer)
     if rewards:
-        found.add_module("reward weights", *(each.decoder.module for each in rewards))
-    found.add_kv("KV", [each for each in (engine, *rewards) if isinstance(each, Engine)])
-    return found
+        holdings.add_module("reward weights", *(each.decoder.module for each in rewards))
+    holdings.add_kv("KV", [each for each in (engine, *rewards) if isinstance(each, Engine)])
+    return holdings

@@ -79,8 +79,8 @@ class Parked:
     def close(self) -> None:
         self.store.close()
 
-    def _put(self, found: Sequence[Tensor]) -> None:
-        for tensor, memory in zip(self._away, found, strict=True):
+    def _put(self, memories: Sequence[Tensor]) -> None:
+        for tensor, memory in zip(self._away, memories, strict=True):
             tensor.data = memory
         self._away, self.here = [], True
 

@@ -84,9 +84,9 @@ class HostStore:
         torch.cuda.current_stream(self.device).synchronize()  # its seconds are the move's, not those of the next phase
 
     def load(self) -> list[Tensor]:
-        found = self._copied()
+        tensors = self._copied()
         torch.cuda.current_stream(self.device).synchronize()
-        return found
+        return tensors
 
     def load_ahead(self) -> list[Tensor]:
         if self._stream is None:
@@ -107,10 +107,10 @@ class HostStore:
             self._arrival = None
 
     def _copied(self) -> list[Tensor]:
-        found = [place.empty() for place in self._places]
-        for tensor, place in zip(found, self._places, strict=True):
+        tensors = [place.empty() for place in self._places]
+        for tensor, place in zip(tensors, self._places, strict=True):
             tensor.copy_(place.of(self._host), non_blocking=True)
-        return found
+        return tensors
 
     def _take(self, size: int) -> None:
         self.close()
@@ -139,12 +139,12 @@ class FileStore:
             self._write(_bytes_of(tensor.contiguous()), place.offset)
 
     def load(self) -> list[Tensor]:
-        found = []
+        tensors = []
         for place in self._places:
             whole = torch.empty(place.shape, dtype=place.dtype)
             self._read(_bytes_of(whole), place.offset)
-            found.append(whole if whole.stride() == place.stride else place.empty().copy_(whole))
-        return found
+            tensors.append(whole if whole.stride() == place.stride else place.empty().copy_(whole))
+        return tensors
 
     def load_ahead(self) -> None:
         return None
