@@ -112,7 +112,7 @@ class CriticHost:
         return values, answer.blocks[1] if len(answer.blocks) > 1 else None
 
     async def learn(self, lesson: Lesson, request: Request) -> dict[str, float]:
-        """`value/loss` and whatever else the update tells of itself; `updates` are those up to this one."""
+        """`value/loss` and the other metrics of the update; `updates` are those up to this one."""
         self._check(lesson.tokens)
         lengths = [len(row) for row in lesson.tokens]
         frame = frames.Learn(
@@ -120,9 +120,9 @@ class CriticHost:
             lesson.values.tobytes(), lesson.update_id, lesson.updates,
         )  # fmt: skip
         answer = await self._call(frame, request, sum(lengths))
-        told: dict[str, float] = msgspec.json.decode(answer.text, type=dict[str, int | float])
-        self._loss.set(told["value/loss"])
-        return told
+        metrics: dict[str, float] = msgspec.json.decode(answer.text, type=dict[str, int | float])
+        self._loss.set(metrics["value/loss"])
+        return metrics
 
     async def save(self, request: Request) -> State:
         saved = msgspec.json.decode((await self._call(frames.Keep(0), request, 1)).text, type=State)
@@ -210,9 +210,9 @@ class CriticHost:
         return False
 
     def on_change(self) -> None:
-        told = f"{self.link.state} {self.link.reason} {self.lost}"
-        if told != self._shown:
-            self._shown = told
+        status = f"{self.link.state} {self.link.reason} {self.lost}"
+        if status != self._shown:
+            self._shown = status
             self._log("critic", state=self.link.state, reason=self.link.reason, updates_lost=self.lost)
         self.changed.set()
 

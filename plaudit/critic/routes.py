@@ -25,7 +25,7 @@ Outcome = tuple[dict[str, np.ndarray], dict[str, Any]]
 Compute = Callable[[Infer, Request], Awaitable[Outcome]]
 
 
-class CriticDoor:
+class CriticRoutes:
     """guarded  whether what changes the critic needs the admin key"""
 
     def __init__(self, host: CriticHost, *, guarded: bool) -> None:
@@ -62,8 +62,8 @@ class CriticDoor:
                 about = triton.metadata(name, signature), triton.config(name, self.most_rows, signature)
                 answer = partial(self._answer, name, signature, compute)
                 routes += [
-                    self._route("GET", start, partial(_told, about[0]), "key"),
-                    self._route("GET", f"{start}/config", partial(_told, about[1]), "key"),
+                    self._route("GET", start, partial(_static_reply, about[0]), "key"),
+                    self._route("GET", f"{start}/config", partial(_static_reply, about[1]), "key"),
                     self._route("GET", f"{start}/ready", self.ready, "open"),
                     Route(
                         "POST", f"{start}/infer", access, answer, READING if reads else WRITING, True, "Triton",
@@ -93,8 +93,8 @@ class CriticDoor:
         return outputs, {}
 
     async def train(self, infer: Infer, request: Request) -> Outcome:
-        told = await self.host.learn(critic.read_lesson(infer), request)
-        return {"loss_mean": np.array([told["value/loss"]], dtype=np.float32)}, told
+        metrics = await self.host.learn(critic.read_lesson(infer), request)
+        return {"loss_mean": np.array([metrics["value/loss"]], dtype=np.float32)}, metrics
 
     async def save(self, infer: Infer, request: Request) -> Outcome:
         critic.check_save(infer)
@@ -103,10 +103,10 @@ class CriticDoor:
 
     async def load(self, request: Request) -> Reply:
         try:
-            asked = msgspec.json.decode(request.content, type=_Load)
+            body = msgspec.json.decode(request.content, type=_Load)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HttpError(400, "invalid_request", one_line(error, 200)) from None
-        await self.host.load(asked.save, request)
+        await self.host.load(body.save, request)
         return await self.state(request)
 
     async def state(self, request: Request) -> Reply:
@@ -138,5 +138,5 @@ class _Load(msgspec.Struct, forbid_unknown_fields=True):
     save: str
 
 
-async def _told(tree: Mapping[str, Any], request: Request) -> Reply:
+async def _static_reply(tree: Mapping[str, Any], request: Request) -> Reply:
     return Reply.json(tree)

@@ -9,7 +9,7 @@ from typing import Any
 from plaudit.config.critic import CriticServerTable, parse_critic
 from plaudit.config.table import read_toml
 from plaudit.critic.host import CriticHost
-from plaudit.critic.routes import PROTOCOLS, WRITING, CriticDoor
+from plaudit.critic.routes import PROTOCOLS, WRITING, CriticRoutes
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import Keys, Routes, loopback
@@ -49,6 +49,6 @@ def serve_critic(table: CriticServerTable) -> int:
         host = CriticHost(table, WORKER, admission, metrics, log)
         # On this machine alone, or where somebody said so, whoever may ask may also teach.
         trusted = WRITING in table.allow_open or (loopback(table.host) and table.admin_key is None)
-        return host, CriticDoor(host, guarded=not trusted).routes()
+        return host, CriticRoutes(host, guarded=not trusted).routes()
 
     return run_server(table, build, "critic", f"critic_infer, critic_train, critic_save; saves in {table.save_dir}")

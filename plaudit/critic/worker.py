@@ -173,12 +173,12 @@ class ServedCritic:
             self.updates += 1
             for name, value in tally.metrics().items():
                 sums[name] = sums.get(name, 0.0) + value / len(parts)
-        told: dict[str, float] = {**sums, "updates": self.updates}
+        metrics: dict[str, float] = {**sums, "updates": self.updates}
         if call.update_id:
-            self.answered[call.update_id] = told
+            self.answered[call.update_id] = metrics
             while len(self.answered) > REMEMBERED:
                 self.answered.popitem(last=False)
-        return Reply([], msgspec.json.encode(told).decode())
+        return Reply([], msgspec.json.encode(metrics).decode())
 
     def keep(self, call: frames.Keep) -> Reply:
         try:
@@ -211,10 +211,10 @@ def _reward(table: CriticServerTable, vocabulary: int) -> ModelReward:
     reward = load_reward(complete({"path": table.reward, "dtype": table.dtype, "device": table.device}, "reward"))
     if not isinstance(reward, ModelReward) or not isinstance(reward.reading, OutcomeReading):
         raise ModelError(f"{table.reward} is no outcome model: give one whose score is a single number")
-    found = len(reward.reading.intake.tokenizer)
-    if found != vocabulary:
+    reward_vocabulary = len(reward.reading.intake.tokenizer)
+    if reward_vocabulary != vocabulary:
         raise ModelError(
-            f"{table.reward} has a vocabulary of {found} tokens and {table.model} one of {vocabulary}: both read the "
+            f"{table.reward} has a vocabulary of {reward_vocabulary} tokens and {table.model} one of {vocabulary}: both read the "
             "same tokens, so they must be the same"
         )
     return reward
