@@ -98,10 +98,14 @@ def _wait(where: torch.device) -> None:
 def _products(where: torch.device, product: tuple[int, int, int], dtype: torch.dtype) -> float:
     """FLOP/s of the three products of a linear layer in training: forward, and backward to its input and weight."""
     tokens, inputs, outputs = product
-    given = torch.randn(tokens, inputs, device=where, dtype=dtype)
+    activations = torch.randn(tokens, inputs, device=where, dtype=dtype)
     weight = torch.randn(outputs, inputs, device=where, dtype=dtype)
     out = torch.randn(tokens, outputs, device=where, dtype=dtype)
-    products: tuple[Callable[[], object], ...] = (lambda: given @ weight.T, lambda: out @ weight, lambda: out.T @ given)
+    products: tuple[Callable[[], object], ...] = (
+        lambda: activations @ weight.T,
+        lambda: out @ weight,
+        lambda: out.T @ activations,
+    )
     return 2 * tokens * inputs * outputs * len(products) / sum(_best(each, where) for each in products)
 
 
@@ -169,8 +173,8 @@ def _decode(where: torch.device, hidden: int, dtype: torch.dtype) -> tuple[float
 def _launches(where: torch.device, hidden: int, dtype: torch.dtype) -> float:
     """Of one layer, on so few tokens that only the launches take time."""
     # Two prompts with two responses each: what a GPU launches for shared prompts is there. A CPU launches nothing.
-    asked = (range(4, 8), range(5, 9)) if where.type == "cuda" else (range(4, 8),)
-    samples = [_sample(ids, ids, group) for group, ids in enumerate(asked) for _ in range(len(asked))]
+    prompts = (range(4, 8), range(5, 9)) if where.type == "cuda" else (range(4, 8),)
+    samples = [_sample(ids, ids, group) for group, ids in enumerate(prompts) for _ in range(len(prompts))]
     return max(1e-6, _learning(where, hidden, dtype, samples))
 
 
@@ -178,10 +182,10 @@ def _passes(where: torch.device, hidden: int, rate: float, bandwidth: float) -> 
     """How often an activation crosses between memory and chip in a forward pass: what a layer takes beyond its products
     when it learns from groups of responses of many lengths."""
     draw = random.Random(1)
-    asked = [[draw.randrange(512) for _ in range(9)] for _ in range(16)]
+    prompts = [[draw.randrange(512) for _ in range(9)] for _ in range(16)]
     samples = [
         _sample(prompt, [draw.randrange(512) for _ in range(draw.randint(8, 30))], group)
-        for group, prompt in enumerate(asked)
+        for group, prompt in enumerate(prompts)
         for _ in range(8)
     ]
     tokens = pack_responses(samples, where).packed.input_ids.shape[1]

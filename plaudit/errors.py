@@ -165,9 +165,9 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, candidates: Iterable[str]) -> str:
     """The tail of an "unknown name" message: the closest known name, or all of them."""
-    names = sorted(known)
+    names = sorted(candidates)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -72,6 +72,6 @@ def sample_lines(engine: Engine, rows: Sequence[Row], params: SamplingParams, ra
 
 
 def _line(row: Row, sample: Sample) -> str:
-    asked = {key: row.fields[key] for key in ("prompt", "messages") if key in row.fields}
+    prompt_fields = {key: row.fields[key] for key in ("prompt", "messages") if key in row.fields}
     got = {"text": sample.text, "tokens": len(sample.token_ids), "finish_reason": sample.finish_reason}
-    return json.dumps({**asked, "index": sample.index, **got}, ensure_ascii=False)
+    return json.dumps({**prompt_fields, "index": sample.index, **got}, ensure_ascii=False)

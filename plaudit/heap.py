@@ -60,9 +60,9 @@ def mixed_samples(count: int) -> list[Sample]:
     made = []
     for i in range(count):
         size = 4 + (i * 37) % 29 + (28 if i % 8 == 0 else 0)
-        asked = (*range(4, 12 + i // 8 % 4), 16 + i // 8 % 40)
+        prompt_ids = (*range(4, 12 + i // 8 % 4), 16 + i // 8 % 40)
         zeros = (0.0,) * size
-        made.append(Sample(asked, tuple(4 + (i + j * j) % 60 for j in range(size)), "", zeros, zeros, (0,) * size,
+        made.append(Sample(prompt_ids, tuple(4 + (i + j * j) % 60 for j in range(size)), "", zeros, zeros, (0,) * size,
                            (1,) * size, "length", group=i // 8))  # fmt: skip
     return made
 

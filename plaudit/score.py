@@ -38,9 +38,9 @@ class Tally:
     failed: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        told = f"{self.scored} responses scored by version {self.version or 'unknown'}"
+        summary = f"{self.scored} responses scored by version {self.version or 'unknown'}"
         failed = ", ".join(f"{count} {type}" for type, count in self.failed.most_common())
-        return f"{told}; {self.failed.total()} failed: {failed}" if failed else told
+        return f"{summary}; {self.failed.total()} failed: {failed}" if failed else summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ def _batches(rows: Iterable[Row], size: int) -> Iterator[list[_Line]]:
 
 
 def _finished(lines: Sequence[_Line], future: Future[list[Result]], tally: Tally) -> Iterator[str]:
-    given = iter(future.result())
+    remaining = iter(future.result())
     for line in lines:
-        results = [next(given) for _ in line.items]
+        results = [next(remaining) for _ in line.items]
         for result in results:
             tally.version = tally.version or result.version
             if result.error is None:
@@ -123,30 +123,30 @@ def _finished(lines: Sequence[_Line], future: Future[list[Result]], tally: Tally
 def _written_line(row: Row, results: Sequence[Result]) -> str:
     """The row's fields, less the results of an earlier scoring."""
     fields = {k: v for k, v in row.fields.items() if k not in ("score", "scores", "error", "errors")}
-    told = [_told(result) for result in results]
+    per_result = [_result_fields(result) for result in results]
     if row.fields.get("responses") is None:
-        fields |= told[0]
+        fields |= per_result[0]
     else:
         # Where some responses say something that others do not, these have null in its place.
-        names = dict.fromkeys(["score", *(name for each in told for name in each)])
+        names = dict.fromkeys(["score", *(name for each in per_result for name in each)])
         plural = {"score": "scores", "error": "errors"}
-        fields |= {plural.get(name, name): [each.get(name) for each in told] for name in names}
+        fields |= {plural.get(name, name): [each.get(name) for each in per_result] for name in names}
     return json.dumps(fields, ensure_ascii=False, default=str) + "\n"
 
 
-def _told(result: Result) -> dict[str, Any]:
+def _result_fields(result: Result) -> dict[str, Any]:
     if result.error is not None:
         return {"error": asdict(result.error)}
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if isinstance(result, StepScores):
-        told |= {"score": result.aggregate, "steps": list(result.values)}
+        fields |= {"score": result.aggregate, "steps": list(result.values)}
     else:
-        told["score"] = result.value
+        fields["score"] = result.value
         if result.attributes:
-            told["attributes"] = dict(result.attributes)
+            fields["attributes"] = dict(result.attributes)
     if result.truncated:
-        told["truncated"] = True
-    return told
+        fields["truncated"] = True
+    return fields
 
 
 @contextmanager
@@ -174,12 +174,12 @@ class _Outage:
     """Says that a server is asked again: at once, and then every so often."""
 
     def __init__(self) -> None:
-        self._said = -OUTAGE_EVERY
+        self._last_notice = -OUTAGE_EVERY
 
     def tell(self, cause: str, seconds: float | None) -> None:
         now = time.monotonic()
-        if now - self._said >= OUTAGE_EVERY:
-            self._said = now
+        if now - self._last_notice >= OUTAGE_EVERY:
+            self._last_notice = now
             limit = "" if seconds is None else f", for {seconds:.0f} s at most"
             print(f"plaudit: {cause}; trying again{limit}", file=sys.stderr, flush=True)
 
@@ -188,15 +188,15 @@ def _reach(urls: Sequence[str], wait: float) -> None:
     """Until one of the servers takes a connection. Before anything is scored nothing is lost: a wrong address is told
     at once, and not after as many attempts as an outage is worth."""
     until = time.monotonic() + wait
-    said = False
+    notified = False
     while (refusals := _refusals(urls)) and len(refusals) == len(urls):
         if time.monotonic() >= until:
             raise RewardUnavailable(
                 f"{'; '.join(refusals)}; start it with plaudit serve, or give --wait SECONDS if it is on its way"
             )
-        if not said:
+        if not notified:
             print(f"plaudit: {'; '.join(refusals)}; waiting for it, for {wait:g} s", file=sys.stderr, flush=True)
-            said = True
+            notified = True
         time.sleep(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
 

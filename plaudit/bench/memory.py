@@ -69,11 +69,11 @@ class MemoryResult:
 
 def chosen(names: str) -> list[str]:
     """The placements of a list with commas; all without one."""
-    asked = [name.strip() for name in names.split(",") if name.strip()] or list(PLACEMENTS)
-    for name in asked:
+    placements = [name.strip() for name in names.split(",") if name.strip()] or list(PLACEMENTS)
+    for name in placements:
         if name not in PLACEMENTS:
             raise ConfigError(f"unknown placement {name!r}; {nearest(name, PLACEMENTS)}")
-    return asked
+    return placements
 
 
 def bench_memory(
@@ -87,16 +87,16 @@ def bench_memory(
     fixed = [f"train.steps={steps}", "train.eval_every=1000000", "train.checkpoint.every=1000000", "train.show=0"]
     if tree.reward.url is not None:
         fixed.append("reward.patience=30")  # a server that is away is known at once, not after every placement's wait
-    found = []
+    results = []
     for placement in placements:
         directory = out / placement
-        given = [part for each in (*sets, *fixed, f'placement.name="{placement}"') for part in ("--set", each)]
-        command = [sys.executable, "-m", "plaudit", "train", str(recipe), *given, "--out", str(directory), "--fresh"]
+        options = [part for each in (*sets, *fixed, f'placement.name="{placement}"') for part in ("--set", each)]
+        command = [sys.executable, "-m", "plaudit", "train", str(recipe), *options, "--out", str(directory), "--fresh"]
         error = _run(command, timeout)
-        found.append(figures(placement, directory) if error is None else Placed(placement, str(directory), error))
+        results.append(figures(placement, directory) if error is None else Placed(placement, str(directory), error))
     date = datetime.now(UTC).isoformat(timespec="seconds")
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    return MemoryResult(date, machine, platform.python_version(), str(recipe), steps, found)
+    return MemoryResult(date, machine, platform.python_version(), str(recipe), steps, results)
 
 
 def _readable(recipe: Path, placements: Sequence[str], sets: Sequence[str]) -> Any:
@@ -142,12 +142,12 @@ def _peak(event: Event) -> int:
     return int((event.get("taken") or {}).get("peak") or _total(event["bytes"]))
 
 
-def _total(held: dict[str, int]) -> int:
-    return sum(held.values())
+def _total(sizes: dict[str, int]) -> int:
+    return sum(sizes.values())
 
 
 def _seconds(events: Sequence[Event], name: str) -> float:
     """Of a step; the first, in which things are made that stay, is left out where there are others."""
-    taken = [event["values"] for event in events if event["kind"] == "metric" and "time/step" in event["values"]]
-    later = taken[1:] or taken
+    steps = [event["values"] for event in events if event["kind"] == "metric" and "time/step" in event["values"]]
+    later = steps[1:] or steps
     return sum(float(values.get(name, 0.0)) for values in later) / len(later)

@@ -15,8 +15,8 @@ UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
 
 def count_of(text: str) -> int:
     """100M, 1.5B, 250K or a plain number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
-    count = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
+    count = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if count < 100_000:
         raise ConfigError(f"parameters = {text!r} is no count of at least 100K: write 100M, 1.5B or a plain number")
     return count
@@ -27,7 +27,7 @@ class LlamaShaped(nn.Module):
 
     def __init__(self, parameters: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.asked = parameters
+        self.requested_parameters = parameters
         width = next(width for most, width in WIDTHS if parameters < most)
         vocabulary = min(32_000, parameters // 4 // width)
         layers = max(1, round((parameters - vocabulary * width) / (12 * width * width)))

@@ -129,7 +129,7 @@ def _measured(
     device = str(next(module.parameters()).device)
     if name == "collective, nccl":
         device = "cuda:1"
-    with _other(module.asked, dtype, device) as other:
+    with _other(module.requested_parameters, dtype, device) as other:
         channel = make()
         try:
             called, measure = limit(other, weights.nbytes)
@@ -172,9 +172,9 @@ class _Other:
         return time.perf_counter() - begun
 
     def check(self, module: LlamaShaped) -> None:
-        found, expected = self.ask(bench="sum")["checksum"], checksum_of(module)
-        if found != expected:
-            raise WeightsRefused(f"{self.wire.name} has weights of checksum {found}, published was {expected}")
+        actual, expected = self.ask(bench="sum")["checksum"], checksum_of(module)
+        if actual != expected:
+            raise WeightsRefused(f"{self.wire.name} has weights of checksum {actual}, published was {expected}")
 
 
 @contextmanager

@@ -58,11 +58,11 @@ def is_stopped(pid: int) -> bool:
 
 def children() -> list[int]:
     """The processes that this one has started and that are still there."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # a thread that has ended since
-            found += map(int, task.read_text().split())
-    return found
+            pids += map(int, task.read_text().split())
+    return pids
 
 
 def guard_this_process(name: str) -> None:
