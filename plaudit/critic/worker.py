@@ -214,8 +214,8 @@ def _reward(table: CriticServerTable, vocabulary: int) -> ModelReward:
     reward_vocabulary = len(reward.reading.intake.tokenizer)
     if reward_vocabulary != vocabulary:
         raise ModelError(
-            f"{table.reward} has a vocabulary of {reward_vocabulary} tokens and {table.model} one of {vocabulary}: both read the "
-            "same tokens, so they must be the same"
+            f"{table.reward} has a vocabulary of {reward_vocabulary} tokens and {table.model} one of {vocabulary}: "
+            "both read the same tokens, so they must be the same"
         )
     return reward
 
