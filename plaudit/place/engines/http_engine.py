@@ -139,7 +139,9 @@ class HttpEngine(ABC):
                 continue
             drawn = self.drawn(reply)
             if len(drawn) != options.n or any(len(d.token_ids) != len(d.logprobs) for d in drawn):
-                raise BadReply(f"{self.name} gave {len(drawn)} samples for n = {options.n}, or log-probs amiss")
+                raise BadReply(
+                    f"{self.name} gave {len(drawn)} samples for n = {options.n}, or not one log-prob per token"
+                )
             samples += [self._sample(prompt, group, i, options, d, version) for i, d in enumerate(drawn)]
         return samples
 

@@ -273,7 +273,7 @@ class RemoteEngine:
                     break
                 continue
             if time.monotonic() - self._last_step > HANG_SECONDS:
-                why = f"lives, but came not a step further for {HANG_SECONDS:g} s"
+                why = f"is alive, but made no progress for {HANG_SECONDS:g} s"
                 break
             try:
                 data = hosted.sock.recv(1 << 20)
