@@ -215,6 +215,7 @@ def ranked_engine(
                 child.wait(5)
             child.kill()
             child.wait()
+            _lifelines.pop(child.pid).close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
