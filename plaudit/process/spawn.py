@@ -58,6 +58,12 @@ def spawn(module: str, environment: Mapping[str, str] | None = None) -> tuple[Ch
         raise
 
 
+def start_anew() -> None:
+    """From now on children of this process are new processes: under Ray, which manages those that it sees."""
+    global FORKS
+    FORKS = False
+
+
 async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child, socket.socket]:
     """The same, for an event loop: the imports of the first child take seconds. In a thread that nobody waits for when
     the program ends."""

@@ -21,6 +21,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from plaudit.config.reward import ReadByEngine, parse_reward
 from plaudit.process.guard import guard_this_process
+from plaudit.process.spawn import start_anew
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.metrics import Metrics
@@ -45,6 +46,7 @@ class ModelReplica:
     ) -> None:
         # Ray Serve waits long for a replica that does not answer; one that has died is replaced at once.
         guard_this_process("a replica")
+        start_anew()
         self.deployment = Deployment(
             "model", 0, table, ScoreCache(0), Metrics(), environment, load_seconds, lambda: None
         )  # fmt: skip
