@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from plaudit.process import nursery
 from plaudit.process.nursery import Nursery
 
-# Libraries read these when they are loaded: a worker that wants others than its nursery has is a new process.
+# Libraries read these when they are loaded, so a nursery forks only workers that have the same.
 READ_AT_IMPORT = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "TORCH", "TRITON", "TRANSFORMERS_", "HF_",
 )  # fmt: skip
@@ -109,9 +109,9 @@ def _settings(environment: Mapping[str, str]) -> Settings:
 def _nursery(settings: Settings, environment: Mapping[str, str]) -> Nursery:
     with _lock:
         if settings not in _nurseries:
-            own = nursery.parent
-            shared = own is not None and _settings(own.environment) == settings
-            _nurseries[settings] = own if own is not None and shared else Nursery.start(environment)
+            parent = nursery.parent  # if this process was forked, and its children may come from there too
+            shared = parent if parent is not None and _settings(parent.environment) == settings else None
+            _nurseries[settings] = shared or Nursery.start(environment)
         return _nurseries[settings]
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -40,7 +41,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     message: str
 
 
-class SocketWorker(Generic[F]):
+class SocketWorker(ABC, Generic[F]):
     """`steps` counts the turns of the loop."""
 
     def __init__(self, sock: socket.socket, reader: FrameReader[F]) -> None:
@@ -52,16 +53,16 @@ class SocketWorker(Generic[F]):
         self._sending = threading.Lock()
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether there is something to compute: else the loop waits for a frame."""
-        raise NotImplementedError
 
-    def take(self, frame: F) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def take(self, frame: F) -> None: ...
 
+    @abstractmethod
     def step(self) -> None:
         """Compute a little of what was taken, if anything waits, and send what is finished."""
-        raise NotImplementedError
 
     def send(self, frame: Any) -> None:
         with self._sending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ from plaudit.serve.http.message import Access, Claims, ErrorWriter, Handler, Htt
 from plaudit.serve.scoring import ScoringService
 
 
-class ProtocolRoutes:
+class ProtocolRoutes(ABC):
     """name    by which `--protocols` and `--allow-open` mean it
     errors  how it writes an error
     shapes  by a path's beginning, how errors of paths that do not exist are written
@@ -22,8 +23,8 @@ class ProtocolRoutes:
     def __init__(self, scoring: ScoringService) -> None:
         self.scoring = scoring
 
-    def routes(self) -> list[Route]:
-        raise NotImplementedError
+    @abstractmethod
+    def routes(self) -> list[Route]: ...
 
     def strangers(self) -> list[tuple[str, Route]]:
         """By a path's beginning, the route that all other paths there lead to."""

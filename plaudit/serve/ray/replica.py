@@ -175,9 +175,9 @@ class ByTokens:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         reported = (context.aggregated_metrics or {}).get("waiting", {})
-        wanted = -(-int(max(reported.values(), default=0.0)) // self.tokens)
+        replicas = -(-int(max(reported.values(), default=0.0)) // self.tokens)
         low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-        return max(low, min(high, wanted)), context.policy_state
+        return max(low, min(high, replicas)), context.policy_state
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:

@@ -138,14 +138,14 @@ def read_generate(fields: Mapping[str, Any]) -> Generate:
         raise _bad("stream is true, and nothing is written here that could be streamed; leave it out")
     if any(_each(request.top_logprobs_num, count, "top_logprobs_num")):
         raise _bad("top_logprobs_num is not 0: the likeliest tokens are not read here; name some in token_ids_logprob")
-    wanted = _each(request.return_logprob, count, "return_logprob")
-    for params, logprobs in zip(_each(request.sampling_params or {}, count, "sampling_params"), wanted, strict=True):
+    returned = _each(request.return_logprob, count, "return_logprob")
+    for params, logprobs in zip(_each(request.sampling_params or {}, count, "sampling_params"), returned, strict=True):
         _refuse_writing(params, logprobs)
     starts = _each(request.logprob_start_len, count, "logprob_start_len")
     chosen = _token_rows(request.token_ids_logprob or [], count)
     wishes = [
         Wish(True, start if start is not None and start >= 0 else None, tuple(tokens)) if logprobs else NO_WISH
-        for logprobs, start, tokens in zip(wanted, starts, chosen, strict=True)
+        for logprobs, start, tokens in zip(returned, starts, chosen, strict=True)
     ]
     return Generate(inputs, wishes, request.return_text_in_logprobs)
 
