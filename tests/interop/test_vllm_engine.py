@@ -77,7 +77,7 @@ def engine(directory: Path) -> Iterator[VllmEngine]:
     )
     with server:
         server.wait_ready(START_SECONDS)
-        with VllmEngine(server.url, stop_ids=[TOKENIZER.eos_token_id], server=server, timeout=120, raw=True) as made:
+        with VllmEngine(server.url, stop_ids=[TOKENIZER.eos_token_id], server=server, timeout=300, raw=True) as made:
             yield made
 
 
@@ -180,7 +180,7 @@ def updated_after(
     call.start()
     time.sleep(seconds)
     publish(engine, SharedChannel(), then, old + 1)
-    call.join(60)
+    call.join(180)
     assert not call.is_alive()
     return found
 

@@ -1,8 +1,8 @@
 import pytest
 
-from tests.place.nursery import Nursery
+from tests.place.rollout_host import RolloutHost
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Nursery:
-    return Nursery()
+def rollout_host() -> RolloutHost:
+    return RolloutHost()

@@ -13,7 +13,7 @@ from plaudit.records import Sample
 from plaudit.rl.loop import RlTraining
 from plaudit.train.rollouts.dump import Dump
 from plaudit.train.run.run import Run
-from tests.place.nursery import Nursery
+from tests.place.rollout_host import RolloutHost
 from tests.train.rl_world import Silent, recipe, weights
 
 SMALL = {"prompts_per_step": 8, "samples_per_prompt": 4, "eval_every": 2, "dump": True}
@@ -43,12 +43,12 @@ class Watched(Silent):
 
 
 def train(
-    directory: Path, tree: RlRecipe, nursery: Nursery, at: Callable[[RlTraining, int], None] | None = None,
+    directory: Path, tree: RlRecipe, rollout_host: RolloutHost, at: Callable[[RlTraining, int], None] | None = None,
     **options: Any,
 ) -> Watched:  # fmt: skip
     viewer = Watched(at)
     with Run(directory, tree, **options) as run:
-        viewer.training = RlTraining(tree, run, viewer, host=nursery.start)
+        viewer.training = RlTraining(tree, run, viewer, host=rollout_host.start)
         viewer.training.fit()
     return viewer
 

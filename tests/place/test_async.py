@@ -16,7 +16,7 @@ from plaudit.rl.loop import RlTraining
 from plaudit.train.data.encoder import LengthLimits
 from plaudit.train.data.prompts import open_prompts
 from plaudit.train.run.clock import Clock
-from tests.place.nursery import Nursery
+from tests.place.rollout_host import RolloutHost
 from tests.place.runs import GRPO, Watched, samples, small, train
 from tests.train.rl_world import recipe
 
@@ -39,9 +39,11 @@ def ages(directory: Path) -> list[int]:
     return [step - min(s.versions) for step, batch in enumerate(samples(directory)) for s in batch]
 
 
-def test_staleness_is_bounded_in_the_samples_and_every_prompt_is_used_once(tmp_path: Path, nursery: Nursery) -> None:
+def test_staleness_is_bounded_in_the_samples_and_every_prompt_is_used_once(
+    tmp_path: Path, rollout_host: RolloutHost
+) -> None:
     tree = small(6, GRPO, **ASYNC)
-    viewer = train(tmp_path / "run", tree, nursery)
+    viewer = train(tmp_path / "run", tree, rollout_host)
     assert 0 < max(ages(tmp_path / "run")) <= 2
     assert max(seen["staleness/max"] for seen in viewer.seen) == max(ages(tmp_path / "run"))
     assert prompts_of(tmp_path / "run") == asked(tree, 48), "in their order, none twice, none left out"
@@ -196,7 +198,7 @@ def test_what_a_checkpoint_keeps_is_neither_lost_nor_asked_again(tmp_path: Path)
     again.close()
 
 
-def test_a_killed_run_goes_on_with_what_it_had(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_killed_run_goes_on_with_what_it_had(tmp_path: Path, rollout_host: RolloutHost) -> None:
     class Killed(Exception):
         pass
 
@@ -206,8 +208,8 @@ def test_a_killed_run_goes_on_with_what_it_had(tmp_path: Path, nursery: Nursery)
 
     tree = small(8, {"train": {"checkpoint": {"every": 2}}}, **ASYNC)
     with pytest.raises(Killed):
-        train(tmp_path / "run", tree, nursery, kill)
-    viewer: Watched = train(tmp_path / "run", tree, nursery, resume=True)
+        train(tmp_path / "run", tree, rollout_host, kill)
+    viewer: Watched = train(tmp_path / "run", tree, rollout_host, resume=True)
     assert len(viewer.seen) == 4, "from the checkpoint of step 4 on"
     assert prompts_of(tmp_path / "run") == asked(tree, 64)
     assert max(ages(tmp_path / "run")) <= 2

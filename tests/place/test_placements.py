@@ -12,7 +12,7 @@ import torch
 from plaudit.config import to_toml
 from plaudit.errors import ConfigError
 from plaudit.events import read_events
-from tests.place.nursery import Nursery
+from tests.place.rollout_host import RolloutHost
 from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
 from tests.train.rl_world import Silent, recipe
 
@@ -29,16 +29,16 @@ Run = tuple[Path, Silent]
 
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Run:
+def colocated(tmp_path_factory: pytest.TempPathFactory, rollout_host: RolloutHost) -> Run:
     directory = tmp_path_factory.mktemp("colocated") / "run"
-    return directory, train(directory, small(3, GRPO), nursery)
+    return directory, train(directory, small(3, GRPO), rollout_host)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_every_placement_gives_the_same_samples_losses_and_weights(
-    tmp_path: Path, colocated: Run, nursery: Nursery, name: str
+    tmp_path: Path, colocated: Run, rollout_host: RolloutHost, name: str
 ) -> None:
-    found = train(tmp_path / "run", small(3, GRPO, **PLACEMENTS[name]), nursery)
+    found = train(tmp_path / "run", small(3, GRPO, **PLACEMENTS[name]), rollout_host)
     assert_equal((tmp_path / "run", found), colocated)
     assert not found.warnings
     if name.startswith("hybrid"):
@@ -52,16 +52,16 @@ def test_every_placement_gives_the_same_samples_losses_and_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tables", [GRPO, PPO], ids=["grpo", "ppo"])
-def test_ten_steps_in_every_placement(tmp_path: Path, nursery: Nursery, tables: dict[str, Any]) -> None:
-    expected = train(tmp_path / "colocated", small(10, tables), nursery)
+def test_ten_steps_in_every_placement(tmp_path: Path, rollout_host: RolloutHost, tables: dict[str, Any]) -> None:
+    expected = train(tmp_path / "colocated", small(10, tables), rollout_host)
     for name, placed in PLACEMENTS.items():
-        found = train(tmp_path / name, small(10, tables, **placed), nursery)
+        found = train(tmp_path / name, small(10, tables, **placed), rollout_host)
         assert_equal((tmp_path / name, found), (tmp_path / "colocated", expected))
 
 
-def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: Run, nursery: Nursery) -> None:
+def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: Run, rollout_host: RolloutHost) -> None:
     tree = small(2, GRPO, placement={"name": "disaggregated"}, resources={"rollout": {"processes": 2}})
-    train(tmp_path / "run", tree, nursery)
+    train(tmp_path / "run", tree, rollout_host)
     first, expected = samples(tmp_path / "run")[0], samples(colocated[0])[0]
     assert [(s.group, s.index, s.prompt_ids) for s in first] == [(s.group, s.index, s.prompt_ids) for s in expected]
     assert [s.token_ids for s in first] == [s.token_ids for s in expected], "what is sampled depends on the place alone"
@@ -94,27 +94,29 @@ def test_stale_samples_are_corrected_for_unless_the_recipe_says_otherwise() -> N
     assert recipe().algorithm.correction.mode == "none"
 
 
-def test_resources_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path, nursery: Nursery) -> None:
+def test_resources_that_are_not_there_are_refused_with_the_arithmetic(
+    tmp_path: Path, rollout_host: RolloutHost
+) -> None:
     placed = {"placement": {"name": "disaggregated"}}
     with pytest.raises(ConfigError, match=r"resources\.rollout\.cores = \[4711\], and this process has the CPUs"):
-        train(tmp_path / "a", small(1, GRPO, **placed, resources={"rollout": {"cores": (4711,)}}), nursery)
+        train(tmp_path / "a", small(1, GRPO, **placed, resources={"rollout": {"cores": (4711,)}}), rollout_host)
     tree = small(1, GRPO, **placed, engine={"kv_bytes": 4 * 10**12}, resources={"rollout": {"processes": 2}})
     with pytest.raises(ConfigError, match=r"processes = 2 × \(\d+ bytes of weights \+ 4000000000000 of engine\.kv_"):
-        train(tmp_path / "b", tree, nursery)
+        train(tmp_path / "b", tree, rollout_host)
     with pytest.raises(
         ConfigError, match=r"processes = 9999 × .* of Python and torch\) = \d+ bytes, and \d+ are available"
     ):
-        train(tmp_path / "c", small(1, GRPO, **placed, resources={"rollout": {"processes": 9999}}), nursery)
+        train(tmp_path / "c", small(1, GRPO, **placed, resources={"rollout": {"processes": 9999}}), rollout_host)
     elsewhere = {"rollout": {"devices": ("cuda:99",)}}
     with pytest.raises(
         ConfigError, match=r"devices names 'cuda:99', and this machine has \d+ GPU\(s\): name one of cpu"
     ):
-        train(tmp_path / "d", small(1, GRPO, **placed, resources=elsewhere), nursery)
+        train(tmp_path / "d", small(1, GRPO, **placed, resources=elsewhere), rollout_host)
 
 
 @pytest.mark.slow
-def test_over_ranks_the_main_one_has_the_rollouts(tmp_path: Path, nursery: Nursery) -> None:
-    train(tmp_path / "one", small(2, GRPO), nursery)
+def test_over_ranks_the_main_one_has_the_rollouts(tmp_path: Path, rollout_host: RolloutHost) -> None:
+    train(tmp_path / "one", small(2, GRPO), rollout_host)
     placed = {"placement": {"name": "disaggregated"}, "resources": {"data_parallel": 2}}
     (tmp_path / "recipe.toml").write_text(to_toml(small(2, GRPO, **placed)))
     command = [sys.executable, "-m", "plaudit", "train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "two")]
@@ -130,13 +132,13 @@ def test_over_ranks_the_main_one_has_the_rollouts(tmp_path: Path, nursery: Nurse
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["hybrid in two processes", "disaggregated, shared", "disaggregated, disk"])
-def test_rollouts_of_another_process_on_the_same_gpu(tmp_path: Path, nursery: Nursery, name: str) -> None:
+def test_rollouts_of_another_process_on_the_same_gpu(tmp_path: Path, rollout_host: RolloutHost, name: str) -> None:
     device = {"model": {"device": "cuda:0"}, "engine": {"kv_bytes": 1 << 28}}
     placed = dict(PLACEMENTS[name])
     if name.startswith("disaggregated"):
         placed["resources"] = {"rollout": {"processes": 1, "devices": ("cuda:0",)}}
-    expected = train(tmp_path / "colocated", small(3, GRPO, **device), nursery)
-    found = train(tmp_path / "run", small(3, GRPO, **device, **placed), nursery)
+    expected = train(tmp_path / "colocated", small(3, GRPO, **device), rollout_host)
+    found = train(tmp_path / "run", small(3, GRPO, **device, **placed), rollout_host)
     for here, there in zip(found.seen, expected.seen, strict=True):
         assert here["mismatch/abs_max"] < 1e-3, "the engine has the learner's weights"
         assert here["reward/mean"] == pytest.approx(there["reward/mean"], abs=0.1)
@@ -145,7 +147,7 @@ def test_rollouts_of_another_process_on_the_same_gpu(tmp_path: Path, nursery: Nu
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs one CUDA device")
-def test_more_gpus_than_there_are_is_refused(tmp_path: Path, nursery: Nursery) -> None:
+def test_more_gpus_than_there_are_is_refused(tmp_path: Path, rollout_host: RolloutHost) -> None:
     tree = small(1, GRPO, model={"device": "cuda"}, placement={"name": "disaggregated"})
     with pytest.raises(ConfigError, match=r"1 GPU\(s\) to train and 1 to generate = 2, and there are 1"):
-        train(tmp_path / "run", tree, nursery)
+        train(tmp_path / "run", tree, rollout_host)

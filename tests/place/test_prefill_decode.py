@@ -23,7 +23,7 @@ from plaudit.place.workers.prefill_decode import DecodeEngine, PrefillDecode, Pr
 from plaudit.records import Sample
 from plaudit.rl.loop import RlTraining
 from tests.core import tiny
-from tests.place.nursery import Nursery
+from tests.place.rollout_host import RolloutHost
 from tests.place.runs import GRPO, samples, small, train
 from tests.train.rl_world import recipe
 
@@ -183,17 +183,17 @@ def split(processes: int, readers: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_with_a_process_that_reads_and_one_that_goes_on_has_the_same_samples(
-    tmp_path: Path, nursery: Nursery
+    tmp_path: Path, rollout_host: RolloutHost
 ) -> None:
-    first = len(nursery.workers)
+    first = len(rollout_host.workers)
     tree = small(1, GRPO)
-    train(tmp_path / "one", tree, nursery)
+    train(tmp_path / "one", tree, rollout_host)
 
     def killing(training: RlTraining, step: int) -> None:
         if step == 1:
-            os.kill(nursery.workers[first].pid, signal.SIGKILL)  # the reader
+            os.kill(rollout_host.workers[first].pid, signal.SIGKILL)  # the reader
 
-    viewer = train(tmp_path / "two", small(2, GRPO, **split(2, 1)), nursery, killing)
+    viewer = train(tmp_path / "two", small(2, GRPO, **split(2, 1)), rollout_host, killing)
     (expected,), found = samples(tmp_path / "one"), samples(tmp_path / "two")
     assert [s.token_ids for s in found[0]] == [s.token_ids for s in expected]
     for ours, theirs in zip(found[0], expected, strict=True):

@@ -23,7 +23,7 @@ from plaudit.place.workers import frames, remote_engine
 from plaudit.place.workers.fleet import Fleet
 from plaudit.place.workers.remote_engine import EngineLost, OwnProcess, RemoteEngine
 from plaudit.rl.loop import RlTraining
-from tests.place.nursery import Nursery
+from tests.place.rollout_host import RolloutHost
 from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
 from tests.place.test_async import ages, asked, prompts_of
 from tests.train.rl_world import recipe, weights
@@ -31,7 +31,7 @@ from tests.train.rl_world import recipe, weights
 DISAGGREGATED = {"placement": {"name": "disaggregated"}}
 
 
-def hit(number: int, when: int, nursery: Nursery):  # type: ignore[no-untyped-def]
+def hit(number: int, when: int, rollout_host: RolloutHost):  # type: ignore[no-untyped-def]
     """Send the signal to the newest worker while it generates for the step after `when`."""
 
     def at(training: RlTraining, step: int) -> None:
@@ -45,20 +45,20 @@ def hit(number: int, when: int, nursery: Nursery):  # type: ignore[no-untyped-de
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and not fleet.engines[0].outstanding:
             time.sleep(0.0005)
-        os.kill(nursery.workers[-1].pid, number)
+        os.kill(rollout_host.workers[-1].pid, number)
 
     return at
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_same(
-    tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path, rollout_host: RolloutHost, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     assert remote_engine.SILENCE_SECONDS <= 30
     monkeypatch.setattr(remote_engine, "SILENCE_SECONDS", 6.0)
-    expected = train(tmp_path / "colocated", small(3, GRPO), nursery)
+    expected = train(tmp_path / "colocated", small(3, GRPO), rollout_host)
     tree = small(3, GRPO, **DISAGGREGATED)
-    found = train(tmp_path / "run", tree, nursery, hit(number, 1, nursery))
+    found = train(tmp_path / "run", tree, rollout_host, hit(number, 1, rollout_host))
     assert_equal((tmp_path / "run", found), (tmp_path / "colocated", expected))
     assert found.seen[-1]["rollout/restarts"] == 1
     (warning,) = found.warnings
@@ -67,9 +67,9 @@ def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_
     assert "it is started again" in warning
 
 
-def test_a_worker_killed_while_training_goes_on_loses_nothing(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_worker_killed_while_training_goes_on_loses_nothing(tmp_path: Path, rollout_host: RolloutHost) -> None:
     tree = small(6, GRPO, placement={"name": "async", "staleness": 2})
-    found = train(tmp_path / "run", tree, nursery, hit(signal.SIGKILL, 2, nursery))
+    found = train(tmp_path / "run", tree, rollout_host, hit(signal.SIGKILL, 2, rollout_host))
     assert found.seen[-1]["rollout/restarts"] == 1
     assert prompts_of(tmp_path / "run") == asked(tree, 48), "no prompt lost, none twice"
     assert all(
@@ -79,10 +79,10 @@ def test_a_worker_killed_while_training_goes_on_loses_nothing(tmp_path: Path, nu
 
 
 def remote(
-    nursery: Nursery, keep: Literal["recompute", "continue"] = "recompute"
+    rollout_host: RolloutHost, keep: Literal["recompute", "continue"] = "recompute"
 ) -> tuple[RemoteEngine, Fleet, torch.nn.Module]:
     tree = recipe().model_dump(mode="json", exclude_none=True)
-    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], keep), nursery.start)
+    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], keep), rollout_host.start)
     module = load_policy("sums-policy").module
     return engine, Fleet([engine], SharedChannel(), lambda: Weights.of(module), engine.news, lambda _: None), module
 
@@ -91,8 +91,8 @@ PROMPTS = [[1, 5, 6], [1, 7], [1, 5, 6, 9, 4]]
 PARAMS = [SamplingParams(n=3, max_tokens=20, seed=seed) for seed in range(3)]
 
 
-def test_a_remote_engine_is_an_engine(nursery: Nursery) -> None:
-    engine, fleet, module = remote(nursery)
+def test_a_remote_engine_is_an_engine(rollout_host: RolloutHost) -> None:
+    engine, fleet, module = remote(rollout_host)
     try:
         engine.start()
         assert engine.ask("stats")["version"] == 0
@@ -118,8 +118,8 @@ def test_a_remote_engine_is_an_engine(nursery: Nursery) -> None:
         engine.tell({})
 
 
-def test_weights_that_come_in_flight_cost_no_token(nursery: Nursery) -> None:
-    engine, fleet, module = remote(nursery, "continue")
+def test_weights_that_come_in_flight_cost_no_token(rollout_host: RolloutHost) -> None:
+    engine, fleet, module = remote(rollout_host, "continue")
     try:
         fleet.publish(1)
         many = SamplingParams(n=8, max_tokens=150, ignore_eos=True, seed=3)
@@ -138,12 +138,12 @@ def test_weights_that_come_in_flight_cost_no_token(nursery: Nursery) -> None:
         fleet.close()
 
 
-def test_a_worker_that_keeps_dying_is_given_up(nursery: Nursery) -> None:
-    engine, fleet, _ = remote(nursery)
+def test_a_worker_that_keeps_dying_is_given_up(rollout_host: RolloutHost) -> None:
+    engine, fleet, _ = remote(rollout_host)
     try:
         for _ in range(remote_engine.MOST_DEATHS):
             fleet.publish(0)
-            os.kill(nursery.workers[-1].pid, signal.SIGKILL)
+            os.kill(rollout_host.workers[-1].pid, signal.SIGKILL)
             with engine.news:
                 assert engine.news.wait_for(lambda: engine.lost is not None, 30)
         with pytest.raises(EngineLost, match="3 times in a row without a sample"):
@@ -152,14 +152,14 @@ def test_a_worker_that_keeps_dying_is_given_up(nursery: Nursery) -> None:
         fleet.close()
 
 
-def test_a_worker_that_dies_while_it_loads_is_started_again(nursery: Nursery) -> None:
+def test_a_worker_that_dies_while_it_loads_is_started_again(rollout_host: RolloutHost) -> None:
     def host() -> OwnProcess:
-        worker = nursery.start()
+        worker = rollout_host.start()
         if engine.restarts == 0:
             os.kill(worker.pid, signal.SIGKILL)
         return worker
 
-    engine, fleet, _ = remote(nursery)
+    engine, fleet, _ = remote(rollout_host)
     engine._host = host
     try:
         fleet.publish(0)
@@ -169,9 +169,9 @@ def test_a_worker_that_dies_while_it_loads_is_started_again(nursery: Nursery) ->
         fleet.close()
 
 
-def test_a_model_that_cannot_be_loaded_is_said(nursery: Nursery) -> None:
+def test_a_model_that_cannot_be_loaded_is_said(rollout_host: RolloutHost) -> None:
     tree = recipe(model={"path": "nowhere"}).model_dump(mode="json", exclude_none=True)
-    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], "recompute"), nursery.start)
+    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], "recompute"), rollout_host.start)
     with pytest.raises(EngineLost, match=r"rollout 0 failed: .*nowhere"):
         engine.start()
     engine.close()
@@ -179,10 +179,12 @@ def test_a_model_that_cannot_be_loaded_is_said(nursery: Nursery) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["disaggregated", "async"])
-def test_a_killed_trainer_resumes_and_its_workers_end_with_it(tmp_path: Path, nursery: Nursery, name: str) -> None:
+def test_a_killed_trainer_resumes_and_its_workers_end_with_it(
+    tmp_path: Path, rollout_host: RolloutHost, name: str
+) -> None:
     tables = {**PPO, "train": {**PPO["train"], "checkpoint": {"every": 4}}}
     placed = {"placement": {"name": name, "staleness": 0}}
-    train(tmp_path / "straight", small(12, tables), nursery)
+    train(tmp_path / "straight", small(12, tables), rollout_host)
     tree = small(12, tables, **placed)
     file, run = tmp_path / "recipe.toml", tmp_path / "run"
     file.write_text(to_toml(tree))
@@ -200,7 +202,7 @@ def test_a_killed_trainer_resumes_and_its_workers_end_with_it(tmp_path: Path, nu
     while time.monotonic() < deadline and Path(f"/proc/{worker}").exists():
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists(), "the worker outlived its trainer"
-    train(run, tree, nursery, resume=True)
+    train(run, tree, rollout_host, resume=True)
     assert samples(run) == samples(tmp_path / "straight")
     found, expected = weights(run), weights(tmp_path / "straight")
     assert all(torch.equal(found[key], expected[key]) for key in expected)

@@ -31,7 +31,7 @@ AWAY = 20.0  # seconds for which a server may refuse connections before it is gi
 CONTROL = 120.0  # seconds for pausing, waking and the like
 AGAIN = (429, 503)  # what time may mend
 BEAT_EVERY = 5.0  # seconds between two looks, while requests are under way, whether it still lives
-BEAT_SECONDS = 20.0  # ... and how long an answer to that may take
+BEAT_SECONDS = 120.0  # ... and how long an answer to that may take: it waits for the batch, and a first one may compile
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,26 +8,26 @@ from plaudit.place.workers.callback import CallbackListener, knock
 
 
 def test_only_the_one_with_the_token_comes_in() -> None:
-    door = CallbackListener("127.0.0.1")
-    wrong = knock(door.address, b"x" * 32)
-    short = socket.create_connection(door.address)
-    short.sendall(door.token[:31])
+    listener = CallbackListener("127.0.0.1")
+    wrong = knock(listener.address, b"x" * 32)
+    short = socket.create_connection(listener.address)
+    short.sendall(listener.token[:31])
     short.close()
-    right = knock(door.address, door.token)
-    with door.admit("a worker", 30) as inside:
+    right = knock(listener.address, listener.token)
+    with listener.admit("a worker", 30) as inside:
         right.sendall(b"hello")
         assert inside.recv(5) == b"hello"
     assert wrong.recv(1) == b"", "it was sent away"
     with pytest.raises(OSError, match="refused"):
-        knock(door.address, door.token)
+        knock(listener.address, listener.token)
     wrong.close()
     right.close()
 
 
 def test_nobody_is_waited_for_longer_than_the_deadline() -> None:
-    door = CallbackListener("127.0.0.1")
+    listener = CallbackListener("127.0.0.1")
     with pytest.raises(ReceiverLost, match=r"a worker did not connect to 127\.0\.0\.1:\d+ within 0.2 s"):
-        door.admit("a worker", 0.2)
+        listener.admit("a worker", 0.2)
 
 
 def test_each_door_has_a_token_of_its_own() -> None:

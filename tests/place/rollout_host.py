@@ -5,7 +5,7 @@ from __future__ import annotations
 from plaudit.place.workers.remote_engine import OwnProcess
 
 
-class Nursery:
+class RolloutHost:
     """Give `start` as the host of a run. `workers` are those that were started, in order."""
 
     def __init__(self) -> None:
