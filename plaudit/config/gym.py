@@ -1,5 +1,6 @@
-"""Tasks of reasoning-gym whose scorers run code that stands in a response or an item. They are refused everywhere until
-there is a sandbox for them. As of reasoning-gym 0.1.25; `tests/train/test_gym.py` compares with what is installed."""
+"""Tasks of reasoning-gym whose scorers run code that stands in a response or an item. They run in the sandbox, in a
+process for each response, and are refused outside it. As of reasoning-gym 0.1.25; `tests/train/test_gym.py` compares
+with what is installed."""
 
 from __future__ import annotations
 
@@ -25,5 +26,5 @@ def refusal(task: str) -> str:
         return ""
     return (
         f"the gym task {task!r} is refused: its scorer would run code that stands in a response or an item "
-        f"({EVALUATE[task]}), and there is no sandbox for it yet; take another task"
+        f"({EVALUATE[task]}), and this rule has no sandbox; remove sandbox = false, or take another task"
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
-from plaudit.config.gym import refusal
 from plaudit.config.table import Table
 
 
@@ -22,13 +21,6 @@ class AskingTable(Table):
     """With chat: the system message before it."""
     shots: tuple[tuple[str, str], ...] = ()
     """With chat: questions and answers before it, as turns of the conversation, for a model that needs to be shown."""
-
-    @field_validator("gym")
-    @classmethod
-    def _harmless(cls, task: str | None) -> str | None:
-        if task is not None and (why := refusal(task)):
-            raise ValueError(why)
-        return task
 
     @model_validator(mode="after")
     def _in_a_chat(self) -> Self:

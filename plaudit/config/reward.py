@@ -141,6 +141,11 @@ class RuleTable(Table):
     timeout: Positive = 5.0
     """Seconds for one response."""
     processes: PositiveInt = 1
+    sandbox: bool | None = None
+    """Whether it runs without network, files, other processes and environment. Without the key: yes, but for a function
+    in training, which is the user's own."""
+    tasks: tuple[str, ...] | None = None
+    """gym: tasks that an item may name; "*" means all. A server needs it, elsewhere all are taken without it."""
 
     @model_validator(mode="after")
     def _keys_of_rule(self) -> Self:
@@ -148,6 +153,8 @@ class RuleTable(Table):
         for key in ("pattern", "function"):
             if (getattr(self, key) is not None) != (key == needed):
                 raise ValueError(f'rule = "{self.rule}" {"needs" if key == needed else "takes no"} {key}')
+        if self.tasks is not None and self.rule != "gym":
+            raise ValueError(f'rule = "{self.rule}" takes no tasks; they are for gym')
         if self.answer is not None and self.rule not in ("exact", "math", "gym"):
             raise ValueError(f'rule = "{self.rule}" takes no answer; it is for exact, math and gym')
         if self.answer is not None and re.compile(self.answer).groups < 1:

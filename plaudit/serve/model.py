@@ -447,7 +447,7 @@ def new_served(
     if isinstance(table, BlendTable):
         return ServedBlend(name, table, models)
     if isinstance(table, RuleTable):
-        rule = RuleReward(table)
+        rule = RuleReward(table, exposed=True)
         return ServedCalls(name, table.kind, rule, rule.version, resources, table.processes)
     if isinstance(table, JudgeTable) and table.url is not None:
         judge = JudgeReward(Judge(table), HttpAsk(table))

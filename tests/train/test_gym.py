@@ -1,4 +1,4 @@
-"""Scorers of reasoning-gym that would run code: listed, refused in recipes, and never reached by a request."""
+"""Scorers of reasoning-gym that run code: listed, in the sandbox alone, and what they run there does nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from plaudit.config import parse_recipe
 from plaudit.config.gym import EVALUATE
 from plaudit.config.reward import RuleTable
-from plaudit.config.search import QuestionsTable
-from plaudit.errors import ConfigError
 from plaudit.records import Item
 from plaudit.reward.rules.rule import RuleReward
 from plaudit.train.data.gym import without_tuples
@@ -28,27 +25,6 @@ RUNS_TEXT = {
     "system",
 }  # fmt: skip
 HARMLESS = {"re.compile"}
-
-
-def recipe(task: str) -> Any:
-    return parse_recipe(
-        {
-            "task": "rl", "model": {"path": "sums-policy"}, "data": {"gym": task}, "reward": {"rule": "gym"},
-            "algorithm": {"name": "grpo"},
-            "train": {"steps": 1, "lr": 1e-3, "prompts_per_step": 2, "samples_per_prompt": 2},
-        },
-        "test",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("task", sorted(EVALUATE))
-def test_recipes_with_such_a_task_are_refused(task: str) -> None:
-    why = f"the gym task '{task}' is refused: its scorer would run code .* no sandbox for it yet"
-    with pytest.raises(ConfigError, match=why) as told:
-        recipe(task)
-    assert "\n" not in str(told.value)
-    with pytest.raises(ValueError, match=why):
-        QuestionsTable(gym=task, limit=3)
 
 
 # What the installed package does
@@ -150,7 +126,6 @@ def test_no_request_runs_code(gym: Any, tmp_path: Path) -> None:
     assert mark.exists(), "the code does what it shall not do"
     mark.unlink()
     answers = [code, code.replace("'", '"'), f"[{code}]", f"{code} + x", f"1 + {code}", f"({code})"]
-    refused = set()
     with_rule = RuleReward(RuleTable(rule="gym", timeout=20.0, processes=1))
     try:
         for name in sorted(DATASETS):
@@ -163,13 +138,36 @@ def test_no_request_runs_code(gym: Any, tmp_path: Path) -> None:
                 Item(prompt="", response=text, truth={"task": name, "options": {}, "item": truth})
                 for text, truth in zip(asked, truths, strict=True)
             ]
-            results = with_rule.score(items)
+            with_rule.score(items)
             assert not mark.exists(), name
-            if all(r.error is not None and r.error.type == "refused" for r in results):
-                refused.add(name)
     finally:
         with_rule.close()
-    assert refused == EVALUATE.keys() & DATASETS.keys()
+
+
+@pytest.mark.slow
+def test_such_tasks_are_scored_in_the_sandbox_and_refused_outside(gym: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    item = without_tuples(gym.create_dataset("spiral_matrix", seed=1, size=3)[0])
+    truth = {"task": "spiral_matrix", "options": {}, "item": item}
+    # What one response does to Python is not there for the next one.
+    spoil = (
+        "[setattr(c, 'score_answer', lambda *_, **__: 7) for c, _ in "
+        "__import__('reasoning_gym').factory.DATASETS.values()]"
+    )
+    answers = [spoil, str(item["answer"]), "0 0"]
+    for keys, expected in (({}, [1.0, 0.0]), ({"sandbox": False}, ["refused", "refused"])):
+        rule = RuleReward(RuleTable(rule="gym", timeout=20.0, **keys))  # type: ignore[arg-type]
+        try:
+            results = rule.score([Item(prompt="", response=each, truth=truth) for each in answers])
+        finally:
+            rule.close()
+        found = [r.error.type if r.error else r.value for r in results[1:]]  # type: ignore[union-attr]
+        assert found[0] == expected[0]
+        assert (
+            found[1] == pytest.approx(expected[1], abs=0.1)
+            if not isinstance(expected[1], str)
+            else found[1] == "refused"
+        )
+    assert "WARNING: sandbox = false" in capfd.readouterr().err
 
 
 @pytest.mark.slow

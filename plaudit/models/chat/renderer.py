@@ -9,16 +9,15 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import selectors
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plaudit.errors import ModelError, RequestError, UnsafeModel
+from plaudit.process.lines import exchange_lines
 
 WORKER = Path(__file__).with_name("template_worker.py")
 START_SECONDS = 60.0
@@ -43,7 +42,7 @@ class Renderer:
         }  # fmt: skip
         lines = [json.dumps({**common, "messages": messages}).encode() + b"\n" for messages in conversations]
         with self._lock:
-            replies, _ = exchange_lines(self._worker(), b"".join(lines), len(lines), seconds)
+            replies, _ = exchange_lines(*pipes(self._worker()), b"".join(lines), len(lines), seconds)
             if len(replies) < len(lines):
                 self.close()
         texts = [_read_reply(reply) for reply in replies]
@@ -72,53 +71,17 @@ class Renderer:
             start_new_session=True,  # a Ctrl-C in the terminal is for us to hear, not for it to die of
         )  # fmt: skip
         self._owner = os.getpid()
-        if exchange(self._process, b"", time.monotonic() + START_SECONDS) is None:
+        if not exchange_lines(*pipes(self._process), b"", 1, START_SECONDS)[0]:
             self.close()
             raise ModelError(f"the template worker did not start; try `{sys.executable} -I {WORKER}` to see why")
         return self._process
 
 
-def exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | None:
-    """A line to a child's stdin and one from its stdout; None if it died or did not answer by `deadline`."""
-    replies, _ = exchange_lines(process, request, 1, deadline - time.monotonic())
-    return replies[0] if replies else None
-
-
-def exchange_lines(
-    process: subprocess.Popen[bytes], request: bytes, count: int, seconds: float
-) -> tuple[list[bytes], bool]:
-    """Lines to a child's stdin and `count` lines from its stdout, each within `seconds` of the one before. Fewer come
-    back if it died, or, with True beside them, if one took too long."""
+def pipes(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """The descriptors of a child's stdin and stdout."""
     assert process.stdin is not None, "the worker is started with pipes"
     assert process.stdout is not None, "the worker is started with pipes"
-    source, sink = process.stdout.fileno(), process.stdin.fileno()
-    os.set_blocking(sink, False)
-    unsent, reply, lines = memoryview(request), b"", list[bytes]()
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(source, selectors.EVENT_READ)
-        if unsent:
-            selector.register(sink, selectors.EVENT_WRITE)
-        while len(lines) < count:
-            ready = selector.select(deadline - time.monotonic())
-            if not ready or time.monotonic() > deadline:
-                return lines, True
-            for key, _ in ready:
-                if key.fd == sink:
-                    try:
-                        unsent = unsent[os.write(sink, unsent) :]
-                    except BrokenPipeError:
-                        return lines, False
-                    if not unsent:
-                        selector.unregister(sink)
-                elif chunk := os.read(source, 1 << 16):
-                    *whole, reply = (reply + chunk).split(b"\n")
-                    if whole:
-                        lines += whole
-                        deadline = time.monotonic() + seconds
-                else:
-                    return lines, False
-    return lines, False
+    return process.stdin.fileno(), process.stdout.fileno()
 
 
 def _read_reply(line: bytes) -> str:

@@ -1,20 +1,20 @@
 """Rules: a program decides the score.
 
 Every rule, a regular expression included, runs in a process of its own, where it has a time limit for each response.
-One that overruns is killed and started again; only its item fails.
+One that overruns is killed and started again; only its item fails. All of them are in the sandbox
+(`process/sandbox.py`) but a user's own function where nobody else is served.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,33 +23,52 @@ from typing import Any
 
 from plaudit.config.reward import RuleTable
 from plaudit.errors import ConfigError
-from plaudit.models.chat.renderer import exchange, exchange_lines
+from plaudit.models.chat.renderer import KEPT_ENVIRONMENT, pipes
+from plaudit.process.lines import exchange_lines
 from plaudit.records import Item, ItemError, Score
 from plaudit.reward.reward import Result
 from plaudit.reward.version import digest
 
 WORKER = Path(__file__).with_name("rule_worker.py")
 START_SECONDS = 60.0
+GRACE_SECONDS = 10.0  # beside its time limit, for a rule whose process keeps the limit itself
 LIBRARIES = {"math": ("math-verify", "latex2sympy2_extended", "sympy"), "gym": ("reasoning-gym", "sympy")}
+LONGEST_MESSAGE = 300
 TOGETHER = 64  # items that a process is handed at once: a slow one keeps few others waiting
 
 
 class RuleReward:
-    """`score` may be called from several threads."""
+    """`score` may be called from several threads.
 
-    def __init__(self, table: RuleTable) -> None:
+    exposed    whether others choose what is scored: a server's rules are all in the sandbox
+    mechanism  what the sandbox consists of; "" without one
+    """
+
+    def __init__(self, table: RuleTable, exposed: bool = False) -> None:
         self.table = table
-        self.version = f"0-{_digest(table)}"
+        if exposed and table.rule == "gym" and table.tasks is None:
+            raise ConfigError(
+                'rule = "gym" on a server needs tasks = ["chain_sum", ...]: those whose items it scores; with '
+                '["*"] the sender of an item chooses'
+            )
+        sandboxed = table.sandbox if table.sandbox is not None else exposed or table.rule != "function"
+        if not sandboxed and (exposed or table.rule != "function"):
+            print(
+                f"plaudit: WARNING: sandbox = false: the rule {table.function or table.rule!r} reads what others wrote "
+                "with all that this user may do", file=sys.stderr,
+            )  # fmt: skip
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._workers = [_Worker(table) for _ in range(table.processes)]
+        self._workers = [_Worker(table, sandboxed) for _ in range(table.processes)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(table.processes, thread_name_prefix="rule")
         try:
-            self._workers[0].start()  # a function that does not exist is told now, not with the first item
+            hello = self._workers[0].start()  # a function that does not exist is told now, not with the first item
         except BaseException:
             self.close()
             raise
+        self.mechanism = hello["mechanism"]
+        self.version = f"0-{digest(table, hello['source'], libraries=LIBRARIES.get(table.rule, ()))}"
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         size = min(TOGETHER, max(1, -(-len(items) // self.table.processes)))
@@ -110,27 +129,34 @@ def prompt_and_response(item: Item) -> tuple[Any, str] | ItemError:
 class _Worker:
     """One process, which one thread asks at a time."""
 
-    def __init__(self, table: RuleTable) -> None:
+    def __init__(self, table: RuleTable, sandboxed: bool) -> None:
         self.table = table
+        self._sandboxed = sandboxed
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
 
-    def start(self) -> None:
+    def start(self) -> dict[str, str]:
+        """What the process says of itself."""
         # As the caller finds modules, so does the function's process; -P keeps this folder's own names out of it.
         search_path = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
+        environment = {**os.environ, "PYTHONPATH": search_path}
+        if self._sandboxed:
+            kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
+            environment = {**kept, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}  # no thread can be started there
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": search_path}, start_new_session=True,
+            stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
         )  # fmt: skip
-        line = json.dumps(self.table.model_dump()).encode() + b"\n"
-        reply = exchange(self._process, line, time.monotonic() + START_SECONDS)
-        fault = "its process died or took too long" if reply is None else str(json.loads(reply)["fault"])
-        if fault:
+        line = json.dumps({**self.table.model_dump(), "sandboxed": self._sandboxed}).encode() + b"\n"
+        replies, _ = exchange_lines(*pipes(self._process), line, 1, START_SECONDS)
+        hello: dict[str, str] = json.loads(replies[0]) if replies else {"fault": "its process died or took too long"}
+        if fault := hello["fault"]:
             self._end()
             wanting = "math_verify" in fault or "reasoning_gym" in fault
             cure = "; pip install 'plaudit[verify]'" if wanting else ""
             raise ConfigError(f"the rule {self.table.function or self.table.rule!r} cannot start: {fault}{cure}")
+        return hello
 
     def ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
         """Answers in order. One that the process does not survive is an error; those behind it have a new process."""
@@ -150,7 +176,8 @@ class _Worker:
             except ConfigError as error:
                 return [ItemError("rule_failed", str(error))] * len(lines)
         assert self._process is not None
-        replies, late = exchange_lines(self._process, b"".join(lines), len(lines), self.table.timeout)
+        seconds = self.table.timeout + (GRACE_SECONDS if self._sandboxed else 0.0)
+        replies, late = exchange_lines(*pipes(self._process), b"".join(lines), len(lines), seconds)
         answers = [_read(reply) for reply in replies]
         if len(answers) < len(lines):
             self._end()
@@ -179,17 +206,19 @@ class _Worker:
 
 
 def _read(reply: bytes) -> float | ItemError:
-    answer = json.loads(reply)
-    return float(answer["score"]) if "score" in answer else ItemError(answer["type"], answer["message"])
+    """What a process says that may have run anything."""
+    try:
+        answer = json.loads(reply)
+        if "score" not in answer:
+            return ItemError(str(answer["type"])[:40], str(answer["message"])[:LONGEST_MESSAGE])
+        if math.isfinite(score := float(answer["score"])):
+            return score
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        pass
+    return ItemError("rule_failed", "the process of the rule wrote what is no score")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """With the processes that the function has started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _digest(table: RuleTable) -> str:
-    file = Path((table.function or "").rpartition(":")[0])
-    own = hashlib.sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" and file.is_file() else ""
-    return digest(table, own, libraries=LIBRARIES.get(table.rule, ()))

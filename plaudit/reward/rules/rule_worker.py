@@ -1,10 +1,16 @@
-"""Runs one rule, a JSON request a line, for `rule.py`. Imports nothing of Plaudit: a rule starts in a moment.
+"""Runs one rule, a JSON request a line, for `rule.py`. Imports little of Plaudit: a rule starts in a moment.
+
+In the sandbox the process that was started loads the rule and forks a child, which alone reads responses. A child that
+overruns its time, or whose rule runs what a response says, is replaced by the next one: no response can change what the
+others get.
 
 What a user's function prints goes nowhere: the real stdout is the way back to the parent.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -18,11 +24,17 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from plaudit.process.lines import exchange_lines
+from plaudit.process.sandbox import NoSandbox, Sandbox
 
 Rule = Callable[[Any, str, Any], Any]  # (prompt, response, truth) -> score
 LIMIT = 300  # characters of an error's message
-MEMORY = 4 << 30  # of a built-in rule: 9^(9^(9^9)) is a short answer
+MEMORY = 2 << 30  # beyond what is loaded: 9^(9^(9^9)) is a short answer
+LONGEST_REPLY = 1 << 14  # bytes of a line from the sandbox
+READY = b"ready"
+START_SECONDS = 30.0
 PATH = re.compile(r"(?:[A-Za-z]:)?(?:[/\\][\w.@+~-]+)+[/\\]")
 
 
@@ -47,7 +59,7 @@ def new_rule(table: dict[str, Any]) -> Rule:
         case "math":
             check = _mathematics()
         case "gym":
-            return _gym(answer)
+            return _gym(answer, table["tasks"], table["sandboxed"])
         case _:
             return _function(table["function"])
 
@@ -75,11 +87,11 @@ def _mathematics() -> Callable[[str, str], bool]:
             raise ValueError(f"the truth {truth[:60]!r} cannot be read as mathematics")
         return bool(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
-    equal("$x$", "$x$")  # loads what it loads late, which is not the first response's time
+    equal("$x^2+2x+1$", "$(x+1)^2$")  # loads what it loads late, which is not the first response's time
     return equal
 
 
-def _gym(answer: re.Pattern[str] | None) -> Rule:
+def _gym(answer: re.Pattern[str] | None, tasks: list[str] | None, sandboxed: bool) -> Rule:
     """The truth names the task and its options and holds the item, as `data.gym` gives it."""
     import reasoning_gym
 
@@ -92,12 +104,23 @@ def _gym(answer: re.Pattern[str] | None) -> Rule:
     def score(_: Any, response: str, truth: Any) -> Any:
         if not isinstance(truth, dict) or not {"task", "options", "item"} <= truth.keys():
             raise NoTruth
-        if why := refusal(str(truth["task"])):  # whoever sends an item chooses its task
+        name = str(truth["task"])
+        if tasks is not None and "*" not in tasks and name not in tasks:
+            raise RefusedTask(f"the gym task {name[:60]!r} is not among the tasks of this rule: {', '.join(tasks)}")
+        if not sandboxed and (why := refusal(name)):
             raise RefusedTask(why)
-        dataset = task(truth["task"], json.dumps(truth["options"]))
+        dataset = task(name, json.dumps(truth["options"]))
         return dataset.score_answer(_answer(answer, response), entry=_with_tuples(truth["item"]))
 
     return score
+
+
+def _runs_code(request: bytes) -> bool:
+    """Whether the task of a gym's item has a scorer that runs what an answer says."""
+    from plaudit.config.gym import EVALUATE
+
+    truth = json.loads(request)["truth"]
+    return isinstance(truth, dict) and str(truth.get("task")) in EVALUATE
 
 
 def _with_tuples(value: Any) -> Any:
@@ -165,27 +188,118 @@ def described(error: BaseException) -> str:
     return PATH.sub("", f"{type(error).__name__}: {text}" if text else type(error).__name__)[:LIMIT]
 
 
-def main() -> None:
-    back = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    table = json.loads(sys.stdin.readline())
+class _Confined:
+    """A child in the sandbox, and the next one when that is used up."""
+
+    def __init__(self, rule: Rule, table: dict[str, Any]) -> None:
+        self._rule = rule
+        self._table = table
+        self._sandbox = Sandbox()
+        self.mechanism = self._sandbox.mechanism
+        self._pid = self._sink = self._source = 0
+        gc.collect()
+        gc.freeze()  # what a collection writes to is copied in every child
+        self._start()
+
+    def answer(self, request: bytes) -> bytes:
+        if not self._pid:
+            self._start()
+        seconds = self._table["timeout"]
+        lines, late = exchange_lines(self._sink, self._source, request, 1, seconds, LONGEST_REPLY)
+        if not lines or (self._table["rule"] == "gym" and _runs_code(request)):
+            self.end()
+        if lines:
+            return lines[0]
+        too_late = _error("timeout", f"the rule did not finish in {seconds:g} s and was stopped")
+        died = _error("rule_failed", "the process of the rule died, or wrote what is no score")
+        return json.dumps(too_late if late else died).encode()
+
+    def end(self) -> None:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            os.close(self._sink)
+            os.close(self._source)
+            self._pid = 0
+
+    def _start(self) -> None:
+        requests, self._sink = os.pipe()
+        self._source, replies = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._run(requests, replies)
+        os.close(requests)
+        os.close(replies)
+        hello, _ = exchange_lines(self._sink, self._source, b"", 1, START_SECONDS, LONGEST_REPLY)
+        if hello != [READY]:
+            self.end()
+            raise NoSandbox(hello[0].decode() if hello else "a process died as it entered")
+
+    def _run(self, requests: int, replies: int) -> NoReturn:
+        """In the child."""
+        try:
+            self._sandbox.enter(MEMORY, (requests, replies))
+            os.write(replies, READY + b"\n")
+            with os.fdopen(requests, "rb") as lines:
+                for line in lines:
+                    os.write(replies, json.dumps(answer_to(self._rule, json.loads(line))).encode() + b"\n")
+        except NoSandbox as error:
+            os.write(replies, f"{error}\n".encode())
+        finally:
+            os._exit(1)
+
+
+def _unconfined(rule: Rule, table: dict[str, Any]) -> Callable[[bytes], bytes]:
     if table["rule"] != "function":
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    try:
-        rule = new_rule(table)
-        fault = "" if callable(rule) else f"{table['function']} cannot be called"
-    except BaseException as error:
-        fault = described(error)
-    print(json.dumps({"fault": fault}), file=back, flush=True)
-    if fault:
-        return
-    for line in sys.stdin:
+        resource.setrlimit(resource.RLIMIT_AS, (2 * MEMORY, 2 * MEMORY))
+
+    def answer(request: bytes) -> bytes:
         # Should the parent die while a rule loops, the kernel ends this process.
         signal.setitimer(signal.ITIMER_REAL, table["timeout"] + 5)
-        reply = json.dumps(answer_to(rule, json.loads(line)))
+        reply = json.dumps(answer_to(rule, json.loads(request)))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(reply, file=back, flush=True)
+        return reply.encode()
+
+    return answer
+
+
+def _source_of(rule: Rule) -> str:
+    """The SHA-256 of the file that a user's function is from."""
+    file = getattr(sys.modules.get(getattr(rule, "__module__", "")), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
+
+
+def main() -> None:
+    requests, back = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(nowhere, stream)
+    table = json.loads(requests.readline())
+    hello = {"fault": "", "mechanism": "", "source": ""}
+    confined: _Confined | None = None
+    try:
+        rule: Any = new_rule(table)
+        if not callable(rule):
+            raise TypeError(f"{table['function']} cannot be called")
+        hello["source"] = _source_of(rule)
+        if table["sandboxed"]:
+            confined = _Confined(rule, table)
+            hello["mechanism"] = confined.mechanism
+        answer = confined.answer if confined is not None else _unconfined(rule, table)
+    except NoSandbox as error:
+        hello["fault"] = (
+            f"this machine has no sandbox ({error}); sandbox = false runs the rule without one, with all that its "
+            "process may do"
+        )
+    except BaseException as error:
+        hello["fault"] = described(error)
+    os.write(back, json.dumps(hello).encode() + b"\n")
+    if hello["fault"]:
+        return
+    for line in requests:
+        os.write(back, answer(line) + b"\n")
+    if confined is not None:
+        confined.end()
 
 
 if __name__ == "__main__":
