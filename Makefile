@@ -53,7 +53,7 @@ interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-v
 	@$(BIN)/python -m pytest -m interop -rs tests/interop
 
 soak: $(INSTALLED) $(VENV)/.ray
-	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py --timeout 3600
+	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py tests/core/test_interruption.py --timeout 7200
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py tests/serve/test_ranks.py tests/serve/test_replicas.py tests/serve/test_ray.py
 
 test-gpu: $(INSTALLED)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -26,30 +25,14 @@ from plaudit.core.runner import Runner
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scoring import read_rows
 from plaudit.core.sequence import Request, Update
+from plaudit.core.stats import Stats
 from plaudit.errors import RequestError
 from plaudit.records import NEXT, ItemError, Sample
 
 Prompt = str | Sequence[int]
+Result = TypeVar("Result")
 
 CHECK_EVERY = 5.0  # seconds between two integrity checks of an idle engine
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Counters since the engine was made, and what it holds now."""
-
-    tokens_computed: int
-    tokens_shared: int
-    tokens_resident: int
-    blocks_in_use: int
-    blocks_total: int
-    kv_bytes: int
-    running: int
-    waiting: int
-    preemptions: int
-    evictions: int
-    steps: int
-    version: int
 
 
 class Engine:
@@ -89,6 +72,7 @@ class Engine:
         self._runner.version = version
         self._intake = Intake(self.decoder, tokenizer, blocks, self.backend.block_size, seed)
         self._requests: dict[int, Request] = {}
+        self._dead: list[Request] = []  # of calls that have failed, until they are buried
         self._checked = float("-inf")
         self._paused = False
         self._asleep = False
@@ -121,13 +105,24 @@ class Engine:
                 new ones
         """
         self._ready()
-        with _uncollected(), self._call(self._requested(prompts, params, begun)) as requests:
-            wanted = [(r.number, s.index) for r in requests for s in r.sequences]
-            finished: dict[tuple[int, int], Sample] = {}
-            for update in self._drain(requests, alone=True):
-                if update.sample is not None:
-                    finished[update.request, update.index] = update.sample
-            return [finished[each] for each in wanted]
+        requests = self._requested(prompts, params, begun)
+        collecting = gc.isenabled()
+        try:
+            # The many small lists of a generation make it run often, each time over all of transformers, and there are
+            # no cycles among them.
+            gc.disable()
+            return self._call(requests, lambda: self._samples(requests))
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _samples(self, requests: list[Request]) -> list[Sample]:
+        wanted = [(r.number, s.index) for r in requests for s in r.sequences]
+        finished: dict[tuple[int, int], Sample] = {}
+        for update in self._drain(requests, alone=True):
+            if update.sample is not None:
+                finished[update.request, update.index] = update.sample
+        return [finished[each] for each in wanted]
 
     def submit_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -135,8 +130,8 @@ class Engine:
     ) -> list[int]:  # fmt: skip
         """Queue what `generate` would, and return the numbers. Stepped to its end with nothing else in the queue, it
         gives the samples of `generate` to the bit."""
-        with self._call(self._requested(prompts, params, begun)) as requests:
-            return [request.number for request in requests]
+        requests = self._requested(prompts, params, begun)
+        return self._call(requests, lambda: [request.number for request in requests])
 
     def _requested(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
@@ -165,18 +160,18 @@ class Engine:
         """
         request = self._intake.generation(prompt, params or SamplingParams(), stream=True)
         request.on_update, request.stop_when = on_update, stop_when
-        self._enqueue(request)
-        return request.number
+        return self._call([request], lambda: request.number)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
         """Updates of one request as they come; closing the iterator aborts it."""
         self._ready()
-        number = self.submit(prompt, params)
-        request = self._requests[number]
+        number: int | None = None
         try:
-            yield from self._drain([request])
+            number = self.submit(prompt, params)
+            yield from self._drain([self._requests[number]])
         finally:
-            self.abort(number)
+            if number is not None:
+                self.abort(number)
 
     def step(self) -> list[Update]:
         """Compute one step for whatever is queued, and report what is new. Empty if there is nothing to do."""
@@ -184,9 +179,11 @@ class Engine:
         return self._collect()
 
     def _step(self, alone: bool) -> None:
+        if self._runner.inside:
+            raise RequestError("a callback of a step has called for another step: let it return first")
         if self._paused or self._asleep:
             return
-        self._runner.mend()
+        self._bury()
         self._expire()
         training = self.decoder.module.training
         try:
@@ -271,8 +268,7 @@ class Engine:
         ids = self._intake.tokens(sequence)
         read = self._intake.reads([ids], None if positions is None else [positions], columns, logprobs)[0]
         request = self._intake.scoring(ids, read, params or SamplingParams())
-        self._enqueue(request)
-        return request.number
+        return self._call([request], lambda: request.number)
 
     def _read(self, ids: list[list[int]], reads: list[Read], cache: bool) -> list[np.ndarray]:
         self._ready()
@@ -280,9 +276,7 @@ class Engine:
             return []
         if cache:
             scoring = [self._intake.scoring(s, r, SamplingParams()) for s, r in zip(ids, reads, strict=True)]
-            with self._call(scoring) as requests:
-                by_number = {u.request: u for u in self._drain(requests)}
-                return [_values(by_number[r.number]) for r in requests]
+            return self._call(scoring, lambda: self._scores(scoring))
         training = self.decoder.module.training
         try:
             self.decoder.module.eval()
@@ -295,6 +289,10 @@ class Engine:
         for value in values:
             _finite(value, self.decoder.name)
         return values
+
+    def _scores(self, requests: list[Request]) -> list[np.ndarray]:
+        by_number = {u.request: u for u in self._drain(requests)}
+        return [_values(by_number[r.number]) for r in requests]
 
     # Weights and memory
 
@@ -375,6 +373,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise if blocks, tree and sequences disagree. Also run now and then when the queue has become empty."""
+        self._bury()
         self._runner.check()
 
     # Inside
@@ -383,37 +382,44 @@ class Engine:
         """Under what the tree keeps KV. Sequences in flight when other adapters begin to act are read again."""
         adapters = self.decoder.adapter_state()
         if adapters != self._adapters:
-            self._adapters = adapters
             self._runner.requeue()
+            self._adapters = adapters
         return id(self.decoder.module), adapters, self._runner.version
 
     def _ready(self) -> None:
         if self._paused or self._asleep:
             state, cure = ("asleep", "wake()") if self._asleep else ("paused", "resume()")
             raise RequestError(f"the engine is {state}: call {cure} first")
-        self._runner.mend()
+        self._bury()
 
-    def _enqueue(self, request: Request) -> None:
-        self._requests[request.number] = request
-        self._runner.add(request.sequences)
-
-    @contextmanager
-    def _call(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Queue the requests of one call. If the call fails, none of them stays: nobody would take what they give."""
+    def _call(self, requests: list[Request], result: Callable[[], Result]) -> Result:
+        """Queue the requests of one call, and give its result. If the call fails, none of them stays: nobody would take
+        what they give."""
         try:
+            self._bury()
             for request in requests:
-                self._enqueue(request)
+                self._requests[request.number] = request
+                self._runner.add(request.sequences)
                 for sequence in request.sequences:
                     if sequence.generated:  # begun elsewhere
                         with torch.inference_mode():
                             self._runner.adopt(self._key(), sequence)
-            yield requests
+            return result()
         except BaseException:
-            self._runner.discard([sequence for request in requests for sequence in request.sequences])
-            gone = {request.number for request in requests}
-            self._requests = {number: request for number, request in self._requests.items() if number not in gone}
-            self._runner.outbox = [update for update in self._runner.outbox if update.request not in gone]
+            self._dead += requests
+            self._bury()
             raise
+
+    def _bury(self) -> None:
+        """Let go of the requests of calls that have failed; what a second Ctrl-C has kept from it is done later."""
+        self._runner.mend()
+        if not self._dead:
+            return
+        self._runner.discard([sequence for request in self._dead for sequence in request.sequences])
+        gone = {request.number for request in self._dead}
+        self._requests = {number: request for number, request in self._requests.items() if number not in gone}
+        self._runner.outbox = [update for update in self._runner.outbox if update.request not in gone]
+        self._dead = []
 
     def _drain(self, requests: Sequence[Request], alone: bool = False) -> Iterator[Update]:
         """Step until these requests are over; news of others stays for step(). A step that fails raises here. `alone`:
@@ -431,14 +437,14 @@ class Engine:
         updates, left = self._runner.outbox, list[Update]()
         if numbers is not None and (left := [update for update in updates if update.request not in numbers]):
             updates = [update for update in updates if update.request in numbers]
-        self._runner.outbox = left
         for update in updates:
             over = update.sample is not None or update.values is not None
             if over and (request := self._requests.get(update.request)) is not None:
-                request.open -= 1
-                if request.open == 0:
+                request.open.discard(update.index)
+                if not request.open:
                     del self._requests[update.request]
                     request.sequences.clear()  # which name their request: nothing here is left to the garbage collector
+        self._runner.outbox = left  # at last: what is interrupted before this can be done again
         return updates
 
     def _expire(self) -> None:
@@ -455,20 +461,6 @@ class Engine:
         for sequence in request.sequences:
             if sequence in self._runner.scheduler.live:
                 self._runner.abort(sequence, error)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector: the many small lists of a generation make it run often, each time over all of
-    transformers, and there are no cycles among them."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -50,12 +50,13 @@ class Intake:
         request = Request(
             number, tuple(ids), params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens),
-            max_tokens=most, group=group, deadline=_deadline(params), open=params.n if begun is None else len(begun),
+            max_tokens=most, group=group, deadline=_deadline(params),
         )  # fmt: skip
         if begun is None:
             request.sequences = [Seq(request, index, list(ids)) for index in range(params.n)]
         else:
             request.sequences = [self._begun(request, sample) for sample in begun]
+        request.open = {sequence.index for sequence in request.sequences}
         for sequence in request.sequences:
             if self.tokenizer is not None and (stream or params.stop):
                 sequence.stream = TextStream(self.tokenizer, params.stop, params.min_tokens)
@@ -78,7 +79,7 @@ class Intake:
 
     def scoring(self, ids: list[int], read: Read, params: SamplingParams) -> Request:
         self._check_pool(len(ids), f"a sequence of {len(ids)} tokens")
-        request = Request(next(self._numbers), tuple(ids), params, read=read, deadline=_deadline(params), open=1)
+        request = Request(next(self._numbers), tuple(ids), params, read=read, deadline=_deadline(params))
         request.sequences.append(Seq(request, 0, list(ids)))
         return request
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,21 +21,19 @@ from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes
 from plaudit.core.scheduler import Chunk, Plan, Scheduler
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.sequence import Update
+from plaudit.core.transaction import Books, transaction
 from plaudit.records import ItemError
 
 
-class Runner:
+class Runner(Books):
     """Owns the scheduler, the blocks and the tree; computes on the back end. `version` is the weights' version.
-
-    Prompts are entered in the tree and copies counted before they are computed, so an exception between (Ctrl-C raises
-    one anywhere) would leave books that promise what is not there. Whatever changes them does so in `_changing`, which
-    after an exception sets them up again from the sequences' tokens.
-    """
+    These are its books; every change of them is a transaction."""
 
     def __init__(
         self, decoder: Decoder, backend: Backend, blocks: int, *, budget: int, max_running: int, look_every: int,
         window: int, tokenizer: Any,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.decoder = decoder
         self.backend = backend
         self.pool = BlockPool(blocks)
@@ -53,42 +50,22 @@ class Runner:
         self._opened = False
         self._hashes = token_hashes(decoder.vocab_size, decoder.device)
         self._sampler: tuple[list[Seq], Sampler] | None = None
-        self._unfinished = False  # a change of the books has begun and not come to its end
 
+    @transaction
     def step(self, key: Hashable, alone: bool = False) -> None:
         """Advance what is queued; what is new goes to `outbox`. An exception of the computation ends what the step was
         to compute, and is `failure`; after any other the sequences stand where they were last reported."""
         self.failure = None
-        with self._changing():
-            self._step(key, alone)
+        self._step(key, alone)
 
-    def mend(self) -> None:
-        """Between two changes: set up the books, if a second exception came while the first was being dealt with."""
-        if self._unfinished:
-            self._rebuild()
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        inside, self._unfinished = self._unfinished, True
-        try:
-            yield
-        except BaseException:
-            if not inside:
-                self._rebuild()
-            raise
-        self._unfinished = inside
-
-    def _rebuild(self) -> None:
-        """Empty blocks and tree, and let every sequence that has not ended wait, to be read again from its tokens.
-        Asks nothing of the state that it finds, and can itself be broken off and begun again."""
-        self._unfinished = True
+    def rebuild(self) -> None:
+        """Empty blocks and tree, and let every sequence that has not ended wait, to be read again from its tokens."""
         reported = {(u.request, u.index) for u in self.outbox if u.sample is not None or u.values is not None}
         left = [s for s in self.scheduler.live if (s.request.number, s.index) not in reported]
         self.tree.reset()
         self.pool.reset()
         self.scheduler.restart(left)
         self._sampler = None  # nor does a decode window go on without it
-        self._unfinished = False
 
     def _step(self, key: Hashable, alone: bool) -> None:
         plan = self.scheduler.plan(key, alone)
@@ -106,13 +83,14 @@ class Runner:
             return
         self.scheduler.done(plan)
         for chunk in plan.chunks:
-            if chunk.sequence in self.scheduler.running:  # a callback of one before it may have aborted it
+            if chunk.sequence in self.scheduler.live:  # a callback of one before it may have aborted it
                 self._settle(chunk.sequence, key)
         if self.scheduler.idle:
             self._sampler = None  # it holds on to the sequences it was made for
 
     def give(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
         """A copy of the KV that there is of these tokens."""
+        self.mend()
         self._open()
         return handover.give(self.tree, self.backend, key, tokens, self.version, salt)
 
@@ -120,16 +98,16 @@ class Runner:
         """KV of another engine; how many of its tokens there was room for, beside a block for each that runs."""
         self._open()
         handover.check(received, self.backend, self.version)
-        with self._changing():
-            return handover.take_in(self.tree, self.backend, key, received, reserve=len(self.scheduler.running))
+        return self._take_in(key, received)
 
+    @transaction
+    def _take_in(self, key: Hashable, received: Handover) -> int:
+        return handover.take_in(self.tree, self.backend, key, received, reserve=len(self.scheduler.running))
+
+    @transaction
     def adopt(self, key: Hashable, sequence: Seq) -> None:
         """Let a waiting sequence decode from the next step on, as if it had been read here, if the tree has all that it
         needs. Otherwise it waits for its turn."""
-        with self._changing():
-            self._adopt(key, sequence)
-
-    def _adopt(self, key: Hashable, sequence: Seq) -> None:
         scheduler, size = self.scheduler, self.backend.block_size
         match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
         have = len(match.nodes) * size + match.partial_tokens
@@ -156,53 +134,53 @@ class Runner:
     def close(self) -> None:
         """Free the KV; sequences that run will be computed again from their tokens."""
         self.forget()
+        self._opened = False  # first: an open back end can be opened again, a closed one not be used
         self.backend.close()
         self.pool.reached = 0
-        self._opened = False
 
+    @transaction
     def requeue(self) -> None:
         """Send every running sequence back to wait: its tokens will be read again."""
-        with self._changing():
-            for sequence in list(self.scheduler.running):
-                self.scheduler.preempt(sequence)
+        for sequence in list(self.scheduler.running):
+            self.scheduler.preempt(sequence)
 
+    @transaction
     def forget(self) -> None:
         """The same, and empty the tree."""
-        with self._changing():
-            self.requeue()
-            self.tree.clear()
+        self.requeue()
+        self.tree.clear()
 
+    @transaction
     def detach(self) -> None:
         """Empty the tree, but let running sequences keep their KV, which the tree must then never see again."""
-        with self._changing():
-            for sequence in self.scheduler.running:
-                sequence.cacheable = False
-                sequence.chain.nodes.clear()
-            self.tree.clear()
+        for sequence in self.scheduler.running:
+            sequence.cacheable = False
+            sequence.chain.nodes.clear()
+        self.tree.clear()
 
+    @transaction
     def drop(
         self, key: Hashable, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]], below: bool
     ) -> int:  # fmt: skip
         """See PrefixTree.drop."""
-        with self._changing():
-            return self.tree.drop(key, sequences, keep, below)
+        return self.tree.drop(key, sequences, keep, below)
 
+    @transaction
     def abort(self, sequence: Seq, error: ItemError | None) -> None:
         """End a sequence now."""
-        with self._changing():
-            sequence.finish, sequence.error = "abort", error
-            self._report(sequence)
+        sequence.finish, sequence.error = "abort", error
+        self._report(sequence)
 
+    @transaction
     def add(self, sequences: Iterable[Seq]) -> None:
-        with self._changing():
-            for sequence in sequences:
-                self.scheduler.add(sequence)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
 
+    @transaction
     def discard(self, sequences: Iterable[Seq]) -> None:
         """End them without a word: nobody is left who would listen."""
-        with self._changing():
-            for sequence in sequences:
-                self.scheduler.end(sequence)
+        for sequence in sequences:
+            self.scheduler.end(sequence)
 
     def _forward(self, plan: Plan) -> None:
         spans = [_span(chunk) for chunk in plan.chunks]
@@ -331,7 +309,7 @@ class Runner:
                 stopped = sequence.stream.push(token)
             if request.stop_when is not None and not stopped:
                 stopped = self._ask(sequence)
-            if stopped or sequence.remaining == 0:
+            if stopped or sequence.remaining == 0 or sequence.finish is not None:
                 sequence.finish = sequence.finish or ("stop" if stopped else "length")
                 return i + 1
         return len(tokens)
@@ -375,12 +353,12 @@ class Runner:
         new = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :])
         finished = sequence.finish is not None
         whole = self._text(sequence) if finished else ""
-        piece = stream.give(last=finished) if stream is not None else ""
+        piece = stream.piece(sequence.given, last=finished) if stream is not None else ""
         update = Update(request.number, sequence.index, new, piece, sample=sequence.sample(whole) if finished else None)
-        # Out before the sequence ends: one that had ended with nothing said would be lost to an interruption.
-        at = len(self.outbox)
-        self.outbox.append(update)
-        sequence.seen = sequence.generated
+        # Out before the sequence ends: one that had ended with nothing said would be lost to an interruption. And in
+        # one statement, with no call in which Ctrl-C could come: what is out counts as seen.
+        at, seen, given = len(self.outbox), sequence.generated, sequence.given + len(piece)
+        self.outbox[at:], sequence.seen, sequence.given = [update], seen, given
         if finished:
             self.scheduler.end(sequence)
         if request.on_update is None or sequence.error is not None:
@@ -397,7 +375,7 @@ class Runner:
 
     def _text(self, sequence: Seq) -> str:
         if sequence.stream is not None:
-            return sequence.stream.finish()
+            return sequence.stream.finish(sequence.given)
         if self.tokenizer is None:
             return ""
         tokens = sequence.tokens[sequence.prompt_len :]
@@ -413,7 +391,7 @@ class Runner:
             if sequence in self.scheduler.live:
                 sequence.finish, sequence.error = "error", ItemError(type(error).__name__, f"the step failed: {error}")
                 self._report(sequence)
-        self._rebuild()
+        self.torn = True
 
     def check(self) -> None:
         """Blocks, tree and sequences agree."""

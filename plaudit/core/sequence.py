@@ -46,7 +46,7 @@ class Request:
     stop_when: Callable[[list[int], str], bool] | None = None
     read: Read | None = None  # set for scoring: what to read instead of sampling
     sequences: list[Sequence] = field(default_factory=list)
-    open: int = 1  # samples or scores not yet reported
+    open: set[int] = field(default_factory=lambda: {0})  # samples, or the score, that nobody has taken
 
 
 @dataclass(eq=False)
@@ -68,6 +68,7 @@ class Sequence:
     cacheable: bool = True  # False once its KV mixes two weight versions
     since: int = 0  # the scheduler's step at which it began to wait
     seen: int = 0  # generated tokens already reported in an update
+    given: int = 0  # characters of its text that were reported with them
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)

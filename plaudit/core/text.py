@@ -14,11 +14,10 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = stops
         self._minimum = minimum
-        self._emitted = 0  # characters already given out
         self.rewind(())
 
     def rewind(self, tokens: Sequence[int]) -> None:
-        """To where these tokens, and no others, have been pushed. What was given out stays so."""
+        """To where these tokens, and no others, have been pushed."""
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text is in `text`
         self._context = 0  # where decoding begins, so that leading spaces come out as they do in the whole
@@ -46,20 +45,19 @@ class TextStream:
             self.stopped = True
         return self.stopped
 
-    def give(self, *, last: bool) -> str:
-        """The text since the last call that can no longer change."""
+    def piece(self, given: int, *, last: bool) -> str:
+        """The text after its first `given` characters that can no longer change."""
         end = len(self.text)
         if not last:
             end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
-        piece = self.text[self._emitted : end]
-        self._emitted = max(self._emitted, end)
-        return piece
+        return self.text[given:end]
 
-    def finish(self) -> str:
-        """The whole text; a character that never became complete shows as it decodes."""
+    def finish(self, given: int) -> str:
+        """The whole text, whose first `given` characters are out; a character that never became complete shows as it
+        decodes."""
         if not self.stopped:
             whole = self._decode(self._tokens)
-            self.text = whole if whole.startswith(self.text[: self._emitted]) else self.text
+            self.text = whole if whole.startswith(self.text[:given]) else self.text
         return self.text
 
     def _decode(self, tokens: Sequence[int]) -> str:

@@ -100,3 +100,8 @@ def test_what_cannot_be_taken_is_refused() -> None:
 def test_what_the_tree_does_not_have_is_not_given() -> None:
     engine = Engine(tiny.model("llama"))
     assert engine.give_kv(prompts()[3]) == Handover((), 0, [], [])
+
+
+def test_nothing_can_be_handed_over() -> None:
+    first, second = Engine(tiny.model("llama")), Engine(tiny.model("llama"))
+    assert second.take_kv(first.give_kv([3, 4, 5])) == 0

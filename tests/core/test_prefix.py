@@ -132,3 +132,25 @@ def test_a_packed_tree_holds_every_token_of_every_sequence(given_: list[list[int
     for tokens, rows in zip(ordered, tree.rows, strict=True):
         assert row[rows].tolist() == tokens
         assert position[rows].tolist() == list(range(len(tokens)))
+
+
+def test_a_key_that_holds_nothing_is_forgotten() -> None:
+    """As many salts as there were requests would otherwise be kept for ever."""
+    tree = PrefixTree(BlockPool(6), SIZE)
+    for i in range(40):
+        leave(tree, enter(tree, [0, 1, 2, 0, 1], f"salt {i}"))
+        tree.check()
+    assert len(tree._roots) == 3
+    tree.drop("salt 39", [[0, 1, 2, 0, 1]], [])
+    assert "salt 39" not in tree._roots
+    tree.evict(6)
+    assert not tree._roots
+
+
+def test_what_was_released_often_is_offered_once() -> None:
+    tree = PrefixTree(BlockPool(6), SIZE)
+    for _ in range(1000):
+        leave(tree, enter(tree, [0, 1, 2, 0, 1, 2, 0, 1]))
+    assert len(tree._leaves) < 100
+    assert tree.evict(6) == 2
+    tree.check()

@@ -77,7 +77,8 @@ def check(handover: Handover, backend: Backend, version: int) -> None:
     if handover.version != version:
         raise RequestError(f"this KV is of weights of version {handover.version}, and the engine has {version}")
     decoder = backend.decoder
-    count = len(handover.tokens)
+    if not (count := len(handover.tokens)):
+        return
     expected = [(count, layer.kv_heads, layer.key_dim) for layer in decoder.layers]
     expected += [(count, layer.kv_heads, layer.value_dim) for layer in decoder.layers]
     tensors = [*handover.keys, *handover.values]

@@ -17,6 +17,8 @@ from typing import Generic, TypeVar
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.model.packing import common_prefix
 
+ROOT = -1  # the block of a node that holds no tokens
+
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -26,6 +28,7 @@ class Node:
     keys: list[tuple[int, ...]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     used: int = 0
+    key: Hashable = None  # of a root: what it is kept under
 
     def insert(self, child: Node) -> None:
         at = bisect_left(self.keys, child.tokens)
@@ -96,7 +99,7 @@ class PrefixTree:
         """Enter tokens[:upto] of a sequence. Where the tree already has a full block with the same tokens, the sequence
         takes that one and gives back its own, once its own is `stored` (before that, it is still to be written)."""
         size = self.block_size
-        node = chain.nodes[-1] if chain.nodes else self._roots.setdefault(key, Node((), -1, None))
+        node = chain.nodes[-1] if chain.nodes else self._roots.get(key) or Node((), ROOT, None, key=key)
         if chain.nodes and len(node.tokens) < size:
             self._lengthen(node, tuple(tokens[(len(chain.nodes) - 1) * size : min(upto, len(chain.nodes) * size)]))
         while len(node.tokens) in (0, size) and (start := len(chain.nodes) * size) < upto:
@@ -113,6 +116,8 @@ class PrefixTree:
                 self.pool.retain(twin.block)
                 self.tokens += len(want)
                 node.insert(twin)
+                if node.block == ROOT:
+                    self._roots[key] = node
             twin.used = next(self._clock)
             chain.nodes.append(twin)
             node = twin
@@ -132,6 +137,10 @@ class PrefixTree:
     def _offer(self, node: Node) -> None:
         if node.parent is not None and not node.children and self.pool.refs[node.block] == 1:
             heapq.heappush(self._leaves, (node.used, next(self._order), node))
+            if len(self._leaves) > 2 * self.pool.blocks + 64:  # most of them stale
+                latest = {id(entry[2]): entry for entry in self._leaves if entry[2].parent is not None}
+                self._leaves = list(latest.values())
+                heapq.heapify(self._leaves)
 
     def evict(self, blocks: int) -> int:
         """Free up to this many blocks, least recently used first; returns how many were freed."""
@@ -219,6 +228,8 @@ class PrefixTree:
     def _unlink(self, node: Node) -> None:
         assert node.parent is not None
         node.parent.remove(node)
+        if node.parent.block == ROOT and not node.parent.children:
+            del self._roots[node.parent.key]
         node.parent = None
         self.tokens -= len(node.tokens)
         self.pool.release(node.block)
@@ -243,6 +254,8 @@ class PrefixTree:
     def check(self) -> None:
         """The shape of the tree: order, fullness, parents, live blocks, token count."""
         total = 0
+        if any(not root.children for root in self._roots.values()):
+            raise RuntimeError("the tree keeps a root that holds nothing")
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()

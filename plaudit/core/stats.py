@@ -1,0 +1,23 @@
+"""What an engine has done and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the engine was made, and what it holds now."""
+
+    tokens_computed: int
+    tokens_shared: int
+    tokens_resident: int
+    blocks_in_use: int
+    blocks_total: int
+    kv_bytes: int
+    running: int
+    waiting: int
+    preemptions: int
+    evictions: int
+    steps: int
+    version: int
