@@ -59,7 +59,8 @@ def spawn(module: str, environment: Mapping[str, str] | None = None) -> tuple[Ch
 
 
 def start_anew() -> None:
-    """From now on children of this process are new processes: under Ray, which manages those that it sees."""
+    """From now on children of this process are new processes: it starts one worker and seldom another, and a nursery
+    would only be one more process in memory."""
     global FORKS
     FORKS = False
 
