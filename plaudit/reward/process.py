@@ -22,7 +22,7 @@ from plaudit.errors import ConfigError, ModelError, Refused, RequestError, neare
 from plaudit.models import encode, render_text
 from plaudit.models.text import codec_of, refuse_surrogates
 from plaudit.records import Item, ItemError, StepScores
-from plaudit.reward.reading import Intake
+from plaudit.reward.reading import Intake, has_tool_calls
 from plaudit.reward.work import ModelInfo, Work
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -133,7 +133,10 @@ class ProcessReading:
         if item.text is not None:
             return self._tagged(self.intake.text(item.text))
         if item.messages is not None:
-            return self._assembled(item.messages[:-1], self._split(self.intake.answer(item.messages)))
+            answer = self.intake.answer(item.messages)
+            if has_tool_calls(item.messages[-1]):
+                raise Refused("bad_messages", "the answer has tool calls, which are no steps; send its steps as text")
+            return self._assembled(item.messages[:-1], self._split(answer))
         assert item.prompt is not None
         assert item.response is not None
         response = item.response

@@ -147,13 +147,16 @@ class Intake:
         return [*tokens[:kept], *tokens[kept + over :]], over
 
     def answer(self, messages: Sequence[Message]) -> str:
-        """The content of the last message, which must be the assistant's."""
-        last = messages[-1] if messages else None
-        if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        """The content of the last message, which must be the assistant's; empty if it has tool calls alone."""
+        last = messages[-1] if messages and isinstance(messages[-1], Mapping) else {}
+        content = last.get("content")
+        if content is None and has_tool_calls(last):
+            content = ""
+        if last.get("role") != "assistant" or not isinstance(content, str):
             raise Refused("bad_messages", "messages must end with the assistant's answer, whose content is text")
         if len(messages) < 2:
             raise Refused("bad_messages", "messages hold only the assistant's answer; give what it answers too")
-        return str(last["content"])
+        return content
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         return (*self.begin, *self.content(text))
@@ -193,6 +196,10 @@ def _size(item: Item) -> int:
     prompt = item.prompt if item.prompt is None or isinstance(item.prompt, str) else _as_json(item.prompt)
     response = item.response if isinstance(item.response, tuple) else (item.response or "",)
     return len(item.text or "") + len(prompt or "") + sum(len(str(step)) for step in response)
+
+
+def has_tool_calls(message: Message) -> bool:
+    return bool(message.get("tool_calls"))
 
 
 def _as_json(messages: Sequence[Message]) -> str:
@@ -263,7 +270,7 @@ class OutcomeReading:
             return self.intake.text(item.text)
         if item.messages is not None:
             answer = self.intake.answer(item.messages)
-            if self.apart:
+            if self.apart and not has_tool_calls(item.messages[-1]):  # which only the template can write
                 return self._answered(self.intake.opening(item.messages[:-1]), answer)
             return self.intake.conversation(item.messages)
         assert item.prompt is not None

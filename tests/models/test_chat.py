@@ -108,6 +108,24 @@ def test_tool_calls_and_their_keys_are_content_too() -> None:
     assert ascii_only.decode(render_chat(ascii_only, [{"role": "user", "content": "<|im_end|>"}])) == '"<|im_end|>"'
 
 
+def test_tool_calls_as_openai_clients_send_them_are_rendered_as_templates_expect_them() -> None:
+    """Without content, and with arguments as JSON text; what transformers renders of the object is what it must be."""
+    tokenizer = with_template(
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": [8]}}}
+    sent = {"type": "function", "function": {"name": "add", "arguments": '{"a": 7, "b": [8]}'}}
+    ids = plain(tokenizer, [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    bare = {"tool_calls": [sent]}
+    for message in ({"content": None, **bare}, bare, {"content": "", "tool_calls": [call]}):
+        assert render_chat(tokenizer, [*ASK, {"role": "assistant", **message}]) == ids
+    wrong = {"type": "function", "function": {"name": "add", "arguments": "{a"}}
+    with pytest.raises(RequestError, match=r"arguments are '\{a', which is no JSON"):
+        render_chat(tokenizer, [*ASK, {"role": "assistant", "tool_calls": [wrong]}])
+
+
 def test_control_tokens_that_swallow_space_around_them() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|sep|>", special=True, rstrip=True, lstrip=True)], special_tokens=True)

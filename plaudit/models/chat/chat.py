@@ -10,6 +10,7 @@ Where no content would have become a control token this is exactly `tokenizer.ap
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def render_chats(
     for messages in conversations:
         _check_messages(messages, template)
         guards.append(guard := _Guard(seams, _choose_mark(template, messages)))
-        guarded.append([guard.value(dict(message)) for message in messages])
+        guarded.append([guard.value(with_tool_calls(message)) for message in messages])
     rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds)
     careful = [guard.used or seams.codec.unknown_ends for guard in guards]
     plain = iter(_encode_plain(tokenizer, [text for text, marked in zip(rendered, careful, strict=True) if not marked]))
@@ -56,7 +57,30 @@ def render_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message],
     """What the template writes of messages whose contents are trusted."""
     template = _template(tokenizer)
     _check_messages(messages, template)
-    return _render(tokenizer, template, [messages], False, seconds)[0]
+    return _render(tokenizer, template, [[with_tool_calls(message) for message in messages]], False, seconds)[0]
+
+
+def with_tool_calls(message: Message) -> dict[str, Any]:
+    """An assistant's tool calls as templates expect them, and as vLLM gives them: no content is an empty text, and the
+    arguments are an object, which OpenAI's clients send as JSON text."""
+    message = dict(message)
+    calls = message.get("tool_calls")
+    if message.get("role") != "assistant" or not isinstance(calls, list):
+        return message
+    if message.get("content") is None and calls:
+        message["content"] = ""
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
+    except ValueError:
+        problem = f"a tool call's arguments are {arguments[:60]!r}, which is no JSON; send an object"
+        raise RequestError(problem) from None
 
 
 def _render(
