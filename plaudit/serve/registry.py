@@ -35,7 +35,7 @@ class Models:
         self.swaps = 0
         self._explicit = {name: table.explicit(name) for name in table.models}
         self._root = None if table.model_root is None else Path(table.model_root).resolve()
-        self._log = log
+        self.log = log
         self._swapping = asyncio.Lock()
         self._states: dict[str, str] = {}
         self._cluster = None if table.ray is None else _cluster(table.ray)
@@ -70,7 +70,7 @@ class Models:
         async with self._swapping:
             version = await served.swap(table)
         self.swaps += 1
-        self._log("swapped", model=name, version=version)
+        self.log("swapped", model=name, version=version)
         return version
 
     def scale(self, name: str, count: int) -> None:
@@ -79,7 +79,7 @@ class Models:
             raise ConfigError(f"{name} is a {served.kind}; only models with workers have replicas")
         served.scale(count)
         self._explicit[name]["replicas"] = count
-        self._log("scaled", model=name, replicas=count)
+        self.log("scaled", model=name, replicas=count)
 
     def _table(self, served: ServedModel, entry: Mapping[str, Any]) -> Table:
         """As a new server would read the directory, with what the operator set for this name."""
@@ -190,7 +190,7 @@ class Models:
         for status in self.statuses() if hasattr(self, "served") else ():
             if self._states.get(status.name) != status.state:
                 self._states[status.name] = status.state
-                self._log("model", model=status.name, state=status.state, reason=status.reason)
+                self.log("model", model=status.name, state=status.state, reason=status.reason)
         self.changed.set()
 
     def _of_workers(self) -> list[WorkerStatus]:

@@ -127,6 +127,11 @@ class ScoringService:
         salt = request.tenant if self._salted else ""
         return RequestContext(request.tenant, request.id, request.deadline, priority, cache, salt, path)
 
+    def drop(self, request: Request, served: ServedModel, error: ItemError) -> None:
+        """For protocols that answer an input that cannot be scored without an error: it is counted and logged."""
+        self._count(served.name, [error], request.id)
+        self.models.log("dropped", model=served.name, error=error.type, message=error.message, request_id=request.id)
+
     def _count(self, model: str, errors: Sequence[ItemError | None], request_id: str) -> None:
         metrics = self.models.metrics
         counts = metrics.history.models[model]

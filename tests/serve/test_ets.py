@@ -229,6 +229,36 @@ def test_a_step_without_a_tag_has_an_empty_list(client: RuntimeEndpoint, tag: in
         assert [len(each["scores"]) for each in two] == [0 if require == [5, 6, -999] else 1, 0]
 
 
+def test_a_later_step_without_a_tag_does_not_get_its_parents_score(
+    server: ServerProcess, client: RuntimeEndpoint, tag: int
+) -> None:
+    """The search takes the last of the list: a step that ran into its token limit must not live on its parent's."""
+    parent = f"{QUESTION} {STEPS[0]}{STEPS[1]}"
+    for require in (tag, [5, 6, tag]):
+        assert len(client.score(parent, require)) == 2
+        before = server.metric("plaudit_errors_total", type="no_steps")
+        assert client.score(f"{parent}Step 3: cut off in the mid", require) == []
+        assert server.metric("plaudit_errors_total", type="no_steps") == before + 1
+        assert client.score(f"{parent} \n", require) == client.score(parent, require), "blanks are no step"
+
+
+def test_every_text_that_a_search_can_send_is_answered(
+    server: ServerProcess, client: RuntimeEndpoint, tag: int
+) -> None:
+    """Untagged, empty, over-long and the same twice, as the search's threads send them; all come back with 200."""
+    long = f"{QUESTION} " + "Step 1: 1+2 = 3 ки\n" * 400
+    texts = [f"{QUESTION} {STEPS[0]}", f"{QUESTION} no tag", "", long, f"{QUESTION} {STEPS[0]}", long]
+    before = server.metric("plaudit_errors_total", type="too_long")
+    for require in (tag, [5, 6, tag], [5, 6, -1]):
+        with ThreadPoolExecutor(len(texts)) as threads:
+            lists = list(threads.map(client.score, texts, [require] * len(texts)))
+        assert lists[3] == lists[5] == []
+        assert lists[0] == lists[4] != []
+        if require != [5, 6, -1]:
+            assert lists[1] == lists[2] == []
+    assert server.metric("plaudit_errors_total", type="too_long") == before + 6
+
+
 def test_what_cannot_be_answered_is_refused(server: ServerProcess, tag: int) -> None:
     def refused(text: Any, require: Any) -> str:
         params = {"max_new_tokens": 0, "forward_only": True, "logits_require_id": require}
@@ -240,7 +270,6 @@ def test_what_cannot_be_answered_is_refused(server: ServerProcess, tag: int) -> 
     assert "logits_require_id has 99999" in refused("a ки", [5, 99999, tag])
     for wrong in (None, "8094", 1.5, [1, 2], [1, -2, 3], True):
         assert "logits_require_id is" in refused("a ки", wrong)
-    assert "text[0]: " in refused("a ки " * 600, tag)
 
 
 def test_without_the_key_nothing_is_scored(server: ServerProcess) -> None:

@@ -30,7 +30,7 @@ from tests.serve.process import ServerProcess
 ANN, BOB, ADMIN = "key-of-ann-1234", "key-of-bob-5678", "key-of-admin-9012"
 # What anybody may ask for: pages, health, the version. Every other route needs a key, also those that come later.
 OPEN = re.compile(
-    r"/|/docs|/openapi\.json|/version|/health(/live|/ready|_generate)?|/infinity/health|/v2/health/(live|ready)"
+    r"/|/docs|/openapi\.json|(/[a-z]+)?(/version|/ping|/health(/live|/ready|_generate)?|/v2/health/(live|ready))"
     r"|/v2/models/\w+(/versions/1)?/ready"
 )
 OURS = {"/v1/rewards", "/v1/models", "/admin/swap", "/metrics", "/stats"}  # others speak the errors of other servers

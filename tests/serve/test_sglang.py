@@ -51,8 +51,13 @@ def refused(server: ServerProcess, path: str, body: Any, status: int = 400) -> s
     reply = server.http.post(path, json=body)
     assert reply.status_code == status, reply.text
     content = reply.json()
-    assert set(content) == {"error"}
-    return str(content["error"]["message"])
+    if "/v1/" not in path:
+        assert set(content) == {"error"}
+        return str(content["error"]["message"])
+    assert {**content, "message": ""} == {
+        "object": "error", "message": "", "type": "BadRequestError", "param": None, "code": status,
+    }  # fmt: skip
+    return str(content["message"])
 
 
 def native(server: ServerProcess, ids: list[int]) -> float:
@@ -172,12 +177,14 @@ def test_documents_come_back_best_first(server: ServerProcess) -> None:
     tokenizer = load_tokenizer("sums")
     documents = ["7+8=16;#16", "7+8=15;#15", "#9"]
     values = [native(server, tokenizer("7+8=", d)["input_ids"]) for d in documents]
-    found = asked(server, "/v1/rerank", {"query": "7+8=", "documents": documents, "return_documents": True})
-    assert [r["index"] for r in found] == sorted(range(3), key=lambda i: -values[i])
-    assert [r["score"] for r in found] == pytest.approx(sorted(values, reverse=True), abs=1e-5)
-    assert all(r["document"] == documents[r["index"]] for r in found)
+    for path in ("/sglang/v1/rerank", "/v1/rerank"):
+        ask = {"query": "7+8=", "documents": documents}
+        found = asked(server, path, ask) if path.startswith("/sglang") else server.http.put(path, json=ask).json()
+        assert [r["index"] for r in found] == sorted(range(3), key=lambda i: -values[i])
+        assert [r["score"] for r in found] == pytest.approx(sorted(values, reverse=True), abs=1e-5)
+        assert all(r["document"] == documents[r["index"]] for r in found)
     fewer = asked(
-        server, "/v1/rerank", {"query": "7+8=", "documents": documents, "return_documents": False, "top_n": 1}
+        server, "/sglang/v1/rerank", {"query": "7+8=", "documents": documents, "return_documents": False, "top_n": 1}
     )
     assert len(fewer) == 1
     assert "document" not in fewer[0]
@@ -204,6 +211,7 @@ def test_documents_come_back_best_first(server: ServerProcess) -> None:
         ("/v1/score", {"query": "a", "items": [[1]]}, "both be texts"),
         ("/v1/score", {"query": "a", "items": []}, "items is empty"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct is given"),
+        ("/sglang/v1/rerank", {"query": "a", "documents": []}, "documents is empty"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(server: ServerProcess, path: str, body: Any, message: str) -> None:

@@ -318,12 +318,58 @@ def test_shared_paths_go_by_the_body(server: ServerProcess) -> None:
     assert asked(server, "/classify", {**classify, "input": ["1+2="]})["object"] == "list"
     documents: dict[str, Any] = {"query": "1+2=", "documents": ["3", "4"]}
     assert isinstance(asked(server, "/rerank", {"query": "1+2=", "texts": ["3", "4"]}), list)
-    assert asked(server, "/rerank", {**documents, "return_documents": True})["object"] == "rerank"
     assert asked(server, "/rerank", {**documents, "raw_scores": True})["object"] == "rerank"
     assert asked(server, "/rerank", documents)["id"].startswith("score-")
-    assert isinstance(asked(server, "/v1/rerank", {**documents, "return_documents": True}), list)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):  # LiteLLM and Cohere's clients send return_documents
+        for body in (documents, {**documents, "return_documents": True}):
+            assert asked(server, path, body)["results"][0]["document"]["text"] in ("3", "4")
     assert asked(server, "/v1/rerank", documents)["id"].startswith("score-")
     assert asked(server, "/v1/score", {"queries": "a", "documents": ["b"]})["id"].startswith("score-")
+
+
+def test_a_base_path_chooses_the_protocol(server: ServerProcess) -> None:
+    """A URL that ends in the protocol's name: no body is anybody else's there."""
+    documents: dict[str, Any] = {"query": "1+2=", "documents": ["3", "4"], "return_documents": True, "raw_scores": True}
+    assert "results" in asked(server, "/vllm/rerank", documents)
+    assert isinstance(asked(server, "/sglang/v1/rerank", documents), list)
+    assert asked(server, "/infinity/rerank", documents)["object"] == "rerank"
+    assert isinstance(asked(server, "/tei/rerank", {"query": "1+2=", "texts": ["3"]}), list)
+    assert asked(server, "/vllm/classify", {"model": "sums", "input": "1+2=", "raw_scores": True})["object"] == "list"
+    for base in ("vllm", "sglang", "tei", "infinity", "triton"):
+        assert server.http.get(f"/{base}/health").status_code == 200
+        assert server.http.get(f"/{base}/v1/models").json()["data"]
+        assert server.http.get(f"/{base}/nowhere").status_code == 404
+    assert server.http.post("/vllm/classify", json={}).json()["error"]["code"] == 400
+
+
+def test_what_sagemaker_and_load_balancers_ask(server: ServerProcess) -> None:
+    for path, body in (
+        ("/classify", {"model": "sums", "input": "1+2="}),
+        ("/score", {"queries": "1+2=", "documents": ["3", "4"]}),
+        ("/rerank", {"query": "1+2=", "documents": ["3", "4"]}),
+        ("/pooling", {"model": "sums", "input": "1+2=", "task": "classify"}),
+    ):
+        one, other = (asked(server, each, body) for each in (path, "/invocations"))
+        moving = {"id", "created"}
+        assert {k: v for k, v in one.items() if k not in moving} == {k: v for k, v in other.items() if k not in moving}
+    assert server.http.get("/ping").status_code == 200
+    assert server.http.get("/load").json() == {"server_load": 0}
+    long = server.http.post("/classify", json={"model": "sums", "input": "1" * 4000})
+    assert "Please reduce the length of the input prompt" in long.json()["error"]["message"]
+
+
+def test_an_answer_of_tool_calls_alone_is_scored(server: ServerProcess, moods: Any) -> None:
+    """As vLLM does: no content is an empty text."""
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    ask, answer = {"role": "user", "content": "7+8="}, {"role": "assistant", "tool_calls": [call]}
+    for content in ({"content": None}, {"content": ""}, {}):
+        chat = [ask, {**answer, **content}]
+        reply = asked(server, "/classify", {"model": "moods", "messages": chat, "use_activation": False})
+        ids = tiny.llama3().apply_chat_template([ask, {"role": "assistant", "content": ""}], return_dict=False)
+        assert reply["data"][0]["probs"] == pytest.approx(tiny.plain_class(moods, ids)[-1].tolist(), abs=1e-5)
+        item = server.rewards([{"messages": chat}], "moods").json()["items"][0]
+        good, bad = reply["data"][0]["probs"][2], reply["data"][0]["probs"][0]
+        assert item["scores"][0] == pytest.approx(good - bad, abs=1e-5)
 
 
 def test_items_are_counted(server: ServerProcess) -> None:

@@ -26,6 +26,10 @@ class ProtocolRoutes(ABC):
     @abstractmethod
     def routes(self) -> list[Route]: ...
 
+    def base_routes(self) -> list[Route]:
+        """Further routes below its base path /NAME, whose paths are another protocol's elsewhere."""
+        return []
+
     def strangers(self) -> list[tuple[str, Route]]:
         """By a path's beginning, the route that all other paths there lead to."""
         return []

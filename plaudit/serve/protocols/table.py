@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.message import Route, Routes
@@ -24,6 +25,13 @@ PROTOCOLS: dict[str, type[ProtocolRoutes]] = {
     )
 }  # fmt: skip
 NATIVE = "native"
+BELOW_BASE = (
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/v1/models",
+    "/metrics",
+)  # native routes that clients of others ask for
 
 
 def protocol_names() -> tuple[str, ...]:
@@ -44,4 +52,16 @@ def protocol_routes(scoring: ScoringService, names: Sequence[str] | None) -> Rou
     strangers: dict[str, Route] = {}
     for protocol in protocols:
         strangers.update(protocol.strangers())
-    return Routes([*NativeRoutes(scoring, others).routes(), *others], shapes, strangers)
+    native = NativeRoutes(scoring, others).routes()
+    based = [route for protocol in protocols for route in below_base_path(protocol, native)]
+    shapes |= {f"/{protocol.name}/": protocol.errors for protocol in protocols}
+    return Routes([*native, *others, *based], shapes, strangers)
+
+
+def below_base_path(protocol: ProtocolRoutes, native: Sequence[Route]) -> list[Route]:
+    """The protocol alone below /NAME, with the health and the models that its clients ask for: a client whose URL ends
+    in /NAME gets its answers, whatever other protocols have the same paths."""
+    own = [*protocol.routes(), *protocol.base_routes()]
+    taken = {(route.method, route.path) for route in own}
+    common = [route for route in native if (route.method, route.path) not in taken and route.path in BELOW_BASE]
+    return [replace(route, path=f"/{protocol.name}{route.path}", protocol=protocol.name) for route in (*own, *common)]

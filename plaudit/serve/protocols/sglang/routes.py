@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from plaudit import __version__
 from plaudit.records import NEXT, Item, ItemError, StepScores
@@ -20,6 +22,8 @@ from plaudit.serve.protocols.sglang import ets_wire as ets
 from plaudit.serve.protocols.sglang import wire as sglang
 from plaudit.serve.protocols.sglang.wire import SglangInputs, Wish
 from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL, PROCESS_MODEL, ScoringService
+
+StepList = tuple[int, Sequence[float]]  # how many tokens a path has, and the scores of its steps
 
 
 class SGLangRoutes(ProtocolRoutes):
@@ -45,7 +49,7 @@ class SGLangRoutes(ProtocolRoutes):
                 routes.append(self.work(path, self.encode, reward, sglang.claims_inputs, method))
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             routes.append(self.route("GET", path, self.info, "SGLang: the model behind /generate, and its limits"))
-        return routes
+        return [replace(r, errors=sglang.write_openai_error) if r.path.startswith("/v1/") else r for r in routes]
 
     async def encode(self, request: Request) -> Reply:
         began = time.monotonic()
@@ -120,7 +124,7 @@ class SGLangRoutes(ProtocolRoutes):
     async def step_scores(self, request: Request) -> Reply:
         parsed = ets.read(request.fields())
         by_format = [i for i, require in enumerate(parsed.requires) if require.pair is None]
-        scores: dict[int, tuple[int, Sequence[float]]] = {}
+        scores: dict[int, StepList] = {}
         if by_format:
             scores |= await self._scores_by_format(request, parsed, by_format)
         if len(by_format) < len(parsed.requires):
@@ -128,9 +132,29 @@ class SGLangRoutes(ProtocolRoutes):
         replies = [ets.write(*scores[i], f"{request.id}-{i}") for i in range(len(parsed.requires))]
         return Reply.json(replies[0] if parsed.inputs.single else replies)
 
+    async def _steps(
+        self, request: Request, served: ServedModel, parsed: ets.EtsRequest, places: Sequence[int]
+    ) -> tuple[dict[int, list[int]], dict[int, StepList]]:
+        """Token ids of the texts whose last step can be scored, and the empty lists of the others, which are counted:
+        the client has no handler for an error, its thread would end and the search wait for ever."""
+        rows = await self.classifier.tokens(served, [_prompts(parsed.inputs)[place] for place in places], Cut())
+        tokenizer = served.intake().tokenizer
+        steps: dict[int, list[int]] = {}
+        empty: dict[int, StepList] = {}
+        for place, row in zip(places, rows, strict=True):
+            if isinstance(row, ItemError):
+                self.scoring.drop(request, served, row)
+                empty[place] = 0, ()
+            elif problem := _unscored(row, parsed.requires[place].at, tokenizer):
+                self.scoring.drop(request, served, ItemError("no_steps", problem))
+                empty[place] = len(row), ()
+            else:
+                steps[place] = row
+        return steps, empty
+
     async def _scores_by_format(
         self, request: Request, parsed: ets.EtsRequest, places: Sequence[int]
-    ) -> dict[int, tuple[int, Sequence[float]]]:
+    ) -> dict[int, StepList]:
         served = self.scoring.find_model(PROCESS_MODEL, "process")
         served.intake()
         reading = served.reading
@@ -146,35 +170,22 @@ class SGLangRoutes(ProtocolRoutes):
                     422, "invalid_request", f"{ets.FIELD} is {parsed.requires[place].at}, and a step of {served.name} "
                     f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
                 )  # fmt: skip
-        rows = await self._tokens(served, parsed.inputs, places)
-        scored = await self.scoring.score(request, served, [Item(tokens=tuple(row)) for row in rows])
-        results = [StepScores((), 0.0) if r.error and r.error.type == "no_steps" else r for r in scored.results]
-        self.scoring.values(results, parsed.inputs.field)
-        return {
-            place: (len(row), result.values)
-            for place, row, result in zip(places, rows, results, strict=True)
-            if isinstance(result, StepScores)
-        }
+        steps, empty = await self._steps(request, served, parsed, places)
+        scored = await self.scoring.score(request, served, [Item(tokens=tuple(row)) for row in steps.values()])
+        self.scoring.values(scored.results, parsed.inputs.field)
+        lists = [result.values for result in scored.results if isinstance(result, StepScores)]
+        return empty | {place: (len(row), values) for (place, row), values in zip(steps.items(), lists, strict=True)}
 
-    async def _scores_of_pairs(
-        self, request: Request, parsed: ets.EtsRequest
-    ) -> dict[int, tuple[int, Sequence[float]]]:
+    async def _scores_of_pairs(self, request: Request, parsed: ets.EtsRequest) -> dict[int, StepList]:
         served = self._reader(None, PROCESS_MODEL, LOGPROBS_MODEL)
         places = [i for i, require in enumerate(parsed.requires) if require.pair is not None]
-        rows = await self._tokens(served, parsed.inputs, places)
-        scores: dict[int, tuple[int, Sequence[float]]] = {}
-        works: dict[int, Work] = {}
-        for place, row in zip(places, rows, strict=True):
-            require = parsed.requires[place]
-            assert require.pair is not None
-            _check_ids(served, require.pair, ets.FIELD)
-            scores[place] = len(row), []
-            if positions := _positions(row, require.at):
-                works[place] = Work(row, positions, require.pair, len(positions), False)
-        field = parsed.inputs.field
-        step_rows = await self._read(request, served, list(works.values()), field, path=True) if works else []
-        for place, values in zip(works, step_rows, strict=True):
-            scores[place] = scores[place][0], [sglang.softmax(pair)[0] for pair in values.tolist()]
+        for place in places:
+            _check_ids(served, parsed.requires[place].pair or (), ets.FIELD)
+        steps, scores = await self._steps(request, served, parsed, places)
+        works = [_pair_work(row, parsed.requires[place]) for place, row in steps.items()]
+        rows = await self._read(request, served, works, parsed.inputs.field, path=True) if works else []
+        for (place, ids), row in zip(steps.items(), rows, strict=True):
+            scores[place] = len(ids), [sglang.softmax(pair)[0] for pair in row.tolist()]
         return scores
 
     async def health(self, request: Request) -> Reply:
@@ -216,13 +227,9 @@ class SGLangRoutes(ProtocolRoutes):
             )  # fmt: skip
         return served
 
-    async def _tokens(
-        self, served: ServedModel, inputs: SglangInputs, places: Sequence[int] | None = None
-    ) -> list[list[int]]:
+    async def _tokens(self, served: ServedModel, inputs: SglangInputs) -> list[list[int]]:
         """As SGLang makes them: control strings are control tokens, and the tokenizer adds what it adds of itself."""
-        prompts: list[Prompt] = [Text(text) for text in inputs.texts] or list(inputs.tokens)
-        chosen = prompts if places is None else [prompts[place] for place in places]
-        return sound(await self.classifier.tokens(served, chosen, Cut()), inputs.field)
+        return sound(await self.classifier.tokens(served, _prompts(inputs), Cut()), inputs.field)
 
     async def _read(
         self, request: Request, served: ServedModel, works: Sequence[Work], field: str, *, path: bool = False
@@ -253,12 +260,26 @@ def _generate_works(tokens: list[int], wish: Wish) -> tuple[Work | None, Work | 
     return first, last if wish.tokens else None
 
 
-def _positions(tokens: Sequence[int], at: int) -> tuple[int, ...]:
-    """None where no token is the tag, or where the text is shorter than the position: it is then answered with an empty
-    list, as the fork answers it. Its client has no handler for an error and would wait for ever."""
-    if at >= 0:
-        return tuple(i for i, token in enumerate(tokens) if token == at)
-    return (len(tokens) + at,) if len(tokens) + at >= 0 else ()
+def _prompts(inputs: SglangInputs) -> list[Prompt]:
+    return [Text(text) for text in inputs.texts] or list(inputs.tokens)
+
+
+def _unscored(tokens: Sequence[int], at: int, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Why the last step of a path has no score; empty if it has one. Scores of earlier steps were asked for before, and
+    the search would take the last of them for this step's."""
+    if at < 0:
+        return "" if len(tokens) + at >= 0 else f"{len(tokens)} tokens, and the position is {-at} from the end"
+    tags = [place for place, token in enumerate(tokens) if token == at]
+    if not tags:
+        return f"no token is the tag {at}"
+    rest = str(tokenizer.decode(tokens[tags[-1] + 1 :], skip_special_tokens=True)).strip()
+    return f"{len(rest)} characters follow the last tag" if rest else ""
+
+
+def _pair_work(tokens: list[int], require: ets.Require) -> Work:
+    at = require.at
+    places = tuple(i for i, token in enumerate(tokens) if token == at) if at >= 0 else (len(tokens) + at,)
+    return Work(tokens, places, require.pair, len(places), False)
 
 
 def _check_ids(served: ServedModel, tokens: Sequence[int], field: str) -> None:

@@ -118,12 +118,24 @@ def claims_scoring(fields: Mapping[str, Any]) -> bool:
 
 
 def claims_rerank(fields: Mapping[str, Any]) -> bool:
-    return "instruct" in fields or "return_documents" in fields
+    """Clients of vLLM, Jina and Cohere send `return_documents` too, and are the more."""
+    return "instruct" in fields
 
 
 def write_error(error: HttpError, request_id: str) -> Reply:
-    status = 400 if error.status == 422 else error.status
-    return error.shaped({"error": {"message": str(error)}}, request_id, status)
+    return error.shaped({"error": {"message": str(error)}}, request_id, _status(error))
+
+
+def write_openai_error(error: HttpError, request_id: str) -> Reply:
+    """As the routes below /v1 have it: flat."""
+    status = _status(error)
+    kind = "BadRequestError" if status == 400 else "InternalServerError" if status == 500 else str(status)
+    fields = {"object": "error", "message": str(error), "type": kind, "param": None, "code": status}
+    return error.shaped(fields, request_id, status)
+
+
+def _status(error: HttpError) -> int:
+    return 400 if error.status == 422 else error.status
 
 
 def read_inputs(fields: Mapping[str, Any]) -> SglangInputs:

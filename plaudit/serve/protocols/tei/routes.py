@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
 from plaudit import __version__
 from plaudit.serve.handle import WorkerStatus
-from plaudit.serve.http.message import ErrorWriter, HttpError, Reply, Request, Route
+from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text, activate
 from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
@@ -90,7 +90,6 @@ class TeiRoutes(ProtocolRoutes):
 class InfinityRoutes(ProtocolRoutes):
     name = "infinity"
     errors = staticmethod(infinity.write_error)
-    shapes: ClassVar[Mapping[str, ErrorWriter]] = {"/infinity": infinity.write_error}
 
     def __init__(self, scoring: ScoringService) -> None:
         super().__init__(scoring)
@@ -101,13 +100,12 @@ class InfinityRoutes(ProtocolRoutes):
         classify, rerank = "Infinity: every label with its score", "Infinity: documents sorted by score"
         return [
             self.work("/classify", self.classify, classify, lambda body: "raw_scores" in body),
-            self.work("/infinity/classify", self.classify, classify),
-            self.work("/rerank", self.rerank, rerank, lambda body: "return_documents" in body or "raw_scores" in body),
-            self.work("/infinity/rerank", self.rerank, rerank),
+            self.work("/rerank", self.rerank, rerank, lambda body: "raw_scores" in body),
             Route("GET", "/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
-            Route("GET", "/infinity/models", "key", self.models, "infinity", summary="Infinity: list the classifiers"),
-            Route("GET", "/infinity/health", "open", self.health, "infinity", summary="Infinity: 200 while it answers"),
         ]
+
+    def base_routes(self) -> list[Route]:
+        return [Route("GET", "/health", "open", self.health, "infinity", summary="Infinity: 200 while it answers")]
 
     async def classify(self, request: Request) -> Reply:
         parsed = tei.decoded(request.fields(), infinity.Classify)

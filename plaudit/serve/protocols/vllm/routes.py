@@ -38,8 +38,29 @@ class VllmRoutes(ProtocolRoutes):
             *(self.work(path, self.rerank, ranks) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             self.work("/tokenize", self.tokenize, "vLLM: text or messages to token ids"),
             self.work("/detokenize", self.detokenize, "vLLM: token ids to text"),
+            self.work("/invocations", self.invocations, "SageMaker: one of the above, by the body"),
+            self.route("GET", "/ping", self.ping, "SageMaker: 200 if every model computes", "open"),
+            self.route("GET", "/load", self.load, "vLLM: how many requests are open"),
             Route("GET", "/version", "open", self.version, "vllm", summary="vLLM: the release of this server"),
         ]
+
+    async def invocations(self, request: Request) -> Reply:
+        fields = _fields(request)
+        if "query" in fields:
+            return await self.rerank(request)
+        if fields.keys() & {"queries", "text_1", "data_1"}:
+            return await self.score(request)
+        if "task" in fields:
+            return await self.pooling(request)
+        name = fields.get("model")
+        encoder = self._encoder(name if isinstance(name, str) else None)
+        return await (self.classify(request) if encoder is None else self.embeddings(request))
+
+    async def ping(self, request: Request) -> Reply:
+        return Reply(503 if await self.scoring.models.unready() else 200, b"")
+
+    async def load(self, request: Request) -> Reply:
+        return Reply.json({"server_load": self.scoring.models.admission.open_requests})
 
     async def classify(self, request: Request) -> Reply:
         parsed = vllm.read_inputs(_fields(request))
@@ -169,7 +190,9 @@ class VllmRoutes(ProtocolRoutes):
         for place, row in enumerate(await self.classifier.tokens(served, prompts, cut)):
             if isinstance(row, ItemError):
                 param = "input_tokens" if row.type == "too_long" else None
-                raise vllm.FieldError(f"input {place}: {row.message}", param, row.type)
+                # Clients look for these words to shorten a prompt and send it again.
+                cure = ". Please reduce the length of the input prompt" if row.type == "too_long" else ""
+                raise vllm.FieldError(f"input {place}: {row.message}{cure}", param, row.type)
             tokens.append(row)
         return tokens
 
