@@ -23,6 +23,7 @@ from plaudit.models import catalog, weights
 from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import LABELS, init_head, seeded, set_pad
 from plaudit.models.gpu import check_device
+from plaudit.models.heads import openrlhf_head
 from plaudit.models.heads.mlp_head import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
 from plaudit.models.heads.value_head import HEAD, ValueModel, check_head
 from plaudit.models.quiet import quiet
@@ -36,8 +37,9 @@ AUTO: dict[str, Any] = {
     "steps": AutoModelForTokenClassification,
     "value": AutoModel,
 }
-# Known architectures that transformers lacks.
+# Known architectures that transformers lacks; None: it has a class that fits.
 OURS: dict[str, tuple[Kind, Any]] = {
+    openrlhf_head.ARCHITECTURE: ("reward", None),
     "Qwen2ForRewardModel": ("reward", Qwen2ForRewardModel),
     "Qwen2ForProcessRewardModel": ("steps", Qwen2ForProcessRewardModel),
 }
@@ -112,6 +114,10 @@ def kind_of(directory: Path) -> Kind:
     )
 
 
+def _openrlhf_head(stored: dict[str, weights.Stored]) -> str:
+    return openrlhf_head.stored_head({name: at.shape for name, at in stored.items()})
+
+
 def _architecture(directory: Path) -> str:
     return str((read_json(directory / catalog.CONFIG).get("architectures") or [None])[0])
 
@@ -139,6 +145,9 @@ def examine(directory: Path, dtype: str, device: str) -> Examined:
     ours = OURS.get(_architecture(directory), (None, None))[1]
     if ours is not None:
         config.num_labels = ours.labels  # their config leaves it out
+    if _architecture(directory) == openrlhf_head.ARCHITECTURE:
+        config.num_labels = 1
+        stored = openrlhf_head.renamed_head(stored, _openrlhf_head(stored))
     module = _check_weights(directory, kind, config, stored, ours)
     tokenizer = load_tokenizer(directory)
     _check_vocabulary(directory, tokenizer, config)
@@ -231,7 +240,7 @@ def _build(
         with quiet(), seeded(seed):
             module, report = model_class.from_pretrained(
                 directory, config=config, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
-                use_safetensors=True, output_loading_info=True,
+                use_safetensors=True, output_loading_info=True, key_mapping=_key_mapping(directory),
                 # A head of another kind may have the new head's name and another shape; all shapes but its are checked.
                 ignore_mismatched_sizes=new_head,
             )  # fmt: skip
@@ -244,6 +253,13 @@ def _build(
     for head in heads.values():
         init_head(head, config, seed)
     return _value_model(module, directory, new_head, seed) if kind == "value" else module
+
+
+def _key_mapping(directory: Path) -> dict[str, str] | None:
+    """Names in the files to those of the module, for from_pretrained."""
+    if _architecture(directory) != openrlhf_head.ARCHITECTURE:
+        return None
+    return {rf"^{_openrlhf_head(weights.read_directory(directory))}\.": f"{openrlhf_head.HEAD}."}
 
 
 def _heads(module: nn.Module) -> dict[str, nn.Module]:

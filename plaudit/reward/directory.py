@@ -9,6 +9,7 @@ from typing import Any
 from plaudit.config.reward import RewardTable, parse_reward, read_reward_toml
 from plaudit.errors import ConfigError
 from plaudit.models.catalog import CONFIG, resolve
+from plaudit.models.heads import openrlhf_head
 from plaudit.models.safety import read_json
 
 REWARD_TOML = "reward.toml"
@@ -53,6 +54,8 @@ def _own(directory: Path) -> dict[str, Any]:
     if (directory / VALUE_HEAD).is_file():
         return {"kind": "process"}
     name = _architecture(directory)
+    if name == openrlhf_head.ARCHITECTURE:
+        return {"kind": "outcome", **openrlhf_head.standardisation(read_json(directory / CONFIG))}
     return next((keys for suffix, keys in BY_ARCHITECTURE.items() if name.endswith(suffix)), {})
 
 

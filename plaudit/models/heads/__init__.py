@@ -1,1 +1,1 @@
-"""Heads that transformers does not have: a value for every token, rewards of two layers."""
+"""Heads that transformers does not have: a value for every token, rewards of two layers, OpenRLHF's."""
