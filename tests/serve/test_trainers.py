@@ -158,6 +158,17 @@ def test_slime_reads_a_bare_number(server: ServerProcess, expected: list[float])
         assert reward == pytest.approx(value, abs=1e-5)
 
 
+def test_a_prompt_that_is_rendered_already_is_not_scored_as_text(server: ServerProcess, expected: list[float]) -> None:
+    """As slime sends it with --apply-chat-template and the plain URL."""
+    sample = {"prompt": "<bos>7+8+4=", "response": "7+8=15;15+4=19;#19<eos>", "label": None}
+    reply = server.http.post("/remote_rm", json=sample)
+    assert reply.status_code == 422
+    assert "begins with '<bos>', a control token" in reply.text
+    assert "?rendered=true" in reply.text
+    meant = server.http.post("/remote_rm?rendered=false", json=sample)
+    assert meant.json() != pytest.approx(server.http.post("/remote_rm?rendered=true", json=sample).json(), abs=0.1)
+
+
 def test_slime_reads_a_key_and_rendered_text(server: ServerProcess, expected: list[float]) -> None:
     prompt, response = chains(1)[0]
     sample = {"prompt": f"<bos>{prompt}", "response": f"{response}<eos>", "label": "7"}

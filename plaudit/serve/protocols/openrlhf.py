@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from plaudit.errors import one_line
+from plaudit.models.text import codec_of
 from plaudit.records import Item, Score, StepScores
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
@@ -97,7 +98,8 @@ class SlimeRoutes(ProtocolRoutes):
         out   0.73, or with ?key=reward (and slime's --reward-key reward) {"reward": 0.73}
 
     With `?rendered=true` prompt and response are taken as one rendered text, as `--apply-chat-template` makes them:
-    control strings in them are control tokens. Without it nothing in them is.
+    control strings in them are control tokens. Without it nothing in them is, and a prompt that begins with one is
+    refused: its score would be that of another text.
     """
 
     name = "slime"
@@ -108,11 +110,25 @@ class SlimeRoutes(ProtocolRoutes):
     async def remote_rm(self, request: Request) -> Reply:
         parameters = request.parameters()
         sample = decode(request.content, Sample, "expected prompt, response and label")
+        served = self.scoring.find(REWARD_MODEL)
+        if "rendered" not in parameters and isinstance(served, ServedModel):
+            refuse_rendered(sample.prompt, served)
         item = sample.item(parameters.get("rendered", "false"), read_truncate(parameters))
-        scored = await self.scoring.score(request, self.scoring.find(REWARD_MODEL), [item])
+        scored = await self.scoring.score(request, served, [item])
         (value,) = self.scoring.values(scored.results, "sample")
         key = parameters.get("key")
         return Reply.json(value if key is None else {key: value})
+
+
+def refuse_rendered(prompt: Any, served: ServedModel) -> None:
+    """A prompt that begins with a control token has gone through a chat template already."""
+    controls = codec_of(served.intake().tokenizer).controls.values()
+    begin = next((text for text in controls if isinstance(prompt, str) and prompt.startswith(text)), None)
+    if begin is not None:
+        raise HttpError(
+            422, "unsupported_form", f"the prompt begins with {begin!r}, a control token of {served.name}, so it is "
+            "rendered already: add ?rendered=true to the URL, or ?rendered=false if it is plain text after all",
+        )  # fmt: skip
 
 
 def decode(body: bytes, kind: type[T], expected: str) -> T:
