@@ -1,4 +1,5 @@
-"""verl: `reward.custom_reward_function.path=.../plaudit/integrations/verl.py`, `....name=compute_score`.
+"""verl: `reward.custom_reward_function.path=.../plaudit/integrations/verl.py`, `....name=compute_score`, or
+`compute_score_sync` for managers that do not await.
 
     reward.custom_reward_function.reward_kwargs.url=http://127.0.0.1:5555
     reward.custom_reward_function.reward_kwargs.model=sums
@@ -22,6 +23,20 @@ async def compute_score(
 ) -> float:  # fmt: skip
     """verl does not hand its prompt on: `prompt_key` names where extra_info has it, as text or as messages. Raises
     where there is no score: verl would train on any number that came instead."""
+    item = _item(solution_str, ground_truth, extra_info, prompt_key)
+    return values(await from_environment(url, model).scores_soon([item]), f"solution of {data_source}")[0]
+
+
+def compute_score_sync(
+    data_source: str, solution_str: str, ground_truth: Any = None, extra_info: Mapping[str, Any] | None = None, *,
+    url: str | None = None, model: str | None = None, prompt_key: str = "prompt", **_: Any,
+) -> float:  # fmt: skip
+    """The same for reward managers that call and do not await."""
+    item = _item(solution_str, ground_truth, extra_info, prompt_key)
+    return values(from_environment(url, model).scores([item]), f"solution of {data_source}")[0]
+
+
+def _item(solution: str, truth: Any, extra_info: Mapping[str, Any] | None, prompt_key: str) -> Item:
     prompt = (extra_info or {}).get(prompt_key)
     if prompt is None:
         raise ConfigError(
@@ -29,6 +44,4 @@ async def compute_score(
             f"set reward_kwargs.prompt_key to one of {sorted(extra_info or {})}"
         )
     given = prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
-    item = Item(prompt=given, response=solution_str, truth=ground_truth)
-    scores = await from_environment(url, model).scores_soon([item])
-    return values(scores, f"solution of {data_source}")[0]
+    return Item(prompt=given, response=solution, truth=truth)

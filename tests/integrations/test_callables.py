@@ -193,6 +193,9 @@ def test_verl(environment: pytest.MonkeyPatch, server: ServerProcess, expected: 
     environment.delenv("PLAUDIT_MODEL")
     given = {"url": server.url, "model": "exact", "prompt_key": "question", "reward_router_address": None}
     assert asyncio.run(verl.compute_score("sums", "#3", "3", {"question": "1+2="}, **given)) == 1.0
+    assert verl.compute_score_sync("sums", "#3", "3", {"question": "1+2="}, **given) == 1.0
+    with pytest.raises(ConfigError, match="extra_info has no"):
+        verl.compute_score_sync("sums", "#3", None, {"question": "1+2="})
 
 
 def test_slime(environment: pytest.MonkeyPatch, expected: list[float]) -> None:
