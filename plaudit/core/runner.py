@@ -386,12 +386,12 @@ class Runner(Books):
         """The device failed in the middle of a step: what it was to compute ends with the error, the rest starts
         again, and nothing that may be half-written can be found in the tree."""
         self.failure = error
+        self.rebuild()  # first: a sequence that ends gives blocks back, and the error may have come between two counts
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence in self.scheduler.live:
                 sequence.finish, sequence.error = "error", ItemError(type(error).__name__, f"the step failed: {error}")
                 self._report(sequence)
-        self.torn = True
 
     def check(self) -> None:
         """Blocks, tree and sequences agree."""

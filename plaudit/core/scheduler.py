@@ -71,6 +71,8 @@ class Scheduler:
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """Have these alone, all waiting, in whatever state the books are. Tree and pool must be reset with it."""
+        for sequence in self.live:  # those too that have been reported and not yet released
+            sequence.chain, sequence.computed = Chain(), 0
         self.live = dict.fromkeys(sequences)
         self.waiting, self.running = dict(self.live), {}
         for sequence in self.live:

@@ -22,6 +22,8 @@ import torch
 import plaudit.core
 from plaudit.core import Engine, SamplingParams, Update
 from plaudit.core.device.cpu import CpuBackend
+from plaudit.core.scheduler import Scheduler
+from plaudit.core.sequence import Sequence
 from plaudit.records import Sample
 from tests.core import tiny
 from tests.core.test_engine import letters
@@ -275,6 +277,21 @@ def test_what_was_submitted_survives_the_failure_of_a_later_call(monkeypatch: py
     while engine.busy:
         finished += [(u.request, u.sample.token_ids) for u in engine.step() if u.sample is not None]
     assert sorted(finished) == sorted((number, SAMPLES[PARAMS.n + k][0]) for k in range(PARAMS.n))
+
+
+def test_a_sample_interrupted_between_its_report_and_its_end_gives_its_blocks_back_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, end = small(), Scheduler.end
+
+    def late(self: Scheduler, sequence: Sequence) -> None:
+        monkeypatch.setattr(Scheduler, "end", end)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scheduler, "end", late)
+    with pytest.raises(KeyboardInterrupt):
+        generated(engine)
+    right(engine)
 
 
 @pytest.mark.parametrize("callback", ["on_update", "stop_when"])
