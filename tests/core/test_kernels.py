@@ -297,12 +297,16 @@ def test_decode_attention(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[-1:])  # on a GPU it is used in half precision alone
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    ("window", "softcap", "sunk"), [(None, None, False), (7, None, False), (None, 2.0, True), (7, 2.0, True)]
+)
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 20)])
 def test_varlen_attention(
-    dtype: torch.dtype, window: int | None, scattered: bool, heads: int, kv_heads: int, dim: int
-) -> None:
+    dtype: torch.dtype, window: int | None, scattered: bool, heads: int, kv_heads: int, dim: int,
+    softcap: float | None, sunk: bool,
+) -> None:  # fmt: skip
+    sinks = randn(heads, dtype=dtype) if sunk else None
     new, before = [1, 5, 200, 64], ([3, 0, 70, 0] if scattered else [0, 0, 0, 0])
     whole = [a + b for a, b in zip(new, before, strict=True)]
     query = randn(sum(new), heads, dim, dtype=dtype)
@@ -311,7 +315,9 @@ def test_varlen_attention(
     ends = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in (new, whole)]
     tiles = torch.from_numpy(kernels.query_tiles(new)).to(DEVICE)
     spans = (ends[0], ends[1][:-1], ends[1].diff())
-    found = kernels.varlen_attention(query, keys, values, *spans, tiles, scale=0.3, window=window, key_rows=rows)
+    found = kernels.varlen_attention(
+        query, keys, values, *spans, tiles, scale=0.3, window=window, key_rows=rows, softcap=softcap, sinks=sinks
+    )
     for i, (count, total) in enumerate(zip(new, whole, strict=True)):
         at = torch.arange(int(ends[1][i]), int(ends[1][i + 1]), device=DEVICE)
         at = at if rows is None else rows[at]
@@ -322,8 +328,13 @@ def test_varlen_attention(
         seen = key <= position
         if window is not None:
             seen &= key > position - window
-        scores = (torch.einsum("qhd,khd->hqk", q, k) * 0.3).masked_fill(~seen, float("-inf"))
-        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(dtype)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], -1)
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :total], v).to(dtype)
         close(found[int(ends[0][i]) : int(ends[0][i + 1])], expected)
 
 

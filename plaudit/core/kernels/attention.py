@@ -212,9 +212,10 @@ def decode_attention(
 
 @triton.jit
 def _varlen_attention(
-    query, keys, values, out, query_ends, key_starts, key_counts, key_rows, tiles, scale_log2, window, query_row,
-    query_head, key_row, key_head, value_row, value_head, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, SCATTERED: tl.constexpr,
+    query, keys, values, out, query_ends, key_starts, key_counts, key_rows, tiles, sinks, scale_log2, softcap_log2,
+    window, query_row, query_head, key_row, key_head, value_row, value_head, H: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    SCATTERED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # A tile is M queries of one sequence; `tiles` names the sequence and the first query of each, longest first.
     sequence = tl.load(tiles + 2 * tl.program_id(0))
@@ -234,6 +235,9 @@ def _varlen_attention(
     position = before + row
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
+    if SINKS:  # a logit that takes part in the softmax and gives nothing
+        peak = tl.zeros([M], tl.float32) + 1.4426950408889634 * tl.load(sinks + head).to(tl.float32)
+        total = tl.full([M], 1.0, tl.float32)
     gathered = tl.zeros([M, DP], tl.float32)
     begin = 0
     if WINDOW:
@@ -251,6 +255,8 @@ def _varlen_attention(
         k_at = place[:, None] * key_row + kv_head * key_head + at_d[None, :]
         k = tl.load(keys + k_at, mask=in_range[:, None] & (at_d < D)[None, :], other=0.0)
         score = tl.dot(q, tl.trans(k)) * scale_log2
+        if CAP:  # softcap * tanh(score / softcap), where both are in units of log2(e)
+            score = softcap_log2 * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 * score / softcap_log2)) - 1.0)
         if start >= clear:
             seen = (key[None, :] <= position[:, None]) & in_range[None, :]
             if WINDOW:
@@ -287,6 +293,7 @@ def query_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
 def varlen_attention(
     query: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_starts: Tensor, key_counts: Tensor,
     tiles: Tensor, *, scale: float, window: int | None = None, key_rows: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of packed sequences: query (Tq, H, D) over keys and values (Tk or more, K, D) -> (Tq, H, D).
 
@@ -299,9 +306,11 @@ def varlen_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _varlen_attention[(tiles.shape[0], heads)](
         query, keys, values, out, query_ends, key_starts, key_counts, tiles if key_rows is None else key_rows, tiles,
-        scale * LOG2_E, window or 0, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1),
-        values.stride(0), values.stride(1), H=heads, G=heads // keys.shape[1], D=dim,
+        query if sinks is None else sinks, scale * LOG2_E, (softcap or 0.0) * LOG2_E, window or 0,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), H=heads,
+        G=heads // keys.shape[1], D=dim,
         DP=max(16, triton.next_power_of_2(dim)), M=QUERY_TILE, N=64 if dim <= 128 else 32, WINDOW=window is not None,
-        SCATTERED=key_rows is not None, num_warps=4, num_stages=3 if dim <= 64 else 2,
+        SCATTERED=key_rows is not None, CAP=softcap is not None, SINKS=sinks is not None, num_warps=4,
+        num_stages=3 if dim <= 64 else 2,
     )  # fmt: skip
     return out

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from plaudit.core.model.operations import Rotation
 
 ATTENTION = "plaudit"
+SCORES = 8 * 2**20  # bytes of scores in a tile, of which there are a few copies
+LEAST_QUERIES = 16  # in a tile: fewer, and the products are too thin
+GATHERED = 64 * 2**20  # bytes of keys and values that are gathered at once for rows that are read one by one
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,11 @@ class Rule:
     softcap: float | None = None
     sinks: Tensor | None = None  # (H,) logits that take part in the softmax and give nothing
     dropout: float = 0.0
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused kernels know it."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,13 @@ class Group:
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(B, 1, Q, S), 0 where a query sees a key and -inf elsewhere. Padding keys lie beyond every position."""
-        position = self.positions[:, None, :, None]
-        key = torch.arange(self.keys.shape[1], device=self.keys.device)
-        seen = key <= position
-        if window is not None:
-            seen &= key > position - window
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        return _mask(self.positions, 0, self.keys.shape[1], window, dtype)
+
+    @cached_property
+    def reach(self) -> tuple[list[int], list[int]]:
+        """Of each of the Q columns of queries the lowest and the highest position."""
+        low, high = torch.stack([self.positions.amin(0), self.positions.amax(0)]).tolist()
+        return low, high
 
 
 @dataclass
@@ -67,7 +78,6 @@ class Layout:
         keys, values = self.context(layer, key, value)
         flat = []
         for i, group in enumerate(self.groups):
-            mask = self.mask_of(i, rule.window, query.dtype)
             if group.alone is not None:
                 q, k, v = (x[None, group.alone] for x in (query, key, value))
             elif group.whole and query.requires_grad:
@@ -77,7 +87,11 @@ class Layout:
                 q, k, v = (rows_at(x, group.queries) for x in (query, key, value))
             else:
                 q, k, v = rows_at(query, group.queries), rows_at(keys, group.keys), rows_at(values, group.keys)
-            flat.append(attend_group(q, k, v, mask, rule).flatten(0, 1))
+            if rule.fused:
+                out = attend_group(q, k, v, self.mask_of(i, rule.window, query.dtype), rule)
+            else:
+                out = attend_tiles(q, k, v, group, rule)
+            flat.append(out.flatten(0, 1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], self.restore)
 
     def attend_rotated(
@@ -98,12 +112,13 @@ class Layout:
         for group in self.groups:
             size = group.queries.numel()
             here = ((place >= start) & (place < start + size)).nonzero()[:, 0]
-            if len(here):
-                at = place[here] - start
+            width = group.keys.shape[1] * (keys[0].numel() + values[0].numel()) * keys.itemsize  # what a row gathers
+            for some in torch.split(here, max(1, GATHERED // width)) if len(here) else ():
+                at = place[some] - start
                 rows = group.keys[at // group.queries.shape[1]]
                 mask = row_mask(group.positions.reshape(-1)[at], rows.shape[1], rule.window, query.dtype)
                 k, v = rows_at(keys, rows), rows_at(values, rows)
-                out[here] = attend_group(query[here][:, None], k, v, mask, rule)[:, 0]
+                out[some] = attend_group(query[some][:, None], k, v, mask, rule)[:, 0]
             start += size
         return out
 
@@ -134,17 +149,21 @@ def rows_at(x: Tensor, at: Tensor) -> Tensor:
 
 def row_mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """(B, 1, 1, keys) for one query a row at these positions: 0 where it sees a key and -inf elsewhere."""
-    key = torch.arange(keys, device=position.device)
-    hidden = key > position[:, None]
+    return _mask(position[:, None], 0, keys, window, dtype)
+
+
+def _mask(position_BQ: Tensor, first: int, end: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(B, 1, Q, end - first), of the keys from `first` on."""
+    key, position = torch.arange(first, end, device=position_BQ.device), position_BQ[:, None, :, None]
+    hidden = key > position
     if window is not None:
-        hidden |= key <= position[:, None] - window
-    blank = torch.zeros(hidden.shape, dtype=dtype, device=position.device)
-    return blank.masked_fill_(hidden, float("-inf"))[:, None, None]
+        hidden |= key <= position - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     """To (B, Q, H, D). Without a mask, which is (B, 1, Q, S): causal from the first token."""
-    if rule.softcap is not None or rule.sinks is not None:
+    if not rule.fused:
         return _explicit(q_BQHD, k_BSKD, v_BSKD, mask, rule)
     B, Q, H, _ = q_BQHD.shape
     K = k_BSKD.shape[2]
@@ -158,6 +177,25 @@ def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | 
         q_BHQD, k_BKSD, v_BKSD, mask, rule.dropout, is_causal=mask is None, scale=rule.scale, enable_gqa=H != K
     )
     return out_BHQD.transpose(1, 2)
+
+
+def attend_tiles(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, group: Group, rule: Rule) -> Tensor:
+    """Soft caps and sinks, a tile of queries at a time over the keys that one of them sees: memory grows with the
+    length and not with its square, gradients included, for which a tile is computed again."""
+    B, Q, H, _ = q_BQHD.shape
+    S = k_BSKD.shape[1]
+    size = max(LEAST_QUERIES, SCORES // (B * H * S * 4))
+    outputs = []
+    for begin in reversed(range(0, Q, size)):  # the longest first: the others find room where it was
+        tile = slice(begin, begin + size)
+        low, high = (each[tile] for each in group.reach)
+        first = 0 if rule.window is None else max(0, min(low) - rule.window + 1)
+        end = min(S, max(high) + 1)
+        mask = _mask(group.positions[:, tile], first, end, rule.window, q_BQHD.dtype)
+        parts = (q_BQHD[:, tile], k_BSKD[:, first:end], v_BSKD[:, first:end], mask, rule)
+        again = size < Q and torch.is_grad_enabled() and q_BQHD.requires_grad
+        outputs.append(checkpoint(_explicit, *parts, use_reentrant=False) if again else _explicit(*parts))
+    return torch.cat(outputs[::-1], dim=1) if len(outputs) > 1 else outputs[0]
 
 
 def _explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:

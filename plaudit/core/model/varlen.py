@@ -1,7 +1,7 @@
 """Packed attention on a GPU: one kernel for sequences of any lengths.
 
-Half precision takes our Triton kernel without gradients and torch's flash attention with them. float32, soft caps and
-sinks, which those do not know, take the grouped path of the CPU, on the GPU.
+Half precision takes our Triton kernel without gradients and torch's flash attention with them. float32, and soft caps
+and sinks with gradients, which those do not know, take the grouped path of the CPU, on the GPU.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class VarlenLayout(Layout):
         self._made: Layout | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        if not supported(query, value, rule):
+        learning = torch.is_grad_enabled() and query.requires_grad
+        if not supported(query, value, rule) or (learning and not rule.fused):
             return self.grouped.attend(layer, query, key, value, rule)
         keys, values = self.context(layer, key, value)
-        if torch.is_grad_enabled() and query.requires_grad:
+        if learning:
             return self._flash(query, keys, values, rule)
         spans = (self.query_ends, self.key_starts, self.key_counts, self.tiles)
         return self._varlen(query, keys, values, spans, rule)
@@ -87,7 +88,10 @@ class VarlenLayout(Layout):
         from plaudit.core.kernels import varlen_attention
 
         scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-        return varlen_attention(query, keys, values, *spans, scale=scale, window=rule.window, key_rows=self.key_rows)
+        return varlen_attention(
+            query, keys, values, *spans, scale=scale, window=rule.window, key_rows=self.key_rows, softcap=rule.softcap,
+            sinks=rule.sinks,
+        )  # fmt: skip
 
     def _flash(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
         """torch's own kernel, which has a backward pass."""
@@ -104,6 +108,6 @@ class VarlenLayout(Layout):
 def supported(query: Tensor, value: Tensor, rule: Rule) -> bool:
     dim = query.shape[-1]
     return (
-        query.dtype in HALF and rule.softcap is None and rule.sinks is None and not rule.dropout
-        and dim <= MOST_DIM and dim % 8 == 0 and value.shape[-1] == dim
+        query.dtype in HALF and not rule.dropout and dim <= MOST_DIM and dim % 8 == 0
+        and value.shape[-1] == dim
     )  # fmt: skip
