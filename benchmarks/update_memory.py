@@ -38,7 +38,7 @@ def update(side: str, vocabulary: int, length: int) -> tuple[Callable[[], None],
     import torch
 
     from plaudit.config import RlAlgorithm
-    from plaudit.core.model.support import inspect
+    from plaudit.core.proof.support import inspect
     from plaudit.models import new_llama
     from plaudit.records import Sample
     from plaudit.train.policy.experience import Experience, flat, own_tokens

@@ -20,7 +20,7 @@ from plaudit.core.intake import Intake
 from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.memory import blocks_for
 from plaudit.core.model.readouts import Read
-from plaudit.core.model.support import inspect
+from plaudit.core.proof.support import inspect
 from plaudit.core.runner import Runner
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scoring import read_rows
@@ -255,7 +255,7 @@ class Engine:
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, cache: bool = False) -> list[np.ndarray]:
         """Per sequence, the log-prob of each token after the first, at temperature 1."""
-        ids = [self._intake.tokens(s) for s in sequences]
+        ids = [self._intake.tokens(s) for s in _as_list(sequences)]
         reads = [Read("logprobs", tuple(range(len(s) - 1)), (NEXT,)) for s in ids]
         return [values.reshape(-1) for values in self._read(ids, reads, cache)]
 
@@ -464,8 +464,9 @@ class Engine:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text or one list of token ids stands for itself."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    """One text or one list, array or tensor of token ids stands for itself."""
+    first = prompts[0] if len(prompts) else None
+    if isinstance(prompts, str) or isinstance(first, int) or getattr(first, "ndim", None) == 0:
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import count
+from operator import index
 from typing import Any
 
 from plaudit.core.model.decoder import Decoder
@@ -89,7 +90,7 @@ class Intake:
                 raise RequestError("the engine has no tokenizer: give token ids instead of text")
             ids: list[int] = self.tokenizer.encode(prompt)
         else:
-            ids = list(map(int, prompt))
+            ids = _whole_numbers(prompt)
         if not ids:
             raise RequestError("the prompt is empty: give it at least one token")
         low, high = min(ids), max(ids)
@@ -119,7 +120,7 @@ class Intake:
             if not 0 <= token < self.decoder.vocab_size and not (logprobs and token == NEXT):
                 raise RequestError(f"column {token} is outside the vocabulary 0..{self.decoder.vocab_size - 1}")
         if positions is None:
-            positions = [[len(s) - 1] for s in ids]
+            positions = [[self.decoder.last_position(s)] for s in ids]
         if len(positions) != len(ids):
             raise RequestError(f"{len(ids)} sequences and {len(positions)} lists of positions: give one each")
         for s, at in zip(ids, positions, strict=True):
@@ -149,6 +150,14 @@ class Intake:
                 f"{what} need KV for {tokens} tokens and the pool holds {self.pool_tokens}: "
                 f"ask for fewer tokens, or raise kv_bytes to {needed} or more"
             )
+
+
+def _whole_numbers(prompt: Any) -> list[int]:
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or a tensor
+    try:
+        return list(map(index, values))
+    except TypeError as error:
+        raise RequestError(f"a prompt is a text or a list of token ids, which are whole numbers: {error}") from error
 
 
 def _deadline(params: SamplingParams) -> float | None:

@@ -214,7 +214,9 @@ def _check_weights(
 
 def _check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast, config: Any) -> None:
     highest = max(tokenizer.get_vocab().values(), default=-1)
-    rows = config.get_text_config().vocab_size
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is None:
+        raise ModelError(f"{directory}: its config has no vocab_size; Plaudit runs models of tokens")
     if highest >= rows:
         raise ModelError(
             f"{directory}: the tokenizer has ids up to {highest}, the model embeds {rows} (0 to {rows - 1}); "

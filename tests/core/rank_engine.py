@@ -19,6 +19,7 @@ from plaudit.core.device.lockstep import Leader, RankGroups, follow
 from plaudit.core.model.packing import trunk
 from plaudit.core.model.split import check_split, join, keep_part
 from plaudit.core.model.stages import RankPosition, connect
+from plaudit.core.proof.support import inspect
 from plaudit.models import ValueModel
 from plaudit.models.part import Cut, fill
 from tests.core.tiny import CONFIGS, model, sequences
@@ -94,7 +95,7 @@ def main(rank: int, size: int, file: str, out: str, device: str, worlds: list[in
         for case in CASES:
             part = part_of(module(case), place, device, channel)
             if rank:
-                follow(part, channel)
+                follow(inspect(part), channel)
                 continue
             engine = Engine(part, channel=channel, kv_bytes=4 << 20)
             save_file(answers(engine, case), f"{out}/{stages}/{case}.safetensors")

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.model.support import inspect
+from plaudit.core.proof.support import inspect
 from plaudit.errors import ModelError, RequestError
 from tests.core import tiny
 

@@ -18,7 +18,7 @@ from transformers import (
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device.backend import DecodeBatch, Decoded
 from plaudit.core.model.packing import pack
-from plaudit.core.model.support import inspect
+from plaudit.core.proof.support import inspect
 
 Fusion = pytest.importorskip("plaudit.core.model.fusion").Fusion  # needs Triton
 

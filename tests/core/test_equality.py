@@ -167,7 +167,7 @@ def test_gradients_flow_through_the_packed_row(family: str) -> None:
 
 def test_the_lean_trunk_is_taken_where_it_fits_and_sees_new_weights_and_adapters() -> None:
     """Llama, Qwen and Mistral shapes run in few calls; what differs runs as it is; nothing is copied."""
-    from plaudit.core.model.support import inspect
+    from plaudit.core.proof.support import inspect
 
     fits = {
         name: inspect(tiny.model(name)).lean is not None for name in ("llama", "qwen2", "qwen3", "mistral", "gemma2")

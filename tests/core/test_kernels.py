@@ -20,7 +20,7 @@ from plaudit.core.model.fusion import Fusion  # noqa: E402
 from plaudit.core.model.kernel_operations import KernelOperations  # noqa: E402
 from plaudit.core.model.lean import LeanTrunk  # noqa: E402
 from plaudit.core.model.packing import pack  # noqa: E402
-from plaudit.core.model.support import inspect  # noqa: E402
+from plaudit.core.proof.support import inspect  # noqa: E402
 from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes  # noqa: E402
 from plaudit.core.sampling.sampling_params import SamplingParams  # noqa: E402
 from tests.core import tiny  # noqa: E402

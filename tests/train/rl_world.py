@@ -11,7 +11,7 @@ from torch import nn
 
 from plaudit.config import RlRecipe, parse_recipe
 from plaudit.config.algorithm import over
-from plaudit.core.model.support import inspect
+from plaudit.core.proof.support import inspect
 from plaudit.models import new_llama
 from plaudit.records import Sample
 from plaudit.train.policy.policy import Policy

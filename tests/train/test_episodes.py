@@ -13,7 +13,7 @@ import torch
 from plaudit.config import RlRecipe, load_recipe
 from plaudit.config.rl import EnvironmentTable, SamplingTable
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.model.support import inspect
+from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError
 from plaudit.models import encode, load_policy
 from plaudit.records import Batch, ItemError, Prompt, Sample, Turn

@@ -22,9 +22,10 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from plaudit.core.device.backend import Backend, Copy, DecodeBatch, Decoded, Span
+from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, packed_layout, send
 from plaudit.core.model.stages import receive
 from plaudit.core.model.stages import send as send_rows
@@ -192,12 +193,10 @@ class Leader(Backend):
 
 
 @torch.inference_mode()
-def follow(module: nn.Module, channel: RankGroups) -> None:
-    """Every other rank: compute what rank 0 says, until it says that it is over. The module is its part of rank 0's."""
+def follow(decoder: Decoder, channel: RankGroups) -> None:
+    """Every other rank: compute what rank 0 says, until it says that it is over. The decoder is part of rank 0's."""
     from plaudit.core.device.choose import backend_of
-    from plaudit.core.model.support import inspect
 
-    decoder = inspect(module)
     backend = backend_of(decoder)
     while True:
         kind, parts = channel.hear()

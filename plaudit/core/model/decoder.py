@@ -45,8 +45,17 @@ class Decoder:
         self.trunk = trunk(module)
         self.name = type(module).__name__
         self.vocab_size: int = self.config.vocab_size
-        self.lean: LeanTrunk | None = None
+        self._lean: LeanTrunk | None = None
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+
+    @property
+    def lean(self) -> LeanTrunk | None:
+        """The trunk in few calls, as long as no hook waits for the calls that it leaves out."""
+        return None if self._lean is None or self._lean.hooked else self._lean
+
+    @lean.setter
+    def lean(self, lean: LeanTrunk | None) -> None:
+        self._lean = lean
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +69,12 @@ class Decoder:
         """KV bytes of one token over all layers."""
         width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return width * self.dtype.itemsize
+
+    def last_position(self, tokens: Sequence[int]) -> int:
+        """Where a whole sequence is read: a sequence classifier of transformers reads the last token that is not its
+        padding, so that with pad = eos it is the token before an end-of-text."""
+        pad = getattr(self.config, "pad_token_id", None) if self.kind == "sequence" else None
+        return next((i for i in reversed(range(len(tokens))) if tokens[i] != pad), 0)
 
     def adapter_state(self) -> tuple[Hashable, ...]:
         """Which of peft's adapters act now, layer by layer; () without any. They may come and go under the engine."""
@@ -77,8 +92,9 @@ class Decoder:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """(1, T) tokens -> (T, hidden)."""
-        if self.lean is not None and not torch.is_grad_enabled():
-            return self.lean.hidden(input_ids, position_ids, layout)
+        lean = None if torch.is_grad_enabled() else self.lean
+        if lean is not None:
+            return lean.hidden(input_ids, position_ids, layout)
         use_packed_attention(self.module)
         out = self.trunk(
             input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout

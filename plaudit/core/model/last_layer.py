@@ -50,16 +50,19 @@ class WantedRows:
         self.last = len(decoder.layers) - 1
         self.layer = _last_layer(decoder)
         self._narrowing: _Narrow | None = None
+        self._tried = decoder.lean is None
         with torch.inference_mode():
-            if self.layer is not None and decoder.lean is None and not self._works():
+            if self.layer is not None and self._tried and not self._works():
                 self.layer = None
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
         """(W, hidden): the rows `wanted` of the packed row."""
-        if self.layer is None or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
+        lean = self.decoder.lean
+        known = self.layer is not None and (self._tried or lean is not None)  # a hook may have come since
+        if not known or len(wanted) == 0 or len(wanted) * WORTH > input_ids.shape[1]:
             return self.decoder.hidden(input_ids, position_ids, layout)[wanted]
-        if self.decoder.lean is not None:
-            return self.decoder.lean.hidden(input_ids, position_ids, layout, wanted)
+        if lean is not None:
+            return lean.hidden(input_ids, position_ids, layout, wanted)
         return self._narrow(input_ids, position_ids, layout, wanted)
 
     def _narrow(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:

@@ -40,6 +40,13 @@ class LeanTrunk:
         self.trunk = trunk
         self.operations = operations
         self.layers = [_parts(layer, rule) for layer, rule in zip(trunk.layers, rules, strict=True)]
+        # The modules' own tables of hooks: what is registered later is in them.
+        self._hooks = [hooks for part in trunk.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody listens to a part of the trunk."""
+        return any(self._hooks)
 
     @property
     def replaced(self) -> list[nn.Module]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,8 +150,9 @@ def send(values: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 def trunk(model: nn.Module) -> nn.Module:
-    """The decoder without its head, for any transformers model class."""
-    return getattr(model, model.base_model_prefix)  # type: ignore[no-any-return, call-overload]
+    """The decoder without its head, for any transformers model class; a few name a part that they do not have."""
+    prefix: Any = model.base_model_prefix
+    return getattr(model, prefix if hasattr(model, prefix) else "model")  # type: ignore[no-any-return]
 
 
 def hidden_rows(model: nn.Module, packed: Packed) -> Tensor:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from plaudit.errors import RequestError
 
+COLDEST = 1e-30  # divided by less, logits leave the range of float32
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -52,6 +54,8 @@ class SamplingParams:
     def _check_numbers(self) -> None:
         _need(self.n >= 1, "n", self.n, "at least 1")
         _need(0 <= self.temperature <= 100, "temperature", self.temperature, "from 0 to 100")
+        least = self.temperature == 0 or self.temperature >= COLDEST
+        _need(least, "temperature", self.temperature, f"at least {COLDEST}, or 0 for the most likely token")
         _need(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _need(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _need(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")

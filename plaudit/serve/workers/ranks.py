@@ -38,6 +38,7 @@ from plaudit.core import Engine
 from plaudit.core.device.lockstep import Leader, RankGroups, follow
 from plaudit.core.kv.memory import limit_memory
 from plaudit.core.model.stages import RankPosition
+from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError, ModelError, PlauditError, RankLost, one_line
 from plaudit.models import choose_device
 from plaudit.process.framing import FrameReader, pack
@@ -353,7 +354,7 @@ def main(fd: int) -> None:
         group.fail(error)
         sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
     try:
-        follow(loaded.module, channel)
+        follow(inspect(loaded.module), channel)
     except ModelError as error:  # of its own layers: the others see no more than that it is gone
         group.fail(error)
         sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")

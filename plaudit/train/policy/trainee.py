@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from plaudit.config import RlRecipe
 from plaudit.core.model.decoder import Decoder
-from plaudit.core.model.support import inspect
+from plaudit.core.proof.support import inspect
 from plaudit.models import save
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer

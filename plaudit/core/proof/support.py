@@ -1,0 +1,155 @@
+"""Which models the core can run: those whose stand-in passes the trial (trial.py), and whose own weights a short check.
+
+A few are refused by name before that, where the name says it more plainly. A verdict is kept on disk (verdict.py), so
+that a model is tried once on a machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.model.decoder import NOTHING, Decoder, Kind, kind_of
+from plaudit.core.model.lean import LeanTrunk
+from plaudit.core.model.packing import Packed, pack, use_packed_attention
+from plaudit.core.proof.own import own_outputs, own_rows
+from plaudit.core.proof.stand_in import stand_in
+from plaudit.core.proof.trial import Refused, Trial, Watch, lean_fits, operations_for, watched
+from plaudit.core.proof.verdict import Verdict, keep, key_of, recall
+from plaudit.errors import ModelError, one_line
+
+RECURRENT = frozenset({
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+})  # fmt: skip
+SHIFTING_ROPE = frozenset({"dynamic", "longrope"})
+SEEDS = (0, 1)  # of a stand-in's weights: experts whose scores are equal to the rounding may go either way once
+
+
+def inspect(module: nn.Module) -> Decoder:
+    """The module as a Decoder, or a ModelError that says why not."""
+    if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+        raise ModelError(f"{type(module).__name__} puts learned tokens before every prompt, which the core does not do")
+    inner: Any = getattr(module, "get_base_model", None)  # an adapter's layers live inside the model it adapts
+    base: nn.Module = inner() if inner is not None else module
+    config: Any = getattr(base, "config", None)
+    if config is None:
+        raise ModelError(f"{type(base).__name__} is not a transformers model: it has no config")
+    _refuse_by_name(type(base).__name__, config)
+    kind = kind_of(base)
+    if kind is None:
+        raise ModelError(f"{type(base).__name__} has no head to read: load it as a causal LM or a classifier")
+    verdict = verdict_of(base, kind)
+    if verdict.refused is not None:
+        raise ModelError(f"{type(base).__name__} ({_family(config)}) {verdict.refused}")
+    was_training = base.training
+    base.eval()
+    try:
+        with torch.inference_mode():
+            return _checked(Decoder(base, kind), verdict)
+    finally:
+        base.train(was_training)
+
+
+def verdict_of(module: nn.Module, kind: Kind) -> Verdict:
+    key = key_of(module, kind)
+    verdict = recall(key)
+    if verdict is None:
+        verdict = _tried(module, kind)
+        keep(key, verdict)
+    return verdict
+
+
+def _tried(module: nn.Module, kind: Kind) -> Verdict:
+    refused = ""
+    for seed in SEEDS:
+        try:
+            small = stand_in(module, seed)
+        except Exception as error:
+            return Verdict(f"cannot be tried: no small model of its config can be made: {one_line(error)}", False)
+        try:
+            with torch.inference_mode():
+                return Verdict(None, Trial(small, kind).run())
+        except Refused as error:
+            refused = refused or str(error)
+    return Verdict(refused, False)
+
+
+def _family(config: Any) -> str:
+    return str(config.get_text_config().model_type if hasattr(config, "get_text_config") else config.model_type)
+
+
+def _refuse_by_name(name: str, config: Any) -> None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    family = text.model_type
+    layers = set(getattr(text, "layer_types", None) or ())
+    if family in RECURRENT or any("mamba" in t or "linear" in t or "conv" in t or "recurrent" in t for t in layers):
+        raise ModelError(f"{name} ({family}) mixes tokens with recurrent layers; the core runs attention decoders only")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} ({family}) attends in both directions; the core runs causal decoders only")
+    if not hasattr(text, "vocab_size"):
+        raise ModelError(f"{name} ({family}) has no vocab_size; the core runs models of tokens")
+    if getattr(text, "index_topk", None) or any("sparse" in t or "compress" in t for t in layers):
+        raise ModelError(f"{name} ({family}) attends to the keys that an indexer picks; the core attends to all")
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
+    if shifting := kinds & SHIFTING_ROPE:
+        raise ModelError(
+            f"{name} uses {shifting.pop()!r} rotary positions, which change with the longest sequence of a batch; "
+            "the core needs positions that do not"
+        )
+
+
+# The real weights, in their own dtype. That the core computes what the classes do is proved; this finds weights that
+# are damaged, a part that was replaced, and a rank's part that does not fit the others.
+
+
+def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
+    ids = [t % decoder.vocab_size for t in (3, 1, 4, 1, 5, 9, 2, 6)]
+    first, second = ids[:5], ids[5:]
+    packed = pack([first, second], decoder.device)
+    together, watch = watched(decoder, packed)
+    if not torch.isfinite(together).all():
+        raise ModelError(
+            f"{decoder.name} gives values that are not finite numbers; its weights are damaged: copy the model again"
+        )
+    alone = torch.cat([own_rows(decoder.module, part) for part in (first, second)])
+    _compare(decoder, together, alone, "gives other hidden rows packed than alone: it mixes tokens outside attention")
+    if decoder.kind == "causal":
+        said, ours = own_outputs(decoder.module, first), decoder.logits(alone[: len(first)])
+        _compare(decoder, ours, said, "does something to its logits that is not known")
+    layers = max(len(watch.shapes), decoder.config.num_hidden_layers)
+    checked = Decoder(decoder.module, decoder.kind, [watch.shapes.get(i, NOTHING) for i in range(layers)])
+    use_packed_attention(decoder.module)
+    if verdict.lean:
+        checked.lean = _lean(checked, packed, together, watch)
+    return checked
+
+
+def _lean(decoder: Decoder, packed: Packed, rows: Tensor, watch: Watch) -> LeanTrunk | None:
+    """The trunk in few calls, if this module has the parts that its classes had in the trial."""
+    operations = operations_for(decoder.device)
+    if operations is None or not lean_fits(decoder, watch):
+        return None
+    lean = LeanTrunk(decoder.trunk, [watch.rules[i] for i in sorted(watch.rules)], operations)
+    if not operations.compute(decoder.trunk, lean.replaced):
+        return None
+    return lean if _close(decoder, lean.hidden(packed.input_ids, packed.position_ids, packed.layout), rows) else None
+
+
+def _compare(decoder: Decoder, got: Tensor, expected: Tensor, fault: str) -> None:
+    if not _close(decoder, got, expected):
+        raise ModelError(f"{decoder.name} {fault} (relative difference {_distance(got, expected):.2g})")
+
+
+def _close(decoder: Decoder, got: Tensor, expected: Tensor) -> bool:
+    return _distance(got, expected) < (1e-3 if decoder.dtype in (torch.float32, torch.float64) else 0.1)
+
+
+def _distance(got: Tensor, expected: Tensor) -> float:
+    """Of all rows together: in half precision a single number may be far off where two experts are nearly equal."""
+    difference = (got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-6)
+    return float(difference)

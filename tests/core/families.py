@@ -1,0 +1,178 @@
+"""Every decoder family of the installed transformers as a tiny random model on disk, and what became of each."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from plaudit.core.proof.stand_in import HEAD, WIDTH, shrunk, stir
+from plaudit.models import load_any, save
+
+MAPPINGS = {
+    "causal": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "sequence": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+}
+LAYERS = 4
+PROVED = "proved"
+
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}  # fmt: skip
+# What a config must be told, because its defaults make no model in plain transformers either.
+NEEDED: dict[str, dict[str, Any]] = {
+    **{name: {"head_dim": HEAD} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{
+        name: {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
+        for name in ("musicgen", "musicgen_melody")
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+        }
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}, "n_layers": LAYERS},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "nemotron": {"head_dim": HEAD, "num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 12},
+}
+# Sizes that must fit each other: heads of a recurrent layer make up its width, which is twice the model's.
+FITTED: dict[str, dict[str, Any]] = {
+    **{name: {"mamba_n_heads": 8, "mamba_d_head": 2 * WIDTH // 8} for name in ("bamba", "granitemoehybrid")},
+    "mamba2": {"num_heads": 8, "head_dim": 2 * WIDTH // 8},
+    "perceiver": {"d_latents": WIDTH, "num_latents": 8, "num_self_attends_per_block": 1},
+    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (16, 16)},
+}
+# Features that a family has only if its config says so.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text, use_bidirectional_attention": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "granite, all multipliers": (
+        "granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0},
+    ),
+    "minimax_m3_vl_text, sparse layers": (
+        "minimax_m3_vl_text", {"layer_types": ["full_attention", *["minimax_m3_sparse"] * (LAYERS - 1)]},
+    ),
+    "phimoe, sliding_window": ("phimoe", {"sliding_window": 512}),
+    "qwen2, use_sliding_window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    "qwen2_moe, use_sliding_window": ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 2}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    name: str
+    family: str
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+def cases() -> list[Case]:
+    found = []
+    for kind, (_, names) in MAPPINGS.items():
+        found += [Case(kind, name, name, NEEDED.get(name, {})) for name in sorted(names)]
+        found += [Case(kind, n, family, options) for n, (family, options) in VARIANTS.items() if family in names]
+    return found
+
+
+def tiny_config(case: Case) -> Any:
+    made = CONFIG_MAPPING[case.family]
+    try:
+        config = made(**{"num_hidden_layers": LAYERS, **case.options})
+    except Exception:  # it counts its layers in other ways
+        config = made(**case.options)
+    config = shrunk(config)
+    for name, value in FITTED.get(case.family, {}).items():
+        setattr(config, name, value)
+    config.architectures = [MAPPINGS[case.kind][1][case.family]]
+    return config
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    return load_any("sums-policy").tokenizer
+
+
+def on_disk(case: Case, directory: Path) -> Path:
+    """Random weights so large that every factor shows. Where plain transformers cannot make the model, its config."""
+    config = tiny_config(case)
+    tokenizer = _tokenizer()
+    torch.manual_seed(7)
+    try:
+        module = MAPPINGS[case.kind][0].from_config(config, attn_implementation="eager")
+    except Exception:
+        directory.mkdir()
+        config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        from safetensors.torch import save_file
+
+        save_file({"none": torch.zeros(1)}, directory / "model.safetensors", {"format": "pt"})
+        return directory
+    stir(module, 7)
+    if not hasattr(config.get_text_config(), "vocab_size"):  # such a model has nothing that could be told what pads
+        module.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return directory
+    return save(module, tokenizer, directory)
+
+
+def reason(case: Case, message: str, directory: Path) -> str:
+    """What a refusal says apart from names and numbers."""
+    text = message.replace(str(directory), "").replace("/config.json", "")
+    text = re.sub(r" \(relative difference [^)]*\)", "", text)
+    return re.sub(r"^\w+ (\([\w-]+\) )?", "", text.strip(": "))
+
+
+# The table in docs/core.md
+
+BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
+
+
+def table(outcomes: Mapping[Case, str]) -> str:
+    by_reason: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for case, outcome in outcomes.items():
+        by_reason[outcome][case.kind].append(f"`{case.name}`")
+    counts = [sum(case.kind == kind for case in outcomes) for kind in MAPPINGS]
+    lines = [f"| | {counts[0]} as causal LM | {counts[1]} as sequence classifier |", "| --- | --- | --- |"]
+    for outcome in sorted(by_reason, key=lambda r: (r != PROVED, -sum(map(len, by_reason[r].values())), r)):
+        said = f"**{PROVED}**" if outcome == PROVED else f"refused: {outcome}"
+        cells = []
+        for kind in MAPPINGS:
+            names = sorted(by_reason[outcome].get(kind, []))
+            cells.append(f"{len(names)}: {' '.join(names)}" if names else "")
+        lines.append(f"| {said} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def from_table(page: str) -> dict[tuple[str, str], str]:
+    """What the page says of each (kind, name)."""
+    said = {}
+    for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]:
+        _, outcome, *cells, _ = re.split(r"(?<!\\) ?\| ?", line)
+        outcome = PROVED if outcome == f"**{PROVED}**" else outcome.removeprefix("refused: ")
+        for kind, cell in zip(MAPPINGS, cells, strict=True):
+            said |= {(kind, name): outcome for name in re.findall(r"`([^`]+)`", cell)}
+    return said
