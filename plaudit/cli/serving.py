@@ -25,8 +25,12 @@ def serve_rewards(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 5555.")] = None,
-    api_key: Annotated[list[str], typer.Option(help="A key callers must send, or HOLDER=KEY; repeatable.")] = [],  # noqa: B006
-    admin_key: Annotated[str | None, typer.Option(help="The key for routes that change something.")] = None,
+    api_key: Annotated[
+        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="A key callers must send, or HOLDER=KEY; repeatable.")
+    ] = [],  # noqa: B006
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="PLAUDIT_ADMIN_KEY", help="The key for routes that change something.")
+    ] = None,
     allow_open: Annotated[
         str | None, typer.Option(metavar="PROTOCOLS", help="Protocols that need no key, separated by commas.")
     ] = None,
@@ -44,13 +48,20 @@ def serve_rewards(
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Let Ray Serve keep the workers: local, auto, or an address.")
     ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file of API keys, a KEY or HOLDER=KEY a line; not seen by `ps`.")
+    ] = None,
+    drain_delay: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Time from SIGTERM to the drain: not ready, still taking work."),
+    ] = None,
 ) -> None:
     """Serve reward models over HTTP."""
     from plaudit.serve.options import loading, serve_table
 
     table = serve_table(
         config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
-        pipeline_parallel, replicas, ray,
+        pipeline_parallel, replicas, ray, api_key_file, drain_delay,
     )  # fmt: skip
     from plaudit.serve.workers.launched import serve_launched
     from plaudit.serve.workers.torchrun import launched
@@ -101,8 +112,12 @@ def serve_critic_model(
     resume: Annotated[
         bool | None, typer.Option("--resume", help="Go on from the newest save, if there is one.")
     ] = None,
-    api_key: Annotated[list[str], typer.Option(help="A key callers must send, or HOLDER=KEY; repeatable.")] = [],  # noqa: B006
-    admin_key: Annotated[str | None, typer.Option(help="The key for routes that change the critic.")] = None,
+    api_key: Annotated[
+        list[str], typer.Option(envvar="PLAUDIT_API_KEY", help="A key callers must send, or HOLDER=KEY; repeatable.")
+    ] = [],  # noqa: B006
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="PLAUDIT_ADMIN_KEY", help="The key for routes that change the critic.")
+    ] = None,
     allow_open: Annotated[
         str | None, typer.Option(metavar="PROTOCOLS", help="triton, critic-train: what needs no key.")
     ] = None,

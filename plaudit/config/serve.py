@@ -35,6 +35,8 @@ class LimitsTable(Table):
     header_bytes: PositiveInt = 64 * 1024
     headers: PositiveInt = 100
     header_seconds: Positive = 10.0
+    write_seconds: Positive = 60.0
+    """Without a byte taken of its reply, a client is dropped."""
     load_seconds: Positive = 1800.0
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
     """Scores kept for items that come again; 0: none."""
@@ -54,6 +56,9 @@ class ListenTable(Table):
     allow_open: tuple[str, ...] = ()
     """Protocols that need no key though the address is not loopback, or though there are keys."""
     overload_status: Literal[503, 429] = 503
+    drain_delay: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds from a signal to the drain, in which the server is not ready and still takes work: load balancers notice
+    first."""
     drain_seconds: Positive = 30.0
     log: Literal["errors", "requests"] = "errors"
     limits: LimitsTable = LimitsTable()

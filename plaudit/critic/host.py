@@ -235,7 +235,7 @@ class CriticHost:
     # The server
 
     async def unready(self) -> list[str]:
-        if self.admission.draining:
+        if self.admission.leaving:
             return ["the server is shutting down"]
         if self.link.state != "ready" or self.facts is None:
             return [f"{NAME}: {self.link.public_reason}"]

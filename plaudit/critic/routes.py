@@ -78,7 +78,7 @@ class CriticRoutes:
 
     async def _answer(self, name: str, signature: Signature, compute: Compute, request: Request) -> Reply:
         header = request.headers.get(b"inference-header-content-length")
-        infer = triton.read_infer(request.content, header, self.most_rows, signature)
+        infer = await request.aside(triton.read_infer, request.content, header, self.most_rows, signature)
         outputs, parameters = await compute(infer, request)
         body, head = triton.write_infer(infer, name, outputs, parameters)
         return packed(body, head, request.headers.get(b"accept-encoding", b""))

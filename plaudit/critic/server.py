@@ -12,7 +12,8 @@ from plaudit.critic.host import CriticHost
 from plaudit.critic.routes import PROTOCOLS, WRITING, CriticRoutes
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.app import Admission
-from plaudit.serve.http.message import Keys, Routes, loopback
+from plaudit.serve.http.keys import Keys, loopback
+from plaudit.serve.http.message import Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.options import named_keys, split_names

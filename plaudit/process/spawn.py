@@ -79,7 +79,7 @@ async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child
         settler: Callable[[Any], None] = result.set_result
         try:
             value: Any = spawn(module, environment)
-        except OSError as error:
+        except Exception as error:  # whatever it is: somebody waits
             settler, value = result.set_exception, error
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, settler, value)

@@ -11,6 +11,7 @@ from plaudit.records import Item, Score, StepScores
 from plaudit.serve.http.app import Admission
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.workers.cache import ScoreCache
+from plaudit.serve.workers.calls import FairCalls
 
 if TYPE_CHECKING:
     from plaudit.serve.ray.deployment import Cluster
@@ -93,6 +94,8 @@ class ServerResources:
     metrics: Metrics
     cache: ScoreCache
     threads: ThreadPoolExecutor
+    calls: FairCalls
+    """On those threads."""
     environment: Mapping[str, str]
     on_change: Callable[[], None]
     load_seconds: float

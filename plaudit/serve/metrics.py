@@ -25,6 +25,7 @@ from prometheus_client.exposition import generate_latest
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 HISTORY_SECONDS = 300
+ADMIN = "admin"  # who came with the admin key
 SCORES_KEPT = 2000
 LATENCIES_KEPT = 10_000  # of a second
 M = TypeVar("M", Counter, Histogram)
@@ -130,7 +131,7 @@ class History:
     def __init__(self) -> None:
         self.models: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
         self.seconds: deque[dict[str, float]] = deque(maxlen=HISTORY_SECONDS)
-        self.errors: deque[dict[str, Any]] = deque(maxlen=50)
+        self.errors: deque[tuple[str, dict[str, Any]]] = deque(maxlen=50)
         self.requests = 0
         self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._before: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
@@ -138,10 +139,13 @@ class History:
     def model(self, name: str) -> ModelCounts:
         return self.models[name]
 
-    def error(self, type: str, message: str, model: str, request_id: str) -> None:
-        self.errors.append(
-            {"time": time.time(), "type": type, "message": message[:300], "model": model, "request_id": request_id}
-        )
+    def error(self, type: str, message: str, model: str, request_id: str, tenant: str) -> None:
+        error = {"time": time.time(), "type": type, "message": message[:300], "model": model, "request_id": request_id}
+        self.errors.append((tenant, error))
+
+    def errors_of(self, tenant: str) -> list[dict[str, Any]]:
+        """The last first; the admin sees all, others their own: messages quote what was asked."""
+        return [error for whose, error in reversed(self.errors) if tenant in (whose, ADMIN)]
 
     def tick(self, queue_tokens: int, budget: int) -> None:
         """Called every second."""

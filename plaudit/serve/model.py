@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -44,23 +45,28 @@ from plaudit.serve.handle import (
     ServerResources,
     WorkerStatus,
 )
-from plaudit.serve.http.message import HttpError
+from plaudit.serve.http.message import TENANT, HttpError
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.step_path import Path
 from plaudit.serve.workers.autoscale import Autoscale
+from plaudit.serve.workers.calls import FairCalls
 from plaudit.serve.workers.deployment import Deployment
 from plaudit.serve.workers.jobs import Answer, GenerateJob, Ticket
 
 if TYPE_CHECKING:
     pass
 
-T = TypeVar("T")
+P = TypeVar("P")
+R = TypeVar("R")
 Scoring = OutcomeReading | ProcessReading | JudgeReading
 Reading = Scoring | LogprobsReading | EmbeddingReading
 Table = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | JudgeTable
 INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
 INLINE_TOKENS = 65536
-TOGETHER = 64  # items whose conversations are rendered at once: others wait for the template's process meanwhile
+TOGETHER = 16  # items that are prepared or scored at once: others wait meanwhile
+PIECE_CHARACTERS = 65536  # of texts that are tokenised at once
+CALL_SECONDS = 0.05  # of rules that are called at once
+ANY_TIME = 3600.0  # the deadline of a request that has another one around it
 
 
 class ServedModel:
@@ -139,8 +145,15 @@ class ServedModel:
         intake = self.intake()
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return _tokenised(intake, texts, special)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._resources.threads, _tokenised, intake, texts, special)
+        return await self.in_turn(lambda piece: _tokenised(intake, piece, special), texts, len)
+
+    async def in_turn(
+        self, run: Callable[[Sequence[P]], list[R]], parts: Sequence[P], size: Callable[[P], int]
+    ) -> list[R]:
+        """What `run` makes of the parts, in threads and a piece at a time: others take turns in between."""
+        calls = [(partial(run, piece), sum(map(size, piece))) for piece in _pieces(parts, size)]
+        rows = await self._resources.calls.run(calls, TENANT.get(), time.monotonic() + ANY_TIME)
+        return [row for piece in rows for row in piece]
 
     def intake(self) -> Intake:
         if self.reading is None or isinstance(self.reading, JudgeReading):
@@ -254,11 +267,13 @@ class ServedModel:
         if _small(items):
             return _prepared(reading, items, None)
         over = threading.Event()
-        loop = asyncio.get_running_loop()
+        pieces = [items[start : start + TOGETHER] for start in range(0, len(items), TOGETHER)]
+        calls = [(partial(_prepared, reading, piece, over), sum(map(_guessed_tokens, piece))) for piece in pieces]
         try:
-            return await _in_time(loop.run_in_executor(self._resources.threads, _prepared, reading, items, over), ask)
+            works = await self._resources.calls.run(calls, ask.tenant, ask.deadline, ask.priority)
         finally:
             over.set()  # a thread cannot be stopped: this one looks here before each item
+        return [work for piece in works for work in piece]
 
     async def _wait(self, deployment: Deployment, ticket: Ticket, ask: RequestContext) -> list[Answer]:
         metrics = self._resources.metrics
@@ -293,12 +308,23 @@ class ServedCalls:
         self._version = version
         self._resources = resources
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"{kind}-{name}")
+        self._calls = FairCalls(self._threads, threads)
+        self._seconds = CALL_SECONDS  # that an item takes, of late
 
     async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
-        with self._resources.admission.tokens(ask.tenant, sum(map(_guessed_tokens, items))):
-            calls = asyncio.get_running_loop().run_in_executor(self._threads, self._reward.score, items)
-            results = await _in_time(calls, ask)
-        return ScoredItems(self._version, list(results), 0)
+        # As many at once as are done in a moment: a slow one keeps no others of its call waiting.
+        size = max(1, min(TOGETHER, int(CALL_SECONDS / max(self._seconds, 1e-6))))
+        pieces = [items[start : start + size] for start in range(0, len(items), size)]
+        calls = [(partial(self._score, piece), sum(map(_guessed_tokens, piece))) for piece in pieces]
+        with self._resources.admission.tokens(ask.tenant, sum(cost for _, cost in calls)):
+            results = await self._calls.run(calls, ask.tenant, ask.deadline, ask.priority)
+        return ScoredItems(self._version, [result for piece in results for result in piece], 0)
+
+    def _score(self, items: Sequence[Item]) -> list[Result]:
+        began = time.perf_counter()
+        results = self._reward.score(items)
+        self._seconds += 0.2 * ((time.perf_counter() - began) / len(items) - self._seconds)
+        return list(results)
 
     async def healthy(self) -> str:
         return ""
@@ -359,12 +385,18 @@ def _autoscale(table: Table) -> Autoscale:
     return Autoscale(table.replicas, table.max_replicas or table.replicas, table.replica_tokens)
 
 
-async def _in_time(future: asyncio.Future[T], ask: RequestContext) -> T:
-    try:
-        async with asyncio.timeout(ask.deadline - time.monotonic()):
-            return await future
-    except TimeoutError:
-        raise HttpError(504, "deadline", "the deadline passed before all items were answered") from None
+def _pieces(parts: Sequence[P], size: Callable[[P], int]) -> Iterator[list[P]]:
+    """Runs of them, each ended by the one that makes it large."""
+    piece: list[P] = []
+    characters = 0
+    for part in parts:
+        piece.append(part)
+        characters += size(part)
+        if characters > PIECE_CHARACTERS:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece
 
 
 def _small(items: Sequence[Item]) -> bool:
@@ -387,8 +419,8 @@ def _prepared(
     for place, item in enumerate(items):
         if over is not None and over.is_set():
             break  # nobody waits for them
-        if place % TOGETHER == 0 and not isinstance(reading, JudgeReading):
-            reading.prerender(items[place : place + TOGETHER])
+        if place == 0 and not isinstance(reading, JudgeReading):
+            reading.prerender(items)
         try:
             works.append(reading.prepare(item))
         except Refused as error:

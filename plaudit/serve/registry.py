@@ -22,6 +22,7 @@ from plaudit.serve.metrics import Metrics
 from plaudit.serve.model import ServedModel, Table, new_served
 from plaudit.serve.options import completed
 from plaudit.serve.workers.cache import ScoreCache
+from plaudit.serve.workers.calls import FairCalls
 
 if TYPE_CHECKING:
     from plaudit.serve.ray.deployment import Cluster
@@ -37,11 +38,13 @@ class Models:
         self._root = None if table.model_root is None else Path(table.model_root).resolve()
         self.log = log
         self._swapping = asyncio.Lock()
-        self._states: dict[str, str] = {}
+        self._states: dict[str, tuple[str, str]] = {}
         self._cluster = None if table.ray is None else _cluster(table.ray)
-        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="tokenise")
+        slots = max(2, os.cpu_count() or 2)
+        self._threads = ThreadPoolExecutor(slots, thread_name_prefix="tokenise")
         resources = ServerResources(
-            admission, metrics, ScoreCache(table.limits.cache_bytes), self._threads, _environment(table), self._change,
+            admission, metrics, ScoreCache(table.limits.cache_bytes), self._threads,
+            FairCalls(self._threads, slots), _environment(table), self._change,
             table.limits.load_seconds, self._cluster,
         )  # fmt: skip
         self.served: dict[str, ModelHandle] = {}
@@ -116,7 +119,7 @@ class Models:
         return message if self._root is None else message.replace(f"{self._root}/", "").replace(str(self._root), ".")
 
     async def unready(self) -> list[str]:
-        if self.admission.draining:
+        if self.admission.leaving:
             return ["the server is shutting down"]
         return [why for why in await asyncio.gather(*(s.healthy() for s in self.served.values())) if why]
 
@@ -129,6 +132,10 @@ class Models:
     def failed(self) -> list[str]:
         """Models that will not come back."""
         return [f"{status.name}: {status.reason}" for status in self.statuses() if status.state == "failed"]
+
+    def given_up(self) -> list[str]:
+        """Their names."""
+        return [status.name for status in self.statuses() if status.state == "failed"]
 
     def hopeful(self) -> bool:
         """Whether a model with a worker is left that serves or may yet."""
@@ -155,7 +162,7 @@ class Models:
         budget = max((status.budget for status in statuses), default=0)
         self.metrics.history.tick(sum(status.queue_tokens for status in statuses), budget)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, tenant: str) -> dict[str, Any]:
         history = self.metrics.history
         models = []
         for served in self.served.values():
@@ -173,7 +180,7 @@ class Models:
         return {
             "draining": self.admission.draining, "open_requests": self.admission.open_requests,
             "open_tokens": self.admission.open_tokens, "most_tokens": self.admission.most_tokens, "models": models,
-            "seconds": list(history.seconds), "errors": list(history.errors)[::-1],
+            "seconds": list(history.seconds), "errors": history.errors_of(tenant),
         }  # fmt: skip
 
     def kill(self) -> None:
@@ -188,8 +195,8 @@ class Models:
 
     def _change(self) -> None:
         for status in self.statuses() if hasattr(self, "served") else ():
-            if self._states.get(status.name) != status.state:
-                self._states[status.name] = status.state
+            if self._states.get(status.name) != (status.state, status.reason):
+                self._states[status.name] = (status.state, status.reason)
                 self.log("model", model=status.name, state=status.state, reason=status.reason)
         self.changed.set()
 

@@ -90,7 +90,7 @@ class ScoringService:
         """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
         self.check_count(len(items))
         scored = await served.score(items, self._ask(request, priority, cache, path=served.kind == "process"))
-        self._count(served.name, [result.error for result in scored.results], request.id)
+        self._count(served.name, [result.error for result in scored.results], request)
         values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
         self.models.metrics.history.models[served.name].scores.extend(value for value in values if value is not None)
         return scored
@@ -101,7 +101,7 @@ class ScoringService:
         """The version, and for each work its rows as they come from the model, or an ItemError."""
         self.check_count(len(works))
         version, answers = await served.read(works, self._ask(request, priority, True, path))
-        self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request.id)
+        self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request)
         return version, answers
 
     @staticmethod
@@ -129,10 +129,10 @@ class ScoringService:
 
     def drop(self, request: Request, served: ServedModel, error: ItemError) -> None:
         """For protocols that answer an input that cannot be scored without an error: it is counted and logged."""
-        self._count(served.name, [error], request.id)
+        self._count(served.name, [error], request)
         self.models.log("dropped", model=served.name, error=error.type, message=error.message, request_id=request.id)
 
-    def _count(self, model: str, errors: Sequence[ItemError | None], request_id: str) -> None:
+    def _count(self, model: str, errors: Sequence[ItemError | None], request: Request) -> None:
         metrics = self.models.metrics
         counts = metrics.history.models[model]
         good = 0
@@ -142,6 +142,6 @@ class ScoringService:
                 continue
             counts.failed += 1
             metrics.errors.labels(error.type).inc()
-            metrics.history.error(error.type, error.message, model, request_id)
+            metrics.history.error(error.type, error.message, model, request.id, request.tenant)
         counts.items += good
         metrics.items.labels(model).inc(good)

@@ -22,8 +22,10 @@ import uvloop
 
 from plaudit.config.serve import ListenTable, ServeTable
 from plaudit.errors import ConfigError
-from plaudit.serve.http.app import Admission, App, Listener, bind
-from plaudit.serve.http.message import Keys, Limits, Routes, loopback
+from plaudit.serve.http.app import Admission, App
+from plaudit.serve.http.keys import Keys, loopback
+from plaudit.serve.http.listener import Listener, bind
+from plaudit.serve.http.message import Limits, Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.protocols.table import check_names, protocol_routes
@@ -112,18 +114,21 @@ class _Server:
             table.api_keys, table.admin_key, keyless=loopback(table.host), allow_open=frozenset(table.allow_open)
         )
         models, routes = self.build(admission, keys, self.metrics, self.log)
+        if live is not None:
+            live.failed = models.failed
         app = App(
             routes, keys, admission,
-            Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds), self.metrics, self.log,
+            Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds, limits.queued_tokens),
+            self.metrics, self.log,
             log_requests=table.log == "requests",
         )  # fmt: skip
         listener = Listener(app, limits)
         listening = asyncio.create_task(listener.serve([sock]))
         self._listen(models)
-        ticking = asyncio.create_task(self._tick(models, admission))
+        ticking = asyncio.create_task(self._tick(models, admission, listener))
         code = 0
         try:
-            code = await self._until_stopped(models, admission, f"http://{_shown(table.host)}:{port}")
+            code = await self._until_stopped(models, admission, listener, f"http://{_shown(table.host)}:{port}")
         finally:
             ticking.cancel()
             listener.should_exit = True
@@ -136,7 +141,9 @@ class _Server:
             self.log.close()
         return code
 
-    async def _until_stopped(self, models: ServerBackend, admission: Admission, address: str) -> int:
+    async def _until_stopped(
+        self, models: ServerBackend, admission: Admission, listener: Listener, address: str
+    ) -> int:  # fmt: skip
         opening = asyncio.create_task(models.open())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -152,16 +159,20 @@ class _Server:
         watching.cancel()
         if not self._signals:
             return 1
+        admission.leaving = True
+        if self.table.drain_delay:
+            self.log("leaving", seconds=self.table.drain_delay)
+            await asyncio.sleep(self.table.drain_delay)
         admission.draining = True
         self.log("draining", open_requests=admission.open_requests)
         until = time.monotonic() + self.table.drain_seconds
-        while admission.open_requests and time.monotonic() < until:
+        while (unfinished := admission.open_requests or listener.unwritten()) and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        return 1 if admission.open_requests else 0
+        return 1 if unfinished else 0
 
     def _listen(self, models: ServerBackend) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
             loop.add_signal_handler(number, self._signalled, models)
 
@@ -192,7 +203,7 @@ class _Server:
         self._say(sys.stderr.fileno(), "; ".join(models.failed()))
         self._stop.set()
 
-    async def _tick(self, models: ServerBackend, admission: Admission) -> None:
+    async def _tick(self, models: ServerBackend, admission: Admission, listener: Listener) -> None:
         expected = time.monotonic() + 1.0
         while True:
             await asyncio.sleep(max(0.0, expected - time.monotonic()))
@@ -202,6 +213,7 @@ class _Server:
                 self.log("loop_blocked", seconds=round(lag, 2))
             expected = time.monotonic() + 1.0
             admission.tick(1.0 + lag)
+            listener.tick()
             models.tick()
 
     def _say(self, file: int, line: str) -> None:
@@ -214,6 +226,7 @@ class _LiveThread(ThreadingHTTPServer):
     """Answers /health/live from a thread of its own, so that a busy event loop does not look like a dead process."""
 
     daemon_threads = True
+    failed: Callable[[], list[str]] = list
 
     def __init__(self, host: str, port: int) -> None:
         try:
@@ -227,9 +240,11 @@ class _Live(BaseHTTPRequestHandler):
     timeout = 5
 
     def do_GET(self) -> None:
-        live = self.path == "/health/live"
-        body = b'{"status":"live"}' if live else b"{}"
-        self.send_response(200 if live else 404)
+        assert isinstance(self.server, _LiveThread)
+        status, body = 404, b"{}"
+        if self.path == "/health/live":
+            status, body = (503, b'{"status":"failed"}') if self.server.failed() else (200, b'{"status":"live"}')
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()

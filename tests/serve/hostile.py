@@ -86,7 +86,7 @@ class Target:
     def head(self, *lines: str, method: str = "POST", path: str = "/v1/rewards") -> bytes:
         """The head of a request without the empty line that ends it."""
         key = () if self.key is None else (f"Authorization: Bearer {self.key}",)
-        first = (f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *key)
+        first = (f"{method} {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *key)
         return "".join(f"{line}\r\n" for line in (*first, *lines)).encode("latin-1")
 
     def raw(self, data: bytes) -> Answer:
@@ -119,7 +119,7 @@ def read_answer(sock: socket.socket) -> Answer:
         chunk = sock.recv(65536)
         assert chunk, "the connection was closed within the body"
         body += chunk
-    return Answer(int(first.split()[1]), headers, body)
+    return Answer(int(first.split()[1]), headers, body[: int(headers["content-length"])])
 
 
 def clean_error(answer: Answer) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def body(number: int) -> bytes:
     return json.dumps({"items": content(number), "cache": number % 2 == 0}).encode()
 
 
-HEAD = "POST /v1/rewards HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
+HEAD = "POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
 
 
 class Client:

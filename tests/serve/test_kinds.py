@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from tests.serve.process import ServerProcess
 
+SLOW: list[str] = []  # questions that a judge was asked slowly
 FUNCTION = """
 import time
 
@@ -31,6 +34,9 @@ class OpenAI(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         question = body["messages"][-1]["content"]
+        if "slow" in question:
+            SLOW.append(question)
+            time.sleep(0.2)
         text = "I would rather not" if "nonsense" in question else f"score: {sum(c.isdigit() for c in question)}"
         reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
         self.send_response(200)
@@ -54,6 +60,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             "sums": {"path": "sums"},
             "exact": {"kind": "rule", "rule": "exact", "answer": "#(\\d+)"},
             "length": {"kind": "rule", "rule": "function", "function": f"{directory}/rules.py:length", "timeout": 1.0},
+            "regex": {"kind": "rule", "rule": "regex", "pattern": "(a+)+$", "timeout": 0.5},
+            "few": {
+                "kind": "judge", "url": f"http://127.0.0.1:{judge.server_port}/v1", "model": "any", "concurrency": 2,
+                "template": "{prompt}{response}", "pattern": "score: (\\d+)",
+            },
             "judge": {
                 "kind": "judge", "url": f"http://127.0.0.1:{judge.server_port}/v1", "model": "any",
                 "template": "{prompt}{response}", "pattern": "score: (\\d+)",
@@ -113,6 +124,7 @@ def test_models_are_listed_with_kind_and_version(server: ServerProcess) -> None:
     listed = {m["id"]: m["kind"] for m in server.http.get("/v1/models").json()["data"]}
     assert listed == {
         "sums": "outcome", "exact": "rule", "length": "rule", "judge": "judge", "writer": "judge", "blend": "blend",
+        "regex": "rule", "few": "judge",
     }  # fmt: skip
 
 
@@ -120,3 +132,27 @@ def test_steps_of_something_without_steps_are_refused(server: ServerProcess) -> 
     reply = server.rewards([{"prompt": "1+1=", "responses": ["#2"]}], "exact", steps=True)
     assert reply.status_code == 422
     assert reply.json()["error"]["type"] == "not_a_process_model"
+
+
+def test_slow_items_of_one_request_do_not_hold_up_another(server: ServerProcess) -> None:
+    endless = "a" * 60 + "b"
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(results, server, "regex", "aaa", *[endless] * 30)
+        while server.http.get("/stats").json()["open_tokens"] == 0:
+            assert not asked.done()
+        assert results(server, "regex", "aaa")["scores"] == [1.0]
+        assert not asked.done()
+        first, *others = asked.result()["errors"]
+        assert first is None
+        assert {error["type"] for error in others} == {"timeout"}
+
+
+def test_a_judge_is_asked_nothing_for_a_request_that_has_ended(server: ServerProcess) -> None:
+    item = {"prompt": "slow ", "responses": [str(i) for i in range(200)]}
+    reply = server.http.post("/v1/rewards", json={"model": "few", "items": [item]}, headers={"x-deadline": "1"})
+    assert reply.status_code == 504
+    asked = len(SLOW)
+    assert asked < 100
+    time.sleep(1.0)
+    assert len(SLOW) <= asked + 2  # those that were on their way
+    assert results(server, "few", "12")["scores"] == [4.0]

@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Iterator
 
+import httpx
 import numpy as np
 import pytest
 
@@ -142,3 +143,24 @@ def test_the_documentation_names_every_route(server: ServerProcess) -> None:
     assert "SGLang: log-probabilities of a text's tokens" in generate["summary"]
     assert "logits_require_id" in page
     assert paths["/v2/models/sums/versions/1"]["get"]["summary"].startswith("Triton: inputs and outputs of the model")
+
+
+def test_without_a_key_only_this_machine_is_answered(server: ServerProcess) -> None:
+    """A page whose name leads to 127.0.0.1 may not ask in its visitor's name."""
+
+    def ask(**headers: str) -> httpx.Response:
+        return server.http.get("/v1/models", headers=headers)
+
+    for header, value in (
+        ("host", "evil.example:5555"),
+        ("host", "127.0.0.1.evil.example"),
+        ("origin", "http://evil.example"),
+    ):
+        reply = ask(**{header: value})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (403, "bad_host")
+    for header, value in (
+        ("host", "localhost:1"),
+        ("host", "[::1]:5555"),
+        ("origin", f"http://127.0.0.1:{server.port}"),
+    ):
+        assert ask(**{header: value}).status_code == 200

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from plaudit.process import framing
 from plaudit.serve.http.app import Admission, Quota
-from plaudit.serve.http.message import NOBODY, HttpError, Keys
+from plaudit.serve.http.keys import Keys
+from plaudit.serve.http.message import NOBODY, HttpError
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.workers import frames

@@ -91,7 +91,7 @@ def test_content_types(target: Target) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "a" * 5000):
         target.refused(target.post(body, content_type=kind), 415, "unsupported_type")
     assert target.post(body, content_type="application/json; charset=utf-8").status_code == 200
-    unnamed = f"POST /v1/rewards HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    unnamed = f"POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     assert target.raw(unnamed).json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-5)]
 
 

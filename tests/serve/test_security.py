@@ -23,7 +23,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from plaudit.serve.http.message import Keys
+from plaudit.serve.http.keys import Keys
 from tests.serve.hostile import KNOWN, LEAK, Answer, Target, clean_error, clean_message, copied
 from tests.serve.process import ServerProcess
 
@@ -155,7 +155,7 @@ def test_the_host_header_opens_nothing(target: Target, host: str) -> None:
 )  # fmt: skip
 def test_other_forms_of_a_path_are_other_paths(target: Target, path: str) -> None:
     """D55: only the exact path is a route; nothing is taken out of it or put right."""
-    answer = target.raw(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode("latin-1"))
+    answer = target.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode("latin-1"))
     assert answer.status in (400, 404), answer
     clean_error(answer)
 
@@ -163,7 +163,7 @@ def test_other_forms_of_a_path_are_other_paths(target: Target, path: str) -> Non
 def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> None:
     """D55: a path written with %-signs is the same route with the same lock, and only its own method is taken."""
     for path in ("/%6detrics", "/v1%2Fmodels", "/v1/%6D%6F%64els"):
-        target.refused(target.raw(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), 401, "unauthorized")
+        target.refused(target.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()), 401, "unauthorized")
     with bare(target) as client:
         for path, taken in client.get("/openapi.json").json()["paths"].items():
             for method in ("HEAD", "OPTIONS", "DELETE", "PUT", "PATCH", "TRACE", "PROPFIND"):
@@ -171,12 +171,15 @@ def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> N
                 if method.lower() in taken:
                     assert reply.status_code == 401
                     continue
+                if method == "HEAD" and OPEN.fullmatch(path):  # as load balancers ask
+                    assert (reply.status_code in (200, 503), reply.content) == (True, b""), path
+                    continue
                 assert reply.status_code == 405, (method, path)
                 assert method not in reply.headers["allow"]
                 assert not LEAK.search(reply.text)
         reply = client.post("/v1/rewards", json={}, headers={"x-http-method-override": "GET"})
         assert reply.status_code == 401
-    assert target.raw(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n").status in (400, 404, 405)
+    assert target.raw(b"CONNECT example.org:443 HTTP/1.1\r\nHost: localhost\r\n\r\n").status in (400, 404, 405)
     websocket = target.head("Connection: Upgrade", "Upgrade: websocket", method="GET", path="/v1/models")
     assert target.raw(websocket.replace(ANN.encode(), b"wrong-key-1234") + b"\r\n").status == 401
     target.sound()
@@ -401,9 +404,9 @@ def test_logs_hold_no_texts_and_no_keys(target: Target) -> None:
     for given in ("good-id.1:2/3", 'forged"}', "a b", "x" * 129, "\u00e9", "%0d%0aSet-Cookie:x"):
         reply = target.server.http.get("/health/live", headers={"x-request-id": given.encode()})
         assert (reply.headers["x-request-id"] == given) == (given == "good-id.1:2/3")
-    forged = b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-Request-Id: a\rEvent: b\nSet-Cookie: c\r\n\r\n"
+    forged = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: a\rEvent: b\nSet-Cookie: c\r\n\r\n"
     assert target.raw(forged).status == 400
-    assert target.raw(b"GET /a%0d%0a%7b%22event%22:%22forged%22%7d HTTP/1.1\r\nHost: x\r\n\r\n").status == 404
+    assert target.raw(b"GET /a%0d%0a%7b%22event%22:%22forged%22%7d HTTP/1.1\r\nHost: localhost\r\n\r\n").status == 404
     target.server.http.get("/health/live", headers={"x-request-id": "the-last"})
     until(lambda: "the-last" in target.server.log())  # which has a thread of its own
     log = target.server.log()

@@ -1,5 +1,5 @@
-"""From a connection to a handler: bounds on what comes before a request is understood, how much work is let in, and the
-ASGI application, which finds the route, lets the caller in, answers and counts. Nothing here runs a model.
+"""From a request to a handler: how much work is let in, and the ASGI application, which finds the route, lets the
+caller in, answers and counts. Nothing here runs a model.
 
 It speaks ASGI itself and uses no framework: what a request may cost (bytes, seconds, items) is bounded here and in
 `message.py` before anything reads it, and a route's access is decided in one place that nothing can go around.
@@ -13,27 +13,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import resource
 import secrets
-import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
-from typing import Any
 
-from uvicorn import Config, Server
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from plaudit.config.serve import LimitsTable
-from plaudit.errors import ConfigError
+from plaudit.serve.http.keys import Keys
 from plaudit.serve.http.message import (
-    Connection,
+    INLINE_BYTES,
+    NOBODY,
+    TENANT,
     Endpoint,
     ErrorWriter,
     HttpError,
-    Keys,
     Limits,
     Receive,
     Reply,
@@ -47,187 +40,8 @@ from plaudit.serve.http.message import (
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 
-KEEP_ALIVE_SECONDS = 75
-SPARE_FILES = 256  # beside the connections: workers, pipes, logs
 PACE_SECONDS = 10.0  # over which the pace of answering is estimated
 LONGEST_WAIT = 30
-
-
-class GuardedProtocol(HttpToolsProtocol):
-    limits: LimitsTable
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.transport = _Gathering(transport, self.loop)  # type: ignore[assignment]
-        self._timer: asyncio.TimerHandle | None = None
-        self._connection = Connection()
-        self._in_headers = True
-        self._header_bytes = self._header_count = self._raw_bytes = 0
-        self._arm()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        self._connection.lose()
-        super().connection_lost(exc)
-        # uvicorn forgets this after an error, and the timer would keep all of the connection for its time.
-        self._unset_keepalive_if_required()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_headers:
-            # A header that never ends reaches no callback; only its bytes can be counted.
-            self._raw_bytes += len(data)
-            if self._raw_bytes > self.limits.header_bytes:
-                self._refuse(_headers_too_large(self.limits))
-            elif self._timer is None:
-                self._arm()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["connection"] = self._connection  # type: ignore[typeddict-unknown-key]
-        self._in_headers = True
-        self._header_bytes = self._header_count = self._raw_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._header_bytes += len(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        self._header_count += 1
-        if self._header_bytes <= self.limits.header_bytes and self._header_count <= self.limits.headers:
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._in_headers = False
-        self._disarm()
-        if self._header_bytes > self.limits.header_bytes or self._header_count > self.limits.headers:
-            self._refuse(_headers_too_large(self.limits))
-        elif len(self.connections) > self.limits.connections:
-            message = f"{self.limits.connections} connections are open, which is the most; try again in 1 s"
-            self._refuse(HttpError(503, "too_many_connections", message, retry_after=1))
-        else:
-            super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        if self.cycle is not None:
-            super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        if self.cycle is not None:
-            self.scope["arrived"] = True  # type: ignore[typeddict-unknown-key]
-            super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(HttpError(400, "bad_http", "this is not HTTP/1.1: the request could not be parsed"))
-
-    def _refuse(self, error: HttpError) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(_written(error))
-            self.transport.close()
-
-    def _arm(self) -> None:
-        self._timer = self.loop.call_later(self.limits.header_seconds, self._too_slow)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _too_slow(self) -> None:
-        self._timer = None
-        if self._in_headers and not self.transport.is_closing():
-            self.transport.close()
-
-
-def guarded(limits: LimitsTable) -> type[asyncio.Protocol]:
-    """The protocol with these limits: uvicorn takes a class."""
-    return type("LimitedProtocol", (GuardedProtocol,), {"limits": limits})
-
-
-def _headers_too_large(limits: LimitsTable) -> HttpError:
-    most = f"at most {limits.headers} headers of {limits.header_bytes} bytes together are taken"
-    return HttpError(431, "headers_too_large", f"{most}; send fewer")
-
-
-def _written(error: HttpError) -> bytes:
-    """The reply to what never became a request."""
-    request_id = secrets.token_hex(8)
-    reply = error.reply(request_id)
-    lines = [
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"content-type: " + reply.content_type,
-        f"content-length: {len(reply.body)}".encode(), f"x-request-id: {request_id}".encode(), b"connection: close",
-        *(name + b": " + value for name, value in reply.headers),
-    ]  # fmt: skip
-    return b"\r\n".join(lines) + b"\r\n\r\n" + reply.body
-
-
-class _Gathering:
-    """A transport that writes once per turn of the event loop: uvicorn writes head and body of a reply apart, and a
-    system call for each costs as much as all the rest of a small request."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._waiting: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._waiting:
-            self._loop.call_soon(self._flush)
-        self._waiting.append(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._waiting:
-            data = b"".join(self._waiting)
-            self._waiting.clear()
-            self._transport.write(data)
-
-
-class Listener(Server):
-    """uvicorn's server, which leaves signals to us: on SIGTERM it must go on listening while it drains."""
-
-    def __init__(self, app: Any, limits: LimitsTable) -> None:
-        _raise_file_limit(limits.connections + SPARE_FILES)
-        super().__init__(
-            Config(
-                app, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=1,
-                log_level="error",  # what is not HTTP is the sender's error, and would fill the log
-            )
-        )  # fmt: skip
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._serve(sockets)
-
-
-def _raise_file_limit(needed: int) -> None:
-    """Shells give a process 1024 open files, which is fewer than the connections it should take."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
-    sock.setblocking(False)
-    return sock
 
 
 class Quota:
@@ -248,25 +62,29 @@ class Quota:
         within_share = self._by_tenant[tenant] + count <= self._share
         return self.in_use + count <= (self.limit if within_share else self.limit - self._share)
 
-    @contextmanager
-    def holding(self, tenant: str, count: int) -> Iterator[None]:
+    def take(self, tenant: str, count: int) -> None:
         self.in_use += count
         self._by_tenant[tenant] += count
+
+    @contextmanager
+    def holding(self, tenant: str, count: int) -> Iterator[None]:
+        self.take(tenant, count)
         try:
             yield
         finally:
-            self.in_use -= count
-            self._by_tenant[tenant] -= count
+            self.take(tenant, -count)
 
 
 class Admission:
-    """draining lets nothing more in."""
+    """leaving    a signal has come: not ready, so that nobody sends more
+    draining   lets nothing more in
+    """
 
     def __init__(
         self, queued_tokens: int, buffered_bytes: int, keys: int, overload_status: int, metrics: Metrics
     ) -> None:
         self.open_requests = 0
-        self.draining = False
+        self.leaving = self.draining = False
         self._tokens = Quota(queued_tokens, keys)
         self._bytes = Quota(buffered_bytes, keys)
         self._status = overload_status
@@ -284,21 +102,29 @@ class Admission:
         return self._tokens.limit
 
     @contextmanager
-    def request(self, tenant: str, content_length: int) -> Iterator[None]:
-        """Before anything of the request is read."""
+    def request(self, tenant: str, content_length: int) -> Iterator[Callable[[int], None]]:
+        """Before anything of the request is read. Gives what counts bytes that it takes beyond its announced length."""
         if self.draining:
             self._metrics.rejected.labels("draining").inc()
             raise HttpError(503, "draining", "the server is shutting down; try another", retry_after=1)
-        # A single request is held to the limit of its own size, and is let in when there is no other.
-        if not self._bytes.fits(tenant, content_length) and self._bytes.in_use:
-            raise self._overload(f"{self._bytes.in_use} bytes of requests are handled, at most {self._bytes.limit}")
+        held = 0
+
+        def grow(count: int) -> None:
+            # A single request is held to the limit of its own size, and is let in when there is no other.
+            nonlocal held
+            if not self._bytes.fits(tenant, count) and self._bytes.in_use > held:
+                raise self._overload(f"{self._bytes.in_use} bytes of requests are handled, at most {self._bytes.limit}")
+            held += count
+            self._bytes.take(tenant, count)
+
         if not self._tokens.fits(tenant, 1):
             raise self._overload(f"{self.open_tokens} tokens wait, at most {self.most_tokens}")
         self.open_requests += 1
         try:
-            with self._bytes.holding(tenant, content_length):
-                yield
+            grow(content_length)
+            yield grow
         finally:
+            self._bytes.take(tenant, -held)
             self.open_requests -= 1
 
     @contextmanager
@@ -386,16 +212,21 @@ class App:
 
     async def _answer(self, place: Endpoint, request: Request) -> Reply | None:
         route = request.route = place.last
+        self.keys.check_host(request.headers)
         request.tenant = self.keys.tenant(route.access, place.protocols, request.credential())
+        TENANT.set(request.tenant)
+        if request.tenant != NOBODY:
+            request.connection.known = True
         if not route.work:
             return await route.handler(request)
         length = request.headers.get(b"content-length", b"0")
         request.take_deadline()
         began = time.perf_counter()
         size = min(int(length), self.limits.body_bytes) if length.isdigit() else 0
-        with self.admission.request(request.tenant, size):
-            body = await request.body()
-            request.content = body
+        with self.admission.request(request.tenant, size) as request.grow:
+            request.content = await request.body()
+            if len(request.content) > INLINE_BYTES and (route.fields or len(place.routes) > 1):
+                await request.aside(request.fields)
             request.route = place.choose(request)
             reply = await self._unless_gone(request.route, request)
         self.metrics.history.requests += 1
@@ -418,7 +249,7 @@ class App:
 
     def _count_error(self, type: str, message: str, request: Request) -> None:
         self.metrics.errors.labels(type).inc()
-        self.metrics.history.error(type, message, "", request.id)
+        self.metrics.history.error(type, message, "", request.id, request.tenant)
 
 
 def _where(error: BaseException) -> str:

@@ -2,20 +2,19 @@
 
 A route is a method, an exact path, who may call it and what answers; their table is all that the server serves. Where
 two protocols have the same path, the body decides: every route but the last of them says which bodies are its own
-(`claims`), in the order in which the protocols are listed. Who may call what is decided from the route's access and the
-Authorization header alone, denied unless allowed.
+(`claims`), in the order in which the protocols are listed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
+import gc
 import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from urllib.parse import parse_qsl
@@ -32,8 +31,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 NOBODY = "anonymous"
 LINGER_SECONDS = 2.0
+INLINE_BYTES = 64 * 1024  # of JSON that is decoded on the event loop: a thread would cost more
+PIECE_BYTES = 1 << 20  # that are unpacked or looked through at a time
+VALUE_BYTES = 64  # of memory that a decoded value takes beside its text
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 _ENCODER = msgspec.json.Encoder()
+
+
+TENANT: ContextVar[str] = ContextVar("TENANT", default=NOBODY)
+"""On whose behalf this task works."""
 
 
 class HttpError(Exception):
@@ -86,14 +92,17 @@ class Limits:
     body_bytes: int
     body_seconds: float
     request_seconds: float
+    json_values: int = 4_000_000
 
 
 class Connection:
-    """What the listener tells of a request's connection: who works for it, to be cancelled when it is lost."""
+    """What the listener tells of a request's connection: who works for it, to be cancelled when it is lost. `known`:
+    a request of it came with a key."""
 
-    __slots__ = ("lost", "working")
+    __slots__ = ("known", "lost", "working")
 
     def __init__(self) -> None:
+        self.known = False
         self.lost = False
         self.working: set[asyncio.Task[Any]] = set()
 
@@ -109,11 +118,12 @@ class Connection:
 
 
 class Request:
-    """One request. `tenant` is the name of the API key it came with."""
+    """One request. `tenant` is the name of the API key it came with; `grow` counts bytes that it takes beyond its
+    announced length, and may refuse them."""
 
     __slots__ = (
-        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "headers", "id",
-        "method", "path", "query", "route", "server", "tenant",
+        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "grow", "headers",
+        "id", "method", "path", "query", "route", "server", "tenant",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
@@ -131,6 +141,7 @@ class Request:
         self.id = chosen_id.decode() if _SAFE_ID.fullmatch(chosen_id) else fresh_id
         self.tenant = ""
         self.content = b""
+        self.grow: Callable[[int], None] = _uncounted
         self.route: Route | None = None
         self._fields: dict[str, Any] | None = None
         # Whether the whole body has been read. GET may have one too, and a client that never ends it.
@@ -161,6 +172,23 @@ class Request:
             header = self.headers.get(b"x-api-key") or self.headers.get(b"triton-access-token")
             return None if header is None else b"Bearer " + header
         return header
+
+    async def aside(self, read: Callable[..., T], *arguments: Any) -> T:
+        """What `read` makes of a JSON body: of a large one in a thread, and only if it has not more values than the
+        tokens that a request may bring. Many small values take a hundred times the memory of their text."""
+        if len(self.content) <= INLINE_BYTES:
+            return read(*arguments)
+        values = 0
+        for start in range(0, len(self.content), PIECE_BYTES):
+            piece = self.content[start : start + PIECE_BYTES]
+            values += sum(map(piece.count, (b",", b"[", b"{")))
+            if values > self._limits.json_values:
+                raise HttpError(
+                    413, "too_large", f"the body has more than {self._limits.json_values} JSON values; split it"
+                )
+            await asyncio.sleep(0)
+        self.grow(values * VALUE_BYTES)
+        return await asyncio.to_thread(_without_collector, read, *arguments)
 
     def fields(self) -> dict[str, Any]:
         """The body as a JSON object."""
@@ -206,10 +234,10 @@ class Request:
         coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
         if coding in (b"identity", b""):
             return body
-        return await asyncio.to_thread(_unpacked, body, coding, limit)  # takes its time and releases the GIL
+        return await self._unpacked(body, coding, limit)
 
     async def _receive_parts(self, parts: list[bytes], limit: int) -> None:
-        size, more = 0, True
+        size, more, announced = 0, True, int(self.headers.get(b"content-length", b"0"))
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -218,7 +246,32 @@ class Request:
             size += len(parts[-1])
             if size > limit:
                 raise _too_large(limit)
+            if not announced:  # chunks: nobody knew how many there would be
+                self.grow(len(parts[-1]))
             more = message.get("more_body", False)
+
+    async def _unpacked(self, body: bytes, coding: bytes, limit: int) -> bytes:
+        """A piece at a time, each counted before the next: in threads, since it takes its time and releases the GIL."""
+        if coding not in (b"gzip", b"deflate"):
+            raise HttpError(415, "unsupported_encoding", f"Content-Encoding {_shown(coding)}; gzip, deflate or none")
+        unpacker = zlib.decompressobj(wbits=31 if coding == b"gzip" else 15)
+        pieces: list[bytes] = []
+        left, size = body, 0
+        while not unpacker.eof:
+            try:
+                pieces.append(await asyncio.to_thread(unpacker.decompress, left, PIECE_BYTES))
+            except zlib.error as error:
+                raise HttpError(400, "bad_encoding", f"the body is not {coding.decode()}: {error}") from None
+            left, size = unpacker.unconsumed_tail, size + len(pieces[-1])
+            if size > limit:
+                raise _too_large(limit)
+            self.grow(len(pieces[-1]))
+            if not left and not pieces[-1]:
+                break
+        if not unpacker.eof or unpacker.unused_data:
+            problem = "goes on after its end" if unpacker.eof else "ends early"
+            raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {problem}")
+        return b"".join(pieces)
 
     async def linger(self) -> None:
         """Drop what still comes of a body that nobody wants. A connection closed on unread bytes is reset, and the
@@ -234,20 +287,17 @@ class Request:
             raise _too_large(limit)
 
 
-def _unpacked(body: bytes, coding: bytes, limit: int) -> bytes:
-    if coding not in (b"gzip", b"deflate"):
-        raise HttpError(415, "unsupported_encoding", f"Content-Encoding {_shown(coding)}; gzip, deflate or none")
-    unpacker = zlib.decompressobj(wbits=31 if coding == b"gzip" else 15)
+def _uncounted(_: int) -> None:
+    pass
+
+
+def _without_collector(read: Callable[..., T], *arguments: Any) -> T:
+    """What is decoded is kept: to go through it while it grows takes longer than to make it."""
+    gc.disable()
     try:
-        plain = unpacker.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise HttpError(400, "bad_encoding", f"the body is not {coding.decode()}: {error}") from None
-    if len(plain) > limit:
-        raise _too_large(limit)
-    if not unpacker.eof or unpacker.unused_data:
-        problem = "goes on after its end" if unpacker.eof else "ends early"
-        raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {problem}")
-    return plain
+        return read(*arguments)
+    finally:
+        gc.enable()
 
 
 def convert(fields: Mapping[str, Any], kind: type[T], status: int = 422) -> T:
@@ -295,6 +345,7 @@ class Route:
     """protocol  whose wire format it speaks, and the name by which `--allow-open` means it
     work      whether it brings work: such routes are closed while the server drains or is overloaded
     errors    how this protocol writes an error
+    fields    whether the handler reads the body as the fields of a JSON object
     claims    on a shared path: whether a body is this protocol's
     """
 
@@ -307,6 +358,7 @@ class Route:
     summary: str = ""
     errors: ErrorWriter = HttpError.reply
     claims: Claims | None = None
+    fields: bool = False
 
 
 class Endpoint:
@@ -356,6 +408,8 @@ class Routes:
                     return stranger
             raise HttpError(404, "not_found", "no such path; see /docs")
         place = methods.get(method)
+        if place is None and method == "HEAD" and "GET" in methods and methods["GET"].last.access == "open":
+            return methods["GET"]  # probes of load balancers; the listener leaves the body out
         if place is None:
             allowed = ", ".join(sorted(methods))
             raise HttpError(405, "method_not_allowed", f"this path takes {allowed}", allow=allowed)
@@ -363,80 +417,3 @@ class Routes:
 
     def errors(self, path: str) -> ErrorWriter:
         return next((writer for start, writer in self._shapes.items() if path.startswith(start)), HttpError.reply)
-
-
-class Keys:
-    """keys        API keys by the name of their holder
-    admin       the key for routes that change something; without one they are closed
-    keyless     whether callers without a key are let in (only ever on a loopback address)
-    allow_open  protocols whose routes need no key though others do
-    """
-
-    def __init__(
-        self, keys: Mapping[str, str], admin: str | None, *, keyless: bool, allow_open: frozenset[str]
-    ) -> None:
-        self._keys = {name: key.encode() for name, key in keys.items()}
-        self._admin = None if admin is None else admin.encode()
-        self._keyless = keyless and not keys
-        self._allow_open = allow_open
-
-    @property
-    def several(self) -> bool:
-        return len(self._keys) > 1
-
-    def tenant(self, access: Access, protocols: frozenset[str], authorization: bytes | None) -> str:
-        """The name the caller's work is accounted to; raises HttpError 401 or 403. A path that several protocols share
-        is open only if all of them are."""
-        token = _bearer(authorization)
-        if access == "admin":
-            return self._check_admin(token)
-        if access == "open":
-            return NOBODY
-        holder = self._holder(token)
-        if holder is not None:
-            return holder
-        if protocols <= self._allow_open or (token is None and self._keyless):
-            return NOBODY
-        if not self._keys and not self._keyless:
-            raise HttpError(401, "unauthorized", "this route is closed: the server was started without an API key")
-        raise HttpError(401, "unauthorized", "send a valid key as 'Authorization: Bearer KEY'")
-
-    def _check_admin(self, token: bytes | None) -> str:
-        if self._admin is not None and token is not None and hmac.compare_digest(token, self._admin):
-            return "admin"
-        if self._admin is None:
-            raise HttpError(403, "forbidden", "admin routes are closed: the server was started without --admin-key")
-        if token is None:
-            raise HttpError(401, "unauthorized", "send the admin key as 'Authorization: Bearer KEY'")
-        raise HttpError(403, "forbidden", "this route needs the admin key")
-
-    def _holder(self, token: bytes | None) -> str | None:
-        if token is None:
-            # Without keys a bearer token that some client always sends does no harm; with keys it must be one of them.
-            return None
-        holder = None
-        for name, key in self._keys.items():  # all of them, so that the time does not tell which one matched
-            if hmac.compare_digest(token, key):
-                holder = name
-        if holder is None and self._admin is not None and hmac.compare_digest(token, self._admin):
-            holder = "admin"
-        if holder is None and not self._keys and self._keyless:
-            return NOBODY
-        return holder
-
-
-def _bearer(authorization: bytes | None) -> bytes | None:
-    if authorization is None:
-        return None
-    scheme, _, key = authorization.partition(b" ")
-    key = key.strip()
-    return key if scheme.lower() == b"bearer" and key else b""
-
-
-def loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

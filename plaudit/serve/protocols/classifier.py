@@ -82,7 +82,9 @@ class Classifier:
         if _effort(prompts) <= INLINE_CHARACTERS:
             return _tokenised(intake, prompts, cut, over)
         try:
-            return await asyncio.to_thread(_tokenised, intake, prompts, cut, over)
+            return await served.in_turn(
+                lambda piece: _tokenised(intake, piece, cut, over), prompts, lambda prompt: _effort([prompt])
+            )
         finally:
             over.set()  # a thread cannot be stopped: this one looks here before each prompt
 

@@ -70,13 +70,14 @@ class OpenRLHFRoutes(ProtocolRoutes):
     """
 
     name = "openrlhf"
+    fields = False
 
     def routes(self) -> list[Route]:
         return [self.work("/get_reward", self.get_reward, "OpenRLHF: rewards of texts")]
 
     async def get_reward(self, request: Request) -> Reply:
         parameters = request.parameters()
-        queries = decode(request.content, Queries, "query must be a list of texts")
+        queries = await request.aside(decode, request.content, Queries, "query must be a list of texts")
         truncate = read_truncate(parameters)
         self.scoring.check_count(len(queries.query))
         served = self.scoring.find(REWARD_MODEL)
@@ -103,13 +104,14 @@ class SlimeRoutes(ProtocolRoutes):
     """
 
     name = "slime"
+    fields = False
 
     def routes(self) -> list[Route]:
         return [self.work("/remote_rm", self.remote_rm, "slime: reward of a response")]
 
     async def remote_rm(self, request: Request) -> Reply:
         parameters = request.parameters()
-        sample = decode(request.content, Sample, "expected prompt, response and label")
+        sample = await request.aside(decode, request.content, Sample, "expected prompt, response and label")
         served = self.scoring.find(REWARD_MODEL)
         if "rendered" not in parameters and isinstance(served, ServedModel):
             refuse_rendered(sample.prompt, served)

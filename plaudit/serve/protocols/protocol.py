@@ -15,10 +15,12 @@ class ProtocolRoutes(ABC):
     """name    by which `--protocols` and `--allow-open` mean it
     errors  how it writes an error
     shapes  by a path's beginning, how errors of paths that do not exist are written
+    fields  whether its handlers read bodies as the fields of a JSON object
     """
 
     name: ClassVar[str]
     shapes: ClassVar[Mapping[str, ErrorWriter]] = {}
+    fields: ClassVar[bool] = True
 
     def __init__(self, scoring: ScoringService) -> None:
         self.scoring = scoring
@@ -44,7 +46,7 @@ class ProtocolRoutes(ABC):
     def work(
         self, path: str, handler: Handler, summary: str, claims: Claims | None = None, method: str = "POST"
     ) -> Route:
-        return Route(method, path, "key", handler, self.name, True, summary, self.errors, claims)
+        return Route(method, path, "key", handler, self.name, True, summary, self.errors, claims, self.fields)
 
 
 def sound(rows: Sequence[list[int] | ItemError], what: str, status: int = 422) -> list[list[int]]:

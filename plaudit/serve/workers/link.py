@@ -4,7 +4,8 @@
 
 What a dead worker held is taken back by the owner, who sends it again: scoring twice gives the same score. A worker
 that cannot load its model the first time, or that dies three times in a row without having finished anything, is given
-up, unless it was one item that killed it.
+up, unless it was one item that killed it; /health/live says so. One that cannot be started for want of descriptors,
+memory or threads is tried again and again, at longer and longer intervals.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import time
 from typing import Any, Literal, Protocol
 
-from plaudit.errors import ModelError
+from plaudit.errors import ModelError, one_line
 from plaudit.process.spawn import Child, spawn_soon
 from plaudit.serve.workers import frames
 
@@ -24,6 +25,8 @@ HANG_SECONDS = 300.0  # alive, but no result of what it holds
 MOST_DEATHS = 3  # in a row, each without a single result
 MOST_BLAMED = 4  # items in a row that may take the blame for deaths, before it must be the worker after all
 PAUSE_SECONDS = 0.2  # before the second start in a row, and so much longer before every further one
+LONGEST_PAUSE = 30.0
+STARTING_AGAIN = "its worker died and is starting again"
 
 
 class Owner(Protocol):
@@ -52,7 +55,7 @@ class Link:
         self.load_seconds = load_seconds
         self.module = module
         self.state: State = "loading"
-        self.reason = "the model is loading"
+        self.reason = self._public = "the model is loading"
         self.hello: frames.Hello | None = None
         self.restarts = 0
         self.writable = False
@@ -63,6 +66,7 @@ class Link:
         self._served = False  # whether this life of it has had a result
         self._deaths = 0
         self._blamed = 0
+        self._unstartable = 0  # times in a row
         self._cause: str | None = None  # why we killed it
         self._hello_future: asyncio.Future[frames.Hello] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep_alive(), name=f"link-{name}")
@@ -70,7 +74,7 @@ class Link:
     @property
     def public_reason(self) -> str:
         """The reason as clients may hear it: what a loader says names places on our disk."""
-        return "it has failed, and the server's log says why" if self.state == "failed" else self.reason
+        return self._public
 
     async def loaded(self) -> frames.Hello:
         """The worker's introduction, once it is ready to compute; raises ModelError if it cannot load its model."""
@@ -100,19 +104,31 @@ class Link:
         self._hello_future.exception()  # whoever awaits it gets it; nobody has to
 
     async def _keep_alive(self) -> None:
+        try:
+            await self._supervise()
+        except Exception as error:  # a bug of ours; what nobody supervises must not look as if it were starting again
+            self._give_up(f"its supervision failed: {one_line(error)}")
+            raise
+
+    async def _supervise(self) -> None:
         while True:
             self._served = False
-            failure = await self._live()
+            started, failure = True, None
+            try:
+                failure = await self._live()
+            except (OSError, RuntimeError) as error:  # no descriptors, no memory, no threads: that may pass
+                started, failure = False, f"its worker cannot be started: {one_line(error)}"
+            self._unstartable = 0 if started else self._unstartable + 1
             # From here on nothing can be sent, and the state must say so before anything else runs.
             first = not self._hello_future.done()
             blamed = self._owner.on_death()
-            self.state, self.reason = "loading", "its worker died and is starting again"
+            self.state, self.reason, self._public = "loading", STARTING_AGAIN, STARTING_AGAIN
             code = await self._end()
             if self._served:
                 self._deaths = self._blamed = 0
             elif blamed and self._blamed < MOST_BLAMED:
                 self._deaths, self._blamed = 0, self._blamed + 1
-            else:
+            elif started:
                 self._deaths += 1
             why = failure or self._cause or f"its worker died (exit {code})"
             self._cause = None
@@ -121,16 +137,14 @@ class Link:
             if self._deaths >= MOST_DEATHS:
                 return self._give_up(f"{why}, {self._deaths} times in a row without serving")
             self.restarts += 1
-            self._set("loading", f"{why} and is starting again")
-            await asyncio.sleep(PAUSE_SECONDS * self._deaths)
+            self._set("loading", f"{why} and is starting again", STARTING_AGAIN)
+            backoff = PAUSE_SECONDS * 2 ** min(self._unstartable, 10) if self._unstartable else 0.0
+            await asyncio.sleep(min(LONGEST_PAUSE, max(backoff, PAUSE_SECONDS * self._deaths)))
 
     async def _live(self) -> str | None:
         """One life of the worker. Returns when it is over: why it could not load, if it said so."""
         loop = asyncio.get_running_loop()
-        try:
-            self._process, sock = await spawn_soon(self.module, self.environment)
-        except OSError as error:
-            return f"its worker cannot be started: {error}"
+        self._process, sock = await spawn_soon(self.module, self.environment)
         sock.setblocking(False)
         transport, connection = await loop.create_unix_connection(lambda: _Connection(self), sock=sock)
         self._transport, self.writable = transport, True
@@ -155,13 +169,13 @@ class Link:
         return await asyncio.get_running_loop().run_in_executor(None, process.wait)
 
     def _give_up(self, why: str) -> None:
-        self._set("failed", why)
+        self._set("failed", why, "it has failed, and the server's log says why")
         if not self._hello_future.done():
             self._hello_future.set_exception(ModelError(f"cannot serve {self.name}: {why}"))
             self._hello_future.exception()  # whoever awaits it gets it; nobody has to
 
-    def _set(self, state: State, reason: str) -> None:
-        self.state, self.reason = state, reason
+    def _set(self, state: State, reason: str, public: str | None = None) -> None:
+        self.state, self.reason, self._public = state, reason, reason if public is None else public
         self._owner.on_change()
 
     def _flow(self, writable: bool) -> None:

@@ -41,7 +41,7 @@ class NativeRoutes:
             Route("GET", "/v1/models", "key", self.list_models, summary=MODELS),
             Route("POST", "/admin/swap", "admin", self.swap, summary="Load another directory in a model's place"),
             Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
-            Route("GET", "/health/live", "open", self.live, summary="Liveness: 200 while the process answers"),
+            Route("GET", "/health/live", "open", self.live, summary="Liveness: 503 if a model was given up for good"),
             Route("GET", "/health/ready", "open", self.ready, summary="Readiness: 200 if every model computes"),
             Route("GET", "/health", "open", self.ready, summary="Readiness, where load balancers look for it"),
             Route("GET", "/metrics", "key", self.metrics, summary="Metrics in the format of Prometheus"),
@@ -56,7 +56,7 @@ class NativeRoutes:
         if kind == native.BINARY:
             parsed = native.read_binary(request.content, request.query, self.scoring.most_items)
         elif kind == b"application/json":
-            parsed = native.read_json(request.content, self.scoring.most_items)
+            parsed = await request.aside(native.read_json, request.content, self.scoring.most_items)
         else:
             content_type, binary = kind[:60].decode("latin-1"), native.BINARY.decode()
             cure = f"expected application/json (curl: -H 'Content-Type: application/json') or {binary}"
@@ -98,7 +98,10 @@ class NativeRoutes:
         return Reply.json({"model": order.model, "version": version})
 
     async def live(self, request: Request) -> Reply:
-        return Reply.json({"status": "live", "uptime": round(time.monotonic() - self.began, 1)})
+        uptime = round(time.monotonic() - self.began, 1)
+        if lost := self.models.given_up():
+            return Reply.json({"status": "failed", "models": lost, "uptime": uptime}, 503)
+        return Reply.json({"status": "live", "uptime": uptime})
 
     async def ready(self, request: Request) -> Reply:
         reasons = await self.models.unready()
@@ -113,7 +116,7 @@ class NativeRoutes:
         return Reply(200, self.models.metrics.text(), b"text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self, request: Request) -> Reply:
-        return Reply.json(self.models.stats())
+        return Reply.json(self.models.stats(request.tenant))
 
     async def page(self, request: Request) -> Reply:
         return _html(PAGE)

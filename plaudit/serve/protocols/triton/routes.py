@@ -30,6 +30,7 @@ INFER = "Triton and NeMo-Aligner: rewards of sentences or tokens by the model in
 
 class TritonRoutes(ProtocolRoutes):
     name = "triton"
+    fields = False
     errors = staticmethod(triton.write_error)
     shapes: ClassVar[Mapping[str, ErrorWriter]] = {"/v2": triton.write_error}
 
@@ -101,7 +102,7 @@ class TritonRoutes(ProtocolRoutes):
 
     async def infer(self, name: str, request: Request) -> Reply:
         header = request.headers.get(b"inference-header-content-length")
-        infer = triton.read_infer(request.content, header, self.scoring.most_items)
+        infer = await request.aside(triton.read_infer, request.content, header, self.scoring.most_items)
         inputs = triton.reward_rows(infer)
         served = self.scoring.find_model(name)
         if inputs.tokens is not None:
