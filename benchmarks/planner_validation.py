@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
+import itertools
 import json
 import statistics
 import subprocess
@@ -24,10 +25,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from planner.fit import BOUNDS, fit
-from planner.row import COLUMNS, Answer, Row, Unplannable, whole
+from planner.row import COLUMNS, Answer, Row, Unplannable, gpu_name, whole
 from planner.rows import answer
 
-from plaudit.plan import Constants
+from plaudit.plan import Accelerator, Constants, accelerator
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "validation.csv"
@@ -140,6 +141,34 @@ def ordered_pairs(scored: Sequence[Scored]) -> tuple[int, int]:
     return right, total
 
 
+RATES = ("train_throughput", "generation_throughput", "throughput")
+TIMES = ("step_time", "tpot")
+
+
+def sheet(chip: Accelerator) -> tuple[float, ...]:
+    return chip.bf16, chip.fp4, chip.bandwidth, chip.memory
+
+
+def speedups(scored: Sequence[Scored]) -> list[float]:
+    """Planned over measured gain, minus one, of each pair of accelerators that ran the same: the faster over the
+    slower by the data sheet. Above zero the planner makes the faster chip too good."""
+    alike: dict[tuple[str, ...], list[Scored]] = {}
+    for s in scored:
+        row = s.row
+        if row["metric"] in RATES + TIMES:
+            names = ("system", "model", "architecture", "metric", "n_gpus", "prompt_len", "response_len", "batch",
+                     "dtype", "gen_tp")  # fmt: skip
+            alike.setdefault(tuple(row[name] for name in names), []).append(s)
+    errors = []
+    for same in alike.values():
+        for a, b in itertools.combinations(same, 2):
+            slow, fast = sorted((a, b), key=lambda s: sheet(accelerator(gpu_name(s.row))))
+            if gpu_name(slow.row) != gpu_name(fast.row):
+                gain = (fast.answer.predicted / slow.answer.predicted) / (fast.answer.measured / slow.answer.measured)
+                errors.append((gain if a.row["metric"] in RATES else 1 / gain) - 1)
+    return errors
+
+
 def report(
     scored: Sequence[Scored], refused: Sequence[tuple[Row, str]], aside: Sequence[Scored], wanted: str | None
 ) -> dict[str, object]:
@@ -178,6 +207,14 @@ def report(
             "reached": right / pairs,
             "rows": pairs,
         }
+    if gains := speedups(scored):
+        reached, bias = statistics.median(map(abs, gains)), statistics.fmean(gains)
+        print(f"{'speed-up':16} {'pairs of chips':18} {0.15:8.0%} {reached:8.1%} {len(gains):5}  {bias:+6.0%}"
+              f"{'' if reached <= 0.15 else '   MISSED'}")  # fmt: skip
+        targets["speed-up"] = {
+            "measure": "median error of the gain of a faster accelerator", "limit": 0.15,
+            "reached": round(reached, 4), "rows": len(gains), "bias": round(bias, 4),
+        }  # fmt: skip
     metrics = table("metric", scored, lambda s: s.row["metric"])
     groups = table("group", scored, lambda s: f"{s.row['group'][:42]} · {s.row['metric'][:16]}")
     if aside:

@@ -108,6 +108,13 @@ def machine(row: Row, devices: int | None = None) -> Cluster:
     return cluster(f"{devices // each}x{each}x{name}")
 
 
+def price_of(where: Cluster, level: str) -> float:
+    price = where.accelerator.price.at(level)
+    if price is None:
+        raise Unplannable(f"no {level} price of {where.accelerator.name} is public")
+    return price
+
+
 FORMATS = {
     "fp4": r"fp4|w4a|int4|awq|gptq", "fp8": r"fp8|int8|w8a|^sq$|e4m3", "bf16": r"bf16|fp16|float16|half",
     "fp32": r"fp32|float32",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.row import Answer, Row, Unplannable, copies, dtype, gpu_name, machine, number, required, shape
+from planner.row import Answer, Row, Unplannable, copies, dtype, gpu_name, machine, number, price_of, required, shape
 from planner.serving import first_token, latency, rate_per_megawatt, serving_rate, token_cost, tpot
 
 from plaudit.errors import PlauditError
@@ -244,7 +244,7 @@ def epoch_time(row: Row, constants: Constants) -> Answer:
 def epoch_cost(row: Row, constants: Constants) -> Answer:
     """At the highest price on demand: the sources of such rows paid the list price of a large cloud."""
     hours, where = epoch_time(row, constants).predicted, machine(row)
-    return Answer(hours * where.devices * where.accelerator.price.high, float(row["value"]), "")
+    return Answer(hours * where.devices * price_of(where, "high"), float(row["value"]), "")
 
 
 def run_time(row: Row, constants: Constants) -> Answer:
@@ -343,7 +343,7 @@ def largest_fitting(row: Row, constants: Constants) -> Answer:
     size = re.search(r"(\d+)\s*G", row["gpu"])
     if not size:
         raise Unplannable(f"no memory size in {row['gpu']!r}")
-    chip = replace(accelerator("A100-40G"), memory=float(size[1]) * 1e9)
+    chip = replace(accelerator("A100-40G"), memory=float(size[1]) * 2**30)
     where = replace(cluster("1x1xA100-40G"), accelerator=chip)
     small = ModelShape.named("opt-350m")
     best = 0.0

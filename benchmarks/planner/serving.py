@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from planner.row import Answer, Row, Unplannable, count, dtype, machine, number, required, shape
+from planner.row import Answer, Row, Unplannable, count, dtype, machine, number, price_of, required, shape
 
 from plaudit.plan import Constants, GenerationLayout, Workload
 from plaudit.plan.cost import memory as bytes_of
@@ -148,5 +148,5 @@ def rate_per_megawatt(row: Row, constants: Constants) -> Answer:
 def token_cost(row: Row, constants: Constants) -> Answer:
     """Of a million tokens, on hardware that the operator owns (InferenceX's figures are of that kind)."""
     found, devices = rate_for_users(row, constants)
-    price = machine(row).accelerator.price.owned
+    price = price_of(machine(row), "owned")
     return Answer(price * devices / 3600 / found * 1e6, float(row["value"]), "")

@@ -32,7 +32,7 @@ class PlanOptions:
     staleness: Annotated[int, Option(help="async: updates that a response may be behind.")] = 1
     generation_hardware: Annotated[str | None, Option(help="Generation on hardware of its own: 2x8xH200.")] = None
     compare: Annotated[str | None, Option(metavar="A,B,C", help="Rank accelerators by time and by cost.")] = None
-    price: Annotated[str, Option(help="low, mid, high, owned, or $ per device and hour.")] = "mid"
+    price: Annotated[str, Option(help="low, mid, high (on demand), 3yr, owned, or $ per device and hour.")] = "mid"
     hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None
     recipe: Annotated[Path | None, Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None
     out: Annotated[Path | None, Option(help="--for: write the planned recipe here. Default: print it.")] = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from plaudit.errors import ConfigError, nearest
 from plaudit.plan.cost.channel import find
-from plaudit.plan.cost.cost import PRICES
 from plaudit.plan.cost.decode import Replica
 from plaudit.plan.cost.parts import OWN_ENGINE_SHARE
 from plaudit.plan.cost.plans import PLACEMENTS, SHARED
@@ -17,7 +16,7 @@ from plaudit.plan.options import PlanOptions
 from plaudit.plan.own_trainer import CHANNEL, CHANNELS, own_constants, unsupported
 from plaudit.plan.search import Progress, Search, SearchResult, smallest_that_fits, some_plan_fits
 from plaudit.plan.shape.constants import Constants
-from plaudit.plan.shape.hardware import Cluster, Overrides, Price, accelerator, catalogue, cluster
+from plaudit.plan.shape.hardware import PRICES, Accelerator, Cluster, Overrides, Price, accelerator, catalogue, cluster
 from plaudit.plan.shape.layouts import GenerationLayout
 from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
@@ -37,6 +36,32 @@ class Question:
     staleness: int = 1
     generation_cluster: Cluster | None = None
     price: str = "mid"
+
+    @property
+    def chips(self) -> list[Accelerator]:
+        """All accelerators that are paid for."""
+        return [place.accelerator for place in (*self.clusters, self.generation_cluster) if place is not None]
+
+    @property
+    def price_basis(self) -> str:
+        """What the price is, when it was taken, and whom it leaves out with the level that has them."""
+        if all(chip.price.source == "given" for chip in self.chips):
+            return "prices as given"
+        basis = f"prices: {PRICES[self.price]} (--price {self.price})"
+        silent = list(dict.fromkeys(chip.name for chip in self.chips if chip.price.at(self.price) is None))
+        return f"{basis}; none is public for {', '.join(silent)}: {self._other_price()}" if silent else basis
+
+    def _other_price(self) -> str:
+        levels = [level for level in PRICES if all(chip.price.at(level) is not None for chip in self.chips)]
+        if levels:
+            return f"take --price {' or '.join(levels)}"
+        return "give dollars per device and hour with --price, or a price for each in a --hardware-file"
+
+    def check_price(self) -> None:
+        """A level that was asked for and that nothing here has is an error, and no other takes its place."""
+        if self.price != "mid" and all(chip.price.at(self.price) is None for chip in self.chips):
+            names = ", ".join(dict.fromkeys(chip.name for chip in self.chips))
+            raise ConfigError(f"--price {self.price}: no such price of {names} is public; {self._other_price()}")
 
     def answer(self, progress: Progress | None = None) -> Outcome:
         results, own = {}, {}
@@ -191,9 +216,10 @@ class Outcome:
         """Plans that no other beats in both time and cost, the fastest first: of those that can be run, if any can."""
         kept: list[Prediction] = []
         cheapest = float("inf")
-        for plan in self.runnable or self.others:
-            dollars = plan.cost.step.get(self.question.price)
-            value = dollars.value if dollars else float(plan.plan.devices) * plan.step.value
+        price, plans = self.question.price, self.runnable or self.others
+        priced = all(price in plan.cost.step for plan in plans)
+        for plan in plans:
+            value = plan.cost.step[price].value if priced else float(plan.plan.devices) * plan.step.value
             if value < cheapest * (1 - 1e-9):
                 kept.append(plan)
                 cheapest = value
@@ -221,7 +247,9 @@ def ask(options: PlanOptions) -> Question:
     work = _workload(options)
     constants = Constants().changed(overrides.constants) if overrides else Constants()
     placements = tuple(options.placement) or PLACEMENTS
-    return Question(work, places, constants, placements, options.channel, options.staleness, engines, level)
+    question = Question(work, places, constants, placements, options.channel, options.staleness, engines, level)
+    question.check_price()
+    return question
 
 
 def _workload(options: PlanOptions) -> Workload:
@@ -251,4 +279,4 @@ def _price(text: str) -> tuple[str, Price | None]:
         ) from None
     if not (math.isfinite(dollars) and dollars >= 0):
         raise ConfigError(f"price {text}: expected zero or more dollars per device and hour")
-    return "mid", Price(dollars, dollars, dollars, dollars, "given")
+    return "mid", Price.given(dollars)

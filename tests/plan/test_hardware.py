@@ -12,7 +12,24 @@ def test_the_catalogue_is_complete_and_dense() -> None:
     assert chips["H200 SXM"].bf16 == 989e12  # 1,979 is the figure with sparsity
     assert chips["H100 SXM"].scale_up == 450e9  # one way
     assert all(chip.memory > 0 and chip.bandwidth > 0 and chip.bf16 > 0 and chip.source for chip in chips.values())
-    assert all(chip.price.low <= chip.price.mid <= chip.price.high for chip in chips.values())
+    quoted = [chip.price for chip in chips.values() if chip.price.low is not None]
+    assert len(quoted) > 10
+    assert all(price.low <= price.mid <= price.high for price in quoted)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_there"),
+    [("H100", 81_559 * 2**20), ("H200", 143_771 * 2**20), ("A100", 81_920 * 2**20), ("MI300X", 206_141_652_992)],
+)
+def test_memory_is_what_the_driver_reports(name: str, bytes_there: int) -> None:
+    assert accelerator(name).memory == bytes_there
+
+
+def test_one_kind_of_price_never_stands_in_for_another() -> None:
+    rack, old = accelerator("GB200").price, accelerator("A100").price
+    assert (rack.at("low"), rack.at("mid"), rack.at("high")) == (None, None, None)
+    assert (rack.at("3yr"), rack.at("owned")) == (3.3, 2.75)
+    assert (old.at("3yr"), old.at("owned")) == (None, None)
 
 
 def test_clusters_are_written_in_three_ways() -> None:

@@ -102,11 +102,11 @@ def test_a_colocated_cache_takes_what_training_leaves() -> None:
     billions, tokens, layer = 7.6156, 4096 / 1e9, 165_888
     models = 3 * 2 * billions * (1 / 8 + 2 / 28) + 2 * 12 * billions / 8 + 4 * billions / 8
     moment = tokens * (2 * 3584 * 28 + 2 * layer + 10 * 152_064)
-    left = 80 - (models + 2 * billions / 2 + 1.0 + 3.9 + moment)
+    left = 81_559 * 2**20 / 1e9 - (models + 2 * billions / 2 + 1.0 + 3.9 + moment)
     cache = {phase.name: next(p for p in phase.memory.parts if p.name == "cache") for phase in found.phases}
     for phase in ("generation", "scoring", "training"):
         assert cache[phase].value / 1e9 == pytest.approx(left, abs=0.02)
-    assert found.phase("training").memory.value == pytest.approx(80e9, abs=1)
+    assert found.phase("training").memory.value == pytest.approx(81_559 * 2**20, abs=1)
     assert found.fits
 
 

@@ -135,7 +135,7 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
     assert none_runnable.best is none_runnable.others[0]
     told = none_runnable.headline
     assert told.startswith("Plaudit's own trainer runs none of these plans; its engine has one device")
-    assert "141.1 GB of the 80.0 GB" in told
+    assert "141.1 GB of the 85.5 GB" in told
     named = told.split("smallest change that it runs: ")[1]
     assert (
         ask(PlanOptions("llama-3.1-70b", named.removesuffix(" SXM"), placement=["hybrid", "colocated"]))

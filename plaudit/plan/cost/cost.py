@@ -1,4 +1,4 @@
-"""Dollars and watts of a step, with the range of prices."""
+"""Dollars of a step, with the range of prices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from plaudit.plan.cost.plans import Plan
 from plaudit.plan.cost.term import Term
-
-PRICES = ("low", "mid", "high", "owned")
+from plaudit.plan.shape.hardware import PRICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +18,17 @@ class Cost:
     run: dict[str, Term]
     tokens_per_device: float
     """Generated tokens per second and device."""
-    tokens_per_megawatt: float
-    """Generated tokens per second and megawatt from the grid; 0 where the power is not known."""
 
 
 def cost(plan: Plan, seconds: float, generated_tokens: float, steps: int) -> Cost:
     pools = [plan.cluster] + ([] if plan.shared else [plan.generation_cluster])
     step, million, run = {}, {}, {}
     for level in PRICES:
-        prices = [getattr(pool.accelerator.price, level) for pool in pools]
-        if not all(prices):
+        prices = [pool.accelerator.price.at(level) for pool in pools]
+        known = [price * pool.devices for price, pool in zip(prices, pools, strict=True) if price is not None]
+        if len(known) < len(pools):
             continue
-        hourly = sum(price * pool.devices for price, pool in zip(prices, pools, strict=True))
+        hourly = sum(known)
         dollars = hourly * seconds / 3600
         inputs = (("$ per hour", hourly), ("seconds", seconds))
         step[level] = Term(f"step at {level} price", dollars, "$", "sum of devices · price · seconds / 3600", inputs)
@@ -40,6 +38,4 @@ def cost(plan: Plan, seconds: float, generated_tokens: float, steps: int) -> Cos
             (("$", dollars), ("tokens", generated_tokens)),
         )  # fmt: skip
         run[level] = Term(f"run at {level} price", dollars * steps, "$", "$ of a step · steps", (("steps", steps),))
-    watts = [pool.accelerator.power * pool.devices for pool in pools]
-    rate = generated_tokens / seconds
-    return Cost(step, million, run, rate / plan.devices, rate / (sum(watts) / 1e6) if all(watts) else 0.0)
+    return Cost(step, million, run, generated_tokens / seconds / plan.devices)

@@ -20,6 +20,7 @@ from plaudit.errors import ConfigError, nearest
 
 _CATALOGUE = Path(__file__).parents[1] / "data" / "accelerators.csv"
 GB = 1e9
+MIB = 1024.0**2
 DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """fp4 carries a scale of one byte for every sixteen numbers."""
 
@@ -29,20 +30,41 @@ def activation_bytes(dtype: str) -> float:
     return max(2.0, DTYPE_BYTES[dtype])
 
 
+PRICES = {
+    "low": "on demand, the lowest quote, 2026-08-22",
+    "mid": "on demand, the middle quote, 2026-08-22",
+    "high": "on demand, the highest quote, 2026-08-22",
+    "3yr": "rented for three years, 2026-04-03",
+    "owned": "owned by a small cloud, hosting and power included, 2026-04-03",
+}
+"""What each level of price is, and when it was taken: quotes of clouds from skypilot-catalog, the rest from InferenceX."""
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Dollars per accelerator and hour."""
+    """Dollars per accelerator and hour, by level. None where no such price is public: one kind never stands in for
+    another, or accelerators would be compared on prices of different kinds."""
 
-    low: float
-    mid: float
-    high: float
-    owned: float
+    low: float | None
+    mid: float | None
+    high: float | None
+    three_years: float | None
+    owned: float | None
     source: str
 
+    @staticmethod
+    def given(dollars: float) -> Price:
+        return Price(dollars, dollars, dollars, dollars, dollars, "given")
+
     def __post_init__(self) -> None:
-        for name in ("low", "mid", "high", "owned"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"price {name} = {getattr(self, name)} $/h: a price is zero or more")
+        for level in PRICES:
+            dollars = self.at(level)
+            if dollars is not None and dollars < 0:
+                raise ConfigError(f"price {level} = {dollars} $/h: a price is zero or more")
+
+    def at(self, level: str) -> float | None:
+        price: float | None = getattr(self, "three_years" if level == "3yr" else level)
+        return price
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +72,7 @@ class Accelerator:
     name: str
     vendor: str
     memory: float
+    """Bytes, as the driver reports them where that is known: the number of the data sheet is 1 to 7 % less."""
     bandwidth: float
     bf16: float
     fp8: float
@@ -131,17 +154,16 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
     tdp = number("tdp_w")
     # Where nobody printed the all-in figure: the ratio to the TDP of the chips that have both is 1.75 to 2.5.
     power = number("allin_utility_kw_per_gpu") * 1e3 or 2.2 * tdp
-    owned = number("tco_neocloud_usd_h") or number("tco_hyperscaler_usd_h")
-    on_demand = [number(f"cloud_{level}_usd_h") for level in ("low", "mid", "high")]
-    prices = [price for price in on_demand if price] or [number("rental_3yr_usd_h") or owned]
-    low, mid, high = on_demand
+    low, mid, high = (number(f"cloud_{level}_usd_h") for level in ("low", "mid", "high"))
+    quotes = [quote for quote in (low, mid, high) if quote] or [None]
     price = Price(
-        low=low or prices[0], mid=mid or prices[len(prices) // 2], high=high or prices[-1], owned=owned or prices[0],
+        low=quotes[0], mid=mid or quotes[len(quotes) // 2], high=quotes[-1],
+        three_years=number("rental_3yr_usd_h") or None, owned=number("tco_neocloud_usd_h") or None,
         source="; ".join(filter(None, (row["cloud_low_who"], row["cloud_mid_who"], row["cloud_high_who"]))),
     )  # fmt: skip
     pcie = number("pcie_unidir_gb_s", 32.0) * GB
     return Accelerator(
-        name=row["name"], vendor=row["vendor"], memory=number("mem_gb") * GB, bandwidth=number("mem_bw_gb_s") * GB,
+        name=row["name"], vendor=row["vendor"], memory=number("mem_mib") * MIB or number("mem_gb") * GB, bandwidth=number("mem_bw_gb_s") * GB,
         bf16=bf16, fp8=fp8, fp4=number("fp4_dense_tflops") * 1e12 or bf16,
         scale_up=number("scale_up_unidir_gb_s_per_gpu") * GB, domain=int(number("scale_up_domain")),
         scale_out=number("scale_out_gb_s_per_gpu", 12.5) * GB, pcie=pcie, tdp=tdp, power=power, price=price,
@@ -200,7 +222,7 @@ class AcceleratorTable(Table):
     tdp_w: Positive | None = None
     power_w: Positive | None = None
     price: float | None = None
-    """$ per hour, in place of low, mid, high and owned"""
+    """$ per hour, in place of every level"""
 
 
 class Overrides(Table):
@@ -236,7 +258,7 @@ def _override(base: Accelerator | None, table: AcceleratorTable, name: str) -> A
         if getattr(table, key) is not None
     }
     if table.price is not None:
-        changes["price"] = Price(table.price, table.price, table.price, table.price, "given")
+        changes["price"] = Price.given(table.price)
     if base is not None:
         return replace(base, **changes)
     missing = [key for key in ("memory_gb", "bandwidth_gb_s", "bf16_tflops") if getattr(table, key) is None]
@@ -246,7 +268,7 @@ def _override(base: Accelerator | None, table: AcceleratorTable, name: str) -> A
     fp8 = changes.get("fp8", bf16)
     defaults = {
         "vendor": "", "fp8": fp8, "fp4": fp8, "scale_up": 32 * GB, "domain": 8, "scale_out": 12.5 * GB,
-        "pcie": 32 * GB, "tdp": 0.0, "power": 2.2 * changes.get("tdp", 0.0), "price": Price(0, 0, 0, 0, "not given"),
+        "pcie": 32 * GB, "tdp": 0.0, "power": 2.2 * changes.get("tdp", 0.0), "price": Price(None, None, None, None, None, "not given"),
         "source": "given",
     }  # fmt: skip
     return Accelerator(name=name, **{**defaults, **changes})

@@ -49,6 +49,7 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
         for rejection in result.rejected:
             console.print(f"[dim]{place}[/dim] {rejection.placement}: {rejection.reason} "
                           f"({rejection.factor:.2f} times too much)", highlight=False, soft_wrap=True)  # fmt: skip
+    console.print(f"[dim]{escape(outcome.question.price_basis)}[/dim]", highlight=False, soft_wrap=True)
     tried = sum(result.tried for result in outcome.results.values())
     console.print(f"[dim]{tried} plans tried[/dim]", highlight=False, soft_wrap=True)
 
@@ -90,16 +91,14 @@ def _print_runnable(outcome: Outcome, top: int, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for heading, side in (
         ("#", "right"), ("placement", "left"), ("generation", "left"), ("training", "left"), ("step s", "right"),
-        ("$/step", "right"), ("$/M tokens", "right"), ("tok/s/GPU", "right"), ("tok/s/MW", "right"),
-        ("peak GB", "right"),
+        ("$/step", "right"), ("$/M tokens", "right"), ("tok/s/GPU", "right"), ("peak GB", "right"),
     ):  # fmt: skip
         table.add_column(heading, justify=side)  # type: ignore[arg-type]
     price = outcome.question.price
     for rank, p in enumerate(outcome.runnable[:top], 1):
-        megawatt = f"{p.cost.tokens_per_megawatt / 1e3:,.0f}k" if p.cost.tokens_per_megawatt else "—"
         table.add_row(
             str(rank), *_names(p, outcome), seconds(p.step.value), dollars(p, price, "step"),
-            dollars(p, price, "million_tokens"), f"{p.cost.tokens_per_device:,.0f}", megawatt,
+            dollars(p, price, "million_tokens"), f"{p.cost.tokens_per_device:,.0f}",
             f"{p.peak.value / 1e9:.0f}",
         )  # fmt: skip
     console.print(table)
@@ -116,8 +115,6 @@ def _print_comparison(outcome: Outcome, console: Console) -> None:
         lines += [f"with none that our trainer runs: {', '.join(without)}"] if without else []
     best = outcome.best_of_each()
     lines += _by_time_and_cost(best, price, " with any software")
-    silent = [p.plan.cluster.accelerator.name for p in best if price not in p.cost.step]
-    lines += [f"no public price: {', '.join(silent)}"] if silent else []
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -128,8 +125,7 @@ def _by_time_and_cost(best: list[Prediction], price: str, how: str) -> list[str]
     by_cost = sorted(priced, key=lambda p: p.cost.million_tokens[price].value)
     times = (f"{p.plan.cluster.accelerator.name} {seconds(p.step.value)} s" for p in by_time)
     costs = (f"{p.plan.cluster.accelerator.name} ${p.cost.million_tokens[price].value:.2f}/M tokens" for p in by_cost)
-    none = "no public price of any of them; give one with --price"
-    return [f"by time{how}: {', '.join(times)}", f"by cost{how}: {', '.join(costs) or none}"]
+    return [f"by time{how}: {', '.join(times)}", f"by cost{how}: {', '.join(costs) or 'no price'}"]
 
 
 def _print_phases(best: Prediction, console: Console) -> None:
