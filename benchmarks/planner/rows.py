@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.row import Answer, Row, Unplannable, copies, dtype, gpu_name, machine, number, price_of, required, shape
+from planner.row import Answer, Row, Unplannable, copies, count, dtype, gpu_name, machine, number, price_of, required, shape
 from planner.serving import first_token, latency, rate_per_megawatt, serving_rate, token_cost, tpot
 
 from plaudit.errors import PlauditError
@@ -299,11 +299,14 @@ def sync_seconds(row: Row) -> float:
     to = "fp8" if row["dtype"] == "fp8" or "mxfp8" in row["notes"].lower() else None
     if "ipc" in channel_of(row) or "co-located sync" in row["architecture"]:
         to = None  # Cast where they lie, in the pass that copies them.
-    return transfer(find(channel_of(row)), model, chip, "fp8" if fp8 else "bf16", to, parameters).value
+    senders = max(1, (count(row, "n_gpus") or 1) // 2) if to else 1
+    return transfer(find(channel_of(row)), model, chip, "fp8" if fp8 else "bf16", to, parameters, senders).value
 
 
 def weight_sync(row: Row, constants: Constants) -> Answer:
-    return Answer(sync_seconds(row), float(row["value"]), "weight sync")
+    # Casting has one constant, chosen on the only rows that have it: shown, not counted.
+    cast = row["dtype"] == "fp8" and "fp8" not in row["model"].lower()
+    return Answer(sync_seconds(row), float(row["value"]), "" if cast else "weight sync")
 
 
 def weight_rate(row: Row, constants: Constants) -> Answer:

@@ -34,7 +34,8 @@ def engines(row: Row, constants: Constants) -> Iterator[Replica]:
     """The replica as the source cuts it, or as it could be cut where the source is silent."""
     model, where = shape(row), machine(row)
     kind, said = dtype(row, model), said_layout(row)
-    cache = "fp8" if kind in ("fp8", "fp4") and row["system"] == "TensorRT-LLM" else "bf16"
+    tensorrt = row["system"].lower().replace("-", "").startswith(("tensorrt", "trtllm"))
+    cache = "fp8" if kind in ("fp8", "fp4") and tensorrt else "bf16"
     for layout in [said] if said else generation_layouts(Workload(model, response=1), where):
         layout.check(model)
         if layout.devices > where.devices:
@@ -80,7 +81,9 @@ def tpot(row: Row, constants: Constants) -> Answer:
     if response < 2:
         raise Unplannable(f"a response of {response:g} tokens has no time between tokens")
     # Concurrency is of the whole server; replicas beside one another share it.
-    sequences = max(1.0, required(row, "batch", "concurrency") / replicas(engine))
+    asked = required(row, "batch", "concurrency") / replicas(engine)
+    # What the cache has no room for waits outside, and its time is no time between tokens.
+    sequences = max(1.0, min(asked, room(engine, prompt, response)))
     seconds = per_token(engine, sequences, prompt, response)
     target = ("TPOT, experts" if engine.model.experts else "TPOT, dense") if row["metric"] == "tpot" else ""
     scale = 1.0 if row["unit"] == "s" else 1e3

@@ -18,7 +18,7 @@ class PlanOptions:
     response: Annotated[float | None, Option(help="Mean tokens of a response. Default: 1024.")] = None
     max_response: Annotated[float, Option(help="Longest response. Default: twice the mean.")] = 0
     batch: Annotated[int, Option(help="Responses in a step.")] = 1024
-    samples: Annotated[int, Option(help="Responses to each prompt: they share its prefill.")] = 1
+    samples: Annotated[int, Option(help="Responses to each prompt. Default: 8 for GRPO and its like, else 1.")] = 0
     updates: Annotated[int, Option(help="Optimizer steps in a step: epochs times minibatches.")] = 1
     epochs: Annotated[int, Option(help="How often a step's responses are gone through.")] = 1
     steps: Annotated[int, Option(help="Steps of the run, for its cost.")] = 1000

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from plaudit.errors import ConfigError, nearest
 from plaudit.plan.cost.channel import find
 from plaudit.plan.cost.decode import Replica
-from plaudit.plan.cost.parts import OWN_ENGINE_SHARE
-from plaudit.plan.cost.plans import PLACEMENTS, SHARED
-from plaudit.plan.cost.prediction import Prediction
+from plaudit.plan.cost.parts import OWN_ENGINE_SHARE, Parts
+from plaudit.plan.cost.plans import PLACEMENTS, SHARED, Plan
+from plaudit.plan.cost.prediction import Prediction, default_channel, predict_plan
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.own_trainer import CHANNEL, CHANNELS, own_constants, unsupported
-from plaudit.plan.search import Progress, Search, SearchResult, smallest_that_fits, some_plan_fits
+from plaudit.plan.search import (
+    Progress,
+    Search,
+    SearchResult,
+    generation_layouts,
+    smallest_that_fits,
+    some_plan_fits,
+)
 from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import PRICES, Accelerator, Cluster, Overrides, Price, accelerator, catalogue, cluster
 from plaudit.plan.shape.layouts import GenerationLayout
 from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
+NONE = "a smaller model or shorter responses"
 SMALLEST = "smollm2-135m"
 """Stands for the model of a recipe until the recipe is read."""
 
@@ -71,7 +79,8 @@ class Question:
         cure = ""
         if not any(p.runnable for of in results.values() for p in of.plans):
             if not any(of.plans for of in results.values()):
-                raise ConfigError(self._nothing_fits(results))
+                nearest = self._nearest(results)
+                raise NothingFits(self._nothing_fits(nearest), Outcome(self, results, nearest=nearest))
             cure = self._cure(own)
         return Outcome(self, results, cure)
 
@@ -83,11 +92,31 @@ class Question:
             generation_cluster=self.generation_cluster, progress=progress, ours=ours,
         ).run()  # fmt: skip
 
-    def _nothing_fits(self, results: Mapping[str, SearchResult]) -> str:
+    def _nothing_fits(self, nearest: Prediction | None) -> str:
         """One line: what comes nearest, and the smallest change that fits."""
         place = self.clusters[0]
-        problem = f"{self.workload.model.name} fits on {place.name} in no plan{_nearest(results)}"
-        return f"{problem}; smallest change that fits: {self._smallest_change(ours=False)}"
+        problem = f"{self.workload.model.name} fits on {place.name} in no plan"
+        if nearest is not None:
+            worst = max(nearest.shortages, key=lambda shortage: shortage.factor)
+            problem += f"; nearest: {nearest.plan.placement}, {worst}"
+        any_software, own = self._smallest_change(ours=False), ""
+        if not unsupported(self.workload) and (ours := self._smallest_change(ours=True)) not in (any_software, NONE):
+            own = f", and that Plaudit's own trainer runs: {ours}"
+        return f"{problem}; smallest change that fits: {any_software}{own}"
+
+    def _nearest(self, results: Mapping[str, SearchResult]) -> Prediction | None:
+        """The plan that comes nearest, with the engines that lack the least, predicted as if it did fit."""
+        best: tuple[tuple[float, int], Plan] | None = None
+        for rejected in (r for result in results.values() for r in result.rejected):
+            for generation in generation_layouts(self.workload, rejected.plan.generation_cluster):
+                plan = replace(rejected.plan, placement=rejected.placement, generation=generation)
+                plan = replace(plan, channel=self.channel or default_channel(plan, self.workload))
+                lacks = Parts(self.workload, plan, self.constants).capacity().shortages
+                # A rejected cut may have failed on one side alone: here both are there.
+                rank = (max((lack.factor for lack in lacks), default=math.inf), len(lacks))
+                if best is None or rank < best[0]:
+                    best = rank, plan
+        return predict_plan(self.workload, best[1], self.constants, simulate=False) if best else None
 
     def _cure(self, own: Mapping[str, SearchResult]) -> str:
         """Where plans fit and our trainer runs none: why, and the smallest change that it runs."""
@@ -109,9 +138,11 @@ class Question:
         more = not ours or self._one_device_holds_the_weights(place)
         larger = smallest_that_fits(work, place, constants, self.placements, ours) if more else None
         roomier = _roomier(work, place, constants, self.placements, ours)
+        if roomier is None and not more:
+            roomier = _roomy_enough(work, place, constants, self.placements, self._one_device_holds_the_weights)
         ways = [f"{larger.name} ({larger.devices} devices)"] if larger else []
         ways += [roomier.name] if roomier else []
-        return " or ".join(ways) or "a smaller model or shorter responses"
+        return " or ".join(ways) or NONE
 
     def _engine(self, place: Cluster) -> Replica:
         """On one device, as ours are."""
@@ -149,9 +180,20 @@ def _roomier(
         if chip.memory in tried:
             continue
         tried.add(chip.memory)
-        other = replace(place, accelerator=chip)
+        other = place.of(chip)
         if some_plan_fits(workload, other, constants, placements, ours):
             return other
+    return None
+
+
+def _roomy_enough(
+    workload: Workload, place: Cluster, constants: Constants, placements: Sequence[str], holds: Callable[[Cluster], bool]
+) -> Cluster | None:
+    """Where one device must hold the weights: the least roomy that does, and as many as our trainer needs."""
+    chips = (chip for chip in catalogue().values() if chip.vendor == place.accelerator.vendor)
+    for other in map(place.of, sorted(chips, key=lambda chip: chip.memory)):
+        if other.accelerator.memory > place.accelerator.memory and holds(other):
+            return smallest_that_fits(workload, other, constants, placements, ours=True)
     return None
 
 
@@ -162,6 +204,8 @@ class Outcome:
     """By cluster."""
     cure: str = ""
     """Where Plaudit's trainer runs none of the plans: why, and what would change that."""
+    nearest: Prediction | None = None
+    """Where nothing fits: the plan that comes nearest, with the numbers it would have."""
 
     @property
     def runnable(self) -> list[Prediction]:
@@ -191,12 +235,15 @@ class Outcome:
 
     @property
     def best(self) -> Prediction:
-        return self.plans[0]
+        """The first; where nothing fits, the nearest."""
+        return self.plans[0] if self.plans else self.nearest  # type: ignore[return-value]
 
     @property
     def headline(self) -> str:
         """One line: what our trainer does here, and what others would gain; or why it does nothing."""
         runnable, others = self.runnable, self.others
+        if self.nearest is not None:
+            return f"Nothing fits. Nearest: {self.nearest.plan} on {self.nearest.plan.hardware}"
         if not runnable:
             return f"Plaudit's own trainer runs none of these plans; {self.cure}"
         best = runnable[0]
@@ -224,6 +271,14 @@ class Outcome:
                 kept.append(plan)
                 cheapest = value
         return kept
+
+
+class NothingFits(ConfigError):
+    """The answer is no, with the numbers that say why."""
+
+    def __init__(self, told: str, outcome: Outcome) -> None:
+        super().__init__(told)
+        self.outcome = outcome
 
 
 def ask(options: PlanOptions) -> Question:
@@ -264,8 +319,8 @@ def _workload(options: PlanOptions) -> Workload:
 
 
 def _other(place: Cluster, name: str, overrides: Overrides | None) -> Cluster:
-    """The same number of nodes and devices with another accelerator."""
-    return replace(place, accelerator=accelerator(name, overrides))
+    """The same number of devices with another accelerator."""
+    return place.of(accelerator(name, overrides))
 
 
 def _price(text: str) -> tuple[str, Price | None]:

@@ -12,6 +12,7 @@ PUBLISHED = {
     "qwen2.5-7b": (7.62, None), "qwen2.5-72b": (72.7, None), "qwen3-32b": (32.8, None), "qwen3-30b-a3b": (30.5, 3.3),
     "qwen3-235b-a22b": (235.1, 22.0), "deepseek-v3": (671.0, 37.0), "gpt-oss-120b": (116.8, 5.1),
     "gpt-oss-20b": (20.9, 3.6), "mixtral-8x7b": (46.7, 12.9), "smollm2-135m": (0.135, None), "opt-66b": (65.7, None),
+    "opt-175b": (174.6, None), "llama-2-34b": (33.7, None),
     "llama-4-maverick": (400.7, 17.2), "kimi-k2": (1026.0, 32.0),
 }  # fmt: skip
 

@@ -159,7 +159,13 @@ def test_no_staleness_is_taking_turns_and_staleness_never_costs(
     def seconds(stale: int) -> float:
         return overlap(one, 1, batch, 100, lengths, 256, train, sync, stale).step_seconds
 
+    def in_turn(stale: int) -> float:
+        return overlap(one, 1, batch, 100, lengths, 256, train, sync, stale, ahead=1).step_seconds
+
     turns = seconds(0)
+    # One batch at a time is the longer of both sides and the publication, as one-step-off runs are published.
+    alone = turns - train - sync
+    assert in_turn(1) == pytest.approx(max(alone, train) + sync, rel=0.02)
     assert turns >= train + sync
     assert seconds(staleness) <= turns * 1.02
     assert seconds(staleness) >= (train + sync) * 0.999

@@ -1,7 +1,7 @@
 import pytest
 
 from plaudit.errors import ConfigError, PlauditError
-from plaudit.plan import ModelShape, Workload, cluster, predict
+from plaudit.plan import GenerationLayout, ModelShape, TrainingLayout, Workload, cluster, predict
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import ask
 from plaudit.plan.search import Search
@@ -72,6 +72,35 @@ def test_isolated_pools_scale_apart() -> None:
     )
     assert large.phase("generation").seconds.value < small.phase("generation").seconds.value
     assert large.phase("training").seconds.value == small.phase("training").seconds.value
+
+
+def test_grpo_compares_eight_responses_to_a_prompt_and_ppo_takes_one() -> None:
+    work = {name: ask(PlanOptions("llama-3.1-8b", algorithm=name)).workload for name in ("grpo", "rloo", "ppo")}
+    assert {name: of.group for name, of in work.items()} == {"grpo": 8, "rloo": 8, "ppo": 1}
+    assert ask(PlanOptions("llama-3.1-8b", samples=4)).workload.group == 4
+    assert ask(PlanOptions("llama-3.1-8b", batch=2)).workload.group == 2
+
+
+def test_devices_that_no_engine_uses_are_told() -> None:
+    given = {"training": TrainingLayout(dp=48, zero=3), "batch": 256}
+    some = predict("llama-3.1-70b", "6x8xH100", "hybrid", generation=GenerationLayout(32), **given)
+    assert "16 of 48 devices generate nothing: engines take 1 × 32" in some.note
+    assert predict("llama-3.1-70b", "6x8xH100", "hybrid", generation=GenerationLayout(8), **given).note == ""
+
+
+def test_a_step_off_is_the_longer_side_and_a_shorter_step_says_why() -> None:
+    """Ours begins the next batch while the last responses of one run; others, as published, do not."""
+    given = {"generation_hardware": "1x2xH100", "batch": 2048, "response": 3000, "max_response": 4000}
+    others, ours = (
+        predict("llama-3.1-8b", "1x8xH100", "async", training=TrainingLayout(dp=8), plain=plain, **given)
+        for plain in (False, True)
+    )
+    busy = others.phase("scoring").seconds.value + others.phase("training").seconds.value
+    longer = max(others.phase("generation").seconds.value, busy)
+    assert others.step.value == pytest.approx(longer + others.phase("weights").seconds.value, rel=0.03)
+    assert others.note == ""
+    assert ours.step.value < ours.phase("generation").seconds.value
+    assert "several batches generate at the same time" in ours.note
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Seconds by hand, from the formulas of the reference."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, cluster
+from plaudit.plan import Constants, GenerationLayout, ModelShape, TrainingLayout, cluster, predict
 from plaudit.plan.cost.channel import find, transfer
 from plaudit.plan.cost.decode import Replica
 from plaudit.plan.cost.links import Links
@@ -102,6 +103,25 @@ def test_our_trainer_makes_its_logits_twice_and_sums_the_head_by_stretches() -> 
     assert "head again" not in {part.name for part in fused.step(16, 1024).parts}
 
 
+def test_context_parallelism_passes_keys_and_values_around() -> None:
+    """Over the network, of 32 layers, 8,192 tokens of all devices, 2 · 8 · 128 numbers of two bytes; twice in backward.
+    Half of every sequence comes from the other device, and the attention between hides some of it."""
+    far = replace(cluster("2x1xH100"), host_memory=1e12)
+    cut = TrainingLayout(cp=2, micro_tokens=8192)
+    step = Trainer(LLAMA, far, cut, "bf16", FIXED).step(1, 8192)
+    (exposed,) = (part for part in step.parts if part.name == "context parallel")
+    (attention,) = (part for part in step.parts if part.name == "attention")
+    passed = 3 * 32 * (8192 * 2 * 8 * 128 * 2 / 2 / (50e9 * FIXED.bulk_link_share) + FIXED.hop_seconds)
+    assert exposed.value == pytest.approx(passed - attention.value)
+
+
+def test_decoding_says_what_it_goes_into() -> None:
+    found = predict("llama-3.1-8b", "1x8xH100", "hybrid")
+    (decode,) = (part for part in found.phase("generation").seconds.parts if part.name == "decode")
+    assert {"dense weights", "cache", "layers", "step"} <= {part.name for part in decode.parts}
+    assert sum(part.value for part in decode.parts) == pytest.approx(decode.value)
+
+
 def test_recomputing_costs_a_forward_pass() -> None:
     def products(recompute: str) -> float:
         layout = TrainingLayout(dp=8, recompute=recompute)
@@ -124,3 +144,26 @@ def test_140_gigabytes_of_weights() -> None:
     assert transfer(find("broadcast"), model, chip).value == pytest.approx(0.5 + 723 * 1e-4 + 141.1e9 / 15e9, rel=0.01)
     assert transfer(find("reshard"), model, chip).value < 10 < transfer(find("disk"), model, chip).value
     assert transfer(find("shared"), model, chip).value == 0
+
+
+def test_weights_are_cast_by_all_who_hold_them() -> None:
+    """Kimi-K2 from bf16 on 256 H200 to fp8 on 128: 1.3 s was published, over a link of every device."""
+    given = {"training": TrainingLayout(pp=16, dp=16, ep=16), "generation": GenerationLayout(16), "batch": 256}
+    sent = {
+        channel: predict("kimi-k2", "32x8xH200", "async", generation_hardware="16x8xH200", generation_dtype="fp8",
+                         channel=channel, **given).phase("weights").seconds
+        for channel in ("rdma", "reshard", "broadcast")
+    }  # fmt: skip
+    cast = {name: next(part.value for part in term.parts if part.name == "cast") for name, term in sent.items()}
+    assert cast["rdma"] == cast["reshard"] == pytest.approx(cast["broadcast"] / 256)
+    assert 0.65 < sent["rdma"].value < 2.6
+    assert sent["reshard"].value < 15
+
+
+def test_fp8_rollouts_do_not_double_a_step() -> None:
+    given = {"training": TrainingLayout(pp=16, dp=16, ep=16), "generation": GenerationLayout(16), "batch": 512}
+    plain, narrow = (
+        predict("deepseek-v3", "32x8xH100", "disaggregated", generation_hardware="32x8xH100", generation_dtype=kind, **given)
+        for kind in ("bf16", "fp8")
+    )
+    assert narrow.step.value < plain.step.value

@@ -7,13 +7,14 @@ step gets cheaper as they leave. A few dozen particles stand for the sequences.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from plaudit.plan.cost.decode import Replica
-from plaudit.plan.cost.term import Term
+from plaudit.plan.cost.decode import FORMULAS, Replica
+from plaudit.plan.cost.term import Term, total
 from plaudit.plan.shape.lengths import Lengths
 
 PARTICLES = 48
+DECODE = "sum over stretches of steps · decode step(sequences alive, context), by part"
 PREFILL = "prompts of a replica · (2 · active parameters · tokens + attention) / rate"
 
 
@@ -51,7 +52,9 @@ def generate(
     prefill = replica.prefill_seconds(prompt) / max(1, group)
     active: list[tuple[float, float]] = []
     """(step at which it ends, its length)"""
-    now = decode = reading = 0.0
+    now = reading = 0.0
+    spent: dict[str, float] = {}
+    """Seconds of decoding by what they go into."""
     while waiting or active:
         while waiting and len(active) < slots:
             length = waiting.pop()
@@ -61,16 +64,18 @@ def generate(
         alive = len(active)
         # In the middle of the stretch the sequences have grown by so much on average.
         context = prompt + (now + ends) / 2 - sum(end - length for end, length in active) / alive
-        decode += (ends - now) * replica.step_seconds(alive * weight_now, context)
+        for name, seconds in replica.step_parts(alive * weight_now, context).items():
+            spent[name] = spent.get(name, 0.0) + (ends - now) * seconds
         now = ends
         while active and active[0][0] <= now:
             heapq.heappop(active)
     # Where even one particle does not fit at once, it passes in parts.
-    decode *= weight / weight_now
+    again = weight / weight_now
+    decoded = [Term(name, again * value, "s", FORMULAS[name]) for name, value in spent.items() if value]
     inputs = (("responses", batch), ("replicas", replicas), ("at once", min(own, concurrency)), ("prompt", prompt))
     parts = (
         Term("prefill", reading, "s", PREFILL, inputs),
-        Term("decode", decode, "s", "sum over stretches of steps · decode step(sequences alive, context)", inputs),
+        replace(total("decode", decoded, "s", DECODE), inputs=inputs),
     )
-    seconds = Term("generation", reading + decode, "s", "prefill + decode", inputs, parts)
-    return Generation(seconds, own / min(own, concurrency))
+    whole = replace(total("generation", parts, "s", "prefill + decode"), inputs=inputs)
+    return Generation(whole, own / min(own, concurrency))

@@ -269,7 +269,12 @@ class Parts:
 
     def weights(self) -> Term:
         work, plan = self.workload, self.plan
-        return transfer(find(plan.channel), work.model, plan.cluster.accelerator, work.dtype, work.engine_dtype)
+        engine = self.replica.weight_bytes()
+        busiest = max(engine, engine * plan.replicas * plan.generation.devices / plan.cluster.devices)
+        return transfer(
+            find(plan.channel), work.model, plan.cluster.accelerator, work.dtype, work.engine_dtype,
+            senders=plan.cluster.devices, busiest=busiest,
+        )  # fmt: skip
 
     def timeline(self, made: Generation, capacity: Capacity, simulate: bool) -> tuple[tuple[Phase, ...], Term, float]:
         plan = self.plan
@@ -291,6 +296,12 @@ class Parts:
             clock += seconds.value
         return tuple(phases), total("step", [phase.seconds for phase in phases], "s"), 0.0
 
+    @property
+    def batches_at_once(self) -> int:
+        """async: batches that generate at the same time. Ours submits prompts of the next batch while the last ones of
+        a batch run; published one-step-off runs finish a batch before they begin the next."""
+        return self.plan.staleness + 1 if self.workload.plain else max(1, self.plan.staleness)
+
     def _overlapped(
         self, made: Generation, capacity: Capacity, scoring: Term, learning: Term, weights: Term, simulate: bool
     ) -> tuple[tuple[Phase, ...], Term, float]:
@@ -301,14 +312,15 @@ class Parts:
             simulated = overlap(
                 self.replica, plan.replicas, work.batch, work.prompt, work.lengths(self.constants),
                 max(1.0, capacity.sequences), busy, 0.0 if plan.double_buffer else weights.value, plan.staleness,
-                work.samples_per_prompt,
+                work.group, self.batches_at_once,
             )  # fmt: skip
             seconds, waits = simulated.step_seconds, simulated.trainer_waits
         else:
             seconds = max(made.seconds.value, busy) + weights.value
         step = Term(
             "step", seconds, "s", "simulated: a response may begin once update k - staleness is published",
-            (("staleness", plan.staleness), ("generation alone", made.seconds.value), ("training alone", busy)),
+            (("staleness", plan.staleness), ("batches at once", self.batches_at_once),
+             ("generation alone", made.seconds.value), ("training alone", busy)),
             (made.seconds, scoring, learning, weights),
         )  # fmt: skip
         phases = (

@@ -37,6 +37,11 @@ class Plan:
         return max(1, self.generation_cluster.devices // self.generation.devices)
 
     @property
+    def idle_devices(self) -> int:
+        """That no engine uses."""
+        return self.generation_cluster.devices - self.replicas * self.generation.devices
+
+    @property
     def devices(self) -> int:
         return self.cluster.devices + (0 if self.shared else self.generation_cluster.devices)
 

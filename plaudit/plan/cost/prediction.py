@@ -32,6 +32,18 @@ class Prediction:
     trainer_waits: float = 0.0
 
     @property
+    def note(self) -> str:
+        """What a reader would stumble over."""
+        notes, longest = [], max(self.phases, key=lambda phase: phase.seconds.value)
+        if idle := self.plan.idle_devices:
+            engines = f"{self.plan.replicas} × {self.plan.generation.devices}"
+            notes.append(f"{idle} of {self.plan.generation_cluster.devices} devices generate nothing: engines take {engines}")
+        if self.step.value < 0.999 * longest.seconds.value:
+            notes.append(f"a step is shorter than the {longest.seconds.value:.3g} s of its {longest.name}, since several "
+                         "batches generate at the same time")  # fmt: skip
+        return "; ".join(notes)
+
+    @property
     def fits(self) -> bool:
         return not self.shortages
 
@@ -94,7 +106,7 @@ def predict_plan(
     capacity = run.capacity()
     made = generated or generate(
         run.replica, plan.replicas, workload.batch, workload.prompt, workload.lengths(constants),
-        max(1.0, capacity.sequences), workload.samples_per_prompt,
+        max(1.0, capacity.sequences), workload.group,
     )  # fmt: skip
     phases, step, waits = run.timeline(made, capacity, simulate)
     spent = cost(plan, step.value, workload.generated_tokens, workload.steps)

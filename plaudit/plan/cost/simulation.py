@@ -25,9 +25,12 @@ class AsyncRun:
 
 def overlap(
     replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float,
-    train_seconds: float, sync_seconds: float, staleness: int, group: int = 1,
+    train_seconds: float, sync_seconds: float, staleness: int, group: int = 1, ahead: int = 0,
 ) -> AsyncRun:  # fmt: skip
     """A response of batch k may begin once update k - staleness is published. Staleness 0 is taking turns.
+
+    `ahead`: batches that generate at the same time, as many as staleness allows by default. With one, the next begins
+    when the last response of a batch is there, and a step is the longer of both sides and the publication.
 
     One replica stands for all. It pauses while weights arrive; sequences in flight go on with the new ones.
     """
@@ -35,7 +38,8 @@ def overlap(
     count = max(1, min(PARTICLES, int(own)))
     weight = own / count
     order = mixed(lengths.quantiles(count, batch))
-    slots = max(1, int(min(concurrency, own * (staleness + 1)) / weight))
+    ahead = ahead or staleness + 1
+    slots = max(1, int(min(concurrency, own * ahead) / weight))
     scale = max(1.0, weight / concurrency)
     prefill = replica.prefill_seconds(prompt) * weight / max(1, group)
     total = BATCHES + 2 * staleness
@@ -48,7 +52,13 @@ def overlap(
     idle, aged = 0.0, 0.0
     free_since = 0.0
     while version < total:
-        while waiting and len(active) < slots and waiting[-1][0] - version <= staleness:
+        oldest = next((k for k in range(version, total) if missing[k]), total)
+        while (
+            waiting
+            and len(active) < slots
+            and waiting[-1][0] - version <= staleness
+            and waiting[-1][0] - oldest < ahead
+        ):
             k, length = waiting.pop()
             heapq.heappush(active, (now + length, length, k, version))
             clock += prefill

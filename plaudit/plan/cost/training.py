@@ -30,6 +30,8 @@ FORMULAS = {
     "and again backward",
     "experts' all-to-all": "MoE layers · 2 · tokens · top_k · hidden · bytes of a number over ep, forward "
     "and again backward",
+    "context parallel": "what passing keys and values around the cp devices, their gradients in backward, exceeds "
+    "attention by: layers · tokens of all cp · keys and values · bytes of a number, (1 + 2 backward + 1 if recomputed)",
     "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and "
     "the head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
     "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
@@ -108,6 +110,9 @@ class Trainer:
             "tensor parallel": self._tensor_parallel(tokens) * passes,
             "experts' all-to-all": self._all_to_all(tokens) * passes,
         }  # fmt: skip
+        if layout.cp > 1:
+            passed = self._keys_passed(tokens) * (1 + 2 * backward + core_again)
+            work["context parallel"] = max(0.0, passed - attention)
         if layout.plain and backward:
             work["head again"] = self._head_again(tokens, micro_batches, gemm, bandwidth)
         busy = sum(work.values())
@@ -151,6 +156,16 @@ class Trainer:
             * 2
             * links.all_reduce(tokens * self.model.hidden * activation_bytes(self.dtype))
         )
+
+    def _keys_passed(self, tokens: float) -> float:
+        """Of one pass forward: every device sees the keys and values of the whole sequence, a part after the other."""
+        model, layout = self.model, self.layout
+        each = model.kv_numbers_per_layer
+        if model.latent:  # training multiplies latents out first
+            each = model.heads * (model.head_dim + model.rope_dim + model.v_dim)
+        links = Links.of(self.cluster, layout.cp, self.constants, stride=layout.tp)
+        size = layout.cp * tokens * each * activation_bytes(self.dtype) / layout.tp
+        return model.layers / layout.pp * links.all_gather(size)
 
     def _all_to_all(self, tokens: float) -> float:
         if self.layout.ep == 1:

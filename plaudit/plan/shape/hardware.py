@@ -120,6 +120,13 @@ class Cluster:
     def name(self) -> str:
         return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"
 
+    def of(self, chip: Accelerator) -> Cluster:
+        """As many devices of another kind: in trays of four where that is how they come."""
+        if chip.domain == 72 and self.devices_per_node == 8:
+            return replace(self, accelerator=chip, nodes=2 * self.nodes, devices_per_node=4,
+                           host_memory=self.host_memory / 2)  # fmt: skip
+        return replace(self, accelerator=chip)
+
     def part(self, devices: int) -> Cluster:
         """So many devices of it, by whole nodes where that goes."""
         if devices >= self.devices_per_node:

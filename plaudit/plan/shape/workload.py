@@ -12,6 +12,9 @@ from plaudit.plan.shape.hardware import DTYPE_BYTES
 from plaudit.plan.shape.lengths import Lengths
 from plaudit.plan.shape.model_shape import ModelShape
 
+GROUP = 8
+"""Responses to a prompt where none are said and the algorithm compares them: GRPO with one learns nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -24,7 +27,8 @@ class Workload:
     """0 = twice the mean"""
     batch: int = 1024
     """Responses in a step."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: int = 0
+    """0 = eight where the algorithm compares the responses to a prompt, otherwise one"""
     updates: int = 1
     """Optimizer steps in a step of the run, epochs × minibatches."""
     epochs: int = 1
@@ -49,9 +53,11 @@ class Workload:
     def __post_init__(self) -> None:
         if self.algorithm not in METHODS:
             raise ConfigError(f"unknown algorithm {self.algorithm!r}; {nearest(self.algorithm, METHODS)}")
-        for name in ("batch", "samples_per_prompt", "updates", "epochs", "steps"):
+        for name in ("batch", "updates", "epochs", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
+        if self.samples_per_prompt < 0:
+            raise ConfigError(f"samples = {self.samples_per_prompt}: expected one or more responses to each prompt")
         if self.batch < self.samples_per_prompt:
             raise ConfigError(
                 f"batch = {self.batch} responses is less than the {self.samples_per_prompt} samples of one prompt; "
@@ -87,6 +93,12 @@ class Workload:
             )
 
     @property
+    def group(self) -> int:
+        """Responses to each prompt: they share its prefill."""
+        usual = GROUP if METHODS[self.algorithm].advantage.grouped else 1
+        return self.samples_per_prompt or min(usual, self.batch)
+
+    @property
     def longest(self) -> float:
         return self.max_response or 2 * self.response
 
@@ -98,7 +110,7 @@ class Workload:
     def trained_length(self) -> float:
         """Tokens of a response and its prompt that training computes: Plaudit packs responses to one prompt as a tree,
         where one update takes the groups in order."""
-        shared = self.samples_per_prompt if self.plain and self.updates == 1 else 1
+        shared = self.group if self.plain and self.updates == 1 else 1
         return self.prompt / shared + self.response
 
     @property

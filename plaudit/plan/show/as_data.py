@@ -47,6 +47,7 @@ def plan_data(prediction: Prediction) -> dict[str, Any]:
                          "park_reference": training.park, "offload_optimizer": training.offload_optimizer},
         },
         "channel": plan.channel,
+        "note": prediction.note,
         "staleness": plan.staleness,
         "runnable": prediction.runnable,
         "missing": list(prediction.missing),
@@ -58,6 +59,8 @@ def plan_data(prediction: Prediction) -> dict[str, Any]:
         "host_bytes_per_node": prediction.host.value,
         "concurrency": prediction.concurrency,
         "waves": prediction.waves,
+        "shortages": [{"what": s.what, "needed_bytes": s.needed, "available_bytes": s.available}
+                      for s in prediction.shortages],
         "trainer_waits": prediction.trainer_waits,
         "step_seconds": prediction.step.value,
         "dollars_per_step": {level: term.value for level, term in spent.step.items()},
@@ -75,7 +78,7 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
         "model": {"name": work.model.name, "parameters": work.model.parameters, "active": work.model.active_parameters},
         "workload": {"algorithm": work.algorithm, "prompt": work.prompt, "response": work.response,
                      "longest": work.longest,
-                     "batch": work.batch, "updates": work.updates, "steps": work.steps, "dtype": work.dtype,
+                     "batch": work.batch, "samples": work.group, "updates": work.updates, "steps": work.steps, "dtype": work.dtype,
                      "generation_dtype": work.engine_dtype, "kv_dtype": work.kv_dtype},
         "price": outcome.question.price,
         "price_basis": outcome.question.price_basis,
@@ -83,6 +86,7 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
         "headline": outcome.headline,
         "runnable": len(outcome.runnable),
         "plans": [plan_data(prediction) for prediction in plans],
+        "nearest": plan_data(outcome.nearest) if outcome.nearest else None,
         "frontier": [order[id(prediction)] for prediction in outcome.frontier()],
         "rejected": [
             {"hardware": place, "placement": r.placement, "reason": r.reason, "factor": r.factor}

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from plaudit.errors import ConfigError
 from plaudit.output import check_writable, written
 from plaudit.plan.options import PlanOptions
-from plaudit.plan.question import Outcome, Question, ask
+from plaudit.plan.question import NothingFits, Outcome, Question, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 from plaudit.plan.show.as_data import outcome_data
 from plaudit.plan.show.explain import explain
@@ -37,7 +37,15 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         if options.model is None and options.recipe is None:
             return
     question = _question(options, resolve)
-    outcome = _answer(question)
+    try:
+        _show(_answer(question), options)
+    except NothingFits as refused:  # the numbers that it asks about, and then the line that says no
+        if refused.outcome.nearest is not None:
+            _show(refused.outcome, replace(options, recipe=None))
+        raise
+
+
+def _show(outcome: Outcome, options: PlanOptions) -> None:
     if options.page is not None:
         with written(options.page) as file:
             file.write(render_page(outcome))

@@ -36,11 +36,13 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
     console.print(
         f"{work.model.name}: {numbers(work.model.parameters)} parameters, "
         f"{numbers(work.model.active_parameters)} active; "
-        f"{work.algorithm}{critic}; {work.batch} responses of {work.prompt:g} + {work.response:g} tokens "
+        f"{work.algorithm}{critic}; {work.batch} responses, {work.group} to a prompt, of {work.prompt:g} + {work.response:g} tokens "
         f"(longest {work.longest:g}) a step", highlight=False, soft_wrap=True,
     )  # fmt: skip
     if len(outcome.results) > 1:
         _print_comparison(outcome, console)
+    if outcome.nearest:
+        _print_phases(outcome.nearest, console)
     if outcome.runnable:
         _print_runnable(outcome, top, console)
     if outcome.others:
@@ -130,7 +132,7 @@ def _by_time_and_cost(best: list[Prediction], price: str, how: str) -> list[str]
 
 def _print_phases(best: Prediction, console: Console) -> None:
     table = Table(
-        title="the first of these, phase by phase", title_style="dim", title_justify="left", box=None, pad_edge=False
+        title=f"the {'nearest' if best.shortages else 'first of these'}, phase by phase", title_style="dim", title_justify="left", box=None, pad_edge=False
     )
     for heading in ("phase", "on"):
         table.add_column(heading)
@@ -142,9 +144,13 @@ def _print_phases(best: Prediction, console: Console) -> None:
         most = ", ".join(f"{part.name} {part.value / 1e9:.1f}" for part in largest)
         table.add_row(phase.name, phase.pool, seconds(phase.seconds.value), f"{phase.memory.value / 1e9:.1f}", most)
     console.print(table)
+    for lack in best.shortages:
+        console.print(f"does not fit: {lack} ({lack.factor:.2f} times too much)", highlight=False, soft_wrap=True)
     host = f", host memory {best.host.value / 1e9:,.0f} GB of a node" if best.host.value else ""
     waits = f", the trainer waits {best.trainer_waits:.0%} of the time" if best.plan.placement == "async" else ""
     waves = f" in {best.waves:.1f} waves" if best.waves > 1.05 else ""
+    note = f"; {best.note}" if best.note else ""
     console.print(
-        f"[dim]{best.concurrency:,.0f} sequences fit in a replica's cache{waves}{host}{waits}[/dim]", highlight=False
+        f"[dim]{best.concurrency:,.0f} sequences fit in a replica's cache{waves}{host}{waits}{note}[/dim]",
+        highlight=False,
     )
