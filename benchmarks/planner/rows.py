@@ -11,7 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.row import Answer, Row, Unplannable, copies, count, dtype, gpu_name, machine, number, price_of, required, shape
+from planner.row import (
+    Answer,
+    Row,
+    Unplannable,
+    copies,
+    count,
+    dtype,
+    gpu_name,
+    machine,
+    number,
+    price_of,
+    required,
+    shape,
+)
 from planner.serving import first_token, latency, rate_per_megawatt, serving_rate, token_cost, tpot
 
 from plaudit.errors import PlauditError

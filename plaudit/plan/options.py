@@ -24,6 +24,7 @@ class PlanOptions:
     steps: Annotated[int, Option(help="Steps of the run, for its cost.")] = 1000
     reward: Annotated[str | None, Option(metavar="MODEL", help="A reward model. Default: a rule.")] = None
     critic: Annotated[str | None, Option(metavar="MODEL", help="PPO's critic. Default: as the policy.")] = None
+    lora: Annotated[int, Option(metavar="RANK", help="Train adapters of this rank. Default: all weights.")] = 0
     dtype: Annotated[str, Option(help="Of training: bf16, fp8, fp32.")] = "bf16"
     generation_dtype: Annotated[str, Option(help="Of the engine: bf16, fp8, fp4. Default: as trained.")] = ""
     kv_dtype: Annotated[str, Option(help="Of the cache: bf16, fp8.")] = "bf16"

@@ -46,6 +46,7 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "data parallelism without FSDP": training.dp > 1 and training.zero < 3,
         "tensor parallelism of experts": training.tp > 1 and model.experts > 0,
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
+        "LoRA over several ranks": workload.lora_rank > 0 and training.devices > 1,
         "optimizer on the host": training.offload_optimizer,
         "reference on the host": training.park,
         f"{plan.placement} over several ranks": plan.placement in ("swapped", "async") and plan.cluster.devices > 1,

@@ -129,7 +129,7 @@ class Question:
         if not self._one_device_holds_the_weights(place):
             size = self._engine(place).weight_bytes()
             why = (f"its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
-                   f"{place.accelerator.memory / 1e9:.1f} GB there")  # fmt: skip
+                   f"{OWN_ENGINE_SHARE * place.accelerator.memory / 1e9:.1f} GB that it may use there")  # fmt: skip
         return f"{why}; smallest change that it runs: {self._smallest_change(ours=True)}"
 
     def _smallest_change(self, ours: bool) -> str:
@@ -187,7 +187,11 @@ def _roomier(
 
 
 def _roomy_enough(
-    workload: Workload, place: Cluster, constants: Constants, placements: Sequence[str], holds: Callable[[Cluster], bool]
+    workload: Workload,
+    place: Cluster,
+    constants: Constants,
+    placements: Sequence[str],
+    holds: Callable[[Cluster], bool],
 ) -> Cluster | None:
     """Where one device must hold the weights: the least roomy that does, and as many as our trainer needs."""
     chips = (chip for chip in catalogue().values() if chip.vendor == place.accelerator.vendor)
@@ -313,6 +317,7 @@ def _workload(options: PlanOptions) -> Workload:
         512 if options.prompt is None else options.prompt, 1024 if options.response is None else options.response,
         options.max_response, options.batch, options.samples, options.updates, options.epochs, dtype=options.dtype,
         generation_dtype=options.generation_dtype, kv_dtype=options.kv_dtype, steps=options.steps,
+        lora_rank=options.lora,
         critic=ModelShape.named(options.critic) if options.critic else None,
         reward=ModelShape.named(options.reward) if options.reward else None,
     )  # fmt: skip

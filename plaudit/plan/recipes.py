@@ -42,6 +42,7 @@ def workload_of(
     if recipe.critic is not None and not recipe.critic.shared and recipe.critic.url is None:
         critic = shape(recipe.critic.path) if recipe.critic.path else model
     reward = recipe.reward.own.get("path")
+    lora = recipe.model.lora
     train, longest = recipe.train, float(recipe.sampling.max_tokens)
     # A critic on the policy's own trunk, or on a server, is no second model here.
     name = "grpo" if critic is None and recipe.algorithm.name == "ppo" else recipe.algorithm.name
@@ -52,6 +53,8 @@ def workload_of(
         shape(str(reward)) if reward else None, DTYPES[recipe.model.dtype], "", DTYPES[recipe.model.dtype],
         train.steps, plain=True, micro_tokens=train.micro_batch_tokens,
         cache_bytes=recipe.engine.kv_bytes if isinstance(recipe.engine.kv_bytes, int) else 0,
+        lora_rank=lora.rank if lora else 0,
+        lora_targets=lora.targets if lora and not isinstance(lora.targets, str) else (),
     )  # fmt: skip
 
 

@@ -116,6 +116,9 @@ class Search:
         self.channel, self.staleness, self.progress = channel, staleness, progress
         self.generation_cluster = generation_cluster
         self.generation, self.training, self.ours = generation, training, ours
+        read_only = workload.reward is not None or (workload.has_reference and not workload.lora_rank)
+        # Where no model is only read, there is nothing to park.
+        self.thrift = THRIFT if read_only else tuple(dict.fromkeys((how, False, off) for how, _, off in THRIFT))
         self.tried = 0
         self._nearest: dict[str, Rejection] = {}
         self._sides: dict[tuple[str, int], list[TrainingLayout]] = {}
@@ -196,7 +199,7 @@ class Search:
         self, placement: str, trainers: Cluster, layout: TrainingLayout
     ) -> tuple[float, TrainingLayout] | None:
         """The first that fits of nothing recomputed, all recomputed, the optimizer offloaded, with its seconds."""
-        thrift = THRIFT if self.training is None else ((layout.recompute, layout.park, layout.offload_optimizer),)
+        thrift = self.thrift if self.training is None else ((layout.recompute, layout.park, layout.offload_optimizer),)
         nearest: tuple[Shortage, Plan] | None = None
         for recompute, park, offload in thrift:
             if (offload or park) and placement == "swapped" and self.training is None:
@@ -271,7 +274,7 @@ class Search:
         training may fit alone and leave the engine no room."""
         levels = [(cut.recompute, cut.park, cut.offload_optimizer)]
         if self.training is None:
-            levels = list(THRIFT[THRIFT.index(levels[0]) :])
+            levels = list(self.thrift[self.thrift.index(levels[0]) :])
         before = float("inf")
         for recompute, park, offload in levels:
             training = replace(cut, recompute=recompute, park=park, offload_optimizer=offload)

@@ -148,6 +148,30 @@ def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
 
 
+def test_where_nothing_fits_the_nearest_plan_has_its_numbers(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = ("--model", "llama-3.1-70b", "--hardware", "1x8xH100", "--algorithm", "ppo")
+    run = plaudit(*words, "--page", str(page))
+    assert run.returncode == 2
+    assert "does not fit: host memory, per node: needs 2751.6 GB, has 2048.0 GB" in run.stdout
+    assert re.search(r"^training +all +\d+", run.stdout, re.MULTILINE)
+    assert run.stderr.count("\n") == 1
+    shown = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
+    data = json.loads(plaudit(*words, "--json").stdout)
+    assert shown["nearest"] == data["nearest"]
+    assert data["plans"] == []
+    assert data["nearest"]["shortages"][-1]["needed_bytes"] == pytest.approx(2751.6e9, rel=1e-3)
+    assert {"generation", "training"} <= {phase["name"] for phase in data["nearest"]["phases"]}
+    assert "critic optimizer: 1,269.97 GB" in plaudit(*words, "--explain", "host").stdout
+
+
+@pytest.mark.parametrize(("model", "hardware"), [("llama-3.1-70b", "1x8xH100"), ("llama-3.1-8b", "1x1xL40S")])
+def test_what_our_trainer_runs_is_named_at_once(model: str, hardware: str) -> None:
+    told = plaudit("--model", model, "--hardware", hardware, "--algorithm", "ppo").stderr
+    named = told.split("that Plaudit's own trainer runs: ")[1].strip().split(" or ")[0].split(" (")[0]
+    assert ask(PlanOptions(model, named, algorithm="ppo")).answer().runnable
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

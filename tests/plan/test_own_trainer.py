@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.config.recipe import load_recipe
+from plaudit.config.rl import RlModelTable
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
 from plaudit.plan.options import PlanOptions
@@ -135,7 +136,7 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
     assert none_runnable.best is none_runnable.others[0]
     told = none_runnable.headline
     assert told.startswith("Plaudit's own trainer runs none of these plans; its engine has one device")
-    assert "141.1 GB of the 85.5 GB" in told
+    assert "141.1 GB of the 77.0 GB that it may use" in told
     named = told.split("smallest change that it runs: ")[1]
     assert (
         ask(PlanOptions("llama-3.1-70b", named.removesuffix(" SXM"), placement=["hybrid", "colocated"]))
@@ -189,3 +190,58 @@ def test_a_reward_model_is_whole_on_every_rank_of_ours() -> None:
         held[plain] = next(part.value for part in parts if part.name == "reward model") / 1e9
     assert held[True] == pytest.approx(16.06, abs=0.01)
     assert held[False] == pytest.approx(16.06 * (1 / 8 + 2 / 32), rel=0.05)
+
+
+LLAMA_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336,
+    "tie_word_embeddings": False, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def test_a_lora_recipe_of_8b_fits_on_one_device(tmp_path: Path) -> None:
+    """Adapters of 21 M parameters have gradients and an optimizer; the frozen 8 B have none, and are their own
+    reference."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
+    recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    small = {"path": "model", "dtype": "bfloat16"}
+    found = {}
+    for name, lora in (("whole", None), ("adapters", {"rank": 8, "targets": ("q_proj", "v_proj", "up_proj")})):
+        changed = recipe.model_copy(update={"model": RlModelTable.model_validate({**small, "lora": lora})})
+        work = workload_of(changed, lambda model: tmp_path / model, 64, 48)
+        found[name] = predict(work, "1x1xH100", "colocated", training=TrainingLayout(plain=True, recompute="full"))
+    assert not found["whole"].fits
+    assert found["adapters"].fits
+    adapters = 8 * 32 * ((4096 + 4096) + (4096 + 1024) + (4096 + 14336))
+    held = {part.name: part.value for part in found["adapters"].phase("training").memory.parts}
+    assert held["optimizer"] == pytest.approx(12 * adapters)
+    assert held["gradients"] == pytest.approx(4 * adapters)
+    assert "reference" not in held
+    # Backward has the gradients of activations and not those of weights: two passes of three.
+    times = [{p.name: p.value for p in found[kind].phase("training").seconds.parts[0].parts} for kind in found]
+    assert times[1]["products"] / times[0]["products"] == pytest.approx(3 / 4, rel=0.01)
+
+
+def test_adapters_are_as_many_as_peft_makes() -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48,
+    )  # fmt: skip
+    shape = ModelShape(64, 32, 3, 4, 2, 8, 48, False)
+    for targets in ("all-linear", ("q_proj", "down_proj")):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+        chosen = targets if isinstance(targets, str) else list(targets)
+        made = peft.get_peft_model(module, peft.LoraConfig(r=4, target_modules=chosen, task_type="CAUSAL_LM"))
+        count = sum(p.numel() for p in made.parameters() if p.requires_grad)
+        assert shape.adapter_parameters(4, () if isinstance(targets, str) else targets) == count
+
+
+def test_our_trainer_adapts_on_one_rank() -> None:
+    answer = ask(PlanOptions("llama-3.1-8b", "1x2xH100", lora=16)).answer()
+    assert all(p.plan.training.devices == 1 for p in answer.runnable)
+    assert any("LoRA over several ranks" in p.missing for p in answer.others)
+    with pytest.raises(ConfigError, match="lora rank = -1: expected one or more"):
+        ask(PlanOptions("llama-3.1-8b", lora=-1))

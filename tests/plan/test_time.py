@@ -163,7 +163,9 @@ def test_weights_are_cast_by_all_who_hold_them() -> None:
 def test_fp8_rollouts_do_not_double_a_step() -> None:
     given = {"training": TrainingLayout(pp=16, dp=16, ep=16), "generation": GenerationLayout(16), "batch": 512}
     plain, narrow = (
-        predict("deepseek-v3", "32x8xH100", "disaggregated", generation_hardware="32x8xH100", generation_dtype=kind, **given)
+        predict(
+            "deepseek-v3", "32x8xH100", "disaggregated", generation_hardware="32x8xH100", generation_dtype=kind, **given
+        )
         for kind in ("bf16", "fp8")
     )
     assert narrow.step.value < plain.step.value

@@ -42,10 +42,10 @@ CHANNELS: Mapping[str, Channel] = {
     channel.name: channel
     for channel in (
         Channel("shared", "one set of tensors for both: nothing moves", 0.0, 0.0, 0.0, 1e15),
-        Channel("ipc", "co-located processes: gathered in buckets, handed over by address", 1.0, 0.1e-3, 0.0, 55e9, True),
+        Channel("ipc", "co-located processes: gathered in buckets, passed on by address", 1.0, 0.1e-3, 0.0, 55e9, True),
         Channel("tensors", "tensor by tensor, gathered and broadcast: a round trip for each", 0.5, 0.5e-3, 1.0, 0.30),
         Channel("broadcast", "buckets from one sender: gathered, sent and unpacked in turn", 0.5, 0.1e-3, 1.0, 0.30),
-        Channel("pipeline", "host to device, broadcast and unpack at once, bucket after bucket", 0.5, 0.0, 0.0, 70e9, True),
+        Channel("pipeline", "host to device, broadcast and unpack at once, in buckets", 0.5, 0.0, 0.0, 70e9, True),
         Channel("reshard", "every sender to the receivers that need its part (NCCL)", 0.05, 0.0, 2.0, 0.8, True),
         Channel("rdma", "every device writes its part into the receivers' memory by its own link", 0.05, 0.0, 1.0, 0.8,
                 True),

@@ -40,13 +40,14 @@ def weights(trainer: Trainer, name: str = "weights") -> Term:
 def gradients(trainer: Trainer) -> Term:
     layout = trainer.layout
     cut = trainer.optimizer_parameters_here() if layout.zero >= 2 else trainer.parameters_here()
+    cut *= trainer.trained_share
     size = float(layout.gradient_bytes)
     how = "bytes of a gradient · parameters whose gradients a device keeps"
     return Term("gradients", size * cut, "B", how, (("bytes", size), ("parameters", cut)))
 
 
 def optimizer(trainer: Trainer) -> Term:
-    own = trainer.optimizer_parameters_here()
+    own = trainer.optimizer_parameters_here() * trainer.trained_share
     size = 8.0 if trainer.dtype == "fp32" else 12.0
     how = "(8 Adam + 4 master where weights are narrower) · parameters a device updates"
     return Term("optimizer", size * own, "B", how, (("bytes", size), ("parameters", own)))
@@ -152,7 +153,7 @@ def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
     tokens = min(trainer.held_tokens(length), most)
     per = 2.0 + 4.0 + (4.0 if backward else 0.0)
     size = tokens * vocab * per / layout.tp
-    if layout.plain and backward:
+    if layout.plain and backward and not trainer.adapted:
         # Over several stretches the head's gradient is summed in fp32 and then rounded.
         size += vocab * trainer.model.hidden * (4.0 + weight_size(trainer)) / layout.tp
     return Term("logits", size, "B", "tokens · vocabulary · (2 bf16 + 4 fp32 + 4 gradient) / tp", (("tokens", tokens),))

@@ -80,7 +80,7 @@ class Parts:
             workload.kv_dtype,
             constants,
         )
-        self.trainer = self._trainer(workload.model)
+        self.trainer = replace(self._trainer(workload.model), trained_share=workload.trained_share)
         self.critic = self._trainer(workload.value_model) if workload.value_model else None
         self.reward = self._trainer(workload.reward, whole=plan.training.plain) if workload.reward else None
         self.one_module = plan.one_module(workload.dtype, workload.engine_dtype)
@@ -108,6 +108,11 @@ class Parts:
     def _states(self, trainer: Trainer, name: str = "") -> list[Term]:
         """What stays between steps. Gradients do not: they are made in training and dropped after the update."""
         terms = [memory.weights(trainer)]
+        if trainer.adapted:
+            beside = trainer.trained_share * trainer.parameters_here() * memory.weight_size(trainer)
+            terms.append(
+                Term("adapters", beside, "B", "bytes of a weight · rank · (inputs + outputs) of adapted layers")
+            )
         terms += [] if trainer.layout.offload_optimizer else [memory.optimizer(trainer)]
         return [replace(term, name=f"{name}{term.name}") for term in terms]
 
@@ -116,7 +121,7 @@ class Parts:
         terms: list[Term] = []
         if self.plan.training.park is not parked:
             return []
-        if self.workload.has_reference:
+        if self.workload.has_reference and not self.trainer.adapted:  # else the policy itself, its adapters off
             terms.append(memory.weights(self.trainer, "reference"))
         if self.reward:
             terms.append(memory.weights(self.reward, "reward model"))

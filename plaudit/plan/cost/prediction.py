@@ -37,10 +37,12 @@ class Prediction:
         notes, longest = [], max(self.phases, key=lambda phase: phase.seconds.value)
         if idle := self.plan.idle_devices:
             engines = f"{self.plan.replicas} × {self.plan.generation.devices}"
-            notes.append(f"{idle} of {self.plan.generation_cluster.devices} devices generate nothing: engines take {engines}")
+            notes.append(
+                f"{idle} of {self.plan.generation_cluster.devices} devices generate nothing: engines take {engines}"
+            )
         if self.step.value < 0.999 * longest.seconds.value:
-            notes.append(f"a step is shorter than the {longest.seconds.value:.3g} s of its {longest.name}, since several "
-                         "batches generate at the same time")  # fmt: skip
+            phase = f"the {longest.seconds.value:.3g} s of its {longest.name}"
+            notes.append(f"a step is shorter than {phase}, since several batches generate at the same time")
         return "; ".join(notes)
 
     @property

@@ -20,8 +20,8 @@ from plaudit.plan.shape.model_shape import ModelShape
 OWN_LOGITS = 1 << 24
 """Logits that Plaudit's trainer holds at once."""
 FORMULAS = {
-    "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward + 1 if recomputed) / (tp · pp) / "
-    "(FLOP/s · gemm_share)",
+    "products": "2 · active parameters · tokens of a device · (1 forward + 2 backward, or 1 for frozen weights, "
+    "+ 1 if recomputed) / (tp · pp) / (FLOP/s · gemm_share)",
     "attention": "4 · layers · heads · head_dim · context · tokens · (1 + 2.5 backward + 1 if recomputed) / (tp · pp) "
     "/ (bf16 FLOP/s · attention_share)",
     "traffic": "(activations of a token · bytes of a number + 8 B · vocabulary) · activation_passes · tokens · "
@@ -56,6 +56,12 @@ class Trainer:
     """Keys that attention lays out for each token computed: more than one where responses share their prompt."""
     most_tokens: float = math.inf
     """Of an update, on one device: a micro-batch has no more."""
+    trained_share: float = 1.0
+    """Of the parameters; the others are frozen, and have no gradients and no optimizer."""
+
+    @property
+    def adapted(self) -> bool:
+        return self.trained_share < 1
 
     def held_tokens(self, length: float) -> float:
         """Tokens of a micro-batch on one device, where sequences have `length`."""
@@ -98,7 +104,9 @@ class Trainer:
         )
         bandwidth = chip.bandwidth * fixed.bandwidth_share
         # Experts are cut by ep alone, so that with tp > 1 each device multiplies its share of the tokens of all.
-        products = 2 * model.active_parameters * tokens * (1 + 2 * backward + again) / cuts / gemm
+        # Half of backward's products are gradients of weights, which frozen ones have not.
+        learned = 1 + self.trained_share if backward else 0.0
+        products = 2 * model.active_parameters * tokens * (1 + learned + again) / cuts / gemm
         attention = model.attention_flops(seen) * tokens * (1 + 2.5 * backward + core_again) / cuts
         attention /= chip.bf16 * fixed.attention_share
         logits = model.vocab * 8.0 / layout.tp / layout.pp  # each in two bytes, in four, and its gradient in two
@@ -142,7 +150,7 @@ class Trainer:
         stretches = micro_batches * math.ceil(tokens / micro_batches * self.model.vocab / OWN_LOGITS)
         # The product of a stretch is added in place where the head is in fp32; else it is written, read and added.
         touched = 8.0 if self.dtype == "fp32" else 12.0
-        summed = stretches * head * touched / bandwidth if stretches > micro_batches else 0.0
+        summed = stretches * head * touched / bandwidth if stretches > micro_batches and not self.adapted else 0.0
         return 2 * tokens * head / gemm + summed
 
     def _tensor_parallel(self, tokens: float) -> float:
@@ -192,13 +200,15 @@ class Trainer:
         dense = Links.of(self.cluster, layout.dp * layout.cp, self.constants, stride=layout.tp)
         experts = Links.of(self.cluster, layout.expert_copies, self.constants, stride=layout.ep)
         # Gradients are scattered, weights gathered.
-        return (layout.gradient_bytes + activation_bytes(self.dtype)) * (
-            dense.all_gather(self.dense_parameters_here()) + experts.all_gather(self.expert_parameters_here())
+        return (
+            self.trained_share
+            * (layout.gradient_bytes + activation_bytes(self.dtype))
+            * (dense.all_gather(self.dense_parameters_here()) + experts.all_gather(self.expert_parameters_here()))
         )
 
     def _optimizer(self, bandwidth: float) -> float:
         layout = self.layout
-        owned = self.optimizer_parameters_here()
+        owned = self.optimizer_parameters_here() * self.trained_share
         if layout.offload_optimizer:
             return owned * 16.0 / (self.cluster.accelerator.pcie * self.constants.bulk_link_share)
         return owned * 28.0 / bandwidth

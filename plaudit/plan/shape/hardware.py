@@ -37,7 +37,7 @@ PRICES = {
     "3yr": "rented for three years, 2026-04-03",
     "owned": "owned by a small cloud, hosting and power included, 2026-04-03",
 }
-"""What each level of price is, and when it was taken: quotes of clouds from skypilot-catalog, the rest from InferenceX."""
+"""What each level of price is, and when it was taken: quotes from skypilot-catalog, the rest from InferenceX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
     # Where nobody printed the all-in figure: the ratio to the TDP of the chips that have both is 1.75 to 2.5.
     power = number("allin_utility_kw_per_gpu") * 1e3 or 2.2 * tdp
     low, mid, high = (number(f"cloud_{level}_usd_h") for level in ("low", "mid", "high"))
-    quotes = [quote for quote in (low, mid, high) if quote] or [None]
+    quotes: list[float | None] = [quote for quote in (low, mid, high) if quote] or [None]
     price = Price(
         low=quotes[0], mid=mid or quotes[len(quotes) // 2], high=quotes[-1],
         three_years=number("rental_3yr_usd_h") or None, owned=number("tco_neocloud_usd_h") or None,
@@ -170,7 +170,8 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
     )  # fmt: skip
     pcie = number("pcie_unidir_gb_s", 32.0) * GB
     return Accelerator(
-        name=row["name"], vendor=row["vendor"], memory=number("mem_mib") * MIB or number("mem_gb") * GB, bandwidth=number("mem_bw_gb_s") * GB,
+        name=row["name"], vendor=row["vendor"], memory=number("mem_mib") * MIB or number("mem_gb") * GB,
+        bandwidth=number("mem_bw_gb_s") * GB,
         bf16=bf16, fp8=fp8, fp4=number("fp4_dense_tflops") * 1e12 or bf16,
         scale_up=number("scale_up_unidir_gb_s_per_gpu") * GB, domain=int(number("scale_up_domain")),
         scale_out=number("scale_out_gb_s_per_gpu", 12.5) * GB, pcie=pcie, tdp=tdp, power=power, price=price,
@@ -275,7 +276,8 @@ def _override(base: Accelerator | None, table: AcceleratorTable, name: str) -> A
     fp8 = changes.get("fp8", bf16)
     defaults = {
         "vendor": "", "fp8": fp8, "fp4": fp8, "scale_up": 32 * GB, "domain": 8, "scale_out": 12.5 * GB,
-        "pcie": 32 * GB, "tdp": 0.0, "power": 2.2 * changes.get("tdp", 0.0), "price": Price(None, None, None, None, None, "not given"),
+        "pcie": 32 * GB, "tdp": 0.0, "power": 2.2 * changes.get("tdp", 0.0),
+        "price": Price(None, None, None, None, None, "not given"),
         "source": "given",
     }  # fmt: skip
     return Accelerator(name=name, **{**defaults, **changes})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -138,6 +138,35 @@ class ModelShape:
         """What one token is multiplied with: no input embedding, top_k of the experts."""
         inside = self.parameters - self.embedding_parameters - self.routed_parameters
         return inside + self.moe_layers * self.top_k * self.expert_parameters + self.vocab * self.hidden
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
+        """Of LoRA: rank · (inputs + outputs) of every linear layer but the head, or of those whose names end so."""
+        chosen = (of for name, of in self._linear_layers().items() if not targets or name.endswith(tuple(targets)))
+        return rank * sum(copies * (inputs + outputs) for inputs, outputs, copies in chosen)
+
+    def _linear_layers(self) -> dict[str, tuple[int, int, int]]:
+        """(inputs, outputs, how many) of all layers, by the names that Hugging Face's modules have."""
+        h, n, out = self.hidden, self.layers, self.heads * (self.v_dim or self.head_dim)
+        query, keys = self.heads * (self.head_dim + self.rope_dim), self.kv_heads * self.head_dim
+        found = {"q_proj": (h, query, n), "k_proj": (h, keys, n), "v_proj": (h, keys, n), "o_proj": (out, h, n)}
+        if self.latent:
+            found = {
+                "kv_a_proj_with_mqa": (h, self.kv_rank + self.rope_dim, n),
+                "kv_b_proj": (self.kv_rank, self.heads * (self.head_dim + self.v_dim), n),
+                "o_proj": (out, h, n),
+            }  # fmt: skip
+            low = {"q_a_proj": (h, self.q_rank, n), "q_b_proj": (self.q_rank, query, n)}
+            found |= low if self.q_rank else {"q_proj": (h, query, n)}
+        dense = n - self.moe_layers
+        for name, (inputs, outputs) in {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (1, 0)}.items():
+            if name == "gate_proj" and not self.gated:
+                continue
+            widths = ((self.ffn, dense), (self.expert_ffn, self.moe_layers * self.experts),
+                      (self.shared_ffn, self.moe_layers))  # fmt: skip
+            for kind, (width, copies) in zip(("", "experts.", "shared_experts."), widths, strict=True):
+                if width and copies:
+                    found[kind + name] = ((h, width)[inputs], (h, width)[outputs], copies)
+        return found
 
     @property
     def kv_numbers_per_layer(self) -> int:

@@ -43,6 +43,10 @@ class Workload:
     """Empty = as trained."""
     kv_dtype: str = "bf16"
     steps: int = 1000
+    lora_rank: int = 0
+    """Of adapters beside frozen weights of the policy; 0 = all weights are trained."""
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of the layers that have one; empty = every linear layer but the head."""
     plain: bool = False
     """Trained by plain modules, as Plaudit's own trainer does; see TrainingLayout."""
     micro_tokens: int = 0
@@ -56,6 +60,10 @@ class Workload:
         for name in ("batch", "updates", "epochs", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected one or more")
+        if self.lora_rank < 0:
+            raise ConfigError(f"lora rank = {self.lora_rank}: expected one or more, or zero for none")
+        if self.lora_rank and not self.adapter_parameters:
+            raise ConfigError(f"lora targets {', '.join(self.lora_targets)}: {self.model.name} has no such layer")
         if self.samples_per_prompt < 0:
             raise ConfigError(f"samples = {self.samples_per_prompt}: expected one or more responses to each prompt")
         if self.batch < self.samples_per_prompt:
@@ -127,6 +135,15 @@ class Workload:
     def value_model(self) -> ModelShape | None:
         learns_values = METHODS[self.algorithm].advantage.critic
         return (self.critic or self.model) if learns_values else None
+
+    @property
+    def adapter_parameters(self) -> int:
+        return self.model.adapter_parameters(self.lora_rank, self.lora_targets)
+
+    @property
+    def trained_share(self) -> float:
+        """Of the policy's parameters, those that are trained."""
+        return self.adapter_parameters / self.model.parameters if self.lora_rank else 1.0
 
     @property
     def engine_dtype(self) -> str:

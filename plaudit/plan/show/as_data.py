@@ -9,7 +9,6 @@ from plaudit.plan.cost.term import Term
 from plaudit.plan.question import Outcome
 from plaudit.plan.shape.hardware import Cluster
 
-
 LEFT_OUT = {
     "tokens_per_second_per_megawatt": "the four published measurements are missed by more than 25 % (docs/planner.md)"
 }
@@ -78,7 +77,8 @@ def outcome_data(outcome: Outcome) -> dict[str, Any]:
         "model": {"name": work.model.name, "parameters": work.model.parameters, "active": work.model.active_parameters},
         "workload": {"algorithm": work.algorithm, "prompt": work.prompt, "response": work.response,
                      "longest": work.longest,
-                     "batch": work.batch, "samples": work.group, "updates": work.updates, "steps": work.steps, "dtype": work.dtype,
+                     "batch": work.batch, "samples": work.group, "updates": work.updates, "steps": work.steps,
+                     "dtype": work.dtype,
                      "generation_dtype": work.engine_dtype, "kv_dtype": work.kv_dtype},
         "price": outcome.question.price,
         "price_basis": outcome.question.price_basis,

@@ -36,7 +36,8 @@ def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = Non
     console.print(
         f"{work.model.name}: {numbers(work.model.parameters)} parameters, "
         f"{numbers(work.model.active_parameters)} active; "
-        f"{work.algorithm}{critic}; {work.batch} responses, {work.group} to a prompt, of {work.prompt:g} + {work.response:g} tokens "
+        f"{work.algorithm}{critic}; {work.batch} responses, {work.group} to a prompt, of "
+        f"{work.prompt:g} + {work.response:g} tokens "
         f"(longest {work.longest:g}) a step", highlight=False, soft_wrap=True,
     )  # fmt: skip
     if len(outcome.results) > 1:
@@ -132,7 +133,11 @@ def _by_time_and_cost(best: list[Prediction], price: str, how: str) -> list[str]
 
 def _print_phases(best: Prediction, console: Console) -> None:
     table = Table(
-        title=f"the {'nearest' if best.shortages else 'first of these'}, phase by phase", title_style="dim", title_justify="left", box=None, pad_edge=False
+        title=f"the {'nearest' if best.shortages else 'first of these'}, phase by phase",
+        title_style="dim",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
     )
     for heading in ("phase", "on"):
         table.add_column(heading)
