@@ -4,7 +4,7 @@ Schulman et al. (2016). Deviations:
 1. Masked tokens are no steps: value and advantage are carried over them, they neither discount nor add. A reward must
    lie on a policy token to count (`rewards.at_last_token`).
 2. What follows the last token is the caller's to say, per sample and by its finish reason, never by its length: 0 where
-   the sample ended, the critic's value where it was cut off and the recipe bootstraps.
+   the sample ended, the critic's value where it was cut off and the recipe bootstraps (its reward then is 0).
 3. returns = advantages + values, before any whitening.
 
 Shapes: T tokens of N samples end to end, P of them the policy's own.

@@ -112,7 +112,8 @@ def _say_outcome(directory: Path, summary: dict[str, Any], model: Path) -> None:
     parts = [f"{summary['steps']} steps in {summary['seconds']} s"]
     for name in ("accuracy", "truth", "reward"):
         if f"{name}_after" in summary:
-            parts.append(f"{name} {summary[f'{name}_before']:.3f} -> {summary[f'{name}_after']:.3f}")
+            before = summary[f"{name}_before"]  # not there, where the first evaluation got no rewards
+            parts.append(f"{name} {'?' if before is None else f'{before:.3f}'} -> {summary[f'{name}_after']:.3f}")
     typer.echo(f"{directory.name}: {'; '.join(parts)}; model in {model}")
 
 

@@ -146,8 +146,8 @@ class RlAlgorithm(Table):
     gamma: Share = 1.0
     lam: Share = 0.95
     bootstrap: bool = False
-    """gae: add the critic's value after the cut to a response that was cut off. Only for rewards of single turns, which
-    say nothing of what was cut; a reward of the whole response covers it, and would count twice."""
+    """gae: the critic's value after the cut in place of the reward of a response that was cut off, for rewards that say
+    nothing of what was cut. Rewards of single turns still count. Needs gamma below 1."""
     mask_truncated: bool = False
     """Leave responses that were cut off out of the loss."""
     clip: ClipTable = ClipTable()
@@ -171,6 +171,16 @@ class RlAlgorithm(Table):
     def _named(self) -> Self:
         if self.name not in METHODS:
             raise ValueError(f"name = {self.name!r} is no algorithm; there are {', '.join(METHODS)}")
+        return self
+
+    @model_validator(mode="after")
+    def _settles(self) -> Self:
+        """A critic that learns from its own value behind n tokens has the target r + gamma^n V."""
+        if self.bootstrap and self.gamma == 1:
+            raise ValueError(
+                "bootstrap = true with gamma = 1: where every response is cut, the critic's target r + V is met by no "
+                "V, and values grow without bound. Leave bootstrap out, or set gamma below 1, such as 0.99"
+            )
         return self
 
     @property

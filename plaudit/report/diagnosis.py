@@ -21,8 +21,8 @@ RULES: tuple[Rule, ...] = (
     reward.early_dip,
     examples.loss_falls, examples.overfitting, policy.entropy, policy.kl_without_reward, policy.gradient,
     reward.reward_errors, sampling.truncation, sampling.length_growth, reward.saturated, policy.first_ratio,
-    sampling.mismatch, sampling.effective_samples, sampling.staleness, policy.clipping, policy.critic,
-    policy.zero_loss, policy.warm_up, sampling.slowest_phase,
+    sampling.mismatch, sampling.effective_samples, sampling.staleness, policy.clipping,
+    policy.values_beyond_rewards, policy.critic, policy.zero_loss, policy.warm_up, sampling.slowest_phase,
     memory.fullest_phase,
 )  # fmt: skip
 

@@ -40,7 +40,7 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """task, algorithm, planned_steps and clip_norm are the recipe's, where the run logged them."""
+    """task, algorithm, planned_steps, clip_norm and grouped are the recipe's, where the run logged them."""
 
     name: str
     curves: Mapping[str, Curve]
@@ -52,6 +52,8 @@ class History:
     algorithm: str | None = None
     planned_steps: int | None = None
     clip_norm: float | None = None
+    grouped: bool | None = None
+    """Whether a response is compared with the others to its prompt alone."""
     finished: bool = False
     """Whether its last process came to the end; else it is at work still, or was stopped."""
 
@@ -165,5 +167,6 @@ def history_of(name: str, events: Sequence[Event]) -> History:
         algorithm=plan.get("algorithm"),
         planned_steps=plan.get("steps"),
         clip_norm=plan.get("clip_norm"),
+        grouped=plan.get("grouped"),
         finished=finished,
     )

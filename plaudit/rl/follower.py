@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -62,6 +62,18 @@ class NoEvents(EventLog):
     def write(self, kind: Kind, *, step: int | None = None, version: int | None = None, **fields: Any) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Viewer(Protocol):
+    """What a person sees of a run at work."""
+
+    def bar(self, done: int, total: int) -> Any: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def figures(self, step: int, figures: dict[str, float]) -> None: ...
+
+    def warn(self, message: str) -> None: ...
 
 
 class NoViewer:

@@ -6,11 +6,11 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,6 +34,7 @@ from plaudit.place.ray.reward import RayReward
 from plaudit.place.resources import pin_learner
 from plaudit.place.workers.remote_engine import Host, OwnProcess
 from plaudit.records import Batch, Sample
+from plaudit.rl.follower import Viewer
 from plaudit.rl.forecast import forecast
 from plaudit.rl.sample_events import failed_events, sample_events
 from plaudit.train.data.encoder import LengthLimits
@@ -49,23 +50,11 @@ from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.ranks import ALONE, Ranks
 from plaudit.train.run.run import Run
-from plaudit.train.run.signals import Interrupted, interruptible
+from plaudit.train.run.signals import Interrupted, StopRequest, interruptible, leave_on_signal, stop_requested
 
 NO_REWARDS = (RewardFailed, RewardUnavailable, BadReply, RequestRefused, VersionChanged)
 # Nothing was learned from a step that ends like this: it can be made again.
 NO_SAMPLES = (*NO_REWARDS, EngineError, ChannelError)
-
-
-class Viewer(Protocol):
-    """What a person sees of a run at work."""
-
-    def bar(self, done: int, total: int) -> Any: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def figures(self, step: int, figures: dict[str, float]) -> None: ...
-
-    def warn(self, message: str) -> None: ...
 
 
 class RlTraining:
@@ -145,9 +134,10 @@ class RlTraining:
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the policy, and return the final figures."""
         try:
-            with interruptible() as interrupted, self.viewer.bar(self.step, self.recipe.train.steps):
-                self._loop(interrupted)
-            return self._finish()
+            with interruptible() as stop:
+                with self.viewer.bar(self.step, self.recipe.train.steps):
+                    self._loop(stop)
+                return self._finish()
         finally:
             self.close()
 
@@ -179,14 +169,14 @@ class RlTraining:
         )  # fmt: skip
         self.run.events.write(
             "plan", task="rl", algorithm=self.recipe.algorithm.name, steps=self.recipe.train.steps,
-            clip_norm=self.recipe.train.clip_norm, memory=memory,
+            clip_norm=self.recipe.train.clip_norm, grouped=self.recipe.algorithm.grouped, memory=memory,
         )  # fmt: skip
 
-    def _loop(self, interrupted: list[int]) -> None:
+    def _loop(self, stop: StopRequest) -> None:
         train = self.recipe.train
         self._expect()
-        if not self.before:
-            self.before = self.evaluate()
+        if self.step == 0 and not self.before:
+            self.before = self._look("training goes on")
             self._expect()
         # What lives as long as the run is not searched for garbage at every step: models have a million objects.
         gc.collect()
@@ -195,28 +185,51 @@ class RlTraining:
         self.clock.split()
         while self.step < train.steps:
             try:
-                batch = self.rollouts.next(self.step, self.version)
-            except NO_SAMPLES as error:
-                self.save_checkpoint()
-                raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
+                with self._leave_on_signal():
+                    batch = self.rollouts.next(self.step, self.version)
+            except (*NO_SAMPLES, Interrupted) as error:
+                self._end(error)
             if self.dump is not None:
                 with self.clock("dump"):
                     self.dump.write(self.step + 1, batch, self.rollouts.drawn)
-            metrics, experience = self.learner.update(batch, self.step)
-            with self.clock("publish"):
-                self.version += 1
-                metrics |= self.placement.publish(self.version)
-            self.step += 1
+            try:
+                metrics, experience = self.learner.update(batch, self.step)
+            except Interrupted as error:  # while a critic server was waited for: what it learned is not known
+                raise Interrupted(
+                    f"{error} in the middle of step {self.step + 1}: --resume goes on from the last checkpoint"
+                ) from error
+            # The step is made, whatever becomes of the publication: a resumed run publishes first.
+            self.step, self.version = self.step + 1, self.version + 1
+            lost: Exception | None = None
+            try:
+                with self._leave_on_signal(), self.clock("publish"):
+                    metrics |= self.placement.publish(self.version)
+            except (*NO_SAMPLES, Interrupted) as error:
+                lost = error
             self.seconds = time.monotonic() - begin
             self._report(batch, metrics, experience)
-            if self.ranks.everyone.any(bool(interrupted)):
-                self.save_checkpoint()
-                raise Interrupted(f"stopped at step {self.step} of {train.steps}, state saved: --resume goes on")
+            if lost is None and self.ranks.everyone.any(bool(stop)):
+                lost = Interrupted(f"stopped by {stop.came or 'another rank'}")
+            if lost is not None:
+                self._end(lost)
             if self.step % train.eval_every == 0 and self.step < train.steps:
                 self._look("training goes on")
             if self.step % train.checkpoint.every == 0:
                 self.save_checkpoint()
             self.seconds = time.monotonic() - begin
+
+    def _leave_on_signal(self) -> AbstractContextManager[None]:
+        """Not over several ranks: one that left would leave the others waiting. They end after the step, together."""
+        return leave_on_signal(self.ranks.everyone.size == 1)
+
+    def _end(self, error: Exception) -> NoReturn:
+        """Save the state, and say what ends the run."""
+        self.save_checkpoint()
+        if isinstance(error, Interrupted):
+            raise Interrupted(
+                f"{error} at step {self.step} of {self.recipe.train.steps}, state saved: --resume goes on"
+            ) from error
+        raise RunError(f"step {self.step}: {error}; the state is saved: --resume goes on") from error
 
     def _report(self, batch: Batch, metrics: dict[str, float], experience: Experience | None) -> None:
         split = self.clock.split()
@@ -257,12 +270,17 @@ class RlTraining:
         """Evaluate, with what was learned out of danger: whatever ends an evaluation, the state is saved. One without
         rewards gives no figures, and ends the run where the recipe halts on errors."""
         try:
-            return self.evaluate()
+            with self._leave_on_signal():
+                return self.evaluate()
+        except Interrupted as error:
+            self._end(error)
         except BaseException as error:
             if isinstance(error, NO_SAMPLES) or self.ranks.everyone.size == 1:  # else the others know nothing of it
                 self.save_checkpoint()
             if not isinstance(error, NO_SAMPLES):
                 raise
+            if self.ranks.everyone.any(stop_requested()):
+                self._end(error)
             halts = any(of is not None and of.on_error == "halt" for of in (self.recipe.reward, self.recipe.truth))
             what = f"step {self.step}: the evaluation failed: {error}"
             if halts or not isinstance(error, NO_REWARDS):

@@ -13,7 +13,8 @@ from plaudit.config.recipe import parse_recipe
 from plaudit.config.table import read_toml
 from plaudit.errors import RunError
 from plaudit.events import read_events
-from plaudit.rl.loop import RlTraining, Viewer
+from plaudit.rl.follower import Viewer
+from plaudit.rl.loop import RlTraining
 from plaudit.train.rollouts.dump import Dump, DumpEnded
 from plaudit.train.run.checkpoint import sha256
 from plaudit.train.run.run import Run

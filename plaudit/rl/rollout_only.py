@@ -7,7 +7,7 @@ from typing import Any
 from plaudit.rl.loop import RlTraining
 from plaudit.train.rollouts.dump import Dump
 from plaudit.train.rollouts.rollouts import batch_metrics
-from plaudit.train.run.signals import Interrupted, interruptible
+from plaudit.train.run.signals import Interrupted, interruptible, leave_on_signal
 
 SHOWN = {"reward": "reward/mean", "accuracy": "accuracy", "length": "length/mean", "errors": "reward/errors"}
 
@@ -19,9 +19,10 @@ def roll_out(training: RlTraining) -> dict[str, Any]:
     dump.discard_after(0)
     seconds, total = 0.0, 0
     try:
-        with interruptible() as interrupted, viewer.bar(0, steps):
+        with interruptible() as stop, viewer.bar(0, steps):
             for step in range(1, steps + 1):
-                batch = training.rollouts.next(step - 1, training.version)
+                with leave_on_signal():
+                    batch = training.rollouts.next(step - 1, training.version)
                 with training.clock("dump"):
                     dump.write(step, batch, training.rollouts.drawn)
                 metrics = {**batch_metrics(batch.samples), **training.clock.split()}
@@ -30,7 +31,7 @@ def roll_out(training: RlTraining) -> dict[str, Any]:
                 viewer.step(step, metrics)
                 viewer.figures(step, {name: metrics[key] for name, key in SHOWN.items() if key in metrics})
                 seconds, total = seconds + metrics["time/step"], total + len(batch.samples)
-                if interrupted:
+                if stop:
                     raise Interrupted(f"stopped at step {step} of {steps}; what was made is in {dump.directory}")
     finally:
         training.close()

@@ -80,6 +80,11 @@ def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int
         ("bad", "no gradient", "nothing is trained", {"policy__grad_norm": flat(0)}),
         ("fine", "loss of 0", "normal with one update per batch", {}),
         ("watch", "still warming up", "still rising", {"policy__lr": lambda x: x}),
+        ("bad", "values beyond rewards", "algorithm.bootstrap",
+         {"value__mean": lambda x: 7 * x, "length__truncated": flat(0.5)}),
+        ("bad", "values beyond rewards", "algorithm.bootstrap",
+         {"value__mean": lambda x: -9 * x, "length__truncated": flat(0.5)}),
+        ("bad", "values beyond rewards", "critic.lr", {"value__mean": lambda x: 7 * x, "length__truncated": flat(0)}),
         ("watch", "useless critic", "explains nothing", {"value__explained_variance": flat(-0.1)}),
         ("bad", "useless critic", "group baseline", {"value__explained_variance": flat(-2)}),
         ("watch", "samples too old", "dropped", {"staleness__max": flat(4), "dropped__stale": flat(3)}),
@@ -101,6 +106,17 @@ def test_a_rule_speaks(severity: str, rule: str, words: str, changed: dict[str, 
 
 
 # Equal rewards within groups: what helps depends on how good the samples are
+
+
+def test_equal_groups_matter_where_responses_are_compared_within_them() -> None:
+    """PPO's critic and REINFORCE's returns give a gradient whatever the others of a group got."""
+    equal = history(HEALTHY, reward__zero_std_groups=flat(0.9))
+    rule = "equal rewards within groups"
+    assert rule in spoken(equal, "bad")
+    assert rule in spoken(replace(equal, grouped=True), "bad")
+    assert rule not in spoken(replace(equal, grouped=False), "bad")
+    assert rule not in spoken(history({**HEALTHY, **CRITIC}, reward__zero_std_groups=flat(0.9)), "bad")
+
 
 EQUAL = {"reward__zero_std_groups": flat(0.9)}
 

@@ -9,6 +9,7 @@ import torch
 
 from plaudit.algo.kl import kl_estimate
 from plaudit.core import Engine, SamplingParams
+from plaudit.errors import ConfigError
 from plaudit.models import load_policy, new_llama
 from plaudit.records import Batch
 from plaudit.train.optim.optimizer import Optimizer, spread
@@ -231,8 +232,8 @@ def test_the_kl_in_the_reward_and_gae_by_hand() -> None:
 
 
 def test_the_reward_of_a_cut_response_counts_once() -> None:
-    """It covers the whole response, the cut included: a critic that has learned it is right, and stays so. With the
-    critic's value behind the cut on top there is no such critic: what it should have said is always more."""
+    """It covers the whole response, the cut included: a critic that has learned it is right, and stays so. The critic's
+    value behind the cut stands in place of it; with both there is no such critic."""
     sample = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
                      versions=(0, 0), reward=2.0, finish_reason="length")  # fmt: skip
 
@@ -245,9 +246,24 @@ def test_the_reward_of_a_cut_response_counts_once() -> None:
 
     assert returns(0.5) == [2.0, 2.0]
     assert returns(2.0) == [2.0, 2.0]
-    assert returns(0.5, bootstrap=True) == [2.5, 2.5]
-    assert returns(2.0, bootstrap=True) == [4.0, 4.0]
-    assert returns(4.0, bootstrap=True) == [6.0, 6.0]
+    assert returns(0.5, bootstrap=True, gamma=0.5) == [0.125, 0.25]
+    assert returns(4.0, bootstrap=True, gamma=0.5) == [1.0, 2.0]
+    with pytest.raises(ConfigError, match=r"bootstrap = true with gamma = 1: .* Leave bootstrap out, or set gamma"):
+        returns(0.5, bootstrap=True)
+
+
+def test_values_behind_a_cut_have_a_fixed_point_also_with_rewards_on_the_way() -> None:
+    """Every response is cut after two tokens, each of which pays 1: V = 1 + gamma (1 + gamma V), the first token's."""
+    cut = replace(made_up()[0], token_ids=(1, 2), mask=(1, 1), logprobs=(-1.0, -1.0), raw_logprobs=(-1.0, -1.0),
+                  versions=(0, 0), reward=9.0, token_rewards=(1.0, 1.0), finish_reason="length")  # fmt: skip
+    algorithm = recipe(algorithm={"name": "ppo", "lam": 1.0, "bootstrap": True, "gamma": 0.9}).algorithm
+    value = 0.0
+    for _ in range(200):
+        says = torch.full((2,), value)
+        found = estimate(algorithm, [cut], torch.tensor([9.0]), values=says, after=says[:1]).returns
+        assert found is not None
+        value = found[0].item()
+    assert value == pytest.approx((1 + 0.9) / (1 - 0.9**2), rel=1e-4)
 
 
 def test_long_responses_have_the_same_bits_with_and_without_gradients() -> None:

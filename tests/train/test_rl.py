@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from plaudit.config import RlRecipe, to_toml
-from plaudit.errors import ConfigError, DataError, RunError
+from plaudit.errors import ChannelError, ConfigError, DataError, RunError
 from plaudit.events import WARNING, read_events
 from plaudit.models import load_policy
 from plaudit.records import Item, ItemError, Score
@@ -21,6 +21,8 @@ from plaudit.report.history import read_history
 from plaudit.rl.loop import RlTraining
 from plaudit.train.run import overdue
 from plaudit.train.run.run import Run
+from plaudit.train.run.signals import Interrupted
+from tests.command import plaudit_here
 from tests.forked import ForkedCommand
 from tests.serve.process import ServerProcess
 from tests.serve.scripted import Answer, Asked, Scripted
@@ -248,6 +250,76 @@ def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: 
     for name in ("masked", f"halted-{second}", f"halted-{last}"):
         assert weights(tmp_path / name).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(tmp_path / name).items()), name
+
+
+def test_a_first_evaluation_without_rewards_ends_nothing_and_is_not_made_up_for_later(tmp_path: Path) -> None:
+    """What a resumed run finds at its step is not what was there before training."""
+    tree = recipe(train={"steps": 2, "checkpoint": {"every": 1}}, reward=EXACT)
+    summary = with_reward(tmp_path / "run", tree, Flaky(lambda call, _: call == 1))
+    assert (summary["samples"], summary["reward_before"]) == (32, None)
+    words = ["train", str(tmp_path / "run" / "recipe.toml"), "--out", str(tmp_path / "run")]
+    said = plaudit_here(*words, "--resume", "--set", "train.steps=3")
+    assert said.returncode == 0, said.stderr
+    assert "; reward ? -> 0." in said.stdout
+
+
+class Hangs(Flaky):
+    """Right scores, until the call in which a signal comes and no score ever does."""
+
+    def __init__(self, at: int, over: threading.Event) -> None:
+        super().__init__(lambda *_: False)
+        self.at = at
+        self.over = over
+
+    def score(self, items: list[Item]) -> list[Score]:
+        if self.calls + 1 == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.over.wait(60)
+        return super().score(items)
+
+
+@pytest.mark.parametrize(("at", "step"), [(1, 0), (3, 1), (4, 2), (6, 3)], ids=["first", "step", "evaluation", "last"])
+def test_a_signal_ends_the_wait_for_a_reward_with_the_state_saved(tmp_path: Path, at: int, step: int) -> None:
+    """Calls of the reward: the first evaluation, steps 1 and 2, an evaluation, step 3, the last evaluation."""
+    tree, over = recipe(train={"steps": 3, "eval_every": 2}), threading.Event()
+    with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {step} of 3, state saved: --resume goes on"):
+        with_reward(tmp_path / "run", tree, Hangs(at, over))
+    over.set()
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{step:06}"
+    state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step:06}" / "state.json").read_text())
+    assert state["drawn"] == 4 * step  # what was asked and not learned from is asked again
+    assert (tmp_path / "run" / "final").exists() == (at == 6)
+
+
+def test_a_signal_ends_the_wait_for_a_server_that_is_gone(tmp_path: Path) -> None:
+    def answer(number: int, asked: Asked) -> Answer:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Answer(lengths(asked)) if number < 3 else Answer({}, 503)
+
+    with Scripted(answer) as server:
+        tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 120.0})
+        with pytest.raises(Interrupted, match="stopped by SIGTERM at step 2 of 8, state saved"):
+            train(tmp_path / "run", tree)
+
+
+def test_a_publication_that_fails_loses_no_step(tmp_path: Path) -> None:
+    tree = recipe(train={"steps": 3})
+    with Run(tmp_path / "run", tree) as run:
+        training = RlTraining(tree, run, Silent())
+        inner = training.placement.publish
+
+        def publish(version: int) -> dict[str, float]:
+            if version == 2:
+                raise ChannelError("the disk is full")
+            return inner(version)
+
+        training.placement.publish = publish  # type: ignore[method-assign]
+        with pytest.raises(RunError, match="step 2: the disk is full; the state is saved: --resume goes on"):
+            training.fit()
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-000002"
+    assert train(tmp_path / "run", tree, resume=True)[0]["samples"] == 3 * 16
+    assert len(metrics(tmp_path / "run")) == 3
 
 
 def lengths(asked: Asked) -> dict[str, Any]:

@@ -188,6 +188,31 @@ def warm_up(run: History) -> Finding | None:
     return Finding("warm-up", "fine", f"The learning rate came to its height, {number(peak)}, at step {step}.")
 
 
+def values_beyond_rewards(run: History) -> Finding | None:
+    """A critic should say what rewards are still to come: no more than the greatest there was, and no less than the
+    least, less what the KL takes off."""
+    value, greatest, least = run.curve("value/mean"), run.curve("reward/max"), run.curve("reward/min")
+    if value is None or greatest is None or least is None:
+        return None
+    others = [curve for name in ("shaped_reward/mean", "turns/reward") if (curve := run.curve(name))]
+    kl, coef = run.curve("kl/reference_per_response"), run.curve("kl/coef")
+    off = max(0.0, max(kl.finite) * max(coef.finite)) if kl and coef else 0.0
+    top = max([*greatest.finite, *(x for curve in others for x in curve.finite)])
+    bottom = min([*least.finite, *(x for curve in others for x in curve.finite)]) - off
+    span = max(top - bottom, abs(top), abs(bottom))
+    late = value.late()
+    if bottom - span <= late <= top + span:
+        return Finding("values", "fine", f"Values ({number(late)}) are within what rewards can give.")
+    says = f"The critic says {number(late)} on average, and rewards were {number(bottom)} to {number(top)}"
+    cut = run.curve("length/truncated")
+    if cut and cut.late() > 0.01:
+        says += f"; {percent(cut.late())} of responses are cut off"
+        cure = "Set algorithm.bootstrap = false, or lower algorithm.gamma: the value behind a cut feeds on itself."
+    else:
+        cure = "Lower critic.lr, or train the critic first for some steps (critic.warmup)."
+    return Finding("values beyond rewards", "bad", f"{says}.", cure)
+
+
 def critic(run: History) -> Finding | None:
     curve = run.curve("value/explained_variance")
     if curve is None or len(curve.finite) < ENOUGH:

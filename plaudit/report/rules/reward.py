@@ -16,6 +16,9 @@ def equal_groups(run: History) -> Finding | None:
         return None
     share = curve.late()
     says = f"{percent(share)} of groups have equal rewards at the end"
+    by_group = "value/mean" not in run.curves if run.grouped is None else run.grouped
+    if not by_group:
+        return Finding("groups", "fine", f"{says}; responses are not compared within groups, and all give a gradient.")
     if share < 0.5:
         return Finding("groups differ", "fine", f"{says}; the others give a gradient.")
     return Finding(

@@ -64,16 +64,18 @@ def estimate(
     behind the last token."""
     lengths = [len(sample.token_ids) for sample in samples]
     mask = own_tokens(samples)
+    bootstrap = None
+    if after is not None:
+        cut = torch.tensor([algorithm.bootstrap and sample.finish_reason == "length" for sample in samples])
+        bootstrap = torch.where(cut, after, 0.0)
+        # The reward of the whole response covers what was cut, as the value behind the cut does: one of them counts.
+        rewards = torch.where(cut, 0.0, rewards)
     per_token = at_last_token(rewards, mask, lengths) + _token_rewards(samples, mask)
     if algorithm.kl.where == "reward" and kl_coef:
         assert old is not None
         assert reference is not None
         kl = kl_estimate(old, reference, algorithm.kl.estimator)
         per_token = per_token - kl_coef * torch.where(mask, kl, 0.0)
-    bootstrap = None
-    if after is not None:
-        cut = torch.tensor([algorithm.bootstrap and sample.finish_reason == "length" for sample in samples])
-        bootstrap = torch.where(cut, after, 0.0)
     advantages, returns = estimators()[algorithm.advantage.estimator].compute(
         Rewarded(
             per_token, mask, lengths, [sample.group for sample in samples], algorithm.gamma, algorithm.lam,

@@ -30,6 +30,7 @@ from plaudit.train.optim.optimizer import NotFinite
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.tally import Tally
 from plaudit.train.run.overdue import Warn, nobody, overdue
+from plaudit.train.run.signals import leave_on_signal, patience_left
 
 FILE = "critic.json"
 AGAIN = (408, 429, 503, 504)  # what time may mend
@@ -163,11 +164,14 @@ class RemoteCritic:
             raise CriticFailed(f"{self.url}{path} is no JSON: is `plaudit critic` what listens there?") from None
 
     def _send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
-        with overdue("the critic", [self.url], self.patience, "critic.patience", self.warn):
-            return self._answered(method, path, body, headers)
+        patience = patience_left(self.patience)
+        with leave_on_signal(), overdue("the critic", [self.url], patience, "critic.patience", self.warn):
+            return self._answered(method, path, body, headers, patience)
 
-    def _answered(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
-        until = time.monotonic() + self.patience
+    def _answered(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], patience: float
+    ) -> httpx.Response:
+        until = time.monotonic() + patience
         pause = FIRST_PAUSE
         while True:
             left = until - time.monotonic()
@@ -187,7 +191,7 @@ class RemoteCritic:
                 raise ConfigError(f"critic.url {self.url!r} is no address: {error}") from None
             if time.monotonic() + pause >= until:
                 raise CriticFailed(
-                    f"the critic at {self.url} did not answer within {self.patience:g} s (critic.patience): {why}; "
+                    f"the critic at {self.url} did not answer within {patience:g} s (critic.patience): {why}; "
                     "start `plaudit critic` there, then --resume"
                 )
             time.sleep(pause * random.uniform(0.5, 1.0))

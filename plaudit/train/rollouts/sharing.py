@@ -13,6 +13,7 @@ from plaudit.records import Prompt, Sample
 from plaudit.train.rollouts.rollouts import Player, SampleScorer
 from plaudit.train.rollouts.scorer import RewardFailed
 from plaudit.train.run.ranks import Group
+from plaudit.train.run.signals import leave_on_signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class SharedScorer:
 def _share_of(work: Callable[[], list[Sample]]) -> Share:
     """A rank that fails says so, and all end alike with their state saved; alone it would leave them waiting."""
     try:
-        return Share(tuple(work()))
+        with leave_on_signal():
+            return Share(tuple(work()))
     except RankLost:
         raise
     except PlauditError as error:
