@@ -31,7 +31,7 @@ from plaudit.errors import StorageError
 Kind = Literal["metric", "span", "memory", "sample", "note", "plan"]
 Event = dict[str, Any]
 
-START, RESUME, WARNING, END = "start", "resume", "warning", "end"
+START, RESUME, CHANGED, WARNING, END = "start", "resume", "changed", "warning", "end"
 
 
 class EventLog:

@@ -146,6 +146,8 @@ class Batch:
 
     samples: tuple[Sample, ...]
     version: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was drawn for it, where that is more than it holds."""
 
     def groups(self) -> dict[int, list[Sample]]:
         by_group: dict[int, list[Sample]] = {}

@@ -67,15 +67,21 @@ def train(
         if not is_rank():
             raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
     if isinstance(tree, RlRecipe):
-        outcome = _train_rl(tree, directory, resume, fresh, rollout_only, train_only)
+        outcome = _train_rl(tree, directory, resume, fresh, rollout_only, train_only, _keys(sets))
     else:
-        outcome = _train_supervised(tree, directory, resume, fresh)
+        outcome = _train_supervised(tree, directory, resume, fresh, _keys(sets))
     if outcome is not None:
         _say_outcome(directory, *outcome)
 
 
 def _train_rl(
-    tree: RlRecipe, directory: Path, resume: bool, fresh: bool, rollout_only: bool, train_only: Path | None
+    tree: RlRecipe,
+    directory: Path,
+    resume: bool,
+    fresh: bool,
+    rollout_only: bool,
+    train_only: Path | None,
+    chosen: list[str],
 ) -> tuple[dict[str, Any], Path] | None:
     """The run's summary and where its model is; nothing from a rank other than the first, or where none was trained."""
     from plaudit.place.build import new_host
@@ -86,7 +92,7 @@ def _train_rl(
     from plaudit.train.rollouts.dump import Dump
 
     dumped = None if train_only is None else Dump.find(train_only)
-    with joined_run(directory, tree, resume=resume, fresh=fresh) as (run, ranks):
+    with joined_run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as (run, ranks):
         viewer = LiveView(directory.name) if ranks.main else NoViewer()
         training = RlTraining(tree, run, viewer, dumped, ranks, new_host(tree))
         if rollout_only:
@@ -98,14 +104,18 @@ def _train_rl(
 
 
 def _train_supervised(
-    tree: SupervisedRecipe, directory: Path, resume: bool, fresh: bool
+    tree: SupervisedRecipe, directory: Path, resume: bool, fresh: bool, chosen: list[str]
 ) -> tuple[dict[str, Any], Path]:
     from plaudit.train.run.progress import Progress
     from plaudit.train.run.run import Run
     from plaudit.train.supervised.supervised import SupervisedTraining
 
-    with Run(directory, tree, resume=resume, fresh=fresh) as run:
+    with Run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as run:
         return SupervisedTraining(tree, run, Progress(directory.name)).fit(), run.final
+
+
+def _keys(sets: list[str]) -> list[str]:
+    return [each.partition("=")[0].strip() for each in sets]
 
 
 def _say_outcome(directory: Path, summary: dict[str, Any], model: Path) -> None:

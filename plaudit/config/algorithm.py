@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from pydantic_core import PydanticKnownError
 
 from plaudit.algo.methods import METHODS, estimators, losses
-from plaudit.config.table import NonNegative, Positive, Share, Table
+from plaudit.config.table import NoneByName, NonNegative, Positive, Share, Table
 
 
 def _one_of(names: Callable[[], Collection[str]]) -> BeforeValidator:
@@ -61,8 +61,8 @@ class ClipTable(Table):
     """And under 1 + high."""
     dual: Annotated[float, Field(gt=1)] | None = None
     """For negative advantages: the ratio counts at most this much."""
-    value: Positive | None = 0.2
-    """How far a new value may move from the old one; none: freely."""
+    value: Annotated[Positive | None, NoneByName] = 0.2
+    """How far a new value may move from the old one; "none": freely."""
 
 
 class AdvantageTable(Table):
@@ -99,6 +99,12 @@ class CorrectionTable(Table):
     def _consistent(self) -> Self:
         if self.floor >= self.cap:
             raise ValueError(f"floor ({self.floor}) must be under cap ({self.cap})")
+        for name in ("level", "cap", "floor"):
+            # Not whether it was given: a resolved recipe gives them all.
+            if self.mode == "none" and (value := getattr(self, name)) != CorrectionTable.model_fields[name].default:
+                raise ValueError(
+                    f'{name} = {value!r} does nothing with mode = "none": set mode to "truncate" or "mask"'
+                )
         return self
 
 
@@ -156,7 +162,8 @@ class RlAlgorithm(Table):
     """Weight of the entropy bonus."""
     shaping: ShapingTable = ShapingTable()
     correction: CorrectionTable = CorrectionTable()
-    dynamic: DynamicTable | None = None
+    dynamic: Annotated[DynamicTable | None, NoneByName] = None
+    """"none": off, also under a name that turns it on."""
     old_logprobs: Literal["learner", "engine"] = "learner"
     """Whose log-probs the ratio starts from."""
 
@@ -182,6 +189,9 @@ class RlAlgorithm(Table):
                 "V, and values grow without bound. Leave bootstrap out, or set gamma below 1, such as 0.99"
             )
         return self
+
+    def filled_in(self) -> set[str]:
+        return super().filled_in() | METHODS[self.name].settings().keys()
 
     @property
     def grouped(self) -> bool:

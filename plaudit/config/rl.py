@@ -235,9 +235,10 @@ class RlRecipe(BaseRecipe):
         if not isinstance(placement, Mapping) or not isinstance(algorithm, Mapping):
             return recipe
         stale = placement.get("name") == "async" and placement.get("staleness", STALENESS) != 0
-        if not stale or "correction" in algorithm:
+        correction = algorithm.get("correction", {})
+        if not stale or not isinstance(correction, Mapping) or "mode" in correction:
             return recipe
-        return {**recipe, "algorithm": {**algorithm, "correction": {"mode": "truncate"}}}
+        return {**recipe, "algorithm": {**algorithm, "correction": {**correction, "mode": "truncate"}}}
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from plaudit.errors import ConfigError, nearest
 
@@ -21,8 +21,18 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+# TOML has no null: where a key left out means something else than nothing, nothing is written "none".
+NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
+
+
 class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def filled_in(self) -> set[str]:
+        """The keys that are not none when they are left out."""
+        return {
+            name for name, field in type(self).model_fields.items() if field.default not in (None, PydanticUndefined)
+        }
 
 
 def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
@@ -115,8 +125,19 @@ def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def to_toml(table: BaseModel | Mapping[str, Any]) -> str:
     """The resolved configuration as TOML that reads back to the same tree."""
-    tree = table.model_dump(exclude_none=True) if isinstance(table, BaseModel) else table
+    tree = _written(table) if isinstance(table, BaseModel) else table
     return "\n".join(_toml_lines(tree, ())).lstrip("\n") + "\n"
+
+
+def _written(table: BaseModel) -> dict[str, Any]:
+    tree = table.model_dump(exclude_none=True)
+    for name in type(table).model_fields:
+        value = getattr(table, name)
+        if isinstance(value, BaseModel):
+            tree[name] = _written(value)
+        elif value is None and isinstance(table, Table) and name in table.filled_in():
+            tree[name] = "none"
+    return tree
 
 
 def _toml_lines(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:

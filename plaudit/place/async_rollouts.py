@@ -114,14 +114,23 @@ class AsyncRollouts:
 
     def save(self, directory: Path) -> None:
         with self._news:
-            lines: list[object] = [{"used": self._used, "order": list(self._order), "dropped": self.dropped}]
+            head = {"used": self._used, "order": list(self._order), "dropped": self.dropped, "size": self.size}
+            lines: list[object] = [head]
             for number, group in self._ready.items():
                 lines += [{"number": number, **as_plain(sample)} for sample in group]
         text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
         (directory / FILE).write_text(text)
 
     def load(self, directory: Path) -> None:
+        if not (directory / FILE).exists():  # of a run that was not async until now: all that was asked was used
+            self._used = self.drawn
+            return
         head, *rows = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
+        if (size := head.get("size", self.size)) != self.size:  # how far ahead may be asked is counted in it
+            raise RunError(
+                f'placement.name = "async" counts in prompts_per_step, which was {size} and is {self.size}: '
+                f"--set train.prompts_per_step={size} goes on"
+            )
         self._used, self._order, self.dropped = head["used"], deque(head["order"]), head["dropped"]
         for row in rows:
             self._ready.setdefault(row["number"], []).append(from_plain(row))

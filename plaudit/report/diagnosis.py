@@ -17,8 +17,8 @@ Rule = Callable[[History], Finding | None]
 
 # In the order in which findings of one severity are told.
 RULES: tuple[Rule, ...] = (
-    policy.not_finite, reward.over_optimised, reward.over_optimised_held_out, reward.equal_groups, reward.learning,
-    reward.early_dip,
+    policy.not_finite, policy.other_settings, reward.over_optimised, reward.over_optimised_held_out,
+    reward.equal_groups, reward.learning, reward.early_dip,
     examples.loss_falls, examples.overfitting, policy.entropy, policy.kl_without_reward, policy.gradient,
     reward.reward_errors, sampling.truncation, sampling.length_growth, reward.saturated, policy.first_ratio,
     sampling.mismatch, sampling.effective_samples, sampling.staleness, policy.clipping,

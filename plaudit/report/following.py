@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from plaudit.events import END, RESUME, START, WARNING, Event
+from plaudit.events import CHANGED, END, RESUME, START, WARNING, Event
 from plaudit.report.history import HELD_OUT
 from plaudit.report.live import LiveView
 from plaudit.report.source import event_log
@@ -71,6 +71,8 @@ class Following:
             self._writer, self._ended, self._begun = int(event["pid"]), False, float(event["wall"])
         elif event["text"] == RESUME:
             self.view.rewind(step)
+        elif event["text"] == CHANGED:
+            self.view.warn(f"resumed with {event['key']} = {event['new']} in place of {event['old']}")
         elif event["text"] == WARNING:
             self.view.warn(event["message"])
         elif event["text"] == END:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plaudit.events import END, START, Event
+from plaudit.events import CHANGED, END, START, Event
 from plaudit.report.curve import Curve
 from plaudit.report.memory import Timeline, timelines
 from plaudit.report.source import run_events
@@ -54,6 +54,8 @@ class History:
     clip_norm: float | None = None
     grouped: bool | None = None
     """Whether a response is compared with the others to its prompt alone."""
+    changes: Sequence[Event] = ()
+    """Settings with which a resumed run went on, other than those it was begun with."""
     finished: bool = False
     """Whether its last process came to the end; else it is at work still, or was stopped."""
 
@@ -138,12 +140,15 @@ def history_of(name: str, events: Sequence[Event]) -> History:
     points: dict[str, dict[int, float]] = {}
     spans: dict[str, float] = {}
     plan: Event = {}
+    changes: list[Event] = []
     finished = False
     for event in events:
         if event["kind"] == "plan":
             plan = event
         elif event["kind"] == "note" and "role" not in event and event["text"] in (START, END):
             finished = event["text"] == END
+        elif event["kind"] == "note" and event["text"] == CHANGED:
+            changes.append(event)
         elif event["kind"] == "metric" and "step" in event:
             for metric, value in event["values"].items():
                 points.setdefault(metric, {})[event["step"]] = float(value)
@@ -168,5 +173,6 @@ def history_of(name: str, events: Sequence[Event]) -> History:
         planned_steps=plan.get("steps"),
         clip_norm=plan.get("clip_norm"),
         grouped=plan.get("grouped"),
+        changes=changes,
         finished=finished,
     )

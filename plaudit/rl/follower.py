@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +19,12 @@ from plaudit.train.run.run import Run
 
 
 @contextmanager
-def joined_run(directory: Path, recipe: RlRecipe, *, resume: bool, fresh: bool) -> Iterator[tuple[Run, Ranks]]:
+def joined_run(
+    directory: Path, recipe: RlRecipe, *, resume: bool, fresh: bool, chosen: Sequence[str] = ()
+) -> Iterator[tuple[Run, Ranks]]:
     """The run directory and this process's place among the ranks."""
     with join(recipe.resources, choose_device(recipe.model.device)) as ranks:
-        main = Run(directory, recipe, resume=resume, fresh=fresh)
+        main = Run(directory, recipe, resume=resume, fresh=fresh, chosen=chosen)
         with main if ranks.main else Follower(directory, recipe, resume=resume) as run:
             ranks.everyone.barrier()  # the main rank has put the directory in order; now the others may read it
             yield run, ranks

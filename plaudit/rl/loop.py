@@ -25,7 +25,7 @@ from plaudit.errors import (
     RunError,
     VersionChanged,
 )
-from plaudit.events import END, RESUME, WARNING
+from plaudit.events import END, WARNING
 from plaudit.place.build import new_placement
 from plaudit.place.memory.fit import check_fit
 from plaudit.place.memory.ledger import new_ledger
@@ -41,8 +41,9 @@ from plaudit.train.data.encoder import LengthLimits
 from plaudit.train.data.prompts import open_prompts
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.trainee import Trainee
+from plaudit.train.rollouts.batch_metrics import batch_metrics, staleness
 from plaudit.train.rollouts.dump import Dump, DumpedRollouts
-from plaudit.train.rollouts.rollouts import RolloutSource, SampleScorer, batch_metrics, staleness
+from plaudit.train.rollouts.rollouts import RolloutSource, SampleScorer
 from plaudit.train.rollouts.scorer import RewardFailed, Scorer
 from plaudit.train.rollouts.sharing import SharedScorer
 from plaudit.train.run import randomness
@@ -238,6 +239,7 @@ class RlTraining:
         self.tokens += tokens
         metrics = {
             **batch_metrics(batch.samples),
+            **batch.metrics,
             **staleness(batch),
             **metrics,
             **split,
@@ -316,7 +318,7 @@ class RlTraining:
 
     def _finish(self) -> dict[str, Any]:
         if self.ranks.main:  # first: nothing that was learned depends on whether it can be measured
-            self.trainee.save_model(self.run.final)
+            self.trainee.save_final(self.run.final)
         after = self._look(f"the model is in {self.run.final}, and --resume evaluates it")
         summary: dict[str, Any] = {
             "task": "rl",
@@ -367,4 +369,4 @@ class RlTraining:
         self.before = state["before"]
         self.placement.load(checkpoint.path)
         randomness.restore(state["random"])
-        self.run.events.note(RESUME, step=self.step)
+        self.run.resumed(self.step)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from plaudit.rl.loop import RlTraining
+from plaudit.train.rollouts.batch_metrics import batch_metrics
 from plaudit.train.rollouts.dump import Dump
-from plaudit.train.rollouts.rollouts import batch_metrics
 from plaudit.train.run.signals import Interrupted, interruptible, leave_on_signal
 
 SHOWN = {"reward": "reward/mean", "accuracy": "accuracy", "length": "length/mean", "errors": "reward/errors"}
@@ -25,7 +25,7 @@ def roll_out(training: RlTraining) -> dict[str, Any]:
                     batch = training.rollouts.next(step - 1, training.version)
                 with training.clock("dump"):
                     dump.write(step, batch, training.rollouts.drawn)
-                metrics = {**batch_metrics(batch.samples), **training.clock.split()}
+                metrics = {**batch_metrics(batch.samples), **batch.metrics, **training.clock.split()}
                 run.events.metric(metrics, step=step, version=training.version)
                 training.ledger.write(run.events, step, training.version)
                 viewer.step(step, metrics)

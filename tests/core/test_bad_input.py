@@ -18,6 +18,7 @@ from transformers import (
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.proof.support import inspect
 from plaudit.errors import ModelError, RequestError
+from plaudit.models import new_llama
 from tests.core import tiny
 
 ENGINE = Engine(tiny.model("llama"), kv_bytes=16 * 4 * 256 * 2)
@@ -153,4 +154,16 @@ def test_a_head_that_does_more_fails_the_trial() -> None:
 
     module.forward = louder
     with pytest.raises(ModelError, match="does something to its logits"):
+        inspect(module)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_no_numbers_are_named(name: str) -> None:
+    module = new_llama(
+        "policy", vocab_size=24, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=64, max_positions=64,
+        seed=3, tie_embeddings=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        module.get_parameter(name)[0, :3] = float("nan")
+    with pytest.raises(ModelError, match=rf"weights are damaged: 3 of \d+ in {name} are not finite: copy the model"):
         inspect(module)

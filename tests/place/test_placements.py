@@ -92,6 +92,12 @@ def test_stale_samples_are_corrected_for_unless_the_recipe_says_otherwise() -> N
     assert recipe(**stale, algorithm={"correction": {"mode": "none"}}).algorithm.correction.mode == "none"
     assert recipe(placement={"name": "async", "staleness": 0}).algorithm.correction.mode == "none"
     assert recipe().algorithm.correction.mode == "none"
+    capped = recipe(
+        **stale, algorithm={"correction": {"cap": 3.0}}
+    ).algorithm.correction  # a key of it is no choice of the mode
+    assert (capped.mode, capped.cap) == ("truncate", 3.0)
+    with pytest.raises(ConfigError, match=r"cap = 3.0 does nothing with mode = \"none\""):
+        recipe(algorithm={"correction": {"cap": 3.0}})
 
 
 def test_resources_that_are_not_there_are_refused_with_the_arithmetic(

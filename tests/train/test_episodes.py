@@ -22,11 +22,11 @@ from plaudit.train.policy.advantages import estimate, shaped, usable
 from plaudit.train.policy.experience import Experience, flat, own_tokens
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.rollouts.batch_metrics import batch_metrics
 from plaudit.train.rollouts.environment import load_environment
 from plaudit.train.rollouts.episodes import Episodes
 from plaudit.train.rollouts.observation import ObservationEncoder
 from plaudit.train.rollouts.parallel_calls import Overdue, SideBySide
-from plaudit.train.rollouts.rollouts import batch_metrics
 from plaudit.train.run.clock import Clock
 from plaudit.worlds.calculator import Calculator
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plaudit.core.model.support import inspect
 
 from plaudit.algo.kl import kl_estimate
 from plaudit.core import Engine, SamplingParams
@@ -14,10 +15,11 @@ from plaudit.models import load_policy, new_llama
 from plaudit.records import Batch
 from plaudit.train.optim.optimizer import Optimizer, spread
 from plaudit.train.policy.advantages import estimate
-from plaudit.train.policy.critic import LocalCritic
+from plaudit.train.policy.critic import LocalCritic, SharedCritic
 from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.policy.rl_models import value_head
 from plaudit.train.run.clock import Clock
 from tests.train.rl_world import gradients, made_up, policy, recipe, relative, tiny
 
@@ -307,3 +309,50 @@ def test_with_two_minibatches_the_second_is_measured_against_the_policy_before_t
     assert moved > 0.1
     # The first mini-batch's ratio is 1 and the second's is not.
     assert metrics["policy/kl_old"] != 0.0
+
+
+def test_tokens_that_a_correction_rejects_are_in_no_denominator() -> None:
+    """At the level of sequences: the gradient is that of a batch without the rejected ones."""
+    module = tiny()
+    algorithm = {"name": "grpo", "kl": {"coef": 0.0}, "correction": {"mode": "mask", "level": "sequence", "cap": 1.5}}
+    tree = recipe(algorithm=algorithm)
+    learner = RlLearner(tree, policy(module, algorithm), Optimizer(module, tree.train), None, None, Clock())
+    samples = [replace(s, finish_reason="stop") for s in made_up()]
+    ours = learner.policy.logprobs(samples)
+    ends = torch.tensor([len(s.token_ids) for s in samples]).cumsum(0).tolist()
+    told = [ours[end - len(s.token_ids) : end] for s, end in zip(samples, ends, strict=True)]
+    told[1] = told[1] - 1.0  # the engine says that it was unlikely: a weight far above the cap
+    drawn = [replace(s, logprobs=tuple(lp.tolist())) for s, lp in zip(samples, told, strict=True)]
+    experience, _ = learner._experience(Batch(tuple(drawn), 0), 0)
+    assert experience.kept is not None
+    for how in ("token", "sequence", "constant"):
+        changed = {**algorithm, "aggregate": how}
+        module.zero_grad()
+        seen = policy(module, changed).gradient(experience, 0.0).metrics()
+        found = gradients(module)
+        assert 0 < seen["mismatch/masked"] < 1
+        module.zero_grad()
+        others = experience.select([0, 2, 3, 4, 5])
+        policy(module, changed).gradient(replace(others, kept=None), 0.0)
+        assert relative(found, gradients(module)) < 1e-5, how
+
+
+def test_a_critic_on_the_policys_trunk_learns_in_the_warm_up_and_the_policy_waits() -> None:
+    module = tiny()
+    head = value_head(module)
+    algorithm = {"name": "ppo", "kl": {"coef": 0.0}}
+    tree = recipe(algorithm=algorithm, critic={"shared": True, "warmup": 1}, train={"lr": 1e-2})
+    learns = Policy(
+        inspect(module), tree.algorithm, temperature=1.0, max_tokens=16, micro_batch_tokens=4096, value_head=head,
+        value_coef=0.5,
+    )  # fmt: skip
+    optimizer = Optimizer(module, tree.train, {"value_head.weight": head.weight})
+    learner = RlLearner(tree, learns, optimizer, SharedCritic(learns), None, Clock())
+    samples = tuple(replace(s, finish_reason="stop") for s in made_up())
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    metrics, _ = learner.update(Batch(samples, 0), 0)
+    assert head.weight.abs().max() > 0
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    assert metrics["value/loss"] > 0
+    learner.update(Batch(samples, 0), 1)
+    assert not all(torch.equal(p, before[name]) for name, p in module.named_parameters())

@@ -141,6 +141,11 @@ def test_lora_leaves_the_base_alone_and_is_saved_merged(tmp_path: Path) -> None:
 
         merged = policy(saved, {"name": "grpo"}).logprobs(samples)
         assert torch.allclose(merged, training.policy.logprobs(samples), atol=1e-4)
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "final" / "adapter").merge_and_unload()
+        for name, parameter in saved.named_parameters():
+            assert torch.allclose(adapted.get_parameter(name), parameter, atol=1e-6), name
 
 
 # Rewards that fail
@@ -320,6 +325,42 @@ def test_a_publication_that_fails_loses_no_step(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-000002"
     assert train(tmp_path / "run", tree, resume=True)[0]["samples"] == 3 * 16
     assert len(metrics(tmp_path / "run")) == 3
+
+
+BAD = """
+import time
+def score(prompt, response, truth):
+    kind = sum(map(ord, prompt)) % 6
+    if kind == 4 and len(prompt) == 6:
+        time.sleep(60)
+    if kind == 1:
+        raise KeyError("answer")
+    return {2: float("nan"), 3: "0.5", 4: [0.5, 0.5]}.get(kind, float(len(response)))
+def never(prompt, response, truth):
+    return "0.5"
+"""
+
+
+def test_a_reward_function_that_goes_wrong_is_told_in_words_and_costs_its_responses_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BAD)
+    reward = {"rule": "function", "function": f"{tmp_path / 'mine.py'}:score", "timeout": 0.2, "max_errors": 1.0}
+    tree = recipe(train={"steps": 1, "prompts_per_step": 12, "samples_per_prompt": 2, "show": 60}, reward=reward)
+    summary, viewer = train(tmp_path / "run", tree)
+    assert summary["samples"] == 24
+    assert 0 < viewer.seen[0]["reward/errors"] < 1
+    shown = [e["error"] for e in read_events(tmp_path / "run") if e["kind"] == "sample" and e["error"] is not None]
+    told = {(error["type"], error["message"]) for error in shown}
+    assert told <= {
+        ("timeout", "the rule did not finish in 0.2 s and was stopped"), ("rule_failed", "KeyError: 'answer'"),
+        ("nonfinite_score", "the rule gave nan, which is not a finite number"),
+        ("rule_failed", "the rule gave str, expected a number"),
+        ("rule_failed", "the rule gave list, expected a number"),
+    }  # fmt: skip
+    assert len(told) >= 3
+    every = {**reward, "function": f"{tmp_path / 'mine.py'}:never", "max_errors": 0.5}
+    said = r"^step 0: 4 of 4 responses have no reward \(max_errors = 0.5\); 4 times: rule_failed: the rule gave str, "
+    with pytest.raises(RunError, match=said + "expected a number; mend the reward; the state is saved: --resume"):
+        train(tmp_path / "every", recipe(train={"steps": 1, "prompts_per_step": 1}, reward=every))
 
 
 def lengths(asked: Asked) -> dict[str, Any]:
@@ -521,6 +562,12 @@ def test_dynamic_sampling_keeps_the_batch_size_and_loses_no_prompt(tmp_path: Pat
     _, viewer = train(tmp_path / "run", tree)
     drawn = [seen["progress/prompts"] for seen in viewer.seen]
     assert all(later - earlier in (4, 8, 12) for earlier, later in zip([0, *drawn], drawn, strict=False))
+    for seen, earlier, later in zip(viewer.seen, [0, *drawn], drawn, strict=False):
+        assert seen["dynamic/drawn"] == later - earlier
+        # Kept groups have rights and wrongs; those left out are all right or all wrong.
+        assert 0 <= seen["dynamic/filtered"] <= 1
+        if seen["dynamic/filtered"] == 0:
+            assert seen["reward/mean"] == seen["dynamic/kept_reward"]
     assert all(seen["progress/samples"] == 16 * (i + 1) for i, seen in enumerate(viewer.seen))
 
 

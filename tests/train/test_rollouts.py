@@ -15,7 +15,8 @@ from plaudit.records import Item, Score
 from plaudit.rl.loop import RlTraining
 from plaudit.train.data.prompts import open_prompts
 from plaudit.train.policy.experience import flat
-from plaudit.train.rollouts.rollouts import Rollouts, SingleTurn, batch_metrics
+from plaudit.train.rollouts.batch_metrics import batch_metrics
+from plaudit.train.rollouts.rollouts import Rollouts, SingleTurn
 from plaudit.train.rollouts.scorer import Scorer
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.run import Run

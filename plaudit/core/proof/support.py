@@ -112,10 +112,7 @@ def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
     first, second = ids[:5], ids[5:]
     packed = pack([first, second], decoder.device)
     together, watch = watched(decoder, packed)
-    if not torch.isfinite(together).all():
-        raise ModelError(
-            f"{decoder.name} gives values that are not finite numbers; its weights are damaged: copy the model again"
-        )
+    _check_finite(decoder, together)
     alone = torch.cat([own_rows(decoder.module, part) for part in (first, second)])
     _compare(decoder, together, alone, "gives other hidden rows packed than alone: it mixes tokens outside attention")
     if decoder.kind == "causal":

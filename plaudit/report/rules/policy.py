@@ -10,6 +10,14 @@ from plaudit.report.history import History
 _NEAR = 4  # times the usual gradient norm: a clip_norm within that holds spikes
 
 
+def other_settings(run: History) -> Finding | None:
+    if not run.changes:
+        return None
+    told = [f"{e['key']} = {e['new']} in place of {e['old']} from step {e['step']} on" for e in run.changes]
+    cure = "The figures before and after are not of one experiment."
+    return Finding("settings changed on resumption", "watch", f"The run went on with {'; '.join(told)}.", cure)
+
+
 def not_finite(run: History) -> Finding | None:
     watched = ("policy/loss", "policy/grad_norm", "reward/mean", "kl/reference", "value/loss", "loss", "grad_norm")
     curves = [(name, curve) for name in watched if (curve := run.curves.get(name))]

@@ -24,6 +24,9 @@ class NotFinite(RunError):
 
 
 class Optimizer:
+    key = "train.lr"
+    """The recipe's, of the rate."""
+
     def __init__(self, model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> None:
         """`beside`: parameters that learn with the model's, such as a value head on its trunk."""
         self.table = table
@@ -46,8 +49,8 @@ class Optimizer:
         norm = self._clip().item()
         if not math.isfinite(norm):
             raise NotFinite(
-                f"the gradient norm is {norm} at step {step}: the weights are left as they were; "
-                f"lower train.lr (now {self.table.lr}) or look at the data of this step, then --resume"
+                f"the gradient norm is {norm} at step {step}: the weights are left as they were; look at the data of "
+                f"this step, or go on with half the rate: --resume --set {self.key}={self.table.lr / 2:g}"
             )
         rate = learning_rate(self.table, step)
         for group in self.adam.param_groups:

@@ -14,7 +14,7 @@ from torch import Tensor
 from plaudit.core.model.packing import send
 from plaudit.records import Sample
 
-FIELDS = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns", "token_rewards")
+FIELDS = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns", "token_rewards", "kept")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Experience:
     """(T,) what the critic should have said."""
     token_rewards: Tensor | None = None
     """(T,) with the KL, where it is in the reward."""
+    kept: Tensor | None = None
+    """(T,) bool: where a correction masks, the tokens that it leaves. The others count in no denominator."""
 
     @property
     def lengths(self) -> list[int]:

@@ -5,6 +5,7 @@ The module stays the transformers model it is, so the engine and the learner run
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ def attach(module: Any, table: LoraTable, seed: int) -> None:
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def save_adapter(module: Any, base: str, directory: Path) -> None:
+    """In peft's own form: `PeftModel.from_pretrained(base, directory)` has the policy."""
+    module.peft_config[NAME].base_model_name_or_path = base
+    module.save_pretrained(directory)
 
 
 def load_adapter(module: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -73,7 +73,8 @@ class Policy:
         """Add the gradient of a minibatch's loss to the parameters'; returns what was seen on the way."""
         use_packed_attention(self.module)
         tally = Tally()
-        weights = token_weights(experience.mask, experience.lengths, self.algorithm.aggregate, self.constant)
+        counted = experience.mask if experience.kept is None else experience.kept
+        weights = token_weights(counted, experience.lengths, self.algorithm.aggregate, self.constant)
         value_weights = token_weights(experience.mask, experience.lengths, "token")
         notes: list[Callable[[], None]] = []
         for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
@@ -89,6 +90,21 @@ class Policy:
         for note in notes:
             note()
         return tally.gathered(self.group)
+
+    def value_gradient(self, experience: Experience) -> Tally:
+        """Of a critic that shares the trunk, that of its head alone: the trunk, which is the policy's, has none."""
+        use_packed_attention(self.module)
+        tally, device = Tally(), self.decoder.device
+        weights = token_weights(experience.mask, experience.lengths, "token")
+        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
+            rows = experience.rows(batch.indices[0], batch.indices[-1])
+            responses = pack_responses([experience.samples[i] for i in batch.indices], device)
+            with torch.no_grad():
+                hidden = hidden_of(self.module, responses)
+            part = experience.select(batch.indices).on(device)
+            loss = self._value_loss(part, responses, hidden, send(weights[rows].numpy(), device), tally)
+            (self.value_coef * loss).backward()  # type: ignore[no-untyped-call]
+        return tally
 
     def _loss(
         self, part: Experience, weights: Tensor, value_weights: Tensor, kl_coef: float, tally: Tally

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plaudit.algo.correction import importance_weights
 from plaudit.algo.kl import AdaptiveKl, kl_estimate
 from plaudit.algo.methods.ppo import explained_variance
 from plaudit.algo.rewards import RunningNorm
@@ -64,7 +65,7 @@ class RlLearner:
 
     def load(self, state: dict[str, Any]) -> None:
         self.kl.load(state["kl"])
-        if self.norm is not None:
+        if self.norm is not None and state["norm"] is not None:
             self.norm.load(state["norm"])
 
     def _experience(self, batch: Batch, step: int) -> tuple[Experience, dict[str, float]]:
@@ -84,13 +85,17 @@ class RlLearner:
                 algorithm, samples, rewards, kl_coef=self.kl.coef, old=old, reference=reference, values=values,
                 after=after,
             )  # fmt: skip
-        mask = own
+        mask, lengths = own, [len(sample.token_ids) for sample in samples]
         if algorithm.mask_truncated:
-            kept = torch.tensor([sample.finish_reason != "length" for sample in samples])
-            mask = own & repeat(kept, [len(sample.token_ids) for sample in samples])
+            ended = torch.tensor([sample.finish_reason != "length" for sample in samples])
+            mask = own & repeat(ended, lengths)
+        behaviour, kept = flat(samples, "logprobs"), None
+        if (c := algorithm.correction).mode == "mask":
+            assert old is not None
+            _, kept = importance_weights(old, behaviour, mask, lengths, c.mode, c.level, c.cap, c.floor)
         experience = Experience(
-            samples, mask, flat(samples, "logprobs"), estimated.advantages, old, reference, values, estimated.returns,
-            estimated.token_rewards,
+            samples, mask, behaviour, estimated.advantages, old, reference, values, estimated.returns,
+            estimated.token_rewards, kept,
         )  # fmt: skip
         return experience, self._describe(experience, rewards, own)
 
@@ -102,7 +107,8 @@ class RlLearner:
         if self.algorithm.old_logprobs == "engine":
             return flat(samples, "logprobs")
         in_reward = self.reference is not None and self.algorithm.kl.where == "reward"
-        if train.epochs * train.minibatches == 1 and not in_reward:
+        masked = self.algorithm.correction.mode == "mask"  # what it leaves is the denominator of the whole batch
+        if train.epochs * train.minibatches == 1 and not in_reward and not masked:
             return None
         with self.clock("old"):
             ends = torch.tensor([len(sample.token_ids) for sample in samples]).cumsum(0).tolist()
@@ -122,15 +128,21 @@ class RlLearner:
                     seen = self.policy.gradient(experience, self.kl.coef)
                     loss = seen.sum("policy/loss")
                     if not math.isfinite(loss):
-                        raise NotFinite(f"the loss is {loss} at step {step}: the weights are left as they were")
+                        raise NotFinite(
+                            f"the loss is {loss} at step {step}: the weights are left as they were; go on with half "
+                            f"the rate: --resume --set train.lr={self.recipe.train.lr / 2:g}"
+                        )
                     for name, value in self.optimizer.step(step).items():
                         seen.weighted(f"policy/{name}", value, 1)
+                elif self.policy.value_head is not None:  # the head alone learns while the policy waits
+                    seen = self.policy.value_gradient(experience)
+                    self.optimizer.step(step)
             if self.critic is not None:
                 with self.clock("critic"):
                     seen.merge(self.critic.update(experience, step))
         except NotFinite as error:
             if self.recipe.train.non_finite == "halt":
-                raise RunError(f'{error}; lower train.lr, or set train.non_finite = "skip"') from error
+                raise RunError(f"{error}; or --resume --set train.non_finite=skip") from error
             seen = Tally()
             seen.add("dropped/updates", torch.tensor(1.0))
         return seen

@@ -89,6 +89,7 @@ def new_critic(
     train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
     shards = None if ranks.mesh is None else Shards(model, ranks)
     optimizer = Optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
+    optimizer.key = "critic.lr"
     return LocalCritic(
         model, loaded.tokenizer, optimizer, clip=recipe.algorithm.clip.value,
         micro_batch_tokens=recipe.train.micro_batch_tokens, shards=shards, group=ranks.data,

@@ -12,6 +12,7 @@ from plaudit.config import RlRecipe
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.proof.support import inspect
 from plaudit.models import save
+from plaudit.models.catalog import resolve
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
@@ -71,6 +72,13 @@ class Trainee:
     def save_model(self, directory: Path) -> Path:
         module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
         return save(module, self.loaded.tokenizer, directory)
+
+    def save_final(self, directory: Path) -> None:
+        """The model, and the adapter where one was trained."""
+        self.save_model(directory)
+        if self.recipe.model.lora is not None:
+            assert self.recipe.model.path is not None
+            lora.save_adapter(self.loaded.module, str(resolve(self.recipe.model.path)), directory / "adapter")
 
     def save(self, directory: Path) -> None:
         """What a checkpoint has besides the model and the optimizer."""

@@ -55,7 +55,7 @@ class Dump:
         """`step` counts from 1."""
         # A truth that JSON cannot write, such as a date of a parquet file, is written as text.
         lines = [
-            json.dumps({"drawn": drawn, **as_plain(sample)}, ensure_ascii=False, default=str)
+            json.dumps({"drawn": drawn, "metrics": batch.metrics, **as_plain(sample)}, ensure_ascii=False, default=str)
             for sample in batch.samples
         ]
         try:
@@ -75,6 +75,11 @@ class Dump:
         if not rows:
             raise DataError(f"{path} is empty: it needs at least one sample")
         return tuple(sample for sample, _ in rows), rows[-1][1]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What the batch of a step said of all that was drawn for it."""
+        with self.path(step).open(encoding="utf-8") as file:
+            return dict(json.loads(file.readline()).get("metrics", {}))
 
     def discard_after(self, step: int) -> None:
         """A run that goes on from `step` makes what comes later anew: the files of a killed attempt are void."""
@@ -100,7 +105,7 @@ class DumpedRollouts:
                 f"{self.dump.path(step + 1)} has the token id {highest} and this model a vocabulary of "
                 f"{self.vocab_size}: it is the dump of another model"
             )
-        return Batch(samples, version)
+        return Batch(samples, version, self.dump.metrics(step + 1))
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
         return self.live.heldout(prompts, n, seed)

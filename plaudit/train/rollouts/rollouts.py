@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from plaudit.core import SamplingParams
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.data.answered import with_prompt
 from plaudit.train.data.prompts import Prompts
+from plaudit.train.rollouts.batch_metrics import filtered, turn_rewards
 from plaudit.train.run.clock import Clock
 
 
@@ -73,12 +74,13 @@ class Rollouts:
         as long as the rounds last. Where it fails, nothing was drawn."""
         drawn = self.drawn
         try:
-            return Batch(tuple(self._step(step)), version)
+            samples, metrics = self._step(step)
+            return Batch(tuple(samples), version, metrics)
         except BaseException:
             self.drawn = drawn
             raise
 
-    def _step(self, step: int) -> list[Sample]:
+    def _step(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         wanted, dynamic = self.recipe.train.prompts_per_step, self.recipe.algorithm.dynamic
         rounds = dynamic.rounds if dynamic is not None else 1
         kept: list[list[Sample]] = []
@@ -90,11 +92,12 @@ class Rollouts:
                 break
         # A batch keeps its size; groups that teach nothing fill it where the rounds gave too few that do.
         chosen = (kept + spare)[:wanted]
-        return [
+        samples = [
             sample if sample.group == i else replace(sample, group=i)
             for i, group in enumerate(chosen)
             for sample in group
         ]
+        return samples, {} if dynamic is None else filtered(kept, spare)
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
         """Scored answers to held-out prompts."""
@@ -141,65 +144,5 @@ def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:
 
 
 def _differ(group: Sequence[Sample]) -> bool:
-    rewards = [sample.reward + _on_the_way(sample) for sample in group if sample.reward is not None]
+    rewards = [sample.reward + turn_rewards(sample) for sample in group if sample.reward is not None]
     return bool(informative(torch.tensor(rewards), [0] * len(rewards)))
-
-
-def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What the samples of a step are like: rewards, groups, lengths, truth."""
-    scored: list[float] = [sample.reward for sample in samples if sample.reward is not None]
-    rewards = torch.tensor(scored, dtype=torch.float64)
-    lengths = torch.tensor([float(sum(sample.mask)) for sample in samples], dtype=torch.float64)
-    stopped = [float(sum(sample.mask)) for sample in samples if sample.finish_reason == "stop"]
-    figures: dict[str, float] = {
-        "reward/errors": sum(sample.error is not None for sample in samples) / len(samples),
-        "length/mean": lengths.mean().item(),
-        "length/min": lengths.min().item(),
-        "length/max": lengths.max().item(),
-        "length/prompt_mean": sum(len(sample.prompt_ids) for sample in samples) / len(samples),
-        "length/truncated": _share(samples, "length"),
-        "length/aborted": _share(samples, "abort"),
-    }
-    if stopped:
-        figures["length/stopped_mean"] = sum(stopped) / len(stopped)
-    if scored:
-        figures |= {
-            "reward/mean": rewards.mean().item(),
-            "reward/std": rewards.std(correction=0).item(),
-            "reward/min": rewards.min().item(),
-            "reward/max": rewards.max().item(),
-        }
-    groups: dict[int, list[float]] = {}
-    for sample in samples:
-        if sample.reward is not None:
-            groups.setdefault(sample.group, []).append(sample.reward + _on_the_way(sample))
-    if any(len(group) > 1 for group in groups.values()):
-        figures["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
-    judged: list[Any] = [sample.extra.get("right") for sample in samples]
-    verdicts = [right for right in judged if right is not None]
-    if verdicts:
-        figures["accuracy"] = sum(verdicts) / len(verdicts)
-        by_group: dict[int, bool] = {}
-        for sample in samples:
-            by_group[sample.group] = by_group.get(sample.group, False) or bool(sample.extra.get("right"))
-        figures["pass_at_k"] = sum(by_group.values()) / len(by_group)
-    turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
-    if turns:
-        figures["turns/mean"] = sum(turns) / len(turns)
-        figures["turns/reward"] = sum(map(_on_the_way, samples)) / len(samples)
-    return figures
-
-
-def staleness(batch: Batch) -> dict[str, float]:
-    """Versions between the learner and the oldest token of each sample."""
-    ages = [batch.version - min(sample.versions) for sample in batch.samples if sample.versions]
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} if ages else {}
-
-
-def _on_the_way(sample: Sample) -> float:
-    """What an environment gave for single turns."""
-    return sum(sample.token_rewards or (), 0.0)
-
-
-def _share(samples: Sequence[Sample], reason: str) -> float:
-    return sum(sample.finish_reason == reason for sample in samples) / len(samples)

@@ -10,36 +10,47 @@ import json
 import os
 import shutil
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from plaudit.config import BaseRecipe, differences, parse_recipe, to_toml
 from plaudit.errors import RunError
-from plaudit.events import EventLog, read_lines
+from plaudit.events import CHANGED, RESUME, EventLog, read_lines
 from plaudit.output import write_atomically
 from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.run_lock import locked
 
-# A resumed run may go on for longer, look more often and keep more; all else decides the numbers.
+# What decides where, how long and how closely watched a run is, and no number that is learned.
 MAY_CHANGE_ON_RESUME = (
-    "train.steps",
-    "train.eval_every",
-    "train.checkpoint",
-    "train.dump",
-    "data.eval_items",
-    "model.device",
-    "resources",
-    "critic.url",
-    "critic.patience",
-)
+    "train.steps", "train.eval_every", "train.eval_samples", "train.checkpoint", "train.dump", "train.show",
+    "train.non_finite", "train.micro_batch_tokens", "train.threads", "data.eval_items", "model.device",
+    "model.recompute", "resources", "engine", "placement.channel", "placement.deadline", "placement.concurrency",
+    "reward.url", "reward.key_env", "reward.patience", "reward.on_error", "reward.max_errors", "truth", "critic.url",
+    "critic.key_env", "critic.patience", "environment.timeout", "environment.threads",
+)  # fmt: skip
+SAME_NUMBERS = {"colocated", "swapped", "hybrid", "disaggregated"}  # placements that differ in no bit
+# What a checkpoint is made of. All other keys may be changed with --set: the run notes it.
+FIXED = ("task", "model.path", "model.new", "model.lora", "model.dtype", "critic.path", "critic.shared")
+# Keys that follow from one that was set, unless the recipe says otherwise.
+IMPLIED = {
+    "placement.name": "algorithm.correction", "placement.staleness": "algorithm.correction",
+    "algorithm.name": "algorithm",
+}  # fmt: skip
 
 
 class Run:
     """Holds the directory's lock from `with` to its end."""
 
-    def __init__(self, directory: Path, recipe: BaseRecipe, *, resume: bool = False, fresh: bool = False) -> None:
+    def __init__(
+        self, directory: Path, recipe: BaseRecipe, *, resume: bool = False, fresh: bool = False,
+        chosen: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`chosen`: keys that the user set for this start, in which a resumed run may differ from what was begun."""
         self.directory = directory
+        self.chosen = chosen
+        self.changed: dict[str, tuple[Any, Any]] = {}
         self.recipe = recipe
         self.resume = resume
         self.fresh = fresh
@@ -63,6 +74,12 @@ class Run:
         self.events.close()
         os.close(self._lock)
 
+    def resumed(self, step: int) -> None:
+        """Note that the run goes on from here, and with what other settings."""
+        self.events.note(RESUME, step=step)
+        for key, (old, new) in self.changed.items():
+            self.events.note(CHANGED, step=step, key=key, old=old, new=new)
+
     def summarise(self, figures: dict[str, Any]) -> None:
         write_atomically(self.directory / "summary.json", json.dumps(figures, indent=2) + "\n")
 
@@ -82,11 +99,20 @@ class Run:
                 "--out names another directory"
             )
         before = parse_recipe(tomllib.loads(stored.read_text()), str(stored))
-        for key, (old, new) in differences(before, self.recipe, MAY_CHANGE_ON_RESUME).items():
-            raise RunError(
-                f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
-            )
+        self.changed = differences(before, self.recipe, MAY_CHANGE_ON_RESUME)
+        if SAME_NUMBERS.issuperset(self.changed.get("placement.name", ())):
+            self.changed.pop("placement.name", None)
+        for key, (old, new) in self.changed.items():
+            self._check_change(key, old, new)
         write_atomically(stored, to_toml(self.recipe))
+
+    def _check_change(self, key: str, old: Any, new: Any) -> None:
+        what = f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
+        if any(_within(key, fixed) for fixed in FIXED):
+            raise RunError(f"{what}, which its checkpoints do not fit; --fresh starts it over, --out names another")
+        chosen = [*self.chosen, *(IMPLIED[name] for name in self.chosen if name in IMPLIED)]
+        if not any(_within(key, name) or _within(name, key) for name in chosen):
+            raise RunError(f"{what}; with --set {key}=… in the command the run goes on with the new value and notes it")
 
     def _begun(self) -> bool:
         """Whether a step was made. A run that failed before, on its data for instance, has nothing to lose."""
@@ -94,3 +120,7 @@ class Run:
             return True
         logs = self.directory.glob("events*.jsonl")
         return any(event["kind"] == "metric" for log in logs for event in read_lines(log))
+
+
+def _within(key: str, table: str) -> bool:
+    return key == table or key.startswith(f"{table}.")

@@ -35,7 +35,10 @@ class Learner:
     def update(self, examples: Sequence[Example], step: int) -> dict[str, float]:
         loss = self.gradient(examples)
         if not math.isfinite(loss):
-            raise RunError(f"the loss is {loss} at step {step}: the weights are left as they were; lower train.lr")
+            raise RunError(
+                f"the loss is {loss} at step {step}: the weights are left as they were; lower train.lr "
+                "(--resume --set train.lr=…)"
+            )
         return {"loss": loss, **self.optimizer.step(step), "tokens": float(sum(map(token_count, examples)))}
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from plaudit.config import NewModel, PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import ConfigError
-from plaudit.events import END, RESUME
+from plaudit.events import END
 from plaudit.models import Kind, Loaded, choose_device, load_policy, load_reward, load_steps, new_llama, save
 from plaudit.train.data.rows import WorldRows, open_rows
 from plaudit.train.optim.optimizer import Optimizer
@@ -73,7 +73,7 @@ class SupervisedTraining:
             self.seconds = checkpoint.state["seconds"]
             self.optimizer.load(checkpoint.optimizer())
             randomness.restore(checkpoint.state["random"])
-            run.events.note(RESUME, step=self.step)
+            run.resumed(self.step)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, save the model, and return the final figures."""

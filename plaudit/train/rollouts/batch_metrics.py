@@ -1,0 +1,81 @@
+"""What the samples of a step are like, in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from plaudit.records import Batch, Sample
+
+
+def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What the samples of a step are like: rewards, groups, lengths, truth."""
+    scored: list[float] = [sample.reward for sample in samples if sample.reward is not None]
+    rewards = torch.tensor(scored, dtype=torch.float64)
+    lengths = torch.tensor([float(sum(sample.mask)) for sample in samples], dtype=torch.float64)
+    stopped = [float(sum(sample.mask)) for sample in samples if sample.finish_reason == "stop"]
+    figures: dict[str, float] = {
+        "reward/errors": sum(sample.error is not None for sample in samples) / len(samples),
+        "length/mean": lengths.mean().item(),
+        "length/min": lengths.min().item(),
+        "length/max": lengths.max().item(),
+        "length/prompt_mean": sum(len(sample.prompt_ids) for sample in samples) / len(samples),
+        "length/truncated": _share(samples, "length"),
+        "length/aborted": _share(samples, "abort"),
+    }
+    if stopped:
+        figures["length/stopped_mean"] = sum(stopped) / len(stopped)
+    if scored:
+        figures |= {
+            "reward/mean": rewards.mean().item(),
+            "reward/std": rewards.std(correction=0).item(),
+            "reward/min": rewards.min().item(),
+            "reward/max": rewards.max().item(),
+        }
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.reward is not None:
+            groups.setdefault(sample.group, []).append(sample.reward + turn_rewards(sample))
+    if any(len(group) > 1 for group in groups.values()):
+        figures["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
+    judged: list[Any] = [sample.extra.get("right") for sample in samples]
+    verdicts = [right for right in judged if right is not None]
+    if verdicts:
+        figures["accuracy"] = sum(verdicts) / len(verdicts)
+        by_group: dict[int, bool] = {}
+        for sample in samples:
+            by_group[sample.group] = by_group.get(sample.group, False) or bool(sample.extra.get("right"))
+        figures["pass_at_k"] = sum(by_group.values()) / len(by_group)
+    turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
+    if turns:
+        figures["turns/mean"] = sum(turns) / len(turns)
+        figures["turns/reward"] = sum(map(turn_rewards, samples)) / len(samples)
+    return figures
+
+
+def filtered(kept: Sequence[Sequence[Sample]], spare: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Of dynamic sampling: the rewards of all that was drawn, which is what the policy does, and how much of it is left
+    out because its groups tell nothing."""
+    rewards = [s.reward for group in (*kept, *spare) for s in group if s.reward is not None]
+    learned = [s.reward for group in kept for s in group if s.reward is not None]
+    figures = {"dynamic/drawn": float(len(kept) + len(spare)), "dynamic/filtered": len(spare) / len([*kept, *spare])}
+    if rewards:
+        figures["reward/mean"] = sum(rewards) / len(rewards)
+    return figures | ({"dynamic/kept_reward": sum(learned) / len(learned)} if learned else {})
+
+
+def staleness(batch: Batch) -> dict[str, float]:
+    """Versions between the learner and the oldest token of each sample."""
+    ages = [batch.version - min(sample.versions) for sample in batch.samples if sample.versions]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} if ages else {}
+
+
+def turn_rewards(sample: Sample) -> float:
+    """What an environment gave for single turns."""
+    return sum(sample.token_rewards or (), 0.0)
+
+
+def _share(samples: Sequence[Sample], reason: str) -> float:
+    return sum(sample.finish_reason == reason for sample in samples) / len(samples)
