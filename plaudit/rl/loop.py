@@ -126,6 +126,8 @@ class RlTraining:
             self.before: dict[str, float] = {}
             if checkpoint is not None:
                 self._restore(checkpoint)
+            elif self.run.resume:  # a killed attempt came to no checkpoint: what it logged is made again
+                self.run.resumed(0)
             self.placement.publish(self.version)
             self.dump = Dump(self.run.directory / "rollouts") if recipe.train.dump and self.ranks.main else None
             if self.dump is not None:

@@ -77,7 +77,7 @@ class Run:
     def resumed(self, step: int) -> None:
         """Note that the run goes on from here, and with what other settings."""
         self.events.note(RESUME, step=step)
-        for key, (old, new) in self.changed.items():
+        for key, (old, new) in self.changed.items() if step else ():
             self.events.note(CHANGED, step=step, key=key, old=old, new=new)
 
     def summarise(self, figures: dict[str, Any]) -> None:
