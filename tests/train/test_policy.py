@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plaudit.core.model.support import inspect
 
 from plaudit.algo.kl import kl_estimate
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError
 from plaudit.models import load_policy, new_llama
 from plaudit.records import Batch

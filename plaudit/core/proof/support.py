@@ -117,6 +117,7 @@ def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
     _compare(decoder, together, alone, "gives other hidden rows packed than alone: it mixes tokens outside attention")
     if decoder.kind == "causal":
         said, ours = own_outputs(decoder.module, first), decoder.logits(alone[: len(first)])
+        _check_finite(decoder, said)
         _compare(decoder, ours, said, "does something to its logits that is not known")
     layers = max(len(watch.shapes), decoder.config.num_hidden_layers)
     checked = Decoder(decoder.module, decoder.kind, [watch.shapes.get(i, NOTHING) for i in range(layers)])
@@ -135,6 +136,19 @@ def _lean(decoder: Decoder, packed: Packed, rows: Tensor, watch: Watch) -> LeanT
     if not operations.compute(decoder.trunk, lean.replaced):
         return None
     return lean if _close(decoder, lean.hidden(packed.input_ids, packed.position_ids, packed.layout), rows) else None
+
+
+def _check_finite(decoder: Decoder, values: Tensor) -> None:
+    if torch.isfinite(values).all():
+        return
+    name = f"{decoder.name} gives values that are not finite numbers"
+    for parameter, weights in decoder.module.named_parameters():
+        if bad := int((~torch.isfinite(weights)).sum()):
+            raise ModelError(
+                f"{name}; its weights are damaged: {bad} of {weights.numel()} in {parameter} are not finite: copy the "
+                "model again, or take an earlier checkpoint"
+            )
+    raise ModelError(f"{name}; its weights are, and overflow in {decoder.dtype}: load it in float32 or bfloat16")
 
 
 def _compare(decoder: Decoder, got: Tensor, expected: Tensor, fault: str) -> None:
