@@ -171,34 +171,38 @@ from plaudit.config.reward import RuleTable
 from plaudit.errors import ConfigError
 from plaudit.records import Item
 from plaudit.reward.rules.rule import RuleReward
+own = sys.argv[3] == "exact"
+table = RuleTable(rule="exact") if own else RuleTable(rule="function", function=sys.argv[3])
 try:
-    rule = RuleReward(RuleTable(rule="function", function=sys.argv[3]), exposed=True)
+    rule = RuleReward(table, exposed=not own)
 except ConfigError as error:
     print(error)
 else:
-    print(rule.mechanism, [s.error.message if s.error else s.value for s in rule.score(
-        [Item(prompt="", response=code) for code in ("1 + 1", "open('/etc/passwd').read()", "os.listdir('/')")])])
+    texts = ("1 + 1", "open('/etc/passwd').read()", "os.listdir('/')")
+    scores = rule.score([Item(prompt="", response=text, truth="1 + 1") for text in texts])
+    print(rule.mechanism, [s.error.message if s.error else s.value for s in scores])
     rule.close()
 """
 
 
-def without(number: int, first: int, home: Path) -> str:
-    arguments = [sys.executable, "-c", WITHOUT, str(number), str(first), f"{home / 'runs.py'}:run"]
+def without(number: int, first: int, rule: str) -> str:
+    arguments = [sys.executable, "-c", WITHOUT, str(number), str(first), rule]
     ran = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 
 
 def test_without_landlock_no_file_is_opened(prison: Prison) -> None:
-    said = without(444, -1, prison.secret.parent)
+    said = without(444, -1, f"{prison.secret.parent / 'runs.py'}:run")
     assert said.startswith("seccomp, without any file [2.0, ")
     assert said.count("Permission denied") == 2
 
 
 def test_without_seccomp_the_rule_is_refused(prison: Prison) -> None:
     prctl = {"x86_64": 157, "aarch64": 167}[platform.machine()]
-    said = without(prctl, 22, prison.secret.parent)
+    said = without(prctl, 22, f"{prison.secret.parent / 'runs.py'}:run")
     assert "cannot start: this machine has no sandbox (seccomp: Invalid argument); sandbox = false" in said
+    assert without(prctl, 22, "exact") == "[1.0, 0.0, 0.0]", "what compares texts runs, where nobody else is served"
 
 
 def test_a_gym_on_a_server_says_whose_items_it_scores() -> None:

@@ -34,6 +34,7 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 10.0  # beside its time limit, for a rule whose process keeps the limit itself
 LIBRARIES = {"math": ("math-verify", "latex2sympy2_extended", "sympy"), "gym": ("reasoning-gym", "sympy")}
 LONGEST_MESSAGE = 300
+COMPARES = ("exact", "regex")  # rules that neither run nor parse a response as code
 TOGETHER = 64  # items that a process is handed at once: a slow one keeps few others waiting
 
 
@@ -58,7 +59,9 @@ class RuleReward:
                 "with all that this user may do", file=sys.stderr,
             )  # fmt: skip
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._workers = [_Worker(table, sandboxed) for _ in range(table.processes)]
+        # What only compares texts also runs where there is no sandbox, on a Mac for instance, if nobody else is served.
+        required = exposed or table.sandbox is True or table.rule not in COMPARES
+        self._workers = [_Worker(table, sandboxed, required) for _ in range(table.processes)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(table.processes, thread_name_prefix="rule")
@@ -129,9 +132,10 @@ def prompt_and_response(item: Item) -> tuple[Any, str] | ItemError:
 class _Worker:
     """One process, which one thread asks at a time."""
 
-    def __init__(self, table: RuleTable, sandboxed: bool) -> None:
+    def __init__(self, table: RuleTable, sandboxed: bool, required: bool) -> None:
         self.table = table
         self._sandboxed = sandboxed
+        self._required = required
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -148,7 +152,8 @@ class _Worker:
             [sys.executable, "-P", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
         )  # fmt: skip
-        line = json.dumps({**self.table.model_dump(), "sandboxed": self._sandboxed}).encode() + b"\n"
+        asked = {**self.table.model_dump(), "sandboxed": self._sandboxed, "sandbox_required": self._required}
+        line = json.dumps(asked).encode() + b"\n"
         replies, _ = exchange_lines(*pipes(self._process), line, 1, START_SECONDS)
         hello: dict[str, str] = json.loads(replies[0]) if replies else {"fault": "its process died or took too long"}
         if fault := hello["fault"]:
@@ -156,6 +161,7 @@ class _Worker:
             wanting = "math_verify" in fault or "reasoning_gym" in fault
             cure = "; pip install 'plaudit[verify]'" if wanting else ""
             raise ConfigError(f"the rule {self.table.function or self.table.rule!r} cannot start: {fault}{cure}")
+        self._sandboxed = bool(hello["mechanism"])
         return hello
 
     def ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:

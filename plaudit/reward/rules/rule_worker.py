@@ -283,8 +283,12 @@ def main() -> None:
             raise TypeError(f"{table['function']} cannot be called")
         hello["source"] = _source_of(rule)
         if table["sandboxed"]:
-            confined = _Confined(rule, table)
-            hello["mechanism"] = confined.mechanism
+            try:
+                confined = _Confined(rule, table)
+                hello["mechanism"] = confined.mechanism
+            except NoSandbox:
+                if table["sandbox_required"]:
+                    raise
         answer = confined.answer if confined is not None else _unconfined(rule, table)
     except NoSandbox as error:
         hello["fault"] = (
