@@ -138,6 +138,19 @@ def test_a_stand_in_has_a_layer_of_each_kind_and_the_windows_of_its_config() -> 
     )
 
 
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (8, 8), (32, 8)])
+def test_a_stand_in_keeps_the_kind_of_heads(heads: int, key_heads: int) -> None:
+    config = LlamaConfig(
+        vocab_size=90, hidden_size=8 * heads, intermediate_size=32, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+    )  # fmt: skip
+    small = shrunk(config)
+    assert small.num_attention_heads % small.num_key_value_heads == 0
+    assert (small.num_key_value_heads == 1) == (key_heads == 1)
+    assert (small.num_key_value_heads == small.num_attention_heads) == (key_heads == heads)
+    inspect(AutoModelForCausalLM.from_config(config))
+
+
 def test_forward_hooks_hear_every_call() -> None:
     module: Any = tiny.model("llama")
     engine = Engine(module)

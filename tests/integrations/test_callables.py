@@ -66,7 +66,7 @@ def environment(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> pytes
 def test_trl_gets_a_reward_for_every_completion_in_order(server: ServerProcess, expected: list[float]) -> None:
     reward = RemoteReward(server.url, model="sums", api_key=KEY)
     found = reward(prompts=PROMPTS, completions=COMPLETIONS, **EXTRAS)
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert found == pytest.approx(expected, abs=5e-5)
     assert reward.__name__ == "plaudit_sums"
     assert RemoteReward(server.url).__name__ == "plaudit"
     reward.close()
@@ -80,7 +80,7 @@ def test_trl_gets_the_same_from_the_coroutine_in_any_event_loop(server: ServerPr
 
     for _ in range(2):  # asyncio.run makes a loop of its own each time
         for found in asyncio.run(together()):
-            assert found == pytest.approx(expected, abs=1e-5)
+            assert found == pytest.approx(expected, abs=5e-5)
     reward.close()
 
 
@@ -91,7 +91,7 @@ def test_a_completion_that_cannot_be_scored_is_none_and_never_a_number(
     reward = RemoteReward(server.url, model="sums", api_key=KEY)
     with caplog.at_level(logging.WARNING, "plaudit"):
         found = reward(prompts=PROMPTS, completions=completions, **EXTRAS)
-    assert found == [*(pytest.approx(value, abs=1e-5) for value in expected[:-1]), None]
+    assert found == [*(pytest.approx(value, abs=5e-5) for value in expected[:-1]), None]
     assert "1 of 8 completions have no reward; the first: too_long" in caplog.text
     strict = RemoteReward(server.url, model="sums", api_key=KEY, failures="raise")
     with pytest.raises(ServerError, match=r"completion\[7\]: too_long"):
@@ -119,7 +119,7 @@ def test_trl_conversations_have_the_scores_of_their_messages(server: ServerProce
     reward = RemoteReward(server.url, model="sums", api_key=KEY)
     prompt, completion = [{"role": "user", "content": "1+2="}], [{"role": "assistant", "content": "1+2=3;#3"}]
     (native,) = server.rewards([{"messages": [*prompt, *completion]}]).json()["items"][0]["scores"]
-    assert reward(prompts=[prompt], completions=[completion]) == [pytest.approx(native, abs=1e-5)]
+    assert reward(prompts=[prompt], completions=[completion]) == [pytest.approx(native, abs=5e-5)]
     assert reward(prompts=[prompt], completions=[[{"role": "tool", "content": "3"}]]) == [None]
     reward.close()
 
@@ -167,7 +167,7 @@ def test_openrlhf(environment: pytest.MonkeyPatch, expected: list[float]) -> Non
     found = openrlhf.reward_func(queries, PROMPTS, [None] * 8)
     assert set(found) == {"rewards", "scores", "extra_logs"}
     assert found["rewards"].shape == (8,)
-    assert found["rewards"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert found["rewards"].tolist() == pytest.approx(expected, abs=5e-5)
     with pytest.raises(ServerError, match=r"query\[1\]: too_long"):
         openrlhf.reward_func([queries[0], TOO_LONG], PROMPTS[:2], [None] * 2)
     environment.setenv("PLAUDIT_TRUNCATE", "right")
@@ -184,7 +184,7 @@ def test_verl(environment: pytest.MonkeyPatch, server: ServerProcess, expected: 
         ]
         return list(await asyncio.gather(*calls))
 
-    assert asyncio.run(all_of_them()) == pytest.approx(expected, abs=1e-5)
+    assert asyncio.run(all_of_them()) == pytest.approx(expected, abs=5e-5)
     with pytest.raises(ServerError, match=r"solution of sums\[0\]: too_long"):
         asyncio.run(verl.compute_score("sums", TOO_LONG, None, {"prompt": "1="}))
     with pytest.raises(ConfigError, match=r"extra_info has no 'prompt'.*\['question'\]"):
@@ -201,15 +201,15 @@ def test_verl(environment: pytest.MonkeyPatch, server: ServerProcess, expected: 
 def test_slime(environment: pytest.MonkeyPatch, expected: list[float]) -> None:
     args = SimpleNamespace(rm_url=None)
     samples = [SimpleNamespace(prompt=p, response=r, label=None) for p, r in PAIRS]
-    assert asyncio.run(slime.custom_rm(args, samples[0])) == pytest.approx(expected[0], abs=1e-5)
-    assert asyncio.run(slime.custom_rm(args, samples)) == pytest.approx(expected, abs=1e-5)
+    assert asyncio.run(slime.custom_rm(args, samples[0])) == pytest.approx(expected[0], abs=5e-5)
+    assert asyncio.run(slime.custom_rm(args, samples)) == pytest.approx(expected, abs=5e-5)
     long = SimpleNamespace(prompt="1=", response=TOO_LONG, label=None)
     with pytest.raises(ServerError, match=r"sample\[1\]: too_long"):
         asyncio.run(slime.custom_rm(args, [samples[0], long]))
     environment.setenv("PLAUDIT_RENDERED", "true")
     prompt, response = PAIRS[0]
     sample = SimpleNamespace(prompt=f"<bos>{prompt}", response=f"{response}<eos>", label=None)
-    assert asyncio.run(slime.custom_rm(args, sample)) == pytest.approx(expected[0], abs=1e-5)
+    assert asyncio.run(slime.custom_rm(args, sample)) == pytest.approx(expected[0], abs=5e-5)
     environment.setenv("PLAUDIT_RENDERED", "yes")
     with pytest.raises(ConfigError, match="PLAUDIT_RENDERED"):
         asyncio.run(slime.custom_rm(args, sample))

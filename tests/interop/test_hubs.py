@@ -18,7 +18,7 @@ def test_openai(server: ServerProcess, answers: Chains) -> None:
     given = {"url": server.url, "key": "any", "model": "sums", "tokens": answers.rows, "texts": texts}
     found = run_client(".venv-interop", "openai_sdk", given)
     for way in ("tokens", "texts", "floats", "asynchronous"):
-        assert [row[0] for row in found[way]] == pytest.approx(answers.scores, abs=1e-5), way
+        assert [row[0] for row in found[way]] == pytest.approx(answers.scores, abs=5e-5), way
         assert all(len(row) == 1 for row in found[way])
     assert found["card"]["max_model_len"] == 256
     assert (found["unknown"]["class"], found["unknown"]["status"]) == ("NotFoundError", 404)
@@ -29,9 +29,9 @@ def test_openai(server: ServerProcess, answers: Chains) -> None:
 def test_huggingface_hub(server: ServerProcess, answers: Chains) -> None:
     texts = [text.removeprefix("<bos>") for text in answers.rendered]
     found = run_client(".venv-interop", "huggingface_hub_client", {"url": server.url, "texts": texts})
-    assert [row[0]["score"] for row in found["raw"]] == pytest.approx(answers.scores, abs=1e-5)
+    assert [row[0]["score"] for row in found["raw"]] == pytest.approx(answers.scores, abs=5e-5)
     assert {row[0]["label"] for row in found["raw"]} == {"reward"}
     chances = sigmoid(np.array(answers.scores)).tolist()
-    assert [row[0]["score"] for row in found["activated"]] == pytest.approx(chances, abs=1e-5)
-    assert found["asynchronous"] == pytest.approx(chances, abs=1e-5)
+    assert [row[0]["score"] for row in found["activated"]] == pytest.approx(chances, abs=5e-5)
+    assert found["asynchronous"] == pytest.approx(chances, abs=5e-5)
     assert found["refused"] == 413

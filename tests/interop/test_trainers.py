@@ -18,15 +18,15 @@ POLICY = ROOT / "plaudit" / "embedded" / "sums-policy"
 def test_openrlhf(server: ServerProcess, answers: Chains) -> None:
     urls = [f"{server.url}/get_reward"] * 3
     found = run_client(".venv-interop", "openrlhf_loops", {"urls": urls, "texts": answers.rendered})
-    assert [sample["reward"] for sample in found["samples"]] == pytest.approx(answers.scores, abs=1e-5)
+    assert [sample["reward"] for sample in found["samples"]] == pytest.approx(answers.scores, abs=5e-5)
     assert all(sample["score"] == sample["reward"] and sample["logs"] == {} for sample in found["samples"])
-    assert found["shards"] == pytest.approx(answers.scores, abs=1e-5)
+    assert found["shards"] == pytest.approx(answers.scores, abs=5e-5)
 
 
 def test_slime(server: ServerProcess, answers: Chains) -> None:
     given = {"url": f"{server.url}/remote_rm", "pairs": answers.pairs}
     found = run_client(".venv-interop", "slime_loop", given)
-    assert found["bare"] == found["keyed"] == pytest.approx(answers.scores, abs=1e-5)
+    assert found["bare"] == found["keyed"] == pytest.approx(answers.scores, abs=5e-5)
 
 
 def test_verl(server: ServerProcess, answers: Chains) -> None:
@@ -37,7 +37,7 @@ def test_verl(server: ServerProcess, answers: Chains) -> None:
     assert 400 <= found.pop("refused") < 500
     assert set(found) == {"use_activation", "activation", "embeddings"}
     for way, scores in found.items():
-        assert scores == pytest.approx(answers.scores, abs=1e-5), way
+        assert scores == pytest.approx(answers.scores, abs=5e-5), way
 
 
 @pytest.mark.parametrize(("trainer", "asynchronous"), [("grpo", False), ("grpo", True), ("rloo", False)])

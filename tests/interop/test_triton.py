@@ -21,9 +21,9 @@ def test_tritonclient(server: ServerProcess, answers: Chains) -> None:
     assert {"sums", "reward_model"} <= {entry["name"] for entry in found["index"]}
     assert set(found["infer"]) == {"binary=True", "binary=False", "version", "gzip", "deflate", "async"}
     for way, rewards in found["infer"].items():
-        assert rewards == pytest.approx(answers.scores, abs=1e-5), way
+        assert rewards == pytest.approx(answers.scores, abs=5e-5), way
     for way, rewards in found["sentences"].items():
-        assert rewards == pytest.approx(answers.open_scores, abs=1e-5), way
+        assert rewards == pytest.approx(answers.open_scores, abs=5e-5), way
     assert found["exceeded"] == [[0]] * len(answers.open)
     assert found["long"] == [[1]]
     assert found["id"] == "mine"
@@ -45,8 +45,8 @@ def test_nemo_aligner(server: ServerProcess, answers: Chains) -> None:
     assert found["outputs"] == ["rewards", "exceeded"]
     assert found["max_batch_size"] == 4096
     assert (found["shape"], found["dtype"]) == ([40, 1], "float32")
-    assert found["batch"] == found["rollout"] == pytest.approx(answers.scores, abs=1e-5)
-    assert found["sample"] == pytest.approx(answers.scores[:1], abs=1e-5)
+    assert found["batch"] == found["rollout"] == pytest.approx(answers.scores, abs=5e-5)
+    assert found["sample"] == pytest.approx(answers.scores[:1], abs=5e-5)
     assert "999" in found["refused"]
-    assert found["sentences"] == pytest.approx(answers.open_scores * 8, abs=1e-5)
+    assert found["sentences"] == pytest.approx(answers.open_scores * 8, abs=5e-5)
     assert found["exceeded"] == [0] * 320

@@ -249,7 +249,7 @@ def test_rloo_differs_in_the_value_of_its_loss_alone(world: World) -> None:
     loss, _, advantages = ours(case, world, 10**6)
     lengths = torch.tensor([float(len(sample.token_ids)) for sample in world.samples["plain"]])
     assert world.found["rloo"]["loss"] == pytest.approx(-advantages.mean().item(), abs=1e-6)
-    assert loss == pytest.approx(-(advantages * lengths).mean().item(), abs=1e-5)
+    assert loss == pytest.approx(-(advantages * lengths).mean().item(), abs=5e-5)
 
 
 def test_equal_rewards_give_exactly_nothing(world: World) -> None:

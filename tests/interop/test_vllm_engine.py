@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.errors import ProbeFailed, RequestError, StaleWeights, WeightsRefused
+from plaudit.errors import ProbeFailed, RequestError, RunError, StaleWeights, WeightsRefused
 from plaudit.models import load_any, new_llama, save
 from plaudit.place.channels.channel import Channel
 from plaudit.place.channels.collective import CollectiveChannel
@@ -260,7 +260,7 @@ def test_a_run_on_it_reports_the_difference_and_one_without_updates_ends(
     for seen in viewer.seen:
         assert seen["mismatch/abs_max"] < TOLERANCE
         assert seen["probe/abs_max"] < TOLERANCE
-    with pytest.raises(ProbeFailed, match="does not use these weights"):
+    with pytest.raises(RunError, match="does not use these weights"):
         train(tmp_path / "off", Silent(), engine={"name": "vllm", "url": engine.url, "update": False}, **common)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from plaudit.errors import ConfigError, ProbeFailed, RunError
+from plaudit.errors import ConfigError, RunError
 from plaudit.place.engines import http_engine
 from plaudit.place.engines.engine_server import EngineServer, free_port
 from plaudit.rl.loop import RlTraining
@@ -59,7 +59,7 @@ def test_a_run_reports_how_far_its_engine_is_from_the_learner(url: str, tmp_path
 
 
 def test_a_run_whose_engines_are_not_updated_ends(url: str, tmp_path: Path) -> None:
-    with pytest.raises(ProbeFailed, match="sent version 1 and its log-probs have moved by"):
+    with pytest.raises(RunError, match="sent version 1 and its log-probs have moved by"):
         train(tmp_path / "run", Silent(), engine=engine(url, update=False))
 
 

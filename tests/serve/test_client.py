@@ -58,13 +58,13 @@ def test_all_forms_give_the_scores_of_the_model_in_process(server: ServerProcess
     local = load_reward("sums").score(items)
     with RewardClient(server.url, model="sums") as client:
         results = client.score(items)
-        assert np.allclose(values(results), values(local), atol=1e-5)  # type: ignore[arg-type]
+        assert np.allclose(values(results), values(local), atol=5e-5)  # type: ignore[arg-type]
         assert {r.version for r in results} == {local[0].version}
         prompt, responses = items[0].prompt, [item.response for item in items[:5]]
         group = client.score([(prompt, responses)])  # type: ignore[list-item]
         assert values(group) == values(client.score([{"prompt": prompt, "responses": responses}]))
         mixed = client.score([{"text": "1+2=#3"}, (str(prompt), str(responses[0])), {"tokens": [1, 12, 14]}, items[1]])
-        assert np.allclose(values(mixed)[1::2], values(local)[:2], atol=1e-5)  # type: ignore[arg-type]
+        assert np.allclose(values(mixed)[1::2], values(local)[:2], atol=5e-5)  # type: ignore[arg-type]
         assert client.submit(items[:3]).result(60) == client.score(items[:3])
         assert client.score([]) == []
 
@@ -104,7 +104,7 @@ def test_async_calls_run_side_by_side(server: ServerProcess) -> None:
 
     alone = values([result for results in asyncio.run(calls()) for result in results])
     with RewardClient(server.url, model="sums") as client:
-        assert np.allclose(alone, values(client.score(chains(200))), atol=1e-5)  # type: ignore[arg-type]
+        assert np.allclose(alone, values(client.score(chains(200))), atol=5e-5)  # type: ignore[arg-type]
 
 
 def test_a_server_killed_under_load_loses_no_item_and_no_order(server: ServerProcess) -> None:
@@ -122,8 +122,8 @@ def test_a_server_killed_under_load_loses_no_item_and_no_order(server: ServerPro
         afterwards = values(client.score(items[:300]))
     with RewardClient(server.url, model="sums") as client:
         expected = values(client.score(items))
-    assert np.allclose(results, expected, atol=1e-5)  # type: ignore[arg-type]
-    assert np.allclose(afterwards, expected[:300], atol=1e-5)  # type: ignore[arg-type]
+    assert np.allclose(results, expected, atol=5e-5)  # type: ignore[arg-type]
+    assert np.allclose(afterwards, expected[:300], atol=5e-5)  # type: ignore[arg-type]
 
 
 # What is sent

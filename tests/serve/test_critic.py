@@ -105,12 +105,12 @@ def test_values_are_those_of_the_saved_model_computed_plainly(
     for at, row in enumerate(rows):
         with torch.no_grad():
             expected = model(torch.tensor([row]))[0]
-        assert values[at, : len(row)] == pytest.approx(expected.numpy(), abs=1e-5)
+        assert values[at, : len(row)] == pytest.approx(expected.numpy(), abs=5e-5)
         assert not values[at, len(row) :].any()
     # The same by any width of padding, alone, and by sentences.
     wide = critic.values(rows, 100)
-    assert wide[:, :64] == pytest.approx(values, abs=1e-5)
-    assert critic.values(rows[:1])[0] == pytest.approx(values[0], abs=1e-5)
+    assert wide[:, :64] == pytest.approx(values, abs=5e-5)
+    assert critic.values(rows[:1])[0] == pytest.approx(values[0], abs=5e-5)
 
 
 def test_the_loss_is_the_clipped_value_loss_and_falls(
@@ -124,7 +124,7 @@ def test_the_loss_is_the_clipped_value_loss_and_falls(
         parts = (torch.from_numpy(np.array(t)) for t in (now, teach["prev_values"], teach["returns"]))
         expected = value_loss(*parts, 0.2)[mask].mean().item()
         losses.append(critic.train(teach))
-        assert losses[-1] == pytest.approx(expected, abs=1e-5)
+        assert losses[-1] == pytest.approx(expected, abs=5e-5)
     assert losses[-1] < 0.8 * losses[0]
     assert critic.state()["updates"] == 8
     assert critic.metric("plaudit_critic_updates") == 8
@@ -168,7 +168,7 @@ def test_rewards_come_in_the_same_call(rows: list[list[int]]) -> None:
         given = critic.ask("critic_infer", padded(rows))
         expected = [score.value for score in load_reward("sums").score([Item(tokens=tuple(row)) for row in rows])]
         assert given.tensors["rewards"].shape == (12, 1)
-        assert given.tensors["rewards"].flatten().tolist() == pytest.approx(expected, abs=1e-5)
+        assert given.tensors["rewards"].flatten().tolist() == pytest.approx(expected, abs=5e-5)
         assert given.tensors["values"].shape == (12, 64)
         outputs = critic.http.get("/v2/models/critic_infer").json()["outputs"]
         assert [output["name"] for output in outputs] == ["values", "rewards"]

@@ -113,9 +113,9 @@ def test_a_path_that_grows_has_a_score_for_every_tag_whatever_is_cached(
         text += step
         expected = by_tag(module, tokenizer.encode(text), tag)
         assert len(expected) == depth
-        assert client.score(text, tag) == pytest.approx(expected.tolist(), abs=1e-5)
+        assert client.score(text, tag) == pytest.approx(expected.tolist(), abs=5e-5)
     # The fork answers the same text sent again with an empty list.
-    assert client.score(text, tag) == client.score(text, tag) == pytest.approx(expected.tolist(), abs=1e-5)
+    assert client.score(text, tag) == client.score(text, tag) == pytest.approx(expected.tolist(), abs=5e-5)
 
 
 def test_a_step_more_costs_that_step(
@@ -165,7 +165,7 @@ def test_a_step_more_costs_that_step_through_other_doors(
 def test_the_scores_are_those_of_the_native_route(server: ServerProcess, client: RuntimeEndpoint, tag: int) -> None:
     text = f"{QUESTION} " + "".join(STEPS)
     reply = server.rewards([{"text": text}], "llemma-prm", steps=True).json()
-    assert client.score(text, tag) == pytest.approx(reply["items"][0]["steps"][0], abs=1e-5)
+    assert client.score(text, tag) == pytest.approx(reply["items"][0]["steps"][0], abs=5e-5)
 
 
 def test_two_tokens_at_every_tag_or_at_a_position(
@@ -176,10 +176,10 @@ def test_two_tokens_at_every_tag_or_at_a_position(
     plus, minus = (int(tokenizer.convert_tokens_to_ids(t)) for t in ("▁+", "▁-"))
     assert (plus - minus) % 2  # of the two rows that the head has, one each
     at = [i for i, token in enumerate(ids) if token == tag]
-    assert client.score(text, [plus, minus, tag]) == pytest.approx(by_pair(module, ids, at, [plus, minus]), abs=1e-5)
+    assert client.score(text, [plus, minus, tag]) == pytest.approx(by_pair(module, ids, at, [plus, minus]), abs=5e-5)
     for back in (1, 3, len(ids)):
         expected = by_pair(module, ids, [len(ids) - back], [plus, minus])
-        assert client.score(text, [plus, minus, -back]) == pytest.approx(expected, abs=1e-5)
+        assert client.score(text, [plus, minus, -back]) == pytest.approx(expected, abs=5e-5)
 
 
 def test_requests_at_the_same_time_do_not_mix(
@@ -199,7 +199,7 @@ def test_requests_at_the_same_time_do_not_mix(
             expected = by_pair(module, ids, [p for p, t in enumerate(ids) if t == require[2]], require[:2])
         else:
             expected = by_pair(module, ids, [len(ids) + require[2]], require[:2])
-        assert scores == pytest.approx(expected, abs=1e-5)
+        assert scores == pytest.approx(expected, abs=5e-5)
 
 
 def test_a_list_is_answered_with_a_list_and_options_stand_anywhere(

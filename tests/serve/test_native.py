@@ -45,18 +45,18 @@ def test_alone_batched_and_grouped_scores_are_those_of_the_model_in_process(
 ) -> None:
     pairs = chains(24)
     batched = server.rewards([{"prompt": p, "responses": [r]} for p, r in pairs], model, cache=False).json()["items"]
-    assert np.allclose([i["scores"][0] for i in batched], local[model], atol=1e-5)
+    assert np.allclose([i["scores"][0] for i in batched], local[model], atol=5e-5)
     alone = [server.rewards([{"prompt": p, "responses": [r]}], model, cache=False).json() for p, r in pairs]
-    assert np.allclose([reply["items"][0]["scores"][0] for reply in alone], local[model], atol=1e-5)
+    assert np.allclose([reply["items"][0]["scores"][0] for reply in alone], local[model], atol=5e-5)
     cached = server.rewards([{"prompt": p, "responses": [r]} for p, r in pairs], model).json()["items"]
     again = server.rewards([{"prompt": p, "responses": [r]} for p, r in pairs], model).json()["items"]
-    assert np.allclose([i["scores"][0] for i in cached], local[model], atol=1e-5)
+    assert np.allclose([i["scores"][0] for i in cached], local[model], atol=5e-5)
     assert [i["scores"] for i in again] == [i["scores"] for i in cached]
     prompt = pairs[0][0]
     responses = [r for _, r in pairs[:8]]
     group = server.rewards([{"prompt": prompt, "responses": responses}], model, cache=False).json()["items"][0]
     single = [server.rewards([{"prompt": prompt, "responses": [r]}], model, cache=False).json() for r in responses]
-    assert np.allclose(group["scores"], [s["items"][0]["scores"][0] for s in single], atol=1e-5)
+    assert np.allclose(group["scores"], [s["items"][0]["scores"][0] for s in single], atol=5e-5)
 
 
 def test_tokens_text_and_binary_give_the_score_of_the_prompt_and_response(server: ServerProcess) -> None:
@@ -67,9 +67,9 @@ def test_tokens_text_and_binary_give_the_score_of_the_prompt_and_response(server
     ids = [[*tokenizer.encode(p + r), tokenizer.eos_token_id] for p, r in pairs]
     expected = [server.score(p, r) for p, r in pairs]
     as_tokens = server.rewards([{"tokens": t} for t in ids]).json()["items"]
-    assert np.allclose([i["scores"][0] for i in as_tokens], expected, atol=1e-5)
+    assert np.allclose([i["scores"][0] for i in as_tokens], expected, atol=5e-5)
     as_text = server.rewards([{"text": p + r + tokenizer.eos_token} for p, r in pairs]).json()["items"]
-    assert np.allclose([i["scores"][0] for i in as_text], expected, atol=1e-5)
+    assert np.allclose([i["scores"][0] for i in as_text], expected, atol=5e-5)
     offsets = np.cumsum([0, *map(len, ids)], dtype="<u4")
     body = (
         struct.pack("<I", len(ids))
@@ -82,7 +82,7 @@ def test_tokens_text_and_binary_give_the_score_of_the_prompt_and_response(server
     assert reply.status_code == 200, reply.text
     (count,) = struct.unpack_from("<I", reply.content)
     assert count == len(ids)
-    assert np.allclose(np.frombuffer(reply.content, "<f4", count, 4), expected, atol=1e-5)
+    assert np.allclose(np.frombuffer(reply.content, "<f4", count, 4), expected, atol=5e-5)
     tail = json.loads(reply.content[4 + 4 * count :])
     assert tail["model"] == "sums"
     assert tail["errors"] == {}

@@ -61,20 +61,20 @@ def test_step_scores_are_those_of_plain_transformers(
     good, bad = tokenizer.encode("+ -")[1:]
     at = [i for i, token in enumerate(ids) if token == tokenizer.encode("ки")[-1]]
     expected = tiny.softmax(tiny.plain(module, ids)[at][:, [good, bad]])[:, 0].tolist()
-    assert value_inference("math-shepherd", text, server.url) == pytest.approx(expected, abs=1e-5)
+    assert value_inference("math-shepherd", text, server.url) == pytest.approx(expected, abs=5e-5)
     shorter = text[: text.index("ки") + 2]
     both = value_inference("math-shepherd", [text, shorter], server.url)
-    assert both[0] == pytest.approx(expected, abs=1e-5)
-    assert both[1] == pytest.approx(expected[:1], abs=1e-5)
+    assert both[0] == pytest.approx(expected, abs=5e-5)
+    assert both[1] == pytest.approx(expected[:1], abs=5e-5)
     reply = server.rewards([{"tokens": ids}], "math-shepherd", steps=True).json()
-    assert both[0] == pytest.approx(reply["items"][0]["steps"][0], abs=1e-5)
+    assert both[0] == pytest.approx(reply["items"][0]["steps"][0], abs=5e-5)
 
 
 @pytest.mark.parametrize("name", ["sums-steps", "prm"])
 def test_every_model_is_a_worker_of_its_own(server: ServerProcess, name: str) -> None:
     text = "3+4+5=3+4=7;7+5=12;"
     reply = server.rewards([{"text": text}], "sums-steps", steps=True).json()
-    assert value_inference(name, text, server.url) == pytest.approx(reply["items"][0]["steps"][0], abs=1e-5)
+    assert value_inference(name, text, server.url) == pytest.approx(reply["items"][0]["steps"][0], abs=5e-5)
 
 
 def test_the_controller_knows_its_models_and_no_others(server: ServerProcess) -> None:

@@ -162,7 +162,7 @@ def test_a_full_queue_refuses_at_once_and_answers_what_it_took(
         assert int(reply.headers["retry-after"]) >= 1
     for reply, right in zip(replies, expected, strict=True):
         if reply.result() not in refused:
-            assert scores(reply.result()) == pytest.approx(right, abs=1e-5)
+            assert scores(reply.result()) == pytest.approx(right, abs=5e-5)
     assert server.metric("plaudit_rejected_total", reason="overload") >= len(refused)
 
 

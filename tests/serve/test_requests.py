@@ -92,7 +92,7 @@ def test_content_types(target: Target) -> None:
         target.refused(target.post(body, content_type=kind), 415, "unsupported_type")
     assert target.post(body, content_type="application/json; charset=utf-8").status_code == 200
     unnamed = f"POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    assert target.raw(unnamed).json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-5)]
+    assert target.raw(unnamed).json()["items"][0]["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
 def test_deep_json(target: Target) -> None:
@@ -105,7 +105,7 @@ def test_deep_json(target: Target) -> None:
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "#12"}]
         reply = target.server.rewards([{"messages": messages}, KNOWN])
         assert reply.status_code == 200, reply.text
-        assert reply.json()["items"][1]["scores"] == [pytest.approx(target.known, abs=1e-5)]
+        assert reply.json()["items"][1]["scores"] == [pytest.approx(target.known, abs=5e-5)]
         target.sound()
 
 
@@ -126,7 +126,7 @@ def test_chunked_bodies(target: Target) -> None:
     body = json.dumps({"items": [KNOWN]}).encode()
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:9], body[9:10], body[10:])) + b"0\r\n\r\n"
     answer = target.raw(target.head("Transfer-Encoding: chunked") + b"\r\n" + chunks)
-    assert answer.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-5)]
+    assert answer.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=5e-5)]
     before = target.peak_bytes()
     endless = b"100000\r\n" + b" " * MEGABYTE + b"\r\n"
     target.refused(target.raw(target.head("Transfer-Encoding: chunked") + b"\r\n" + endless * 64), 413, "too_large")
@@ -154,7 +154,7 @@ def test_packed_bodies(target: Target) -> None:
     body = json.dumps({"items": [KNOWN]}).encode()
     for packed, coding in ((gzip.compress(body), "gzip"), (zlib.compress(body), "deflate")):
         reply = target.post(packed, content_encoding=coding)
-        assert reply.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=1e-5)]
+        assert reply.json()["items"][0]["scores"] == [pytest.approx(target.known, abs=5e-5)]
     packer = zlib.compressobj(9, wbits=-15)
     block = packer.compress(b" " * MEGABYTE) + packer.flush(zlib.Z_FULL_FLUSH)
     bomb = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + block * 1024
@@ -276,7 +276,7 @@ def test_longest_input(target: Target) -> None:
     target.item_refused({**text, "responses": ["1" * (POSITIONS - 3)]}, "too_long")
     cut = target.server.rewards([over], truncate="left").json()["items"][0]
     assert cut["truncated"] == [True]
-    assert cut["scores"] == [pytest.approx(scores(target, [at_limit])[0][0], abs=1e-5)]
+    assert cut["scores"] == [pytest.approx(scores(target, [at_limit])[0][0], abs=5e-5)]
 
 
 def test_input_longer_than_the_budget_of_a_step(target: Target) -> None:
@@ -287,7 +287,7 @@ def test_input_longer_than_the_budget_of_a_step(target: Target) -> None:
     pairs = [("3+4+5=", "3+4=7;7+5=12;#12" * n) for n in (1, 4, 12)]
     expected = [s.value for s in load_reward("sums").score([Item(prompt=p, response=r) for p, r in pairs])]  # type: ignore[union-attr]
     found = scores(target, [{"prompt": p, "responses": [r]} for p, r in pairs], cache=False)
-    assert np.allclose(np.concatenate(found), expected, atol=1e-5)
+    assert np.allclose(np.concatenate(found), expected, atol=5e-5)
 
 
 def test_one_bad_item_among_many(target: Target) -> None:
@@ -297,7 +297,7 @@ def test_one_bad_item_among_many(target: Target) -> None:
     for bad in ({"tokens": [10**6]}, {"texts": "1"}, 7, None, "1+2=3", {"prompt": 1, "responses": ["2"]}, {}):
         items = target.server.rewards([*good[:30], bad, *good[30:]], cache=False).json()["items"]
         assert set(items.pop(30)) == {"error"}
-        assert np.allclose(np.concatenate([i["scores"] for i in items]), np.concatenate(clean), atol=1e-5)
+        assert np.allclose(np.concatenate([i["scores"] for i in items]), np.concatenate(clean), atol=5e-5)
 
 
 def test_strange_text(target: Target) -> None:
@@ -312,7 +312,7 @@ def test_strange_text(target: Target) -> None:
         first, bad, last = reply.json()["items"]
         assert bad["error"]["type"] == "invalid_item"
         assert "Unicode" in bad["error"]["message"]
-        assert first["scores"] == last["scores"] == [pytest.approx(target.known, abs=1e-5)]
+        assert first["scores"] == last["scores"] == [pytest.approx(target.known, abs=5e-5)]
     pairs = '{"items": [{"prompt": "1+2=", "responses": ["\\ud83d\\ude00", "\\\\ud800"]}]}'
     assert len(target.post(pairs.encode()).json()["items"][0]["scores"]) == 2
     bytes_ = target.post(b'{"items": [' + good.encode() + b', {"text": "\xff\xfe"}]}').json()["items"]
@@ -354,7 +354,7 @@ def test_bad_tokens(target: Target, token: str) -> None:
     bad, good = reply.json()["items"]
     assert bad["error"]["type"] in ("bad_tokens", "invalid_item")
     clean_message(bad["error"]["message"])
-    assert good["scores"] == [pytest.approx(target.known, abs=1e-5)]
+    assert good["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
 def test_bad_binary_tokens(target: Target) -> None:
@@ -408,7 +408,7 @@ def test_model_that_gives_nan(target: Target) -> None:
     assert reply.status_code == 200
     assert b"NaN" not in reply.content
     good, bad, mixed = reply.json()["items"]
-    assert good["scores"] == [pytest.approx(target.known, abs=1e-5)]
+    assert good["scores"] == [pytest.approx(target.known, abs=5e-5)]
     assert bad["error"]["type"] == "nonfinite_score"
     assert mixed["scores"][0] is None
     assert np.isfinite(mixed["scores"][1])
@@ -451,7 +451,7 @@ def test_the_same_request_id_twice(target: Target) -> None:
     with ThreadPoolExecutor(12) as threads:
         replies = list(threads.map(ask, items))
     assert {reply["request_id"] for reply in replies} == {"same"}
-    assert np.allclose([reply["items"][0]["scores"][0] for reply in replies], expected, atol=1e-5)
+    assert np.allclose([reply["items"][0]["scores"][0] for reply in replies], expected, atol=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_bad_messages(target: Target, messages: Any) -> None:
     else:
         assert messages[0].get("content", 5) == 5  # this model's template writes what it is given
     assert "error" in opening or np.isfinite(opening["scores"]).all()
-    assert good["scores"] == [pytest.approx(target.known, abs=1e-5)]
+    assert good["scores"] == [pytest.approx(target.known, abs=5e-5)]
 
 
 def test_templates_in_requests(target: Target) -> None:

@@ -304,7 +304,7 @@ def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
         assert words in error["message"]
     good = [{"role": "user", "content": "3+4+5="}, {"role": "assistant", "content": KNOWN["responses"][0]}]
     scores = target.server.rewards([{"messages": good}]).json()["items"][0]["scores"]
-    assert scores == [pytest.approx(target.known, abs=1e-5)]
+    assert scores == [pytest.approx(target.known, abs=5e-5)]
 
 
 def test_many_items_of_an_endless_template_end_in_time(target: Target) -> None:

@@ -73,13 +73,13 @@ def test_a_reward_is_an_embedding_of_one_number(server: ServerProcess, path: str
     ids = [load_tokenizer("sums").encode(text) for text in TEXTS]
     expected = [native(server, row) for row in ids]
     one = asked(server, path, {"text": TEXTS[0], "model": "somebody-elses-name"}, method)
-    assert one["embedding"] == pytest.approx([expected[0]], abs=1e-5)
+    assert one["embedding"] == pytest.approx([expected[0]], abs=5e-5)
     assert one["meta_info"]["prompt_tokens"] == len(ids[0])
     assert one["meta_info"]["weight_version"].startswith("0-")
     for body in ({"text": TEXTS}, {"input_ids": ids}):
         found = asked(server, path, body, method)
-        assert [r["embedding"][0] for r in found] == pytest.approx(expected, abs=1e-5)
-    assert asked(server, path, {"input_ids": ids[1]}, method)["embedding"] == pytest.approx([expected[1]], abs=1e-5)
+        assert [r["embedding"][0] for r in found] == pytest.approx(expected, abs=5e-5)
+    assert asked(server, path, {"input_ids": ids[1]}, method)["embedding"] == pytest.approx([expected[1]], abs=5e-5)
     assert len(asked(server, path, {"text": TEXTS[:1]}, method)) == 1
 
 
@@ -88,15 +88,15 @@ def test_labels_come_raw_from_classify_and_as_chances_from_v1_classify(server: S
     ids = tiny.llama3().encode(text)
     logits = tiny.plain_class(module, ids)[-1]
     assert asked(server, "/classify", {"text": text, "model": "moods"})["embedding"] == pytest.approx(
-        logits.tolist(), abs=1e-5
+        logits.tolist(), abs=5e-5
     )
     (found,) = asked(server, "/v1/classify", {"input": text, "model": "moods"})["data"]
-    assert found["probs"] == pytest.approx(tiny.softmax(logits).tolist(), abs=1e-5)
+    assert found["probs"] == pytest.approx(tiny.softmax(logits).tolist(), abs=5e-5)
     assert found["label"] == LABELS[int(logits.argmax())]
     assert found["num_classes"] == 3
     assert "always 1" in refused(server, "/v1/classify", {"input": text})
     scored = asked(server, "/v1/score", {"query": "hello 1", "items": ["\nhell 2"], "model": "moods"})
-    assert scored["scores"][0] == pytest.approx(logits.tolist(), abs=1e-5)
+    assert scored["scores"][0] == pytest.approx(logits.tolist(), abs=5e-5)
     assert scored["object"] == "scoring"
 
 
@@ -164,13 +164,13 @@ def test_label_tokens_are_scored_by_their_chance(server: ServerProcess, policy: 
     logs = [row.tolist() for row in policy.score(ids, columns=labels, logprobs=True)]
     body = {"query": query, "items": items, "label_token_ids": labels, "model": "sums-policy"}
     plain = asked(server, "/v1/score", body)
-    assert np.allclose(plain["scores"], np.exp(logs), atol=1e-5)
+    assert np.allclose(plain["scores"], np.exp(logs), atol=5e-5)
     assert plain["usage"]["prompt_tokens"] == sum(map(len, ids))
     shares = asked(server, "/v1/score", {**body, "apply_softmax": True})["scores"]
-    assert np.allclose(shares, tiny.softmax(np.array(logs)), atol=1e-5)
+    assert np.allclose(shares, tiny.softmax(np.array(logs)), atol=5e-5)
     by_ids = {"query": ids[0], "items": [[], ids[1][-2:]], "label_token_ids": labels, "item_first": True}
     second = policy.score([ids[1][-2:] + ids[0]], columns=labels, logprobs=True)[0]
-    assert np.allclose(asked(server, "/v1/score", by_ids)["scores"], np.exp([logs[0], second]), atol=1e-5)
+    assert np.allclose(asked(server, "/v1/score", by_ids)["scores"], np.exp([logs[0], second]), atol=5e-5)
 
 
 def test_documents_come_back_best_first(server: ServerProcess) -> None:
@@ -181,7 +181,7 @@ def test_documents_come_back_best_first(server: ServerProcess) -> None:
         ask = {"query": "7+8=", "documents": documents}
         found = asked(server, path, ask) if path.startswith("/sglang") else server.http.put(path, json=ask).json()
         assert [r["index"] for r in found] == sorted(range(3), key=lambda i: -values[i])
-        assert [r["score"] for r in found] == pytest.approx(sorted(values, reverse=True), abs=1e-5)
+        assert [r["score"] for r in found] == pytest.approx(sorted(values, reverse=True), abs=5e-5)
         assert all(r["document"] == documents[r["index"]] for r in found)
     fewer = asked(
         server, "/sglang/v1/rerank", {"query": "7+8=", "documents": documents, "return_documents": False, "top_n": 1}
@@ -222,7 +222,7 @@ def test_bodies_that_are_not_sglangs_go_to_vllm(server: ServerProcess) -> None:
     text = TEXTS[0]
     raw = asked(server, "/classify", {"text": text})["embedding"][0]
     reply = asked(server, "/classify", {"input": text, "model": "sums", "use_activation": False})
-    assert reply["data"][0]["probs"] == pytest.approx([raw], abs=1e-5)
+    assert reply["data"][0]["probs"] == pytest.approx([raw], abs=5e-5)
     assert "results" in asked(server, "/v1/rerank", {"query": "7+8=", "documents": ["#15"], "model": "sums"})
 
 

@@ -48,11 +48,11 @@ def asked(server: ServerProcess, path: str, body: Any) -> Any:
 
 def test_predict_in_all_shapes(server: ServerProcess, rewards: list[float]) -> None:
     pair = asked(server, "/predict", {"inputs": ["1+2=", TEXTS[0]], "raw_scores": True})
-    assert pair == [{"score": pytest.approx(rewards[0], abs=1e-5), "label": "reward"}]
+    assert pair == [{"score": pytest.approx(rewards[0], abs=5e-5), "label": "reward"}]
     batch = asked(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS], "raw_scores": True})
-    assert [row[0]["score"] for row in batch] == pytest.approx(rewards, abs=1e-5)
+    assert [row[0]["score"] for row in batch] == pytest.approx(rewards, abs=5e-5)
     activated = asked(server, "/predict", {"inputs": [["1+2=", text] for text in TEXTS]})
-    assert [row[0]["score"] for row in activated] == pytest.approx(tiny.sigmoid(np.array(rewards)), abs=1e-5)
+    assert [row[0]["score"] for row in activated] == pytest.approx(tiny.sigmoid(np.array(rewards)), abs=5e-5)
     one = asked(server, "/predict", {"inputs": "1+2=3;#3"})
     assert (
         one
@@ -72,7 +72,7 @@ def test_texts_are_cut_only_where_asked(server: ServerProcess) -> None:
     for side, tokens in kept.items():
         body = {"inputs": digits, "raw_scores": True, "truncate": True, "truncation_direction": side}
         expected = server.rewards([{"tokens": tokens}]).json()["items"][0]["scores"][0]
-        assert asked(server, "/predict", body)[0]["score"] == pytest.approx(expected, abs=1e-5)
+        assert asked(server, "/predict", body)[0]["score"] == pytest.approx(expected, abs=5e-5)
 
 
 def test_rerank(server: ServerProcess, rewards: list[float]) -> None:
@@ -80,7 +80,7 @@ def test_rerank(server: ServerProcess, rewards: list[float]) -> None:
     order = np.argsort(rewards)[::-1].tolist()
     ranks = asked(server, "/rerank", body)
     assert [rank["index"] for rank in ranks] == order
-    assert [rank["score"] for rank in ranks] == pytest.approx([rewards[i] for i in order], abs=1e-5)
+    assert [rank["score"] for rank in ranks] == pytest.approx([rewards[i] for i in order], abs=5e-5)
     assert all(set(rank) == {"index", "score"} for rank in ranks)
     told = asked(server, "/rerank", {**body, "return_text": True})
     assert [rank["text"] for rank in told] == [TEXTS[i] for i in order]
@@ -121,10 +121,10 @@ def test_errors_are_tei_s(server: ServerProcess, path: str, body: dict[str, Any]
 def test_text_classification_as_huggingface_hub_asks(server: ServerProcess) -> None:
     raw = asked(server, "/", {"inputs": "1+2=3;#3", "parameters": {"function_to_apply": "none"}})
     expected = server.rewards([{"tokens": load_tokenizer("sums").encode("1+2=3;#3")}]).json()["items"][0]["scores"][0]
-    assert raw == [[{"score": pytest.approx(expected, abs=1e-5), "label": "reward"}]]
+    assert raw == [[{"score": pytest.approx(expected, abs=5e-5), "label": "reward"}]]
     several = asked(server, "/", {"inputs": ["1+2=3;#3", "#3"], "parameters": {"top_k": 1}})
     assert len(several) == 2
-    assert several[0][0]["score"] == pytest.approx(float(tiny.sigmoid(np.array(expected))), abs=1e-5)
+    assert several[0][0]["score"] == pytest.approx(float(tiny.sigmoid(np.array(expected))), abs=5e-5)
     assert "<html" in server.http.get("/").text
 
 
@@ -141,7 +141,7 @@ def test_infinity(server: ServerProcess, rewards: list[float], moods: Any) -> No
         reply = asked(server, path, body)
         order = np.argsort(rewards)[::-1].tolist()[:2]
         assert [r["index"] for r in reply["results"]] == order
-        assert [r["relevance_score"] for r in reply["results"]] == pytest.approx([rewards[i] for i in order], abs=1e-5)
+        assert [r["relevance_score"] for r in reply["results"]] == pytest.approx([rewards[i] for i in order], abs=5e-5)
         assert reply["results"][0]["document"] == TEXTS[order[0]]
     listed = server.http.get("/infinity/models").json()
     assert listed["data"][0]["id"] == "sums"

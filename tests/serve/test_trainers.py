@@ -60,7 +60,7 @@ def get_reward(server: ServerProcess, body: Any, query: str = "") -> dict[str, A
 def test_the_oldest_client_sends_queries_and_reads_rewards(
     server: ServerProcess, texts: list[str], expected: list[float]
 ) -> None:
-    assert get_reward(server, {"query": texts})["rewards"] == pytest.approx(expected, abs=1e-5)
+    assert get_reward(server, {"query": texts})["rewards"] == pytest.approx(expected, abs=5e-5)
 
 
 def test_the_middle_client_shards_a_batch_over_urls(
@@ -74,7 +74,7 @@ def test_the_middle_client_shards_a_batch_over_urls(
         reply = get_reward(server, {"query": shard, "prompts": ["p"] * len(shard), "labels": [None] * len(shard)})
         assert len(reply["rewards"]) == len(reply["scores"]) == len(shard)
         found += reply["rewards"]
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert found == pytest.approx(expected, abs=5e-5)
 
 
 def test_the_newest_client_sends_one_sample_and_empty_lists_to_the_other_urls(
@@ -86,7 +86,7 @@ def test_the_newest_client_sends_one_sample_and_empty_lists_to_the_other_urls(
         ]
         assert replies[1] == replies[2] == {"rewards": [], "scores": [], "extra_logs": {}}
         info = replies[0]
-        assert info["rewards"] == [pytest.approx(value, abs=1e-5)]
+        assert info["rewards"] == [pytest.approx(value, abs=5e-5)]
         assert info.get("scores", info["rewards"]) == info["rewards"]
 
 
@@ -95,7 +95,7 @@ def test_a_query_is_read_as_rendered_and_nothing_is_added(server: ServerProcess)
 
     ids = load_tokenizer("sums").encode("1+2=3", add_special_tokens=False)
     (native,) = server.rewards([{"tokens": ids}]).json()["items"][0]["scores"]
-    assert get_reward(server, {"query": ["1+2=3"]})["rewards"] == [pytest.approx(native, abs=1e-5)]
+    assert get_reward(server, {"query": ["1+2=3"]})["rewards"] == [pytest.approx(native, abs=5e-5)]
 
 
 def test_a_query_that_is_too_long_is_refused_or_cut_as_the_url_says(target: Target) -> None:
@@ -155,7 +155,7 @@ def test_slime_reads_a_bare_number(server: ServerProcess, expected: list[float])
     for (prompt, response), value in zip(chains(10), expected, strict=True):
         reward = remote_rm(server, {"prompt": prompt, "response": response, "label": None})
         assert isinstance(reward, float)
-        assert reward == pytest.approx(value, abs=1e-5)
+        assert reward == pytest.approx(value, abs=5e-5)
 
 
 def test_a_prompt_that_is_rendered_already_is_not_scored_as_text(server: ServerProcess, expected: list[float]) -> None:
@@ -173,13 +173,13 @@ def test_slime_reads_a_key_and_rendered_text(server: ServerProcess, expected: li
     prompt, response = chains(1)[0]
     sample = {"prompt": f"<bos>{prompt}", "response": f"{response}<eos>", "label": "7"}
     reply = remote_rm(server, sample, "?key=reward&rendered=true")
-    assert reply == {"reward": pytest.approx(expected[0], abs=1e-5)}
+    assert reply == {"reward": pytest.approx(expected[0], abs=5e-5)}
 
 
 def test_control_strings_in_a_sample_that_is_not_rendered_stay_text(server: ServerProcess) -> None:
     sample = {"prompt": "1+2=", "response": "1+2=3;#3<eos>", "label": None}
     (native,) = server.rewards([{"prompt": "1+2=", "responses": ["1+2=3;#3<eos>"]}]).json()["items"][0]["scores"]
-    assert remote_rm(server, sample) == pytest.approx(native, abs=1e-5)
+    assert remote_rm(server, sample) == pytest.approx(native, abs=5e-5)
     assert remote_rm(server, sample, "?rendered=true") != pytest.approx(native, abs=1e-3)
 
 

@@ -139,7 +139,7 @@ def test_json_tensors_have_the_native_scores(
 ) -> None:
     found = outputs_of(server.http.post(INFER, json=as_json(padded(rows), flat=flat)))
     assert found["rewards"].shape == (12, 1)
-    assert np.allclose(found["rewards"].flatten(), expected, atol=1e-5)
+    assert np.allclose(found["rewards"].flatten(), expected, atol=5e-5)
     assert found["exceeded"].tolist() == [[0]] * 12
 
 
@@ -152,7 +152,7 @@ def test_binary_tensors_of_any_integers_have_the_native_scores(
     reply = server.http.post(INFER, content=body, headers=headers)
     found = outputs_of(reply)
     assert set(found) == {"rewards"}
-    assert np.allclose(found["rewards"].flatten(), expected, atol=1e-5)
+    assert np.allclose(found["rewards"].flatten(), expected, atol=5e-5)
 
 
 def test_some_tensors_may_be_binary_and_others_json(
@@ -168,7 +168,7 @@ def test_some_tensors_may_be_binary_and_others_json(
     headers = {"inference-header-content-length": str(len(head))}
     found = outputs_of(server.http.post(INFER, content=head + data, headers=headers))
     assert list(found) == ["exceeded", "rewards"]
-    assert np.allclose(found["rewards"].flatten(), expected, atol=1e-5)
+    assert np.allclose(found["rewards"].flatten(), expected, atol=5e-5)
 
 
 def test_both_names_and_the_version_lead_to_the_model(server: ServerProcess, rows: list[list[int]]) -> None:
@@ -191,10 +191,10 @@ def test_packed_requests_and_replies(
     headers |= {"content-encoding": coding, "accept-encoding": coding}
     reply = server.http.post(INFER, content=packed, headers=headers)  # httpx unpacks
     assert reply.headers["content-encoding"] == coding
-    assert np.allclose(outputs_of(reply)["rewards"].flatten(), expected * 40, atol=1e-5)
+    assert np.allclose(outputs_of(reply)["rewards"].flatten(), expected * 40, atol=5e-5)
     small = server.http.post(INFER, content=packed, headers={**headers, "accept-encoding": "identity"})
     assert "content-encoding" not in small.headers
-    assert np.allclose(outputs_of(small)["rewards"].flatten(), expected * 40, atol=1e-5)
+    assert np.allclose(outputs_of(small)["rewards"].flatten(), expected * 40, atol=5e-5)
 
 
 def plain_ids(text: str) -> list[int]:
@@ -215,11 +215,11 @@ def test_sentences_are_read_without_begin_token_and_end_if_asked_to(server: Serv
         lambda tensors: server.http.post(INFER, content=as_binary(tensors)[0], headers=as_binary(tensors)[1]),
     ):
         found = outputs_of(send(sentences(text, f"{text}<eos>")))
-        assert np.allclose(found["rewards"].flatten(), native, atol=1e-5)
+        assert np.allclose(found["rewards"].flatten(), native, atol=5e-5)
         ended = outputs_of(send({**sentences(text, text), "add_EOS": np.array([[True], [False]])}))
-        assert np.allclose(ended["rewards"].flatten(), [native[1]] * 2, atol=1e-5)  # the first row speaks for all
+        assert np.allclose(ended["rewards"].flatten(), [native[1]] * 2, atol=5e-5)  # the first row speaks for all
         open_ended = outputs_of(send({**sentences(text), "add_EOS": np.array([[False]])}))
-        assert np.allclose(open_ended["rewards"].flatten(), native[:1], atol=1e-5)
+        assert np.allclose(open_ended["rewards"].flatten(), native[:1], atol=5e-5)
 
 
 def test_sentences_win_over_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
@@ -255,8 +255,8 @@ def test_attributes_stay_apart_where_an_alias_asks_for_it(server: ServerProcess)
     assert merged.shape == (2, 1)
     native = server.rewards([{"tokens": [5, 6, 7]}], model="moods").json()["items"][0]
     assert list(native["attributes"][0]) == ["angry", "calm", "glad"]
-    assert np.allclose(apart[0], list(native["attributes"][0].values()), atol=1e-5)
-    assert np.allclose(apart @ [0, 0.25, 1.0], merged[:, 0], atol=1e-5)
+    assert np.allclose(apart[0], list(native["attributes"][0].values()), atol=5e-5)
+    assert np.allclose(apart @ [0, 0.25, 1.0], merged[:, 0], atol=5e-5)
     assert server.http.get("/v2/models/annotator").json()["outputs"][0]["shape"] == [-1, -1]
     assert server.http.get("/v2/models/annotator/config").json()["output"][0]["dims"] == [-1]
 
@@ -458,7 +458,7 @@ def test_a_bad_row_fails_its_request_and_no_other(
         if number % 2:
             refused(reply, "row[1]", "999")
         else:
-            assert np.allclose(outputs_of(reply)["rewards"].flatten(), expected, atol=1e-5)
+            assert np.allclose(outputs_of(reply)["rewards"].flatten(), expected, atol=5e-5)
 
 
 def test_a_score_beyond_fp32_is_an_error_and_no_infinity() -> None:

@@ -85,16 +85,16 @@ def rows() -> list[list[int]]:
 def test_classify_gives_the_head_of_the_same_tokens(server: ServerProcess, rows: list[list[int]]) -> None:
     expected = np.array(raw_rewards(server, rows))
     reply = asked(server, "/classify", {"model": "sums", "input": rows, "use_activation": False})
-    assert np.allclose([d["probs"][0] for d in reply["data"]], expected, atol=1e-5)
+    assert np.allclose([d["probs"][0] for d in reply["data"]], expected, atol=5e-5)
     assert reply["object"] == "list"
     assert reply["model"] == "sums"
     assert reply["usage"]["prompt_tokens"] == sum(map(len, rows))
     activated = asked(server, "/classify", {"model": "sums", "input": rows})
-    assert np.allclose([d["probs"][0] for d in activated["data"]], tiny.sigmoid(expected), atol=1e-5)
+    assert np.allclose([d["probs"][0] for d in activated["data"]], tiny.sigmoid(expected), atol=5e-5)
     older = asked(server, "/classify", {"model": "sums", "input": rows, "activation": False})
     assert [d["probs"] for d in older["data"]] == [d["probs"] for d in reply["data"]]
     single = asked(server, "/classify", {"model": "sums", "input": rows[0], "use_activation": False})
-    assert np.allclose(single["data"][0]["probs"], expected[0], atol=1e-5)
+    assert np.allclose(single["data"][0]["probs"], expected[0], atol=5e-5)
 
 
 def test_texts_are_read_as_verl_sends_them(server: ServerProcess, rows: list[list[int]]) -> None:
@@ -102,9 +102,9 @@ def test_texts_are_read_as_verl_sends_them(server: ServerProcess, rows: list[lis
     expected = raw_rewards(server, rows)
     for model in ("sums", "verl-name", "reward_model", None):
         reply = asked(server, "/classify", {"model": model, "input": texts, "use_activation": False})
-        assert np.allclose([d["probs"][-1] for d in reply["data"]], expected, atol=1e-5)
+        assert np.allclose([d["probs"][-1] for d in reply["data"]], expected, atol=5e-5)
     embedded = asked(server, "/v1/embeddings", {"model": "sums", "input": texts})
-    assert np.allclose([d["embedding"][-1] for d in embedded["data"]], expected, atol=1e-5)
+    assert np.allclose([d["embedding"][-1] for d in embedded["data"]], expected, atol=5e-5)
 
 
 def test_a_model_answers_to_the_path_it_was_loaded_from(server: ServerProcess, moods: Any) -> None:
@@ -129,7 +129,7 @@ def test_several_labels_are_shown_as_they_are_and_softmaxed(server: ServerProces
     assert raw["label"] == LABELS[int(logits.argmax())]
     assert raw["num_classes"] == 3
     shares = asked(server, "/classify", {"model": "moods", "input": ids})["data"][0]["probs"]
-    assert np.allclose(shares, tiny.softmax(logits), atol=1e-5)
+    assert np.allclose(shares, tiny.softmax(logits), atol=5e-5)
 
 
 def test_conversations_go_through_the_template(server: ServerProcess, moods: Any) -> None:
@@ -187,7 +187,7 @@ def test_score_and_rerank(server: ServerProcess) -> None:
     expected = raw_rewards(server, [tokenizer("1+2=", document)["input_ids"] for document in documents])
     for path in ("/score", "/v1/score"):
         scores = [d["score"] for d in asked(server, path, body)["data"]]
-        assert np.allclose(scores, expected, atol=1e-5)
+        assert np.allclose(scores, expected, atol=5e-5)
     pairs = {"model": "sums", "text_1": ["1+2="] * 3, "text_2": documents, "use_activation": False}
     assert [d["score"] for d in asked(server, "/score", pairs)["data"]] == scores
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
@@ -366,10 +366,10 @@ def test_an_answer_of_tool_calls_alone_is_scored(server: ServerProcess, moods: A
         chat = [ask, {**answer, **content}]
         reply = asked(server, "/classify", {"model": "moods", "messages": chat, "use_activation": False})
         ids = tiny.llama3().apply_chat_template([ask, {"role": "assistant", "content": ""}], return_dict=False)
-        assert reply["data"][0]["probs"] == pytest.approx(tiny.plain_class(moods, ids)[-1].tolist(), abs=1e-5)
+        assert reply["data"][0]["probs"] == pytest.approx(tiny.plain_class(moods, ids)[-1].tolist(), abs=5e-5)
         item = server.rewards([{"messages": chat}], "moods").json()["items"][0]
         good, bad = reply["data"][0]["probs"][2], reply["data"][0]["probs"][0]
-        assert item["scores"][0] == pytest.approx(good - bad, abs=1e-5)
+        assert item["scores"][0] == pytest.approx(good - bad, abs=5e-5)
 
 
 def test_items_are_counted(server: ServerProcess) -> None:

@@ -143,7 +143,7 @@ def close(found: Path, expected: Path) -> None:
         for name in ("reward/mean", "length/mean", "policy/entropy", "kl/reference", "value/loss", "progress/tokens"):
             if name in wanted:
                 assert values[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
-        assert values["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=1e-3)
+        assert values["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=5e-3)
         # A mean of terms of the size of 1, which nearly cancel.
         assert values["policy/loss"] == pytest.approx(wanted["policy/loss"], abs=1e-5)
     for name, wanted in weights(expected).items():

@@ -86,7 +86,7 @@ def _shrink(config: Any) -> None:
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
             setattr(config, name, _shrunk_table(value))
         elif name in KEY_HEADS and isinstance(value, int):
-            setattr(config, name, 1 if value == 1 else HEADS if value == heads else HEADS // 2)
+            setattr(config, name, 1 if value == 1 else min(HEADS, value) if value == heads else HEADS // 2)
         elif name in SIZES:
             setattr(config, name, _shrunk_value(name, value))
         elif name.endswith(("token_id", "token_index")):
