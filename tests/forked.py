@@ -18,7 +18,7 @@ from pathlib import Path
 from plaudit.cli import main as command
 from plaudit.process.spawn import spawn
 
-RUN_SECONDS = 200.0
+RUN_SECONDS = 600.0
 
 
 class ForkedCommand:

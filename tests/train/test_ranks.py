@@ -101,9 +101,10 @@ def test_a_mesh_of_one_gpu_computes_what_a_plain_module_does(alone: dict[str, Up
 # Whole runs
 
 GRPO: dict[str, Any] = {"algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "train": {"prompts_per_step": 5}}
+# A low rate: Adam's first steps have the size of the rate whatever the gradient's, and spread rounding with it.
 PPO: dict[str, Any] = {
     "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
-    "train": {"prompts_per_step": 6, "minibatches": 2, "epochs": 2, "lr": 3e-4},
+    "train": {"prompts_per_step": 6, "minibatches": 2, "epochs": 2, "lr": 3e-5},
 }  # fmt: skip
 STEPS = {"steps": 4, "eval_every": 2, "show": 4, "checkpoint": {"every": 2}}
 
@@ -143,11 +144,11 @@ def close(found: Path, expected: Path) -> None:
         for name in ("reward/mean", "length/mean", "policy/entropy", "kl/reference", "value/loss", "progress/tokens"):
             if name in wanted:
                 assert values[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
-        assert values["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=5e-3)
+        assert values["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=1e-4)
         # A mean of terms of the size of 1, which nearly cancel.
         assert values["policy/loss"] == pytest.approx(wanted["policy/loss"], abs=1e-5)
     for name, wanted in weights(expected).items():
-        assert torch.allclose(weights(found)[name], wanted, atol=2e-4), name
+        assert torch.allclose(weights(found)[name], wanted, atol=2e-5), name
 
 
 @pytest.mark.parametrize(
@@ -226,6 +227,7 @@ def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_
     child.terminate()
     _, said = child.communicate(timeout=60)
     assert child.returncode == 2
+    assert "stopped by SIGTERM at step " in said
     assert "state saved: --resume goes on" in said
     assert (run / "checkpoints" / "latest").exists()
     before = len(steps(run))

@@ -13,13 +13,15 @@ from plaudit.records import Prompt, Sample
 from plaudit.train.rollouts.rollouts import Player, SampleScorer
 from plaudit.train.rollouts.scorer import RewardFailed
 from plaudit.train.run.ranks import Group
-from plaudit.train.run.signals import leave_on_signal
+from plaudit.train.run.signals import Interrupted, leave_on_signal
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     samples: tuple[Sample, ...] = ()
     error: str | None = None
+    interrupted: bool = False
+    """A signal came to this rank: the error is not one of rewards."""
 
 
 class SharedPlayer:
@@ -81,6 +83,8 @@ def _share_of(work: Callable[[], list[Sample]]) -> Share:
             return Share(tuple(work()))
     except RankLost:
         raise
+    except Interrupted as error:
+        return Share(error=str(error), interrupted=True)
     except PlauditError as error:
         return Share(error=str(error))
 
@@ -89,5 +93,5 @@ def _together(group: Group, mine: Share) -> list[Sample]:
     shares: list[Share] = group.gather_values(mine, Share)
     for rank, share in enumerate(shares):
         if share.error is not None:
-            raise RewardFailed(f"rank {rank}: {share.error}")
+            raise (Interrupted if share.interrupted else RewardFailed)(f"rank {rank}: {share.error}")
     return [sample for share in shares for sample in share.samples]

@@ -115,7 +115,9 @@ def _wait(children: Sequence[Child]) -> int:
             f"plaudit: nothing was heard from rank {named}; --resume goes on from the last checkpoint", file=sys.stderr
         )
     elif cause.rank != 0 or code < 0:
-        print(f"plaudit: rank {cause.rank} {cause.end()}; --resume goes on from the last checkpoint", file=sys.stderr)
+        end = cause.end()
+        cure = "" if "--resume" in end else "; --resume goes on from the last checkpoint"
+        print(f"plaudit: rank {cause.rank} {end}{cure}", file=sys.stderr)
     return int(code) if code > 0 else 1
 
 
