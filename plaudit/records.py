@@ -13,12 +13,20 @@ Z_95 = 1.96  # standard errors to either side of a mean: its 95 % interval
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a policy is asked. `truth` is whatever the task's rule needs to check an answer."""
+    """What a policy is asked. `truth` is whatever the task's rule needs to check an answer, `truth_key` its column in a
+    data file, and `extra` has the other columns, and the messages of a conversation."""
 
     text: str
     token_ids: tuple[int, ...] | None = None
     truth: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    truth_key: str = "truth"
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What its row has beside the prompt, by name."""
+        others = {name: value for name, value in self.extra.items() if name != "messages"}
+        return others if self.truth is None else {self.truth_key: self.truth, **others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,8 @@ class Item:
     tokens    token ids, taken as they are
     truth     what a rule needs to check the response
     truncate  the side that may be cut if the item is too long; without it too long is an error
+    columns   of the row of data that the prompt is from, for rules that read them; no server is told
+    group     neighbours with the same number are responses to one prompt, for rules that see them together
     """
 
     prompt: str | tuple[Mapping[str, Any], ...] | None = None
@@ -49,6 +59,8 @@ class Item:
     tokens: tuple[int, ...] | None = None
     truth: Any = None
     truncate: Literal["left", "right"] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    group: int | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.response is None):

@@ -126,7 +126,8 @@ class RuleTable(Table):
     exact     the answer equals the truth, white space around both aside
     math      the answer equals the truth as mathematics (extra `verify`)
     gym       what the reasoning-gym task that set the prompt gives for the answer (extra `verify`)
-    function  what a Python function returns: f(prompt, response, truth) -> float
+    function  what a Python function returns: f(prompt, response, truth) -> float, with columns of the row by name, or
+              f(prompt, responses, truth) -> list; TRL's and verl's signatures are understood (docs/rewards.md)
     """
 
     kind: Literal["rule"] = "rule"

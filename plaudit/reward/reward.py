@@ -10,6 +10,18 @@ from plaudit.records import Item, Score, StepScores
 Result = Score | StepScores
 
 
+def cuts(groups: Sequence[int], parts: int) -> list[int]:
+    """Where to cut neighbours into `parts` that differ little in size and keep each group whole."""
+    count = len(groups)
+    places = [0]
+    for part in range(1, parts):
+        place = max(places[-1], count * part // parts)
+        while 0 < place < count and groups[place] == groups[place - 1]:
+            place += 1
+        places.append(place)
+    return [*places, count]
+
+
 class Reward(Protocol):
     def score(self, items: Sequence[Item]) -> list[Result]:
         """A result for every item, in order. One that cannot be scored has an error, and the others their scores."""

@@ -19,6 +19,8 @@ from plaudit.models import load_policy
 from plaudit.records import Item, ItemError, Score
 from plaudit.report.history import read_history
 from plaudit.rl.loop import RlTraining
+from plaudit.train.data.answered import prompt_of
+from plaudit.train.rollouts.dump import Dump
 from plaudit.train.run import overdue
 from plaudit.train.run.run import Run
 from plaudit.train.run.signals import Interrupted
@@ -361,6 +363,37 @@ def test_a_reward_function_that_goes_wrong_is_told_in_words_and_costs_its_respon
     said = r"^step 0: 4 of 4 responses have no reward \(max_errors = 0.5\); 4 times: rule_failed: the rule gave str, "
     with pytest.raises(RunError, match=said + "expected a number; mend the reward; the state is saved: --resume"):
         train(tmp_path / "every", recipe(train={"steps": 1, "prompts_per_step": 1}, reward=every))
+
+
+GROUP = """
+def longest(prompt, responses, truth, sum, level):
+    assert sum == truth and level == len(prompt) and len(responses) == 3, (sum, truth, level, prompt, responses)
+    most = max(map(len, responses))
+    return [level + float(len(each) == most) for each in responses]
+"""
+
+
+@pytest.mark.parametrize("placement", [{}, {"name": "async", "staleness": 1}])
+def test_a_reward_function_sees_the_columns_of_the_row_and_the_whole_group(
+    tmp_path: Path, placement: dict[str, Any]
+) -> None:
+    (tmp_path / "mine.py").write_text(GROUP)
+    rows = [{"prompt": f"{i}+{'1+' * (i % 3)}2=", "sum": i + 2 + i % 3} for i in range(1, 9)]
+    lines = [json.dumps({**row, "level": len(str(row["prompt"]))}) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    tree = recipe(
+        data={"path": str(tmp_path / "rows.jsonl"), "truth": "sum", "world": None},
+        reward={"rule": "function", "function": f"{tmp_path / 'mine.py'}:longest", "on_error": "halt"},
+        train={"steps": 2, "prompts_per_step": 3, "samples_per_prompt": 3, "dump": True, "eval_samples": 3},
+        placement=placement,
+    )  # fmt: skip
+    train(tmp_path / "run", tree)
+    for step in (1, 2):
+        samples, _ = Dump.find(tmp_path / "run").read(step)
+        for group in (samples[i : i + 3] for i in range(0, 9, 3)):
+            asked, most = prompt_of(group[0]), max(len(sample.text) for sample in group)
+            assert asked.columns["sum"] == asked.truth
+            assert [s.reward for s in group] == [len(asked.text) + float(len(s.text) == most) for s in group]
 
 
 def lengths(asked: Asked) -> dict[str, Any]:

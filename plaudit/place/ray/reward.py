@@ -19,7 +19,7 @@ from plaudit.errors import PlauditError, one_line
 from plaudit.place.ray.cluster import bundles_of, import_ray, in_bundle, own_group
 from plaudit.process.guard import guard_this_process
 from plaudit.records import Item
-from plaudit.reward.reward import Result, Reward
+from plaudit.reward.reward import Result, Reward, cuts
 from plaudit.train.rollouts.scorer import RewardFailed, local_reward
 from plaudit.train.run.overdue import Warn
 
@@ -63,9 +63,8 @@ class RayReward:
         if not items:
             return []
         with self._asking:
-            count, size = len(items), len(self._actors)
-            cuts = [count * i // size for i in range(size + 1)]
-            pieces = [list(items[a:b]) for a, b in pairwise(cuts)]
+            groups = [place if item.group is None else item.group for place, item in enumerate(items)]
+            pieces = [list(items[a:b]) for a, b in pairwise(cuts(groups, len(self._actors)))]
             pending = [
                 (bundle, piece, self._actors[bundle].score.remote(piece))
                 for bundle, piece in zip(list(self._actors), pieces, strict=True)

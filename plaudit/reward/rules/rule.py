@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,27 @@ class RuleReward:
             self.close()
             raise
         self.mechanism = hello["mechanism"]
+        self.batched: bool = hello["batched"]
+        self._columns: list[str] | None = hello["columns"]
+        self._required: list[str] = hello["required"]
+        if exposed and (self.batched or self._required):
+            wanted = "all responses to a prompt" if self.batched else f"the columns {', '.join(self._required)}"
+            self.close()
+            raise ConfigError(
+                f"the function {table.function!r} reads {wanted}, which a server is not told; give it to the run "
+                'itself: [reward] rule = "function"'
+            )
         self.version = f"0-{digest(table, hello['source'], libraries=LIBRARIES.get(table.rule, ()))}"
 
     def score(self, items: Sequence[Item]) -> list[Result]:
-        size = min(TOGETHER, max(1, -(-len(items) // self.table.processes)))
-        parts = [items[start : start + size] for start in range(0, len(items), size)]
+        if self.batched:
+            keys = (-1 - place if item.group is None else item.group for place, item in enumerate(items))
+            parts: list[Sequence[Item]] = [
+                [item for _, item in group] for _, group in groupby(zip(keys, items, strict=True), lambda pair: pair[0])
+            ]
+        else:
+            size = min(TOGETHER, max(1, -(-len(items) // self.table.processes)))
+            parts = [items[start : start + size] for start in range(0, len(items), size)]
         return [result for part in self._threads.map(self._score, parts) for result in part]
 
     def close(self) -> None:
@@ -85,14 +102,17 @@ class RuleReward:
         self._threads.shutdown(wait=False)
 
     def _score(self, items: Sequence[Item]) -> list[Result]:
-        requests = [_line(item) for item in items]
-        lines = [line for line in requests if isinstance(line, bytes)]
+        requests = [self._request(item) for item in items]
+        asked = [request for request in requests if isinstance(request, _Request)]
+        lines, together = [request.line for request in asked], 1
+        if self.batched and asked:
+            lines, together = [asked[0].of_all([request.response for request in asked])], len(asked)
         worker = self._idle.get()
         try:
-            replies = iter(worker.ask(lines))
+            replies = iter(worker.ask(lines, together))
         finally:
             self._idle.put(worker)
-        answers = (next(replies) if isinstance(line, bytes) else line for line in requests)
+        answers = (next(replies) if isinstance(request, _Request) else request for request in requests)
         return [
             Score(error=reply, version=self.version)
             if isinstance(reply, ItemError)
@@ -100,17 +120,38 @@ class RuleReward:
             for reply in answers
         ]
 
+    def _request(self, item: Item) -> _Request | ItemError:
+        """What a worker is asked, or why it cannot be."""
+        turn = prompt_and_response(item)
+        if isinstance(turn, ItemError):
+            return turn
+        wanted = item.columns if self._columns is None else self._columns
+        columns = {name: item.columns[name] for name in wanted if name in item.columns}
+        if missing := [name for name in self._required if name not in columns]:
+            there = ", ".join(sorted(map(str, item.columns))) or "none"
+            return ItemError("no_column", f"the rule reads the column {missing[0]!r}; the row's columns are: {there}")
+        for name, value in columns.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                return ItemError("bad_column", f"the rule reads the column {name!r}, which must be JSON: {error}")
+        try:
+            return _Request(*turn, item.truth, columns)
+        except (TypeError, ValueError) as error:
+            return ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
 
-def _line(item: Item) -> bytes | ItemError:
-    """What a worker is asked, or why it cannot be."""
-    turn = prompt_and_response(item)
-    if isinstance(turn, ItemError):
-        return turn
-    prompt, response = turn
-    try:
-        return json.dumps({"prompt": prompt, "response": response, "truth": item.truth}).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        return ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
+
+class _Request:
+    def __init__(self, prompt: Any, response: str, truth: Any, columns: Mapping[str, Any]) -> None:
+        self.response = response
+        self._about = {"prompt": prompt, "truth": truth, "columns": columns}
+        self.line = self._line(response=response)
+
+    def of_all(self, responses: Sequence[str]) -> bytes:
+        return self._line(responses=responses)
+
+    def _line(self, **answers: Any) -> bytes:
+        return json.dumps({**self._about, **answers}).encode() + b"\n"
 
 
 def prompt_and_response(item: Item) -> tuple[Any, str] | ItemError:
@@ -140,7 +181,7 @@ class _Worker:
         self._closed = False
         self._lock = threading.Lock()
 
-    def start(self) -> dict[str, str]:
+    def start(self) -> dict[str, Any]:
         """What the process says of itself."""
         # As the caller finds modules, so does the function's process; -P keeps this folder's own names out of it.
         search_path = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
@@ -155,7 +196,7 @@ class _Worker:
         asked = {**self.table.model_dump(), "sandboxed": self._sandboxed, "sandbox_required": self._required}
         line = json.dumps(asked).encode() + b"\n"
         replies, _ = exchange_lines(*pipes(self._process), line, 1, START_SECONDS)
-        hello: dict[str, str] = json.loads(replies[0]) if replies else {"fault": "its process died or took too long"}
+        hello: dict[str, Any] = json.loads(replies[0]) if replies else {"fault": "its process died or took too long"}
         if fault := hello["fault"]:
             self._end()
             wanting = "math_verify" in fault or "reasoning_gym" in fault
@@ -164,33 +205,34 @@ class _Worker:
         self._sandboxed = bool(hello["mechanism"])
         return hello
 
-    def ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
-        """Answers in order. One that the process does not survive is an error; those behind it have a new process."""
+    def ask(self, lines: Sequence[bytes], together: int = 1) -> list[float | ItemError]:
+        """Answers in order, `together` of them to a line. One that the process does not survive is an error; those
+        behind it have a new process."""
         with self._lock:
             answers: list[float | ItemError] = []
-            while len(answers) < len(lines):
-                answers += self._ask(lines[len(answers) :])
+            while (done := len(answers) // together) < len(lines):
+                answers += self._ask(lines[done:], together)
             return answers
 
-    def _ask(self, lines: Sequence[bytes]) -> list[float | ItemError]:
+    def _ask(self, lines: Sequence[bytes], together: int) -> list[float | ItemError]:
         """To all of the lines, or up to the first that the process did not answer; at least to one."""
         if self._closed:
-            return [ItemError("rule_failed", "the rule was closed")] * len(lines)
+            return [ItemError("rule_failed", "the rule was closed") for _ in range(len(lines) * together)]
         if self._process is None:
             try:
                 self.start()
             except ConfigError as error:
-                return [ItemError("rule_failed", str(error))] * len(lines)
+                return [ItemError("rule_failed", str(error)) for _ in range(len(lines) * together)]
         assert self._process is not None
-        seconds = self.table.timeout + (GRACE_SECONDS if self._sandboxed else 0.0)
+        limit = together * self.table.timeout
+        seconds = limit + (GRACE_SECONDS if self._sandboxed else 0.0)
         replies, late = exchange_lines(*pipes(self._process), b"".join(lines), len(lines), seconds)
-        answers = [_read(reply) for reply in replies]
-        if len(answers) < len(lines):
+        answers = [answer for reply in replies for answer in _read(reply, together)]
+        if len(replies) < len(lines):
             self._end()
-            too_late = f"the rule did not finish in {self.table.timeout:g} s and was stopped"
-            answers.append(
-                ItemError("timeout", too_late) if late else ItemError("rule_failed", "the process of the rule died")
-            )
+            too_late = f"the rule did not finish in {limit:g} s and was stopped"
+            died = "the process of the rule died"
+            answers += [ItemError("timeout", too_late) if late else ItemError("rule_failed", died)] * together
         return answers
 
     def stop(self) -> None:
@@ -211,10 +253,18 @@ class _Worker:
                 pipe.close()
 
 
-def _read(reply: bytes) -> float | ItemError:
+def _read(reply: bytes, together: int) -> list[float | ItemError]:
     """What a process says that may have run anything."""
-    try:
+    answers: list[Any] = []
+    with suppress(ValueError, TypeError, RecursionError):
         answer = json.loads(reply)
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        answers = scores if isinstance(scores, list) and len(scores) == together else [answer] * together
+    return [_one(answer) for answer in answers or [None] * together]
+
+
+def _one(answer: Any) -> float | ItemError:
+    try:
         if "score" not in answer:
             return ItemError(str(answer["type"])[:40], str(answer["message"])[:LONGEST_MESSAGE])
         if math.isfinite(score := float(answer["score"])):

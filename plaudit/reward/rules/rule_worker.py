@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 
 from plaudit.process.lines import exchange_lines
 from plaudit.process.sandbox import NoSandbox, Sandbox
+from plaudit.reward.rules.user_function import UserFunction
 
-Rule = Callable[[Any, str, Any], Any]  # (prompt, response, truth) -> score
+Rule = Callable[[Any, str, Any], Any] | UserFunction  # (prompt, response, truth) -> score
 LIMIT = 300  # characters of an error's message
 MEMORY = 2 << 30  # beyond what is loaded: 9^(9^(9^9)) is a short answer
 LONGEST_REPLY = 1 << 14  # bytes of a line from the sandbox
@@ -134,19 +135,24 @@ def _with_tuples(value: Any) -> Any:
     return {key: _with_tuples(part) for key, part in value.items()}
 
 
-def _function(name: str) -> Rule:
+def _function(name: str) -> UserFunction:
     home, _, attribute = name.rpartition(":")
+    function: Any = getattr(_module(home), attribute)
+    if not callable(function):
+        raise TypeError(f"{name} cannot be called")
+    return UserFunction(function)
+
+
+def _module(home: str) -> Any:
     if not home.endswith(".py"):
-        rule: Rule = getattr(importlib.import_module(home), attribute)
-        return rule
+        return importlib.import_module(home)
     spec = importlib.util.spec_from_file_location("plaudit_user_rule", Path(home).resolve())
     if spec is None or spec.loader is None or not Path(home).is_file():
         raise FileNotFoundError(f"no file {home}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    from_file: Rule = getattr(module, attribute)
-    return from_file
+    return module
 
 
 def _answer(pattern: re.Pattern[str] | None, response: str) -> str | None:
@@ -159,20 +165,41 @@ def _answer(pattern: re.Pattern[str] | None, response: str) -> str | None:
 
 
 def answer_to(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
+    """A score or an error; of all responses to a prompt, `scores` with one of these each."""
     try:
-        value = rule(request["prompt"], request["response"], request["truth"])
-        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            return _error("rule_failed", f"the rule gave {type(value).__name__}, expected a number")
-        score = float(value)
+        if not isinstance(rule, UserFunction):
+            return _score(rule(request["prompt"], request["response"], request["truth"]))
+        value = rule(request)
+        if not rule.batched:
+            return _score(value)
+        wanted = len(request["responses"])
+        if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != wanted:
+            found = f"{len(value)} in a {type(value).__name__}" if hasattr(value, "__len__") else type(value).__name__
+            return _error("rule_failed", f"the rule gave {found}, expected a list of {wanted} numbers, one a response")
+        return {"scores": [_score(each) for each in value]}
     except NoTruth:
         return _error("no_truth", "the rule compares with a truth, and the item has none")
     except RefusedTask as error:
         return _error("refused", str(error))
     except BaseException as error:  # also what a function raises to leave the program
         return _error("rule_failed", described(error))
+
+
+def _score(value: Any) -> dict[str, Any]:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return _error("rule_failed", f"the rule gave {type(value).__name__}, expected a number")
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return _error("rule_failed", described(error))
     if not math.isfinite(score):
         return _error("nonfinite_score", f"the rule gave {score}, which is not a finite number")
     return {"score": score}
+
+
+def _responses(rule: Rule, request: bytes) -> int:
+    """How many a request asks about."""
+    return len(json.loads(request)["responses"]) if isinstance(rule, UserFunction) and rule.batched else 1
 
 
 def _error(type: str, message: str) -> dict[str, Any]:
@@ -204,8 +231,9 @@ class _Confined:
     def answer(self, request: bytes) -> bytes:
         if not self._pid:
             self._start()
-        seconds = self._table["timeout"]
-        lines, late = exchange_lines(self._sink, self._source, request, 1, seconds, LONGEST_REPLY)
+        count = _responses(self._rule, request)
+        seconds = count * self._table["timeout"]
+        lines, late = exchange_lines(self._sink, self._source, request, 1, seconds, count * LONGEST_REPLY)
         if not lines or (self._table["rule"] == "gym" and _runs_code(request)):
             self.end()
         if lines:
@@ -255,7 +283,7 @@ def _unconfined(rule: Rule, table: dict[str, Any]) -> Callable[[bytes], bytes]:
 
     def answer(request: bytes) -> bytes:
         # Should the parent die while a rule loops, the kernel ends this process.
-        signal.setitimer(signal.ITIMER_REAL, table["timeout"] + 5)
+        signal.setitimer(signal.ITIMER_REAL, _responses(rule, request) * table["timeout"] + 5)
         reply = json.dumps(answer_to(rule, json.loads(request)))
         signal.setitimer(signal.ITIMER_REAL, 0)
         return reply.encode()
@@ -265,7 +293,8 @@ def _unconfined(rule: Rule, table: dict[str, Any]) -> Callable[[bytes], bytes]:
 
 def _source_of(rule: Rule) -> str:
     """The SHA-256 of the file that a user's function is from."""
-    file = getattr(sys.modules.get(getattr(rule, "__module__", "")), "__file__", None)
+    written = rule.function if isinstance(rule, UserFunction) else rule
+    file = getattr(sys.modules.get(getattr(written, "__module__", "")), "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
 
 
@@ -275,13 +304,20 @@ def main() -> None:
     for stream in (0, 1):
         os.dup2(nowhere, stream)
     table = json.loads(requests.readline())
-    hello = {"fault": "", "mechanism": "", "source": ""}
+    hello: dict[str, Any] = {
+        "fault": "",
+        "mechanism": "",
+        "source": "",
+        "batched": False,
+        "columns": [],
+        "required": [],
+    }
     confined: _Confined | None = None
     try:
-        rule: Any = new_rule(table)
-        if not callable(rule):
-            raise TypeError(f"{table['function']} cannot be called")
+        rule = new_rule(table)
         hello["source"] = _source_of(rule)
+        if isinstance(rule, UserFunction):
+            hello |= {"batched": rule.batched, "columns": rule.columns, "required": rule.required}
         if table["sandboxed"]:
             try:
                 confined = _Confined(rule, table)

@@ -17,6 +17,8 @@ def with_prompt(sample: Sample, prompt: Prompt, prompts: Prompts) -> Sample:
     question = {"prompt": prompt.text, "truth": prompt.truth, "right": prompts.right(prompt, sample)}
     if "messages" in prompt.extra:
         question["messages"] = prompt.extra["messages"]
+    if prompt.columns.keys() - {"truth"}:
+        question["columns"] = prompt.columns
     return replace(sample, extra={**sample.extra, **question})
 
 
@@ -25,4 +27,7 @@ def prompt_of(sample: Sample) -> Prompt:
     if "truth" not in sample.extra:
         raise DataError("its samples do not say what they answer: it is of an older Plaudit; make it anew")
     extra = {key: sample.extra[key] for key in ("messages",) if key in sample.extra}
-    return Prompt(sample.extra["prompt"], sample.prompt_ids, sample.extra["truth"], extra)
+    # Its truth is among the columns, under the name that it has in the file.
+    return Prompt(
+        sample.extra["prompt"], sample.prompt_ids, sample.extra["truth"], extra | sample.extra.get("columns", {})
+    )

@@ -38,6 +38,7 @@ class RawPrompt:
     truth: Any
     origin: str
     extra: dict[str, Any] = field(default_factory=dict)
+    truth_key: str = "truth"
 
 
 class PromptEncoder:
@@ -67,7 +68,7 @@ class PromptEncoder:
                 text, extra = "\n".join(str(message.get("content")) for message in chat), {"messages": tuple(chat)}
                 ids, extra = next(rendered), {**each.extra, **extra}
             self._check(ids, each.origin)
-            encoded.append(Prompt(text, tuple(ids), each.truth, extra))
+            encoded.append(Prompt(text, tuple(ids), each.truth, extra, each.truth_key))
         return encoded
 
     def _chat(self, raw: RawPrompt) -> list[dict[str, Any]] | None:
@@ -117,7 +118,7 @@ class PromptEncoder:
 def _raw_prompt(row: Row, truth: str) -> RawPrompt:
     extra = {key: value for key, value in row.fields.items() if key not in ("prompt", "messages", truth)}
     content = row.text("prompt") if row.fields.get("messages") is None else messages_of(row)
-    return RawPrompt(content, row.fields.get(truth), row.origin, extra)
+    return RawPrompt(content, row.fields.get(truth), row.origin, extra, truth)
 
 
 def messages_of(row: Row) -> list[dict[str, Any]]:

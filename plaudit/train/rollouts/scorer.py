@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from plaudit.client.client import RewardClient
@@ -46,7 +47,8 @@ class Scorer:
     def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
         """`prompts[i]` is what `samples[i]` answers. Samples that did not finish are not asked about."""
         finished = [i for i, sample in enumerate(samples) if sample.finish_reason in ("stop", "length")]
-        results = self.source.score([_item(prompts[i], samples[i]) for i in finished])
+        groups = [0, *accumulate(int(a is not b) for a, b in pairwise(prompts))]
+        results = self.source.score([_item(prompts[i], samples[i], groups[i]) for i in finished])
         scored = list(samples)
         for i, result in zip(finished, results, strict=True):
             scored[i] = _with(samples[i], result)
@@ -107,9 +109,12 @@ def _completed(keys: RewardTable | Mapping[str, object], name: str) -> RewardTab
     return complete(keys, f"reward {name!r}") if isinstance(keys, Mapping) else keys
 
 
-def _item(prompt: Prompt, sample: Sample) -> Item:
+def _item(prompt: Prompt, sample: Sample, group: int) -> Item:
     messages = prompt.extra.get("messages")
-    return Item(prompt=prompt.text if messages is None else tuple(messages), response=sample.text, truth=prompt.truth)
+    return Item(
+        prompt=prompt.text if messages is None else tuple(messages), response=sample.text, truth=prompt.truth,
+        columns=prompt.columns, group=group,
+    )  # fmt: skip
 
 
 def _with(sample: Sample, result: Result) -> Sample:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from plaudit.errors import PlauditError, RankLost
 from plaudit.records import Prompt, Sample
+from plaudit.reward.reward import cuts
 from plaudit.train.rollouts.rollouts import Player, SampleScorer
 from plaudit.train.rollouts.scorer import RewardFailed
 from plaudit.train.run.ranks import Group
@@ -63,8 +64,11 @@ class SharedScorer:
         return scored
 
     def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
-        count = len(samples)
-        mine = range(count if self.group.index == 0 else 0) if self.main_asks else self.group.share(count)
+        # Responses to one prompt stay together: a reward may compare them.
+        parts = cuts([id(prompt) for prompt in prompts], self.group.size)
+        mine = range(*parts[self.group.index : self.group.index + 2])
+        if self.main_asks:
+            mine = range(len(samples) if self.group.index == 0 else 0)
         return _together(
             self.group, _share_of(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
         )

@@ -1,0 +1,94 @@
+"""A user's function as a rule: how it wants to be called, read from its signature when it is loaded.
+
+    f(prompt, response, truth, ...)                              gives a number
+    f(prompt, responses, truth, ...)                             a number for each of a prompt's responses
+    f(prompts, completions, ...)                                 the same, as TRL's trainers call it: by name, in lists
+    f(data_source, solution_str, ground_truth, extra_info=None)  a number or {"score": number}, as verl calls it
+
+In place of `...` stand columns of the data's row, by their names; `row` is all of them in one dictionary, `**columns`
+those that no parameter names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, iscoroutinefunction, signature
+from typing import Any
+
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+BY_NAME = {  # forms that are called by names: those that every call gives
+    "trl": ("prompts", "completions", "truth"),
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+}
+TRL_ALONE = ("trainer_state", "completion_ids", "prompt_ids", "log_extra", "log_metric", "environments")
+FORMS = "(prompt, response, truth), or responses for all those of a prompt, then columns of the row by their names"
+
+
+class UserFunction:
+    """batched   called once with all responses to a prompt
+    columns   what it is given of a row: names, or None for everything
+    required  the columns without which it cannot be called
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        name = getattr(function, "__name__", type(function).__name__)
+        if iscoroutinefunction(function):
+            raise TypeError(f"{name} is async; expected a plain function of {FORMS}")
+        parameters = _parameters(function)
+        names = [each.name for each in parameters]
+        self.form = "trl" if "completions" in names else "verl" if "solution_str" in names else "own"
+        first, others = _split(parameters, 0 if self.form in BY_NAME else 3)
+        several = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters)
+        if (len(first) < 3 and self.form == "own" and not several) or any(
+            each.kind is Parameter.POSITIONAL_ONLY for each in others
+        ):
+            raise TypeError(f"{name}({', '.join(names)}) cannot be called; expected {FORMS}")
+        self.batched = self.form == "trl" or (self.form == "own" and names[1:2] == ["responses"])
+        self._first = [each.name for each in first]
+        self._names = [each.name for each in others]
+        self._rest = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+        given = BY_NAME.get(self.form, ("row",))
+        needed = [each.name for each in others if each.default is Parameter.empty]
+        self.required = [each for each in needed if each not in given]
+        whole = self._rest or {"row", "extra_info"} & {*self._names}
+        self.columns = None if whole else [each for each in self._names if each not in given or each == "data_source"]
+        if self.form == "trl" and (foreign := {*self.required} & {*TRL_ALONE}):
+            raise TypeError(f"{name} asks for {', '.join(sorted(foreign))}, which TRL alone has; give it a default")
+
+    def __call__(self, request: Mapping[str, Any]) -> Any:
+        """`request` has prompt, truth, columns, and response or, where it is batched, responses."""
+        columns: dict[str, Any] = request["columns"]
+        if self.form == "own":
+            answer = request["responses" if self.batched else "response"]
+            return self.function(request["prompt"], answer, request["truth"], **self._named(columns, row=columns))
+        if self.form == "verl":
+            known = {"solution_str": request["response"], "ground_truth": request["truth"]}
+            offered = {"data_source": None, "extra_info": columns, **columns, **known}
+            value = self.function(**self._named(offered))
+            return value["score"] if isinstance(value, dict) else value
+        prompt, responses = request["prompt"], request["responses"]
+        lists = {name: [value] * len(responses) for name, value in {"truth": request["truth"], **columns}.items()}
+        # In a conversation a completion is messages too.
+        chat = isinstance(prompt, list)
+        told = [[{"role": "assistant", "content": each}] if chat else each for each in responses]
+        return self.function(**self._named({**lists, "prompts": [prompt] * len(responses), "completions": told}))
+
+    def _named(self, offered: Mapping[str, Any], **further: Any) -> dict[str, Any]:
+        kept = {name: value for name, value in offered.items() if self._rest or name in self._names}
+        kept |= {name: value for name, value in further.items() if name in self._names}
+        return {name: value for name, value in kept.items() if name not in self._first}
+
+
+def _parameters(function: Callable[..., Any]) -> list[Parameter]:
+    try:
+        return list(signature(function).parameters.values())
+    except ValueError:  # of a builtin, which does not say
+        return [Parameter("given", Parameter.VAR_POSITIONAL)]
+
+
+def _split(parameters: list[Parameter], count: int) -> tuple[list[Parameter], list[Parameter]]:
+    """The first `count` that can be given by position, and all others that have a name of their own."""
+    first = [each for each in parameters if each.kind in POSITIONAL][:count]
+    return first, [each for each in parameters if each not in first and each.kind not in VARIABLE]
