@@ -192,7 +192,7 @@ class RlTrainTable(TrainTable):
     warmup: Annotated[int, Field(ge=0)] = 0
     eval_every: PositiveInt = 10
     eval_samples: PositiveInt = 1
-    """Responses to each held-out prompt, at the training's own temperature."""
+    """Responses to each held-out prompt, sampled as training does or as sampling.eval says."""
     non_finite: Literal["halt", "skip"] = "halt"
     """What happens where a loss or gradient is not a finite number: the weights stay, and the run ends or goes on."""
     dump: bool = False
@@ -201,12 +201,36 @@ class RlTrainTable(TrainTable):
     """Samples per evaluation that go into the event log, token by token."""
 
 
+class EvalSamplingTable(Table):
+    """How held-out prompts are answered; what is left out is as in training."""
+
+    temperature: NonNegative | None = None
+    """0: the likeliest token each time."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _matters(self) -> Self:
+        for name, off in (("top_p", 1), ("top_k", 0)):
+            if self.temperature == 0 and (value := getattr(self, name)) not in (None, off):
+                raise ValueError(f"temperature = 0 takes the likeliest token: leave out {name} = {value:g}")
+        return self
+
+
 class SamplingTable(Table):
     temperature: NonNegative = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    eval: EvalSamplingTable | None = None
+
+    def evaluating(self) -> SamplingTable:
+        """As this, with what `eval` says otherwise."""
+        own = {} if self.eval is None else self.eval.model_dump(exclude_none=True)
+        greedy = {"top_p": 1.0, "top_k": 0} if own.get("temperature") == 0 else {}  # training's cannot matter then
+        return self.model_copy(update=own | greedy)
 
 
 class RlRecipe(BaseRecipe):
@@ -262,6 +286,11 @@ class RlRecipe(BaseRecipe):
             raise ValueError(f"sampling.max_tokens = {sampling.max_tokens}: a response needs at least one token")
         if sampling.temperature == 0:
             raise ValueError("sampling.temperature = 0 gives the same response every time: there is nothing to compare")
+        if sampling.evaluating().temperature == 0 and train.eval_samples > 1:
+            raise ValueError(
+                f"sampling.eval.temperature = 0 gives the same response every time, and train.eval_samples = "
+                f"{train.eval_samples}: set one of them to 1"
+            )
         for table in self.scored_here():
             self._fits_the_data(table)
         overlong = algorithm.shaping.overlong
@@ -317,7 +346,7 @@ class RlRecipe(BaseRecipe):
 
     def _can_be_served(self) -> None:
         """By an engine of another project."""
-        engine, placement, sampling = self.engine, self.placement, self.sampling
+        engine, placement = self.engine, self.placement
         if engine.name == "core":
             return
         if placement.name not in ("disaggregated", "async"):
@@ -327,11 +356,12 @@ class RlRecipe(BaseRecipe):
             )
         if engine.name == "sglang" and placement.channel not in (None, "disk"):
             raise ValueError(f'SGLang takes weights by disk: set placement.channel = "disk", not "{placement.channel}"')
-        if engine.name == "sglang" and (sampling.top_p != 1 or sampling.top_k):
-            raise ValueError(
-                f"SGLang gives log-probs from before sampling.top_p = {sampling.top_p:g} and top_k = "
-                f"{sampling.top_k} act: leave them out, or take another engine"
-            )
+        for of, sampling in (("sampling", self.sampling), ("sampling.eval", self.sampling.evaluating())):
+            if engine.name == "sglang" and (sampling.top_p != 1 or sampling.top_k):
+                raise ValueError(
+                    f"SGLang gives log-probs from before {of}.top_p = {sampling.top_p:g} and top_k = "
+                    f"{sampling.top_k} act: leave them out, or take another engine"
+                )
 
     def _can_be_placed(self) -> None:
         self._can_be_served()

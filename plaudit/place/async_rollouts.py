@@ -99,7 +99,7 @@ class AsyncRollouts:
         return batch
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
-        samples = self.player.play(prompts, n, seed)
+        samples = self.player.play(prompts, n, seed, evaluate=True)
         with self._scoring:
             return self.scorer.score([prompts[sample.group] for sample in samples], samples)
 

@@ -54,6 +54,8 @@ class History:
     clip_norm: float | None = None
     grouped: bool | None = None
     """Whether a response is compared with the others to its prompt alone."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """How held-out prompts are answered: how many, samples of each, temperature, top_p, top_k, max_tokens."""
     changes: Sequence[Event] = ()
     """Settings with which a resumed run went on, other than those it was begun with."""
     finished: bool = False
@@ -108,6 +110,17 @@ class History:
 
     def held_out(self) -> dict[str, Curve]:
         return {name.removeprefix(HELD_OUT): c for name, c in self.curves.items() if name.startswith(HELD_OUT)}
+
+    def evaluated(self) -> str:
+        """In words, how its held-out figures were made; "" where the run did not say."""
+        how = self.evaluation
+        if not how:
+            return ""
+        limits = [f"top_p {how['top_p']:g}"] if how["top_p"] < 1 else []
+        limits += [f"top_k {how['top_k']:g}"] if how["top_k"] else []
+        drawn = "greedy" if how["temperature"] == 0 else ", ".join([f"temperature {how['temperature']:g}", *limits])
+        answers = "1 response" if how["samples"] == 1 else f"{how['samples']} responses"
+        return f"{how['prompts']:,} prompts, {answers} to each: {drawn}, at most {how['max_tokens']:,} tokens"
 
     def phases(self) -> dict[str, list[tuple[int, float]]]:
         """(step, seconds) of every phase of a step; what no phase accounts for is `other`. Longest phase first."""
@@ -173,6 +186,7 @@ def history_of(name: str, events: Sequence[Event]) -> History:
         planned_steps=plan.get("steps"),
         clip_norm=plan.get("clip_norm"),
         grouped=plan.get("grouped"),
+        evaluation=plan.get("evaluation", {}),
         changes=changes,
         finished=finished,
     )

@@ -68,6 +68,7 @@ def _run(run: History) -> dict[str, Any]:
         "method": method(run),
         "headline": first.words if first else (),
         "headlined": first.metric if first else None,
+        "evaluated": run.evaluated(),
         "steps": run.steps,
         "seconds": run.seconds,
         "severity": severity,

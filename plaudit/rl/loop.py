@@ -105,7 +105,10 @@ class RlTraining:
             self.trainee = Trainee(recipe, self.ranks, checkpoint, self.clock, self.warn)
             undo.callback(self.trainee.close)
             self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
-            room = LengthLimits(self.trainee.decoder.max_positions, recipe.sampling.max_tokens)
+            positions, sampling = self.trainee.decoder.max_positions, recipe.sampling
+            room = LengthLimits(positions, sampling.max_tokens)
+            if (longest := sampling.evaluating().max_tokens) > sampling.max_tokens:
+                room = LengthLimits(positions, longest, "sampling.eval.max_tokens")
             self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
             self.heldout = self.prompts.heldout()
             self.placement = new_placement(
@@ -173,7 +176,14 @@ class RlTraining:
         self.run.events.write(
             "plan", task="rl", algorithm=self.recipe.algorithm.name, steps=self.recipe.train.steps,
             clip_norm=self.recipe.train.clip_norm, grouped=self.recipe.algorithm.grouped, memory=memory,
+            evaluation=self._evaluation(),
         )  # fmt: skip
+
+    def _evaluation(self) -> dict[str, Any]:
+        """How the held-out figures are made."""
+        kept = ("temperature", "top_p", "top_k", "max_tokens")
+        sampling = self.recipe.sampling.evaluating().model_dump(include={*kept})
+        return {"prompts": len(self.heldout), "samples": self.recipe.train.eval_samples, **sampling}
 
     def _loop(self, stop: StopRequest) -> None:
         train = self.recipe.train

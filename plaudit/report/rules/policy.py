@@ -15,6 +15,8 @@ def other_settings(run: History) -> Finding | None:
         return None
     told = [f"{e['key']} = {e['new']} in place of {e['old']} from step {e['step']} on" for e in run.changes]
     cure = "The figures before and after are not of one experiment."
+    if all(event["key"].startswith("sampling.eval") for event in run.changes):
+        cure = "Held-out figures before and after were sampled differently: do not compare them. Training is the same."
     return Finding("settings changed on resumption", "watch", f"The run went on with {'; '.join(told)}.", cure)
 
 

@@ -15,18 +15,19 @@ from plaudit.train.data.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """The model's positions, and how many of them a response may take."""
+    """The model's positions, and how many of them a response may take, by which key of the recipe."""
 
     positions: int
     response: int
+    key: str = "sampling.max_tokens"
 
     def check(self, tokens: int) -> None:
         left = self.positions - self.response
         if tokens > left:
             raise DataError(
                 f"the prompt has {tokens} tokens; the model has {self.positions} positions, of which "
-                f"sampling.max_tokens = {self.response} are the response's: {self.positions} - {self.response} = "
-                f"{left} are left; shorten the prompt or lower sampling.max_tokens"
+                f"{self.key} = {self.response} are the response's: {self.positions} - {self.response} = "
+                f"{left} are left; shorten the prompt or lower {self.key}"
             )
 
 

@@ -125,26 +125,30 @@ class Episodes:
         self.observations = ObservationEncoder(tokenizer)
         self.ask = SideBySide[Any](table.threads, table.timeout)
 
-    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
-        episodes = [self._begin(prompt, group, index) for group, prompt in enumerate(prompts) for index in range(n)]
+    def play(
+        self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
+    ) -> list[Sample]:
+        table = self.sampling.evaluating() if evaluate else self.sampling
+        most = table.max_tokens
+        episodes = [self._begin(prompt, group, i, most) for group, prompt in enumerate(prompts) for i in range(n)]
         answers = self.ask.run([_resetting(episode) for episode in episodes])
         for episode, answer in zip(episodes, answers, strict=True):
             if isinstance(answer, Exception):
                 episode.failed(answer, "reset")
         while going := [episode for episode in episodes if episode.end is None]:
-            self._round(going, seed, first)
+            self._round(going, table, seed, first)
         return [episode.sample(self.tokenizer) for episode in episodes]
 
-    def _begin(self, prompt: Prompt, group: int, index: int) -> Episode:
+    def _begin(self, prompt: Prompt, group: int, index: int, most: int) -> Episode:
         room = self.positions - len(prompt.token_ids or ())
-        return Episode(prompt, group, index, self.make(), min(self.sampling.max_tokens, room))
+        return Episode(prompt, group, index, self.make(), min(most, room))
 
-    def _round(self, episodes: Sequence[Episode], seed: str, first: int) -> None:
+    def _round(self, episodes: Sequence[Episode], table: SamplingTable, seed: str, first: int) -> None:
         """One turn of each."""
         params = [
             # The seed is the sample's own and the turn's: who else is playing changes nothing.
             sampling_params(
-                self.sampling.model_copy(update={"max_tokens": e.left}), 1,
+                table.model_copy(update={"max_tokens": e.left}), 1,
                 f"{self.seed} {seed} {first + e.group} {e.index} {e.turns}",
             )
             for e in episodes

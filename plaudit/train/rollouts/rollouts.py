@@ -29,9 +29,11 @@ class Generator(Protocol):
 class Player(Protocol):
     """Plays prompts out to the end: one answer, or turns with an environment."""
 
-    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+    def play(
+        self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
+    ) -> list[Sample]:
         """n samples of each prompt, in order; `group` is the prompt's index. What is sampled depends on the seed and
-        the prompt's place in the step, `first` + index, alone."""
+        the prompt's place in the step, `first` + index, alone. `evaluate`: sampled as evaluations are."""
 
 
 class SampleScorer(Protocol):
@@ -101,7 +103,7 @@ class Rollouts:
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
         """Scored answers to held-out prompts."""
-        samples = self.player.play(prompts, n, seed)
+        samples = self.player.play(prompts, n, seed, evaluate=True)
         return self.scorer.score([prompts[sample.group] for sample in samples], samples)
 
     def _round(self, step: int) -> list[list[Sample]]:
@@ -127,11 +129,12 @@ class SingleTurn:
         self.sampling = sampling
         self.seed = seed
 
-    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+    def play(
+        self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
+    ) -> list[Sample]:
         token_ids = [list(prompt.token_ids or ()) for prompt in prompts]
-        params = [
-            sampling_params(self.sampling, n, f"{self.seed} {seed} {first + index}") for index in range(len(prompts))
-        ]
+        table = self.sampling.evaluating() if evaluate else self.sampling
+        params = [sampling_params(table, n, f"{self.seed} {seed} {first + index}") for index in range(len(prompts))]
         return self.engine.generate(token_ids, params)
 
 

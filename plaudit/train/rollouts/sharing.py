@@ -30,9 +30,12 @@ class SharedPlayer:
         self.player = player
         self.group = group
 
-    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+    def play(
+        self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
+    ) -> list[Sample]:
         mine = self.group.share(len(prompts))
-        played = self.player.play([prompts[i] for i in mine], n, seed, first + mine.start) if mine else []
+        asked = [prompts[i] for i in mine]
+        played = self.player.play(asked, n, seed, first + mine.start, evaluate) if mine else []
         placed = tuple(replace(sample, group=sample.group + mine.start) for sample in played)
         return _together(self.group, Share(placed))
 
@@ -45,9 +48,11 @@ class MainPlayer:
         self.player = player
         self.group = group
 
-    def play(self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+    def play(
+        self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
+    ) -> list[Sample]:
         player = self.player
-        mine = Share() if player is None else _share_of(lambda: player.play(prompts, n, seed, first))
+        mine = Share() if player is None else _share_of(lambda: player.play(prompts, n, seed, first, evaluate))
         return _together(self.group, mine)
 
 

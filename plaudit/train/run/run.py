@@ -30,6 +30,8 @@ MAY_CHANGE_ON_RESUME = (
     "reward.url", "reward.key_env", "reward.patience", "reward.on_error", "reward.max_errors", "truth", "critic.url",
     "critic.key_env", "critic.patience", "environment.timeout", "environment.threads",
 )  # fmt: skip
+# What changes figures that are measured and none that are learned: free, and noted.
+MEASURES = ("sampling.eval",)
 SAME_NUMBERS = {"colocated", "swapped", "hybrid", "disaggregated"}  # placements that differ in no bit
 # What a checkpoint is made of. All other keys may be changed with --set: the run notes it.
 FIXED = ("task", "model.path", "model.new", "model.lora", "model.dtype", "critic.path", "critic.shared")
@@ -110,7 +112,7 @@ class Run:
         what = f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
         if any(_within(key, fixed) for fixed in FIXED):
             raise RunError(f"{what}, which its checkpoints do not fit; --fresh starts it over, --out names another")
-        chosen = [*self.chosen, *(IMPLIED[name] for name in self.chosen if name in IMPLIED)]
+        chosen = [*MEASURES, *self.chosen, *(IMPLIED[name] for name in self.chosen if name in IMPLIED)]
         if not any(_within(key, name) or _within(name, key) for name in chosen):
             raise RunError(f"{what}; with --set {key}=… in the command the run goes on with the new value and notes it")
 
