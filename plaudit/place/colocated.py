@@ -19,7 +19,8 @@ class Colocated:
             trainee.loaded.module, trainee.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed
         )
         self.learner = trainee.learner
-        player = new_player(recipe, self.engine, trainee.loaded.tokenizer, trainee.decoder.max_positions)
+        tokenizer, positions = trainee.loaded.tokenizer, trainee.decoder.max_positions
+        player = new_player(recipe, self.engine, tokenizer, positions, stage.clock)
         if ranks.everyone.size > 1:
             player = SharedPlayer(player, ranks.everyone)
         self.rollouts: RolloutSource = Rollouts(recipe, player, stage.prompts, stage.scorer, stage.clock)

@@ -61,8 +61,9 @@ class Disaggregated:
         return Rollouts(stage.recipe, player, stage.prompts, stage.scorer, stage.clock)
 
     def _player(self) -> Player:
-        trainee = self.stage.trainee
-        return new_player(self.stage.recipe, self.engine, trainee.loaded.tokenizer, trainee.decoder.max_positions)
+        stage, trainee = self.stage, self.stage.trainee
+        tokenizer, positions = trainee.loaded.tokenizer, trainee.decoder.max_positions
+        return new_player(stage.recipe, self.engine, tokenizer, positions, stage.clock)
 
     def publish(self, version: int) -> dict[str, float]:
         metrics = self.stage.trainee.make_whole()

@@ -17,6 +17,7 @@ from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError
 from plaudit.models import encode, load_policy
 from plaudit.records import Batch, ItemError, Prompt, Sample, Turn
+from plaudit.train.data.prompts import open_prompts
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.policy.advantages import estimate, shaped, usable
 from plaudit.train.policy.experience import Experience, flat, own_tokens
@@ -27,6 +28,8 @@ from plaudit.train.rollouts.environment import load_environment
 from plaudit.train.rollouts.episodes import Episodes
 from plaudit.train.rollouts.observation import ObservationEncoder
 from plaudit.train.rollouts.parallel_calls import Overdue, SideBySide
+from plaudit.train.rollouts.rollouts import Rollouts
+from plaudit.train.rollouts.scorer import Scorer
 from plaudit.train.run.clock import Clock
 from plaudit.worlds.calculator import Calculator
 
@@ -119,6 +122,63 @@ def test_two_turns_by_hand() -> None:
     assert (sample.finish_reason, sample.extra["turns"], sample.extra["end"]) == ("stop", 2, "done")
     first = list(prompt("7+8=").token_ids or ())
     assert played.contexts == [first, [*first, *sample.token_ids[:7]]], "the tokens as they were, none written anew"
+
+
+class Hours:
+    """Time that passes when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_tools_have_a_time_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the policy takes 2 s here, an answer of the tool 5, its reset 7; an evaluation is one phase."""
+    hours, answered = Hours(), list[str]()
+    monkeypatch.setattr("plaudit.train.run.clock.time", hours)
+
+    class Slow(Calculator):
+        def reset(self, prompt: Prompt) -> None:
+            hours.now += 7
+            super().reset(prompt)
+
+        def step(self, response: str) -> Turn:
+            answered.append(response)
+            hours.now += 5
+            return super().step(response)
+
+    class Working(Engine):
+        rounds = 0
+
+        def generate(self, prompts: Any, params: Any = None) -> list[Sample]:
+            hours.now += 2
+            self.rounds += 1
+            return super().generate(prompts, params)
+
+    small = ["train.prompts_per_step=1", "train.samples_per_prompt=2", "train.minibatches=1"]
+    recipe, clock = load_recipe(RECIPE, small), Clock()
+    assert isinstance(recipe, RlRecipe)
+    working = Working(LOADED.module, TOKENIZER)
+    alone = TABLE.model_copy(update={"threads": 1})
+    player = Episodes(working, TOKENIZER, POSITIONS, SAMPLING, alone, 1, make=Slow, clock=clock)
+    prompts = open_prompts(recipe.data, TOKENIZER, 1)
+    scorer = Scorer(recipe.reward)
+    try:
+        rollouts = Rollouts(recipe, player, prompts, scorer, clock)
+        rollouts.next(0, 0)
+        split = clock.split()
+        assert len(answered) > 2
+        assert (split["time/generate"], split["time/tools"]) == (2 * working.rounds, 2 * 7 + 5 * len(answered))
+        assert split["time/step"] == hours.now == split["time/generate"] + split["time/tools"]
+        begun = hours.now
+        with clock("evaluate"):
+            rollouts.heldout(prompts.heldout()[:1], 1, "heldout")
+        split = clock.split()
+        assert split == {"time/evaluate": hours.now - begun, "time/step": hours.now - begun}
+    finally:
+        scorer.close()
 
 
 def test_versions_are_those_of_the_turn() -> None:

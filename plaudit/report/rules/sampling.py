@@ -121,6 +121,7 @@ def staleness(run: History) -> Finding | None:
 
 _FASTER = {
     "generate": "Larger batches, shorter samples, more engines; or generate ahead of the trainer.",
+    "tools": "Raise environment.threads, make the environment faster, or generate meanwhile (placement async).",
     "reward": "More workers for the reward, larger batches to it, or score while generating.",
     "update": "Larger micro-batches, fewer updates per batch.",
     "publish": "Publish less often, or share memory between trainer and engine.",

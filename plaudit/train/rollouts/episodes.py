@@ -19,16 +19,17 @@ from plaudit.train.rollouts.environment import Environment, load_environment
 from plaudit.train.rollouts.observation import ObservationEncoder
 from plaudit.train.rollouts.parallel_calls import Overdue, SideBySide
 from plaudit.train.rollouts.rollouts import Generator, Player, SingleTurn, sampling_params
+from plaudit.train.run.clock import Clock
 
 End = Literal["done", "tokens", "turns", "engine", "environment"]
 REASONS: dict[End, FinishReason] = {"done": "stop", "tokens": "length", "turns": "length", "environment": "error"}
 
 
-def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: int) -> Player:
+def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: int, clock: Clock) -> Player:
     """`tokenizer` and `positions` are the policy's, wherever the engine runs it."""
     if recipe.environment is None:
         return SingleTurn(engine, recipe.sampling, recipe.seed)
-    return Episodes(engine, tokenizer, positions, recipe.sampling, recipe.environment, recipe.seed)
+    return Episodes(engine, tokenizer, positions, recipe.sampling, recipe.environment, recipe.seed, clock=clock)
 
 
 @dataclass
@@ -112,9 +113,10 @@ class Episodes:
 
     def __init__(
         self, engine: Generator, tokenizer: Any, positions: int, sampling: SamplingTable, table: EnvironmentTable,
-        seed: int, make: Callable[[], Environment] | None = None,
+        seed: int, make: Callable[[], Environment] | None = None, clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        """`make` gives a new environment; by default the one that the table names."""
+        """`make` gives a new environment; by default the one that the table names. `clock` tells the time of
+        environments from that of generation."""
         self.engine = engine
         self.tokenizer = tokenizer
         self.positions = positions
@@ -123,7 +125,8 @@ class Episodes:
         self.seed = seed
         self.make = make or load_environment(table)
         self.observations = ObservationEncoder(tokenizer)
-        self.ask = SideBySide[Any](table.threads, table.timeout)
+        self.calls = SideBySide[Any](table.threads, table.timeout)
+        self.clock = clock or Clock()
 
     def play(
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
@@ -131,7 +134,7 @@ class Episodes:
         table = self.sampling.evaluating() if evaluate else self.sampling
         most = table.max_tokens
         episodes = [self._begin(prompt, group, i, most) for group, prompt in enumerate(prompts) for i in range(n)]
-        answers = self.ask.run([_resetting(episode) for episode in episodes])
+        answers = self._ask([_resetting(episode) for episode in episodes])
         for episode, answer in zip(episodes, answers, strict=True):
             if isinstance(answer, Exception):
                 episode.failed(answer, "reset")
@@ -157,12 +160,17 @@ class Episodes:
         for episode, sample in zip(episodes, samples, strict=True):
             episode.wrote(sample)
         open_turns = [(e, sample) for e, sample in zip(episodes, samples, strict=True) if e.end is None]
-        answers = self.ask.run([self._stepping(episode, sample) for episode, sample in open_turns])
+        answers = self._ask([self._stepping(episode, sample) for episode, sample in open_turns])
         for (episode, _), answer in zip(open_turns, answers, strict=True):
             try:
                 self._answer(episode, answer)
             except (PlauditError, TypeError, ValueError) as error:
                 episode.failed(error, "step")
+
+    def _ask(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The environments, side by side."""
+        with self.clock.part("tools", of="generate"):
+            return self.calls.run(calls)
 
     def _stepping(self, episode: Episode, sample: Sample) -> Callable[[], Turn]:
         wrote = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)

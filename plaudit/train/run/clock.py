@@ -18,12 +18,14 @@ class Watcher(Protocol):
 
 
 class Clock:
-    """Seconds by name, since the last `split`. Phases do not nest. `watchers` are told in order of a phase's beginning
-    and in reverse order of its end."""
+    """Seconds by name, since the last `split`. Phases do not nest, but one may have a `part`. `watchers` are told in
+    order of a phase's beginning and in reverse order of its end."""
 
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
         self._seconds: dict[str, float] = {}
+        self._phase: str | None = None
+        self._apart = 0.0  # of this phase
         self._begin = time.monotonic()
 
     @contextmanager
@@ -31,13 +33,29 @@ class Clock:
         for watcher in self.watchers:
             watcher.begin(name)
         begin = time.monotonic()
+        self._phase, self._apart = name, 0.0
         try:
             yield
         finally:
             seconds = time.monotonic() - begin
-            self.count(name, seconds)
+            self._phase = None
+            self.count(name, seconds - self._apart)
         for watcher in reversed(self.watchers):
             watcher.end(name, seconds)
+
+    @contextmanager
+    def part(self, name: str, of: str) -> Iterator[None]:
+        """What is within the phase `of` and has its time apart, as `name`; in another phase it is that one's time."""
+        if self._phase != of:
+            yield
+            return
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - begin
+            self._apart += seconds
+            self.count(name, seconds)
 
     def count(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
