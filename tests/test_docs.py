@@ -25,6 +25,7 @@ import typer.main
 
 from plaudit.cli import app
 from plaudit.config import parse_recipe
+from plaudit.config.keys import parse_keys
 from plaudit.config.reward import parse_reward
 from plaudit.config.serve import parse_serve
 from plaudit.config.shipped.catalog import recipe_text
@@ -36,7 +37,7 @@ from tests.serve.process import ServerProcess
 LANGUAGES = ("python", "bash", "toml", "json", "text", "")
 COMMAND = re.compile(r"(plaudit [a-z]+( |$)|make |curl |pip |torchrun |python |from \w+ import |import )")
 ADDRESS = re.compile(r"(?:http://)?(?:localhost|127\.0\.0\.1|node1|node2):5555")
-IN_PROCESS = ("generate", "score", "deploy", "recipes", "init")
+IN_PROCESS = ("generate", "score", "deploy", "keys", "recipes", "init")
 
 
 def of(language: str, *, run: bool = True) -> list[Any]:
@@ -238,11 +239,13 @@ def test_toml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
         parse_reward(tree, str(block))
     elif "models" in tree:
         parse_serve(tree, str(block))
+    elif all(isinstance(entry, dict) and "sha256" in entry for entry in tree.values()):
+        parse_keys(tree, str(block))
     elif "accelerator" in tree:
         (tmp_path / "own.toml").write_text(block.text)
         Overrides.read(tmp_path / "own.toml")
     else:
-        raise AssertionError(f"{block} is no recipe, reward, server or hardware; say <!-- added to: RECIPE -->")
+        raise AssertionError(f"{block} is no recipe, reward, server, keys or hardware; say <!-- added to: RECIPE -->")
 
 
 @pytest.mark.parametrize("block", of("json"))

@@ -11,6 +11,14 @@ import typer
 
 from plaudit.cli.app import app
 
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(help="A file of hashed keys, made by `plaudit keys add`; read again when it changes.")
+]
+Uds = Annotated[Path | None, typer.Option(metavar="PATH", help="A unix socket in place of host and port.")]
+TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certificate: listen with TLS.")]
+TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's key, in PEM.")]
+TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM: let in only clients with a certificate of it.")]
+
 
 @app.command("serve")
 def serve_rewards(
@@ -48,13 +56,15 @@ def serve_rewards(
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Let Ray Serve keep the workers: local, auto, or an address.")
     ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="A file of API keys, a KEY or HOLDER=KEY a line; not seen by `ps`.")
-    ] = None,
+    api_key_file: ApiKeyFile = None,
     drain_delay: Annotated[
         float | None,
         typer.Option(min=0, metavar="SECONDS", help="Time from SIGTERM to the drain: not ready, still taking work."),
     ] = None,
+    uds: Uds = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Serve reward models over HTTP."""
     from plaudit.serve.options import loading, serve_table
@@ -62,6 +72,7 @@ def serve_rewards(
     table = serve_table(
         config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
         pipeline_parallel, replicas, ray, api_key_file, drain_delay,
+        uds=uds, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
     )  # fmt: skip
     from plaudit.serve.workers.launched import serve_launched
     from plaudit.serve.workers.torchrun import launched
@@ -121,12 +132,18 @@ def serve_critic_model(
     allow_open: Annotated[
         str | None, typer.Option(metavar="PROTOCOLS", help="triton, critic-train: what needs no key.")
     ] = None,
+    api_key_file: ApiKeyFile = None,
+    uds: Uds = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Serve a critic that trains, as NeMo-Aligner's actors and `plaudit train` use it."""
     from plaudit.critic.server import critic_table, serve_critic
 
     table = critic_table(
         config, api_key, allow_open, model=model, reward=reward, host=host, port=port, lr=lr, clip=clip,
-        save_dir=save_dir, resume=resume, admin_key=admin_key,
+        save_dir=save_dir, resume=resume, admin_key=admin_key, api_key_file=api_key_file, uds=uds, tls_cert=tls_cert,
+        tls_key=tls_key, tls_ca=tls_ca,
     )  # fmt: skip
     sys.exit(serve_critic(table))

@@ -22,6 +22,7 @@ import msgspec
 from plaudit.client.exchange import Exchange, Options, Result, exchanges
 from plaudit.client.in_process import InProcess as InProcess
 from plaudit.client.items import Entry, all_items
+from plaudit.client.network import UNIX, Network, StrPath
 from plaudit.client.replicas import Replica, Replicas
 from plaudit.errors import BadReply, ConfigError, RequestRefused, RewardUnavailable, VersionChanged
 
@@ -52,18 +53,20 @@ class _Silent(_TryAgain):
 
 
 class AsyncRewardClient:
-    """urls       one server, or several of the same model: each request goes to the one with the fewest under way
+    """urls       one server, or several of the same model: each request goes to the one with the fewest under way;
+               http, https, or unix:PATH
     model      its name; the first that the server serves, if left out
     timeout    seconds that one `score` may take, waiting and retries included; None: as long as it takes
     retries    attempts after the first for each request of a call
     transport  in place of the network: `InProcess(reward)`, or `httpx.ASGITransport(app)`
     on_retry   hears of every attempt that failed and is repeated: why, and how many seconds are left (None: no limit)
+    ca_file, client_cert  PEM files for https: `network.py`
     """
 
     def __init__(
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
         timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
-        on_retry: OnRetry | None = None,
+        on_retry: OnRetry | None = None, ca_file: StrPath | None = None, client_cert: StrPath | None = None,
     ) -> None:  # fmt: skip
         self.urls = _checked_urls(urls)
         self.model = model
@@ -78,12 +81,7 @@ class AsyncRewardClient:
             if not api_key or not api_key.isascii() or not api_key.isprintable():
                 raise ConfigError("api_key must be printable ASCII characters, and at least one")
             headers["Authorization"] = f"Bearer {api_key}"
-        # The addresses are the caller's: redirects are not followed, and proxies of the environment not used.
-        self._http = httpx.AsyncClient(
-            headers=headers,
-            limits=httpx.Limits(max_connections=2 * connections, max_keepalive_connections=connections),  # and probes
-            transport=transport, follow_redirects=False, trust_env=False,
-        )  # fmt: skip
+        self._network = Network(self.urls, headers, connections, ca_file, client_cert, transport)
 
     async def score(
         self, items: Iterable[Entry], *, steps: bool = False, truncate: Side | None = None, priority: int = 0,
@@ -97,7 +95,7 @@ class AsyncRewardClient:
         return [results[place] for place in range(len(results))]
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._network.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -203,7 +201,7 @@ class AsyncRewardClient:
         """With the seconds it has, so that the server does not compute for nobody."""
         headers = {} if seconds is None else {"X-Deadline": f"{seconds:.3f}"}
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        post = self._http.post(f"{url}/v1/rewards", content=body, headers=headers, timeout=timeout)
+        post = self._network.send("POST", url, "/v1/rewards", content=body, headers=headers, timeout=timeout)
         try:
             async with asyncio.timeout(seconds):
                 return await (post if len(self.urls) == 1 else self._while_it_lives(url, post))
@@ -220,7 +218,7 @@ class AsyncRewardClient:
             while not (await asyncio.wait({reply}, timeout=PROBE_EVERY))[0]:
                 try:
                     async with asyncio.timeout(PROBE_SECONDS):
-                        await self._http.get(f"{url}/health/live", timeout=None)
+                        await self._network.send("GET", url, "/health/live", timeout=None)
                 except (TimeoutError, httpx.RequestError):
                     if not reply.done():
                         raise _Silent(f"{url} does not answer, nor does its /health/live") from None
@@ -238,11 +236,11 @@ class RewardClient:
     def __init__(
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
         timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
-        on_retry: OnRetry | None = None,
+        on_retry: OnRetry | None = None, ca_file: StrPath | None = None, client_cert: StrPath | None = None,
     ) -> None:  # fmt: skip
         self._client = AsyncRewardClient(
             urls, model=model, api_key=api_key, timeout=timeout, retries=retries, transport=transport,
-            on_retry=on_retry,
+            on_retry=on_retry, ca_file=ca_file, client_cert=client_cert,
         )  # fmt: skip
         self.urls = self._client.urls
         self._closed = False
@@ -303,6 +301,12 @@ def _checked_urls(urls: str | Sequence[str]) -> list[str]:
     if not addresses:
         raise ConfigError("no URL of a reward server was given")
     for url in addresses:
+        if url.startswith(UNIX):
+            if not url.removeprefix(UNIX).startswith("/"):
+                raise ConfigError(
+                    f"{url!r} is not a unix socket; expected its whole path, such as unix:/run/plaudit.sock"
+                )
+            continue
         try:
             parts = httpx.URL(url)
         except httpx.InvalidURL as error:

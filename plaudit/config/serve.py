@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -48,10 +49,19 @@ class ListenTable(Table):
     host: str = "127.0.0.1"
     port: Port = 5555
     """0 takes a free one."""
+    uds: str | None = None
+    """The path of a unix socket to listen on in place of host and port."""
+    tls_cert: str | None = None
+    """PEM: the server's certificate and those between it and its CA."""
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    """PEM: only clients with a certificate of this CA are let in (mutual TLS)."""
     health_port: Port | None = None
     """A second port on which a thread of its own answers /health/live."""
     api_keys: Mapping[str, str] = {}
     """Holder -> key. Holders share the server fairly."""
+    api_key_file: str | None = None
+    """A TOML file of hashed keys with roles, expiry and quotas, which is read again when it changes."""
     admin_key: str | None = None
     allow_open: tuple[str, ...] = ()
     """Protocols that need no key though the address is not loopback, or though there are keys."""
@@ -76,6 +86,31 @@ class ListenTable(Table):
     @classmethod
     def _admin(cls, key: str | None) -> str | None:
         return None if key is None else checked_key(key, "the admin key")
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def private(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.uds is not None or loopback(self.host)
+
+    def address(self, port: int) -> str:
+        if self.uds is not None:
+            return f"unix:{self.uds}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.tls_cert is None else 'https'}://{host}:{port}"
+
+    @model_validator(mode="after")
+    def _tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together; give both")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_ca asks clients for certificates, and there is no TLS; give tls_cert and tls_key too")
+        if self.uds is not None and self.tls_cert is not None:
+            raise ValueError("TLS is for host and port, and uds takes their place; leave out one of them")
+        return self
 
     @model_validator(mode="after")
     def _separate(self) -> Self:
@@ -129,6 +164,15 @@ class ServeTable(ListenTable):
                 if member == name or member not in self.models or self.models[member].kind in NO_SCORE:
                     raise ValueError(f"models.{name} blends {member!r}, not another model here that has a score")
         return self
+
+
+def loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def checked_key(key: str, what: str) -> str:

@@ -49,7 +49,7 @@ class CriticRoutes:
             Route("GET", "/health/live", "open", self.live, summary="The process answers"),
             Route("GET", "/health/ready", "open", self.ready, summary="The critic computes"),
             Route("GET", "/health", "open", self.ready, summary="The same, where other systems look for it"),
-            Route("GET", "/metrics", "key", self.metrics, summary="Prometheus metrics"),
+            Route("GET", "/metrics", "metrics", self.metrics, summary="Prometheus metrics"),
             self._route("GET", "/v2", self.server, "key"),
             self._route("GET", "/v2/health/live", self.live, "open"),
             self._route("GET", "/v2/health/ready", self.ready, "open"),

@@ -12,7 +12,6 @@ from plaudit.critic.host import CriticHost
 from plaudit.critic.routes import PROTOCOLS, WRITING, CriticRoutes
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.app import Admission
-from plaudit.serve.http.keys import Keys, loopback
 from plaudit.serve.http.message import Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
@@ -27,7 +26,7 @@ def critic_table(
 ) -> CriticServerTable:
     """Flags win over the file; those that are None were not given."""
     tree: dict[str, Any] = {} if config is None else read_toml(config, "critic configuration")
-    tree |= {key: value for key, value in flags.items() if value is not None}
+    tree |= {key: str(v) if isinstance(v, Path) else v for key, v in flags.items() if v is not None}
     if api_keys:
         tree["api_keys"] = named_keys(api_keys)
     if allow_open is not None:
@@ -46,10 +45,12 @@ def serve_critic(table: CriticServerTable) -> int:
             "another directory"
         )
 
-    def build(admission: Admission, keys: Keys, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
+    def build(admission: Admission, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
         host = CriticHost(table, WORKER, admission, metrics, log)
         # On this machine alone, or where somebody said so, whoever may ask may also teach.
-        trusted = WRITING in table.allow_open or (loopback(table.host) and table.admin_key is None)
+        trusted = WRITING in table.allow_open or (
+            table.private and table.admin_key is None and table.api_key_file is None
+        )
         return host, CriticRoutes(host, guarded=not trusted).routes()
 
     return run_server(table, build, "critic", f"critic_infer, critic_train, critic_save; saves in {table.save_dir}")

@@ -143,9 +143,9 @@ class History:
         error = {"time": time.time(), "type": type, "message": message[:300], "model": model, "request_id": request_id}
         self.errors.append((tenant, error))
 
-    def errors_of(self, tenant: str) -> list[dict[str, Any]]:
-        """The last first; the admin sees all, others their own: messages quote what was asked."""
-        return [error for whose, error in reversed(self.errors) if tenant in (whose, ADMIN)]
+    def errors_of(self, tenant: str | None) -> list[dict[str, Any]]:
+        """The last first, of all if None: messages quote what was asked, so that only the admin sees others'."""
+        return [error for whose, error in reversed(self.errors) if tenant in (None, whose)]
 
     def tick(self, queue_tokens: int, budget: int) -> None:
         """Called every second."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from plaudit.config.reward import KINDS
 from plaudit.config.serve import ServeTable, parse_serve, read_serve
-from plaudit.errors import ConfigError, one_line
+from plaudit.errors import ConfigError
 from plaudit.reward.directory import complete, only_predicts
 
 ENGINE_KINDS = ("outcome", "process", "logprobs")
@@ -20,9 +20,10 @@ def serve_table(
     api_keys: Sequence[str] = (), admin_key: str | None = None, allow_open: str | None = None,
     protocols: str | None = None, aliases: Sequence[str] = (), tensor_parallel: int | None = None,
     pipeline_parallel: int | None = None, replicas: int | None = None, ray: str | None = None,
-    api_key_file: Path | None = None, drain_delay: float | None = None,
+    api_key_file: Path | None = None, drain_delay: float | None = None, **listening: Any,
 ) -> ServeTable:  # fmt: skip
-    """Flags win over the file. Without any model the embedded ones are served."""
+    """Flags win over the file. Without any model the embedded ones are served. `listening`: keys of the table as they
+    are, None if the flag was not given."""
     tree: dict[str, Any] = {} if config is None else read_serve(config)
     source = "plaudit serve" if config is None else str(config)
     entries: dict[str, Any] = dict(tree.get("models", {}))
@@ -38,18 +39,13 @@ def serve_table(
         if isinstance(entry, dict) and entry.get("kind") in ENGINE_KINDS:
             entry.update(flags)
             entries[name] = {**entries[name], **flags}
-    if ray is not None:
-        tree["ray"] = ray
-    if host is not None:
-        tree["host"] = host
-    if port is not None:
-        tree["port"] = port
-    if api_keys or api_key_file is not None:
-        tree["api_keys"] = named_keys([*api_keys, *(() if api_key_file is None else read_keys(api_key_file))])
-    if drain_delay is not None:
-        tree["drain_delay"] = drain_delay
-    if admin_key is not None:
-        tree["admin_key"] = admin_key
+    if api_keys:
+        tree["api_keys"] = named_keys(api_keys)
+    given = {
+        **listening, "ray": ray, "host": host, "port": port, "api_key_file": api_key_file, "drain_delay": drain_delay,
+        "admin_key": admin_key,
+    }  # fmt: skip
+    tree |= {key: str(v) if isinstance(v, Path) else v for key, v in given.items() if v is not None}
     if allow_open is not None:
         tree["allow_open"] = split_names(allow_open)
     if protocols is not None:
@@ -62,8 +58,7 @@ def serve_table(
 def loading(table: ServeTable) -> str:
     """The line that is said at once: the one that says that all is ready may be long in coming."""
     models = ", ".join(f"{name} ({entry.kind})" for name, entry in table.models.items())
-    host = f"[{table.host}]" if ":" in table.host else table.host
-    place = f"http://{host}:{table.port}" if table.port else f"a free port of {table.host}"
+    place = table.address(table.port) if table.port or table.uds else f"a free port of {table.host}"
     return f"loading {models}; will listen on {place}"
 
 
@@ -96,18 +91,6 @@ def _alias(option: str) -> tuple[str, str]:
     if not (equals and alias and name):
         raise ConfigError(f"--alias {option!r} is not of the form NAME=MODEL")
     return alias, name
-
-
-def read_keys(file: Path) -> list[str]:
-    """A key or HOLDER=KEY a line; empty lines and those that begin with # say nothing."""
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {file} cannot be read: {one_line(error)}") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"--api-key-file {file} has no key; write one a line, as KEY or HOLDER=KEY")
-    return keys
 
 
 def named_keys(options: Sequence[str]) -> dict[str, str]:

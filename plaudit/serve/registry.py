@@ -162,7 +162,7 @@ class Models:
         budget = max((status.budget for status in statuses), default=0)
         self.metrics.history.tick(sum(status.queue_tokens for status in statuses), budget)
 
-    def stats(self, tenant: str) -> dict[str, Any]:
+    def stats(self, tenant: str, *, everyone: bool) -> dict[str, Any]:
         history = self.metrics.history
         models = []
         for served in self.served.values():
@@ -180,7 +180,7 @@ class Models:
         return {
             "draining": self.admission.draining, "open_requests": self.admission.open_requests,
             "open_tokens": self.admission.open_tokens, "most_tokens": self.admission.most_tokens, "models": models,
-            "seconds": list(history.seconds), "errors": history.errors_of(tenant),
+            "seconds": list(history.seconds), "errors": history.errors_of(None if everyone else tenant),
         }  # fmt: skip
 
     def kill(self) -> None:

@@ -11,27 +11,33 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 
+from plaudit.config.keys import KeyTable
 from plaudit.config.serve import ListenTable, ServeTable
-from plaudit.errors import ConfigError
+from plaudit.errors import ConfigError, one_line
+from plaudit.serve.http.address import Tls, leave, listen
 from plaudit.serve.http.app import Admission, App
-from plaudit.serve.http.keys import Keys, loopback
-from plaudit.serve.http.listener import Listener, bind
+from plaudit.serve.http.key_file import KeySource
+from plaudit.serve.http.keys import Keys
+from plaudit.serve.http.listener import Listener
 from plaudit.serve.http.message import Limits, Routes
 from plaudit.serve.logs import Log
-from plaudit.serve.metrics import Metrics
+from plaudit.serve.metrics import ADMIN, Metrics
 from plaudit.serve.protocols.table import check_names, protocol_routes
 from plaudit.serve.registry import Models
 from plaudit.serve.scoring import ScoringService
 
+FILES_SECONDS = 1.0  # between two looks at the files of keys and certificates
+T = TypeVar("T")
 LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
 
 
@@ -58,7 +64,7 @@ class ServerBackend(Protocol):
         """Whether one is left that serves or may yet."""
 
 
-Build = Callable[[Admission, Keys, Metrics, Log], tuple[ServerBackend, Routes]]
+Build = Callable[[Admission, Metrics, Log], tuple[ServerBackend, Routes]]
 
 
 def serve(table: ServeTable) -> int:
@@ -66,9 +72,10 @@ def serve(table: ServeTable) -> int:
     check_names(table.allow_open, "allow_open")
     check_names(table.protocols or (), "protocols")
 
-    def build(admission: Admission, keys: Keys, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
+    def build(admission: Admission, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
         models = Models(table, admission, metrics, log)
-        scoring = ScoringService(models, table.aliases, table.limits.items, salted=keys.several)
+        several = len(table.api_keys) > 1 or table.api_key_file is not None
+        scoring = ScoringService(models, table.aliases, table.limits.items, salted=several)
         return models, protocol_routes(scoring, table.protocols)
 
     return run_server(table, build, "serve", "page at /, documentation at /docs")
@@ -77,7 +84,9 @@ def serve(table: ServeTable) -> int:
 def run_server(table: ListenTable, build: Build, command: str, note: str) -> int:
     """`build` is called when the address is bound. `note` is for the line that says where the server is."""
     check_open(table)
-    code = uvloop.run(_Server(table, build, command, note).run())
+    source, tls = KeySource(table), Tls.of(table)
+    sock = listen(table)
+    code = uvloop.run(_Server(table, build, command, note, source, tls).run(sock))
     if code:
         os._exit(code)  # without waiting for threads: what could not be drained may have somebody else to wait for
     return code
@@ -85,35 +94,38 @@ def run_server(table: ListenTable, build: Build, command: str, note: str) -> int
 
 def check_open(table: ListenTable) -> None:
     """Who can reach the server without a key must be somebody's decision."""
-    if not loopback(table.host) and not table.api_keys and not table.allow_open:
+    if not table.private and not table.has_keys and not table.allow_open:
         raise ConfigError(
-            f"host {table.host} is reachable by others, and there is no API key: give --api-key, or say with "
-            "--allow-open which protocols may be used without one"
+            f"host {table.host} is reachable by others, and there is no API key: give --api-key or --api-key-file, or "
+            "say with --allow-open which protocols may be used without one"
         )
 
 
 class _Server:
-    def __init__(self, table: ListenTable, build: Build, command: str, note: str) -> None:
+    def __init__(
+        self, table: ListenTable, build: Build, command: str, note: str, source: KeySource, tls: Tls | None
+    ) -> None:
         self.table = table
         self.build = build
         self.command = command
         self.note = note
+        self.source = source
+        self.tls = tls
+        self._stop = asyncio.Event()
+        self._read_again = asyncio.Event()
+        self._signals = 0
         self.metrics = Metrics()
         self.log = Log(self.metrics.log_failures.inc)
-        self._stop = asyncio.Event()
-        self._signals = 0
 
-    async def run(self) -> int:
+    async def run(self, sock: socket.socket) -> int:
         table, limits = self.table, self.table.limits
-        sock = bind(table.host, table.port)
-        port = sock.getsockname()[1]
+        address = table.address(0 if table.uds is not None else sock.getsockname()[1])
         live = None if table.health_port is None else _LiveThread(table.host, table.health_port)
-        holders = len(table.api_keys) + bool(table.allow_open)
-        admission = Admission(limits.queued_tokens, limits.buffered_bytes, holders, table.overload_status, self.metrics)
-        keys = Keys(
-            table.api_keys, table.admin_key, keyless=loopback(table.host), allow_open=frozenset(table.allow_open)
-        )
-        models, routes = self.build(admission, keys, self.metrics, self.log)
+        admission = Admission(limits.queued_tokens, limits.buffered_bytes, 1, table.overload_status, self.metrics)
+        keyless = table.private and not table.has_keys
+        keys = Keys({}, keyless=keyless, allow_open=frozenset(table.allow_open))
+        self._use_keys(self.source.tables, keys, admission)
+        models, routes = self.build(admission, self.metrics, self.log)
         if live is not None:
             live.failed = models.failed
         app = App(
@@ -122,18 +134,19 @@ class _Server:
             self.metrics, self.log,
             log_requests=table.log == "requests",
         )  # fmt: skip
-        listener = Listener(app, limits)
+        listener = Listener(app, limits, None if self.tls is None else self.tls.context)
         listening = asyncio.create_task(listener.serve([sock]))
         self._listen(models)
-        ticking = asyncio.create_task(self._tick(models, admission, listener))
+        ticking = asyncio.gather(self._tick(models, admission, listener), self._follow_files(keys, admission))
         code = 0
         try:
-            code = await self._until_stopped(models, admission, listener, f"http://{_shown(table.host)}:{port}")
+            code = await self._until_stopped(models, admission, listener, address)
         finally:
             ticking.cancel()
             listener.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
+            leave(table)
             await models.close()
             if live is not None:
                 live.shutdown()
@@ -175,6 +188,35 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
             loop.add_signal_handler(number, self._signalled, models)
+        if self.source.file is not None or self.tls is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._read_again.set)
+
+    def _use_keys(self, tables: Mapping[str, KeyTable], keys: Keys, admission: Admission) -> None:
+        keys.replace(tables)
+        holders = len(tables.keys() - {ADMIN}) + bool(self.table.allow_open)
+        admission.share_among(holders, keys.meters)
+
+    async def _follow_files(self, keys: Keys, admission: Admission) -> None:
+        """Read keys and certificates again when their files have changed, or at SIGHUP."""
+        source, tls = self.source, self.tls
+        while source.file is not None or tls is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._read_again.wait(), FILES_SECONDS)
+            asked = self._read_again.is_set()
+            self._read_again.clear()
+            if source.file is not None and (await asyncio.to_thread(source.watch.changed) or asked):
+                await self._renew("keys", source.read, lambda tables: self._use_keys(tables, keys, admission))
+            if tls is not None and (await asyncio.to_thread(tls.watch.changed) or asked):
+                await self._renew("tls", tls.read, lambda _, tls=tls: tls.use())  # type: ignore[misc]
+
+    async def _renew(self, what: str, read: Callable[[], T], use: Callable[[T], None]) -> None:
+        """Files that cannot be used change nothing."""
+        try:
+            use(await asyncio.to_thread(read))
+        except Exception as error:
+            self.log(f"{what}_refused", reason=f"{one_line(error)}; what was read before stays")
+        else:
+            self.log(f"{what}_loaded")
 
     def _settle(self) -> None:
         """What lives now lives on: keep the collector from going over it again and again."""
@@ -252,7 +294,3 @@ class _Live(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

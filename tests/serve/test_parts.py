@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plaudit.config.keys import KeyTable, hashed
 from plaudit.process import framing
 from plaudit.serve.http.app import Admission, Quota
 from plaudit.serve.http.keys import Keys
-from plaudit.serve.http.message import NOBODY, HttpError
+from plaudit.serve.http.message import NOBODY, Endpoint, HttpError, Reply, Request, Route
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.workers import frames
@@ -178,11 +179,17 @@ def test_a_log_that_nobody_reads_blocks_nobody() -> None:
 
 
 def test_a_path_that_protocols_share_is_open_only_if_all_of_them_are() -> None:
-    shared = frozenset({"openrlhf", "slime"})
-    one, both = (Keys({"a": "k"}, None, keyless=False, allow_open=frozenset(names)) for names in (["slime"], shared))
-    assert both.tenant("key", shared, None) == NOBODY
-    assert one.tenant("key", frozenset({"slime"}), None) == NOBODY
-    assert one.tenant("key", shared, b"Bearer k") == "a"
+    async def answer(request: Request) -> Reply:
+        raise AssertionError("nobody asks")
+
+    def endpoint(*protocols: str) -> Endpoint:
+        return Endpoint([Route("POST", "/", "key", answer, name, claims=lambda _: False) for name in protocols])
+
+    shared, tables = endpoint("openrlhf", "slime"), {"a": KeyTable(sha256=hashed("k"))}
+    one, both = (Keys(tables, keyless=False, allow_open=frozenset(n)) for n in (["slime"], shared.protocols))
+    assert both.admit(shared, None).name == NOBODY
+    assert one.admit(endpoint("slime"), None).name == NOBODY
+    assert one.admit(shared, b"Bearer k").name == "a"
     with pytest.raises(HttpError) as refused:
-        one.tenant("key", shared, None)
+        one.admit(shared, None)
     assert refused.value.status == 401

@@ -16,10 +16,10 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from plaudit.serve.http.keys import Keys
+from plaudit.serve.http.keys import Keys, Meter
 from plaudit.serve.http.message import (
     INLINE_BYTES,
     NOBODY,
@@ -50,8 +50,11 @@ class Quota:
     def __init__(self, limit: int, keys: int) -> None:
         self.limit = limit
         self.in_use = 0
-        self._share = limit // max(1, keys)
         self._by_tenant: Counter[str] = Counter()
+        self.share_among(keys)
+
+    def share_among(self, keys: int) -> None:
+        self._share = self.limit // max(1, keys)
 
     @property
     def most(self) -> int:
@@ -91,6 +94,13 @@ class Admission:
         self._metrics = metrics
         self._answered = 0
         self._pace = 0.0  # tokens answered in a second, while there is something to answer
+        self._meters: Mapping[str, Meter] = {}
+
+    def share_among(self, keys: int, meters: Mapping[str, Meter]) -> None:
+        """`meters`: of the keys with a quota of tokens."""
+        self._tokens.share_among(keys)
+        self._bytes.share_among(keys)
+        self._meters = meters
 
     @property
     def open_tokens(self) -> int:
@@ -136,6 +146,8 @@ class Admission:
             )
         if not self._tokens.fits(tenant, count):
             raise self._overload(f"{self.open_tokens} tokens wait, and {count} more would pass {self.most_tokens}")
+        if (meter := self._meters.get(tenant)) is not None:
+            meter.take(count)
         try:
             with self._tokens.holding(tenant, count):
                 yield
@@ -187,6 +199,8 @@ class App:
             reply: Reply | None = await self._answer(self.routes.find(request.method, request.path), request)
         except HttpError as error:
             reply = self._errors(request)(error, request.id)
+            if error.type == "quota":
+                self.metrics.rejected.labels("quota").inc()
             self._count_error(error.type, str(error), request)
         except Exception as error:
             # A bug of ours. The client learns nothing of its insides; the log has the place.
@@ -213,7 +227,8 @@ class App:
     async def _answer(self, place: Endpoint, request: Request) -> Reply | None:
         route = request.route = place.last
         self.keys.check_host(request.headers)
-        request.tenant = self.keys.tenant(route.access, place.protocols, request.credential())
+        holder = self.keys.admit(place, request.credential())
+        request.tenant, request.roles = holder.name, holder.roles
         TENANT.set(request.tenant)
         if request.tenant != NOBODY:
             request.connection.known = True

@@ -2,33 +2,91 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-import ipaddress
+import math
+import time
 from collections.abc import Mapping
 
-from plaudit.serve.http.message import NOBODY, Access, HttpError
+from plaudit.config.keys import KeyTable
+from plaudit.config.serve import loopback
+from plaudit.serve.http.message import NOBODY, Endpoint, HttpError
 
 LOOPBACK_NAMES = (b"localhost", b"ip6-localhost")
 
 
+class Meter:
+    """So many a minute: holds a minute's worth, and fills steadily. What is taken may leave it in debt, where its size
+    is known only afterwards."""
+
+    __slots__ = ("_at", "_level", "per_minute")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = now
+
+    def wait(self, now: float) -> float:
+        """Seconds until one may be taken."""
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+        return max(0.0, (1 - self._level) * 60 / self.per_minute)
+
+    def take(self, count: int) -> None:
+        self._level -= count
+
+
+class Holder:
+    """A key's name and roles, and what is left of its quotas."""
+
+    def __init__(self, name: str, table: KeyTable) -> None:
+        now = time.monotonic()
+        self.name = name
+        self.table = table
+        self.roles = frozenset(table.roles)
+        self.requests = None if table.requests_per_minute is None else Meter(table.requests_per_minute, now)
+        self.tokens = None if table.tokens_per_minute is None else Meter(table.tokens_per_minute, now)
+        self.metered = self.requests is not None or self.tokens is not None
+
+    def check_quotas(self, work: bool) -> None:
+        """Counts a request; raises HttpError 429 if it is one too many, or if the tokens of earlier ones were."""
+        now = time.monotonic()
+        if work and self.tokens is not None and (wait := self.tokens.wait(now)):
+            raise self._over(f"{self.tokens.per_minute} tokens", wait)
+        if self.requests is not None:
+            if wait := self.requests.wait(now):
+                raise self._over(f"{self.requests.per_minute} requests", wait)
+            self.requests.take(1)
+
+    def _over(self, quota: str, wait: float) -> HttpError:
+        seconds = math.ceil(wait)
+        message = f"the key {self.name!r} has used up its {quota} a minute; try again in {seconds} s"
+        return HttpError(429, "quota", message, retry_after=seconds)
+
+
+ANYBODY = Holder(NOBODY, KeyTable(sha256="0" * 64, roles=("score", "metrics")))
+
+
 class Keys:
-    """keys        API keys by the name of their holder
-    admin       the key for routes that change something; without one they are closed
+    """tables      the keys' hashes, roles and quotas by their names
     keyless     whether callers without a key are let in (only ever on a loopback address)
     allow_open  protocols whose routes need no key though others do
     """
 
-    def __init__(
-        self, keys: Mapping[str, str], admin: str | None, *, keyless: bool, allow_open: frozenset[str]
-    ) -> None:
-        self._keys = {name: key.encode() for name, key in keys.items()}
-        self._admin = None if admin is None else admin.encode()
-        self._keyless = keyless and not keys
+    def __init__(self, tables: Mapping[str, KeyTable], *, keyless: bool, allow_open: frozenset[str]) -> None:
+        self._keyless = keyless
         self._allow_open = allow_open
+        self._holders: dict[bytes, Holder] = {}
+        self.replace(tables)
 
-    @property
-    def several(self) -> bool:
-        return len(self._keys) > 1
+    def replace(self, tables: Mapping[str, KeyTable]) -> None:
+        """Other keys from now on. One that is as it was keeps what is left of its quotas."""
+        before = {(each.name, each.table): each for each in self._holders.values()}
+        holders = [before.get((name, table)) or Holder(name, table) for name, table in tables.items()]
+        self._holders = {bytes.fromhex(each.table.sha256): each for each in holders}
+        self._seen: dict[bytes, Holder] = {}
+        self._administered = any("admin" in each.roles for each in holders)
+        self.meters = {each.name: each.tokens for each in holders if each.tokens is not None}
 
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """A page of the web may lead its own name to 127.0.0.1 and ask there as the visitor. Without keys only the
@@ -44,45 +102,50 @@ class Keys:
                     "127.0.0.1 and localhost are answered",
                 )  # fmt: skip
 
-    def tenant(self, access: Access, protocols: frozenset[str], authorization: bytes | None) -> str:
-        """The name the caller's work is accounted to; raises HttpError 401 or 403. A path that several protocols share
+    def admit(self, place: Endpoint, authorization: bytes | None) -> Holder:
+        """Whom the caller's work is accounted to; raises HttpError 401, 403 or 429. A path that several protocols share
         is open only if all of them are."""
+        if place.access == "open":
+            return ANYBODY
         token = _bearer(authorization)
-        if access == "admin":
-            return self._check_admin(token)
-        if access == "open":
-            return NOBODY
-        holder = self._holder(token)
-        if holder is not None:
+        # A dict is no way to guess a key: only one whose keyed 64-bit hash is the same is compared at all.
+        holder = None if token is None else self._seen.get(token) or self._found(token)
+        if (
+            holder is not None
+            and (place.role == "key" or place.role in holder.roles)
+            and (holder.table.expires is None or not holder.table.expired)
+        ):
+            if holder.metered:
+                holder.check_quotas(place.last.work)
             return holder
-        if protocols <= self._allow_open or (token is None and self._keyless):
-            return NOBODY
-        if not self._keys and not self._keyless:
-            raise HttpError(401, "unauthorized", "this route is closed: the server was started without an API key")
-        raise HttpError(401, "unauthorized", "send a valid key as 'Authorization: Bearer KEY'")
+        # Without keys a bearer token that some client always sends does no harm; with keys it must be one of them.
+        if place.access != "admin" and (self._keyless or place.protocols <= self._allow_open):
+            return ANYBODY
+        raise self._refusal(place, token, holder)
 
-    def _check_admin(self, token: bytes | None) -> str:
-        if self._admin is not None and token is not None and hmac.compare_digest(token, self._admin):
-            return "admin"
-        if self._admin is None:
-            raise HttpError(403, "forbidden", "admin routes are closed: the server was started without --admin-key")
-        if token is None:
-            raise HttpError(401, "unauthorized", "send the admin key as 'Authorization: Bearer KEY'")
-        raise HttpError(403, "forbidden", "this route needs the admin key")
+    def _refusal(self, place: Endpoint, token: bytes | None, holder: Holder | None) -> HttpError:
+        if holder is not None and holder.table.expired:
+            until = holder.table.expires
+            return HttpError(401, "unauthorized", f"the key {holder.name!r} expired at {until}; ask for a new one")
+        if holder is not None:
+            return HttpError(
+                403, "forbidden", f"this route needs a key with the role {place.role}, and {holder.name!r} has "
+                f"{', '.join(sorted(holder.roles))}",
+            )  # fmt: skip
+        if place.access == "admin" and not self._administered:
+            return HttpError(403, "forbidden", "admin routes are closed: the server was started without --admin-key")
+        if place.access == "admin" and token is not None:
+            return HttpError(403, "forbidden", "this route needs a key with the role admin")
+        if not self._holders:
+            return HttpError(401, "unauthorized", "this route is closed: the server was started without an API key")
+        return HttpError(401, "unauthorized", "send a valid key as 'Authorization: Bearer KEY'")
 
-    def _holder(self, token: bytes | None) -> str | None:
-        if token is None:
-            # Without keys a bearer token that some client always sends does no harm; with keys it must be one of them.
-            return None
-        holder = None
-        for name, key in self._keys.items():  # all of them, so that the time does not tell which one matched
-            if hmac.compare_digest(token, key):
-                holder = name
-        if holder is None and self._admin is not None and hmac.compare_digest(token, self._admin):
-            holder = "admin"
-        if holder is None and not self._keys and self._keyless:
-            return NOBODY
-        return holder
+    def _found(self, token: bytes) -> Holder | None:
+        digest, found = hashlib.sha256(token).digest(), None
+        for known, holder in self._holders.items():  # all of them, so that the time does not tell which one matched
+            if hmac.compare_digest(digest, known):
+                found = self._seen[token] = holder
+        return found
 
 
 def _bearer(authorization: bytes | None) -> bytes | None:
@@ -97,12 +160,3 @@ def _is_local(authority: bytes) -> bool:
     host = authority.rpartition(b"@")[2].lower()
     name = host.partition(b"]")[0][1:] if host.startswith(b"[") else host.partition(b":")[0]
     return name in LOOPBACK_NAMES or loopback(name.decode("latin-1"))
-
-
-def loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -10,6 +10,7 @@ import fcntl
 import resource
 import secrets
 import socket
+import ssl
 import struct
 import termios
 import time
@@ -22,7 +23,6 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plaudit.config.serve import LimitsTable
-from plaudit.errors import ConfigError
 from plaudit.serve.http.message import Connection, HttpError
 
 KEEP_ALIVE_SECONDS = 75
@@ -255,8 +255,11 @@ class _Gathering:
 class Listener(Server):
     """uvicorn's server, which leaves signals to us: on SIGTERM it must go on listening while it drains."""
 
-    def __init__(self, app: Any, limits: LimitsTable) -> None:
-        _raise_file_limit(limits.connections + SPARE_FILES)
+    def __init__(self, app: Any, limits: LimitsTable, tls: ssl.SSLContext | None = None) -> None:
+        # A connection that has not finished its handshake is none of ours yet, and has a descriptor.
+        _raise_file_limit(limits.connections * (1 if tls is None else 2) + SPARE_FILES)
+        self._tls = tls
+        self._handshake_seconds = None if tls is None else limits.header_seconds
         super().__init__(
             Config(
                 app, http=guarded(limits), ws="none", lifespan="off", log_config=None, access_log=False,
@@ -268,6 +271,26 @@ class Listener(Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's for sockets, and for unix sockets too; with a limit on the time of a handshake."""
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def connect() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+            )  # fmt: skip
+
+        self.servers = []
+        for sock in sockets or ():
+            if sock.family == socket.AF_UNIX:
+                self.servers.append(await loop.create_unix_server(connect, sock=sock))
+            else:
+                server = loop.create_server(
+                    connect, sock=sock, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
+                )
+                self.servers.append(await server)
+        self.started = True
 
     def tick(self) -> None:
         """Every second."""
@@ -289,17 +312,3 @@ def _raise_file_limit(needed: int) -> None:
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
-    sock.setblocking(False)
-    return sock

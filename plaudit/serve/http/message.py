@@ -13,7 +13,7 @@ import gc
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -118,12 +118,12 @@ class Connection:
 
 
 class Request:
-    """One request. `tenant` is the name of the API key it came with; `grow` counts bytes that it takes beyond its
-    announced length, and may refuse them."""
+    """One request. `tenant` is the name of the API key it came with, `roles` are what that may do; `grow` counts bytes
+    that it takes beyond its announced length, and may refuse them."""
 
     __slots__ = (
         "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "grow", "headers",
-        "id", "method", "path", "query", "route", "server", "tenant",
+        "id", "method", "path", "query", "roles", "route", "server", "tenant",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
@@ -135,11 +135,12 @@ class Request:
         # Never request.url: that is built from the Host header, which the client writes.
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
-        self.server: tuple[str, int] = scope["server"]  # the address that the connection came to
+        self.server: tuple[str, int | None] = scope["server"]  # the address that the connection came to
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         chosen_id = self.headers.get(b"x-request-id", b"")
         self.id = chosen_id.decode() if _SAFE_ID.fullmatch(chosen_id) else fresh_id
         self.tenant = ""
+        self.roles: Collection[str] = ()
         self.content = b""
         self.grow: Callable[[int], None] = _uncounted
         self.route: Route | None = None
@@ -147,6 +148,10 @@ class Request:
         # Whether the whole body has been read. GET may have one too, and a client that never ends it.
         self.complete = self.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in self.headers
         self.deadline = time.monotonic() + limits.request_seconds
+
+    @property
+    def scheme(self) -> str:
+        return str(self._scope["scheme"])
 
     def take_deadline(self) -> None:
         """`X-Deadline: seconds`, counted from now: a clock that jumps or differs between machines does not matter."""
@@ -334,7 +339,7 @@ async def send_reply(send: Send, reply: Reply, request: Request) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-Access = Literal["open", "key", "admin"]
+Access = Literal["open", "key", "metrics", "admin"]
 Handler = Callable[[Request], Awaitable[Reply]]
 ErrorWriter = Callable[[HttpError, str], Reply]
 Claims = Callable[[Mapping[str, Any]], bool]
@@ -342,7 +347,8 @@ Claims = Callable[[Mapping[str, Any]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """protocol  whose wire format it speaks, and the name by which `--allow-open` means it
+    """access    who may call it: anybody, any key (for work: one with the role score), or keys with that role
+    protocol  whose wire format it speaks, and the name by which `--allow-open` means it
     work      whether it brings work: such routes are closed while the server drains or is overloaded
     errors    how this protocol writes an error
     fields    whether the handler reads the body as the fields of a JSON object
@@ -367,6 +373,8 @@ class Endpoint:
     def __init__(self, routes: list[Route]) -> None:
         self.routes = tuple(routes)
         self.last = routes[-1]
+        self.access = self.last.access
+        self.role = "score" if self.access == "key" and self.last.work else self.access
         self.protocols = frozenset(route.protocol for route in routes)
         for route in routes[:-1]:
             if route.claims is None:

@@ -22,7 +22,10 @@ WIRES = {  # where a protocol's wire format is described, if not in a `wire` of 
     "infinity": ("tei.infinity_wire",), "openr": ("openr",), "openrlhf": ("openrlhf:OpenRLHFRoutes",),
     "sglang": ("sglang.wire", "sglang.ets_wire"), "slime": ("openrlhf:SlimeRoutes",),
 }  # fmt: skip
-WHO = {"open": "anybody", "key": "with an API key, where there is one", "admin": "with the admin key"}
+WHO = {
+    "open": "anybody", "key": "with an API key, where there is one", "metrics": "with a key for metrics",
+    "admin": "with the admin key",
+}  # fmt: skip
 MESSAGES = {"type": "array", "items": {"$ref": "#/components/schemas/Message"}}
 ITEM = {
     "oneOf": [

@@ -65,8 +65,10 @@ class OpenRRoutes(ProtocolRoutes):
         name = convert(request.fields(), _Model).model
         # Where this connection arrived, and not what the Host header says: that is the client's word.
         host, port = request.server
+        if port is None:
+            raise HttpError(422, "no_address", "a unix socket has no URL; start the server with --host and --port")
         shown = f"[{host}]" if ":" in host else host
-        return Reply.json({"address": f"http://{shown}:{port}/openr/{name}" if name in self.names else ""})
+        return Reply.json({"address": f"{request.scheme}://{shown}:{port}/openr/{name}" if name in self.names else ""})
 
     async def models(self, request: Request) -> Reply:
         return Reply.json({"models": self.names})

@@ -44,7 +44,7 @@ class NativeRoutes:
             Route("GET", "/health/live", "open", self.live, summary="Liveness: 503 if a model was given up for good"),
             Route("GET", "/health/ready", "open", self.ready, summary="Readiness: 200 if every model computes"),
             Route("GET", "/health", "open", self.ready, summary="Readiness, where load balancers look for it"),
-            Route("GET", "/metrics", "key", self.metrics, summary="Metrics in the format of Prometheus"),
+            Route("GET", "/metrics", "metrics", self.metrics, summary="Metrics in the format of Prometheus"),
             Route("GET", "/stats", "key", self.stats, summary="Figures of the last minutes, for the live page"),
             Route("GET", "/", "open", self.page, summary="The live page: load, models, a form to try them"),
             Route("GET", "/docs", "open", self.docs, summary="This page: every route of the server"),
@@ -116,7 +116,7 @@ class NativeRoutes:
         return Reply(200, self.models.metrics.text(), b"text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(self, request: Request) -> Reply:
-        return Reply.json(self.models.stats(request.tenant))
+        return Reply.json(self.models.stats(request.tenant, everyone="admin" in request.roles))
 
     async def page(self, request: Request) -> Reply:
         return _html(PAGE)

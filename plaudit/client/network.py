@@ -1,0 +1,84 @@
+"""HTTP to the servers of a client: over TCP, TLS or a unix socket, as their URLs say."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from plaudit.errors import ConfigError, RewardUnavailable
+
+UNIX = "unix:"
+StrPath = str | Path
+
+
+class Network:
+    """ca_file      PEM of the CA of https servers, in place of the public ones; PLAUDIT_CA_FILE if left out
+    client_cert  PEM with a certificate and its key, for servers that ask for one; PLAUDIT_CLIENT_CERT if left out
+    """
+
+    def __init__(
+        self, urls: Sequence[str], headers: Mapping[str, str], connections: int, ca_file: StrPath | None,
+        client_cert: StrPath | None, transport: httpx.AsyncBaseTransport | None,
+    ) -> None:  # fmt: skip
+        limits = httpx.Limits(max_connections=2 * connections, max_keepalive_connections=connections)  # and probes
+        verify = _context(
+            ca_file or os.environ.get("PLAUDIT_CA_FILE"), client_cert or os.environ.get("PLAUDIT_CLIENT_CERT")
+        )
+
+        def opened(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
+            # The addresses are the caller's: redirects are not followed, and proxies of the environment not used.
+            return httpx.AsyncClient(
+                headers=headers, limits=limits, transport=transport, verify=verify, follow_redirects=False,
+                trust_env=False,
+            )  # fmt: skip
+
+        shared = opened(transport)
+        self._clients = {
+            url: opened(httpx.AsyncHTTPTransport(uds=url.removeprefix(UNIX), limits=limits))
+            if _is_unix(url)
+            else shared
+            for url in urls
+        }
+
+    async def send(self, method: str, url: str, path: str, **options: Any) -> httpx.Response:
+        """httpx.RequestError if there is no reply, RewardUnavailable if there will never be one."""
+        try:
+            base = "http://localhost" if _is_unix(url) else url
+            return await self._clients[url].request(method, f"{base}{path}", **options)
+        except httpx.RequestError as error:
+            if _untrusted(error):
+                cure = "give the file of its CA as ca_file, or in PLAUDIT_CA_FILE"
+                raise RewardUnavailable(f"{url} has a certificate that is not trusted ({error}): {cure}") from None
+            raise
+
+    async def close(self) -> None:
+        for client in set(self._clients.values()):
+            await client.aclose()
+
+
+def _is_unix(url: str) -> bool:
+    return url.startswith(UNIX)
+
+
+def _context(ca_file: StrPath | None, client_cert: StrPath | None) -> ssl.SSLContext | bool:
+    if ca_file is None and client_cert is None:
+        return True
+    given = f"ca_file {ca_file}" if client_cert is None else f"ca_file {ca_file}, client_cert {client_cert}"
+    try:
+        context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+        if client_cert is not None:
+            context.load_cert_chain(client_cert)
+    except (OSError, ValueError) as error:  # of which an SSLError is one
+        raise ConfigError(f"{given} cannot be used: {error}; expected PEM files") from None
+    return context
+
+
+def _untrusted(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -1,0 +1,124 @@
+"""Where a server listens: a port with or without TLS, or a unix socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from plaudit.config.serve import ListenTable
+from plaudit.errors import ConfigError, one_line
+from plaudit.serve.http.watch import Watch
+
+BACKLOG = 1024
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+    sock.setblocking(False)
+    return sock
+
+
+def listen(table: ListenTable) -> socket.socket:
+    if table.uds is not None:  # without keys the file's mode is the lock
+        return bind_unix(Path(table.uds), 0o666 if table.has_keys else 0o600)
+    return bind(table.host, table.port)
+
+
+def leave(table: ListenTable) -> None:
+    """Remove a unix socket's file, unless another server has put its own there."""
+    if table.uds is not None:
+        with suppress(OSError):
+            if not _answers(Path(table.uds)):
+                Path(table.uds).unlink()
+
+
+def bind_unix(path: Path, mode: int) -> socket.socket:
+    """A socket file that a server left behind is replaced, one at which somebody answers is not."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+            path.unlink()
+        before = os.umask(0o777 & ~mode)  # from the first moment, not only after a chmod
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; choose another --uds") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+class Tls:
+    """The certificates of a server. New files are for new connections."""
+
+    def __init__(self, cert: str, key: str, ca: str | None) -> None:
+        self.files = (Path(cert), Path(key))
+        self.ca = ca
+        self.watch = Watch(self.files)
+        self.context = self.read()
+
+    @classmethod
+    def of(cls, table: ListenTable) -> Tls | None:
+        if table.tls_cert is None or table.tls_key is None:
+            return None
+        return cls(table.tls_cert, table.tls_key, table.tls_ca)
+
+    def read(self) -> ssl.SSLContext:
+        """A context of the files as they are; ConfigError if they are none."""
+        self.watch.read()
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.set_alpn_protocols(["http/1.1"])
+        cert, key = self.files
+        for flag, file in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", self.ca)):
+            if file is not None:
+                _check_readable(flag, Path(file))
+        try:
+            # A password would be asked for on the terminal, where nobody may be.
+            context.load_cert_chain(cert, key, password=lambda: "")
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"--tls-cert {cert} and --tls-key {key} are not a certificate and its key without a password, both in "
+                f"PEM: {one_line(error)}"
+            ) from None
+        if self.ca is not None:
+            try:
+                context.load_verify_locations(self.ca)
+            except ssl.SSLError as error:
+                raise ConfigError(f"--tls-ca {self.ca} has no certificate in PEM: {one_line(error)}") from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def use(self) -> None:
+        """The files, which `read` has found good, for the connections to come."""
+        self.context.load_cert_chain(*self.files)
+
+
+def _check_readable(flag: str, file: Path) -> None:
+    try:
+        file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag} {file} cannot be read: {error.strerror}") from None
