@@ -178,6 +178,7 @@ def run_plaudit(words: list[str], place: Path) -> str:
     if words[0] in ("serve", "critic") and "--help" not in words:
         os.chdir(place)
         if words[0] == "serve":
+            options.pop("check")
             renamed = {"model": "models", "api_key": "api_keys", "alias": "aliases"}
             serve_table(**{renamed.get(name, name): value for name, value in options.items()})
         else:

@@ -65,6 +65,9 @@ def serve_rewards(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say whether it would start: a line per finding, exit code 0 or 2.")
+    ] = False,
 ) -> None:
     """Serve reward models over HTTP."""
     from plaudit.serve.options import loading, serve_table
@@ -74,6 +77,14 @@ def serve_rewards(
         pipeline_parallel, replicas, ray, api_key_file, drain_delay,
         uds=uds, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
     )  # fmt: skip
+    if check:
+        from plaudit.serve.check import findings
+
+        code = 0
+        for well, line in findings(table):
+            typer.echo(f"{'ok' if well else 'error'}: {line}")
+            code = code if well else 2
+        sys.exit(code)
     from plaudit.serve.workers.launched import serve_launched
     from plaudit.serve.workers.torchrun import launched
 

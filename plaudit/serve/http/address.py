@@ -16,7 +16,7 @@ from plaudit.serve.http.watch import Watch
 BACKLOG = 1024
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, setting: str = "--port") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -25,7 +25,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port") from None
+        why = error.strerror or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another {setting}") from None
     sock.setblocking(False)
     return sock
 

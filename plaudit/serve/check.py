@@ -1,0 +1,102 @@
+"""`plaudit serve --check`: whether a server of this configuration would start here. No weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from plaudit.config.reward import BlendTable, EmbeddingTable, JudgeTable, LogprobsTable, RewardTable, RuleTable
+from plaudit.config.serve import ServeTable
+from plaudit.errors import ConfigError, ModelError, PlauditError, one_line
+from plaudit.models import choose_device, resolve
+from plaudit.models.encoder import encoder_directory
+from plaudit.models.load import Examined, examine
+from plaudit.reward.load import new_reading
+from plaudit.reward.rules.rule import RuleReward
+from plaudit.reward.work import ModelInfo
+from plaudit.serve.http.address import Tls, bind, leave, listen
+from plaudit.serve.http.key_file import KeySource
+from plaudit.serve.protocols.table import check_names
+from plaudit.serve.server import check_open
+
+Check = Callable[[], str]
+
+
+def findings(table: ServeTable) -> Iterator[tuple[bool, str]]:
+    """Whether it is well, and a line that says of what and why."""
+    checks: dict[str, Check] = {f"model {name}": partial(_model, entry) for name, entry in table.models.items()}
+    checks |= {
+        "protocols": partial(_protocols, table), "keys": partial(_keys, table), "tls": partial(_tls, table),
+        "address": partial(_address, table), "model_root": partial(_root, table),
+    }  # fmt: skip
+    for what, check in checks.items():
+        try:
+            yield True, f"{what}: {check()}"
+        except PlauditError as error:
+            yield False, f"{what}: {one_line(error)}"
+
+
+def _model(table: RewardTable) -> str:
+    if isinstance(table, BlendTable):
+        return f"a blend of {', '.join(table.members)}"
+    if isinstance(table, RuleTable):
+        rule = RuleReward(table, exposed=True)
+        rule.close()
+        return f"rule {table.rule}, sandbox {rule.mechanism or 'none'}"
+    if isinstance(table, EmbeddingTable):
+        return f"embedding, {encoder_directory(table.path)}"
+    if isinstance(table, JudgeTable) and table.path is None:
+        return f"judge at {table.url}, which was not asked"
+    assert table.path is not None
+    directory = resolve(table.path)
+    seen = examine(directory, table.dtype, choose_device(table.device))
+    if isinstance(table, JudgeTable | LogprobsTable):
+        if seen.kind != "policy":
+            raise ModelError(f"{directory} holds a {seen.kind} model, and kind = {table.kind!r} needs a causal LM")
+    else:
+        new_reading(table, seen.tokenizer, _facts(table.path, seen))
+    return f"{table.kind}, {directory}, {len(seen.stored)} tensors"
+
+
+def _facts(name: str, seen: Examined) -> ModelInfo:
+    text = seen.config.get_text_config()
+    labels = {"policy": (), "value": ("value",)}.get(seen.kind)
+    if labels is None:
+        labels = tuple(str(seen.config.id2label[i]) for i in range(seen.config.num_labels))
+    most = getattr(text, "max_position_embeddings", None) or 2**20
+    return ModelInfo(name, text.vocab_size, most, labels, seen.kind == "policy")
+
+
+def _protocols(table: ServeTable) -> str:
+    check_names(table.allow_open, "allow_open")
+    check_names(table.protocols or (), "protocols")
+    return "all" if table.protocols is None else ", ".join(table.protocols) or "native alone"
+
+
+def _keys(table: ServeTable) -> str:
+    check_open(table)
+    tables = KeySource(table).tables
+    expired = [name for name, key in tables.items() if key.expired]
+    return f"{len(tables)} keys" + (f", of which expired: {', '.join(expired)}" if expired else "")
+
+
+def _tls(table: ServeTable) -> str:
+    tls = Tls.of(table)
+    return "none" if tls is None else f"{tls.files[0]}" + ("" if tls.ca is None else f", clients of {tls.ca} alone")
+
+
+def _address(table: ServeTable) -> str:
+    listen(table).close()
+    leave(table)
+    if table.health_port is not None:
+        bind(table.host, table.health_port, "health_port").close()
+    return table.address(table.port)
+
+
+def _root(table: ServeTable) -> str:
+    if table.model_root is None:
+        return "none, so that no model can be swapped in"
+    if not Path(table.model_root).is_dir():
+        raise ConfigError(f"{table.model_root} is not a directory; make it, or leave model_root out")
+    return table.model_root

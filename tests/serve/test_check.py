@@ -1,0 +1,88 @@
+"""`plaudit serve --check`: what would keep a server from starting, a line each, and what would not."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.config import to_toml
+from tests.command import plaudit_here
+
+from .hostile import copied
+from .process import free_port
+
+RULE = {"kind": "rule", "rule": "regex", "pattern": "#12$"}
+
+
+def check(tree: dict[str, Any], place: Path, *flags: str) -> tuple[int, list[str]]:
+    file = place / "serve.toml"
+    file.write_text(to_toml(tree))
+    done = plaudit_here("serve", "--config", str(file), "--check", *flags)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+def test_a_sound_configuration(tmp_path: Path) -> None:
+    plaudit_here("keys", "add", "ann", "--file", str(tmp_path / "keys.toml"))
+    port = free_port()
+    tree = {
+        "port": port, "api_key_file": str(tmp_path / "keys.toml"), "model_root": str(tmp_path),
+        "models": {
+            "sums": {"path": "sums"}, "steps": {"path": "sums-steps"}, "teacher": {"path": "sums-policy"}, "rule": RULE,
+            "both": {"kind": "blend", "members": {"sums": 1.0, "rule": 1.0}},
+        },
+    }  # fmt: skip
+    code, lines = check(tree, tmp_path)
+    assert code == 0, lines
+    assert all(line.startswith("ok: ") for line in lines)
+    said = [line.removeprefix("ok: ").partition(": ")[0] for line in lines]
+    models = [f"model {name}" for name in ("sums", "steps", "teacher", "rule", "both")]
+    assert said == [*models, "protocols", "keys", "tls", "address", "model_root"]
+    assert f"ok: address: http://127.0.0.1:{port}" in lines
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # nobody listens there
+
+
+def test_every_fault_has_its_line(tmp_path: Path) -> None:
+    """All at once: the lines that are well are there too."""
+    cut = copied("sums", tmp_path / "cut")
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[:-100])
+    coded = copied("sums", tmp_path / "coded", auto_map={"AutoModel": "evil.Model"})
+    mixed = copied("sums", tmp_path / "mixed")
+    (mixed / "tokenizer.json").unlink()
+    (tmp_path / "keys.toml").write_text("[ann]\nsha256 = 'no'\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        tree = {
+            "port": taken.getsockname()[1], "api_key_file": str(tmp_path / "keys.toml"), "protocols": ["tritton"],
+            "model_root": str(tmp_path / "missing"), "tls_cert": str(tmp_path / "no.crt"), "tls_key": "no.key",
+            "models": {
+                "good": {"path": "sums"}, "cut": {"path": str(cut)}, "coded": {"path": str(coded)},
+                "mixed": {"path": str(mixed)},
+                "rule": {"kind": "rule", "rule": "function", "function": "nowhere:score"},
+                "steps": {"path": "sums-policy", "kind": "process", "format": "math-shepherd"},
+            },
+        }  # fmt: skip
+        code, lines = check(tree, tmp_path)
+    assert code == 2
+    faults = {
+        "model cut": "cut", "model coded": "auto_map", "model mixed": "tokenizer", "model rule": "nowhere",
+        "model steps": "format.columns", "protocols": "'triton'", "keys": "sha256", "tls": "no.crt",
+        "address": "cannot listen", "model_root": "missing",
+    }  # fmt: skip
+    assert [line for line in lines if line.startswith("ok: ")] == [line for line in lines if "model good" in line]
+    for what, words in faults.items():
+        (line,) = [line for line in lines if line.startswith(f"error: {what}: ")]
+        assert words in line
+    assert len(lines) == len(faults) + 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"), [({"prot": 1}, "'port'"), ({"models": {"a": {"path": "/no/such"}}}, "/no/such")]
+)
+def test_what_is_no_configuration_is_one_line(tmp_path: Path, tree: dict[str, Any], words: str) -> None:
+    code, lines = check(tree, tmp_path)
+    assert (code, len(lines)) == (2, 1)
+    assert words in lines[0]
