@@ -205,11 +205,23 @@ def vllm_gpu(record: Record) -> str:
     return table(heads, rows)
 
 
+def encoders(record: Record) -> str:
+    heads = ("how pairs are batched", "seconds", "CPU seconds", "tokens per CPU second", "to padded in order")
+    names = {"transformers": "transformers: in order, padded to the longest", "plaudit": "**Plaudit**: by length"}
+    first, rows = record["seconds"]["transformers"]["cpu"], []
+    for name, shown in names.items():
+        x = record["seconds"][name]
+        rate = f"{record['tokens'] / x['cpu']:,.0f}"
+        rows.append((shown, f"{x['wall']:.1f}", f"{x['cpu']:.1f}", rate, f"{first / x['cpu']:.2f}×"))
+    return table(heads, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file: the page, what makes the table
     "core_gpu": ("benchmarks/core.md", core_gpu),
     "core_ablation_cuda": ("benchmarks/core.md", core_ablation),
     "core_cpu": ("benchmarks/core.md", core_cpu),
     "serving": ("benchmarks/serving.md", serving),
+    "encoders": ("benchmarks/serving.md", encoders),
     "serving_gpu": ("benchmarks/serving.md", serving_gpu),
     "nemo_load": ("protocols/nemo-aligner.md", nemo_load),
     "search_throughput": ("benchmarks/search.md", throughput),

@@ -194,8 +194,12 @@ def _result(item: _Item, at: int, version: str, steps: bool) -> Result:
     error = item.errors[at] if item.errors is not None else None
     if (value is None) == (error is None):
         raise BadReply(f"response {at} has {'neither a score nor' if error is None else 'both a score and'} an error")
+    attributes = item.attributes[at] if item.attributes is not None else {}
+    for part in attributes.values():
+        _finite(part, at)
     if error is not None:
-        return _failed(error, version, steps)
+        failed = _failed(error, version, steps)  # of several labels that have no weights there is one score for each
+        return replace(failed, attributes=attributes) if isinstance(failed, Score) else failed
     assert value is not None
     truncated = item.truncated is not None and item.truncated[at]
     if steps:
@@ -205,9 +209,6 @@ def _result(item: _Item, at: int, version: str, steps: bool) -> Result:
         return StepScores(
             tuple(_finite(v, at) for v in values), _finite(value, at), version=version, truncated=truncated
         )
-    attributes = item.attributes[at] if item.attributes is not None else {}
-    for part in attributes.values():
-        _finite(part, at)
     return Score(_finite(value, at), attributes=attributes, version=version, truncated=truncated)
 
 

@@ -21,6 +21,7 @@ from plaudit.models.dtypes import DTYPES
 from plaudit.models.quiet import quiet
 from plaudit.models.safety import read_json, refuse_code
 from plaudit.models.text import load_tokenizer
+from plaudit.models.text_classifier import padded
 
 MODULES = "modules.json"
 
@@ -41,13 +42,7 @@ class Encoder:
     @torch.inference_mode()
     def embed(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         """(rows, width) in float32, of token ids with everything in them that the tokenizer adds."""
-        longest = max(map(len, rows))
-        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(list(row))
-            mask[i, : len(row)] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        ids, mask = (part.to(self.device) for part in padded(rows, 0))
         hidden = self.module(input_ids=ids, attention_mask=mask).last_hidden_state.float()
         if self.pool == "cls":
             vectors = hidden[:, 0]

@@ -33,11 +33,13 @@ from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_pol
 from plaudit.models.catalog import CONFIG
 from plaudit.models.part import fill, outline
 from plaudit.models.text import tokenizer_parts
+from plaudit.models.text_classifier import TextClassifier, looks_ahead
 from plaudit.reward.blend import BlendReward
 from plaudit.reward.directory import complete
+from plaudit.reward.encoder_reading import outcome_reading
 from plaudit.reward.judges.backends import EngineAsk, HttpAsk
 from plaudit.reward.judges.judge import Judge, JudgeReward
-from plaudit.reward.model import ModelReward
+from plaudit.reward.model import EncoderReward, ModelReward
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reading import OutcomeReading
 from plaudit.reward.reward import Reward
@@ -50,8 +52,11 @@ def load_reward(source: str | Path | RewardTable, members: Mapping[str, RewardTa
     """The reward of a table, of a model directory, or of an embedded model's name. A blend looks up its `members`."""
     table = complete({"path": str(source)}, str(source)) if isinstance(source, str | Path) else source
     if isinstance(table, OutcomeTable | ProcessTable):
-        engine, facts, tokenizer, version = load_worker(table)
-        return ModelReward(engine, new_reading(table, tokenizer, facts), f"0-{version}")
+        model, facts, tokenizer, version = load_model(table)
+        reading = new_reading(table, tokenizer, facts)
+        if isinstance(model, TextClassifier):
+            return EncoderReward(model, reading, f"0-{version}")
+        return ModelReward(model, reading, f"0-{version}")
     if isinstance(table, RuleTable):
         return RuleReward(table)
     if isinstance(table, JudgeTable):
@@ -81,7 +86,7 @@ def new_reading(
     table: OutcomeTable | ProcessTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo
 ) -> OutcomeReading | ProcessReading:
     if isinstance(table, OutcomeTable):
-        return OutcomeReading(table, tokenizer, facts)
+        return outcome_reading(table, tokenizer, facts)
     return ProcessReading(table, tokenizer, facts)
 
 
@@ -101,8 +106,18 @@ class ModelRanks(Protocol):
 def load_worker(
     table: RewardTable, ranks: ModelRanks | None = None
 ) -> tuple[Engine, ModelInfo, PreTrainedTokenizerFast, str]:  # fmt: skip
-    """The engine, what its model is, its tokenizer, and the hash in its version (`reward.version`). With `ranks` this
-    is rank 0, which has the engine."""
+    """As `load_model`, for those who need an engine."""
+    model, *others = load_model(table, ranks)
+    if isinstance(model, TextClassifier):
+        raise ModelError(f"{model.name} is an encoder, and this needs a model that the core runs: a decoder")
+    return model, *others
+
+
+def load_model(
+    table: RewardTable, ranks: ModelRanks | None = None
+) -> tuple[Engine | TextClassifier, ModelInfo, PreTrainedTokenizerFast, str]:  # fmt: skip
+    """The engine, or an encoder with a class head, which needs none; what the model is, its tokenizer, and the hash in
+    its version (`reward.version`). With `ranks` this is rank 0, which has the engine."""
     if isinstance(table, JudgeTable) and table.path is not None:
         loaded = load_policy(table.path, dtype=table.dtype, device=choose_device(table.device))
         engine = Engine(loaded.module, loaded.tokenizer)
@@ -116,6 +131,10 @@ def load_worker(
     if ranks is None:
         loaded = load_any(table.path, dtype=table.dtype, device=choose_device(table.device))
         hashes = file_hashes(model_files(loaded.path))
+        if isinstance(table, OutcomeTable) and loaded.kind == "reward" and looks_ahead(loaded.module):
+            classifier = TextClassifier(loaded, table.budget)
+            digest = model_digest(table, hashes, tokenizer_parts(loaded.tokenizer), str(classifier.limit))
+            return classifier, _encoder_facts(classifier, table), loaded.tokenizer, digest
     else:
         loaded, hashes, channel = load_part(table, ranks)
     if isinstance(table, ProcessTable) and table.format.tiled:
@@ -165,6 +184,15 @@ def _facts(loaded: Loaded, engine: Engine) -> ModelInfo:
     elif decoder.kind != "causal":
         labels = tuple(str(config.id2label[i]) for i in range(config.num_labels))
     return ModelInfo(decoder.name, decoder.vocab_size, decoder.max_positions, labels, decoder.kind == "causal")
+
+
+def _encoder_facts(classifier: TextClassifier, table: OutcomeTable) -> ModelInfo:
+    if table.kv_bytes is not None:
+        raise ConfigError(f"kv_bytes is set, but {classifier.name} is an encoder, which keeps no KV; leave it out")
+    return ModelInfo(
+        classifier.name, classifier.config.vocab_size, classifier.limit, classifier.labels, causal=False, encoder=True,
+        typed=classifier.typed, multi_label=classifier.config.problem_type == "multi_label_classification",
+    )  # fmt: skip
 
 
 def _check_tiled(module: nn.Module, form: FormatTable) -> None:

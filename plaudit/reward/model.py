@@ -10,6 +10,7 @@ import numpy as np
 
 from plaudit.core import Engine
 from plaudit.errors import Refused, RequestError
+from plaudit.models.text_classifier import TextClassifier, next_batch
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reading import OutcomeReading
@@ -17,17 +18,16 @@ from plaudit.reward.reward import Result
 from plaudit.reward.work import Work
 
 
-class ModelReward:
-    """cache: keep the KV of what was scored, so that a later call computes only what is new (a search does this)."""
+class _ReadReward:
+    """Items to works, works to rows, rows to scores; the rows come from `_rows`."""
 
-    def __init__(
-        self, engine: Engine, reading: OutcomeReading | ProcessReading, version: str, *, cache: bool = False
-    ) -> None:
-        self.engine = engine
+    def __init__(self, reading: OutcomeReading | ProcessReading, version: str) -> None:
         self.reading = reading
         self.version = version
-        self.cache = cache
         self._lock = threading.Lock()
+
+    def _rows(self, works: Sequence[Work]) -> list[np.ndarray]:
+        raise NotImplementedError
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         self.reading.prerender(items)
@@ -37,7 +37,7 @@ class ModelReward:
         return [self._finish(work, next(values)) if isinstance(work, Work) else self._failed(work) for work in prepared]
 
     def close(self) -> None:
-        """The engine's memory goes with the object."""
+        """The model's memory goes with the object."""
 
     def _prepare(self, item: Item) -> Work | ItemError:
         try:
@@ -50,13 +50,7 @@ class ModelReward:
             return []
         try:
             with self._lock:
-                read: list[np.ndarray | ItemError] = [
-                    *self.engine.score(
-                        [work.tokens for work in works], positions=[work.positions for work in works],
-                        columns=works[0].columns, cache=self.cache,
-                    )
-                ]  # fmt: skip
-            return read
+                return [*self._rows(works)]
         except RequestError as error:
             if len(works) > 1:  # one bad item must not cost the others their scores
                 return [value for work in works for value in self._read([work])]
@@ -71,3 +65,42 @@ class ModelReward:
     def _failed(self, error: ItemError) -> Result:
         kind = Score if isinstance(self.reading, OutcomeReading) else StepScores
         return kind(error=error, version=self.version)
+
+
+class ModelReward(_ReadReward):
+    """cache: keep the KV of what was scored, so that a later call computes only what is new (a search does this)."""
+
+    def __init__(
+        self, engine: Engine, reading: OutcomeReading | ProcessReading, version: str, *, cache: bool = False
+    ) -> None:
+        super().__init__(reading, version)
+        self.engine = engine
+        self.cache = cache
+
+    @property
+    def computed(self) -> int:
+        """Tokens, so far."""
+        return self.engine.stats().tokens_computed
+
+    def _rows(self, works: Sequence[Work]) -> list[np.ndarray]:
+        return self.engine.score(
+            [work.tokens for work in works], positions=[work.positions for work in works], columns=works[0].columns,
+            cache=self.cache,
+        )  # fmt: skip
+
+
+class EncoderReward(_ReadReward):
+    def __init__(self, classifier: TextClassifier, reading: OutcomeReading | ProcessReading, version: str) -> None:
+        super().__init__(reading, version)
+        self.classifier = classifier
+        self.computed = 0
+
+    def _rows(self, works: Sequence[Work]) -> list[np.ndarray]:
+        left = {place: len(work.tokens) for place, work in enumerate(works)}
+        rows: dict[int, np.ndarray] = {}
+        while left:
+            batch = next_batch(left, self.classifier.budget)
+            values = self.classifier.logits([works[i].tokens for i in batch], [works[i].types for i in batch])
+            rows |= {place: value[None] for place, value in zip(batch, values, strict=True)}
+            self.computed += sum(left.pop(place) for place in batch)
+        return [rows[place] for place in range(len(works))]

@@ -212,9 +212,12 @@ def _as_json(messages: Sequence[Message]) -> str:
 
 
 class OutcomeReading:
-    """One score for a response."""
+    """One score for a response. With `each_label` a head of several labels needs no weights: then there is a score for
+    every label, and none for all."""
 
-    def __init__(self, table: OutcomeTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo) -> None:
+    def __init__(
+        self, table: OutcomeTable, tokenizer: PreTrainedTokenizerFast, facts: ModelInfo, *, each_label: bool = False
+    ) -> None:
         if facts.causal:
             raise ModelError(
                 f"{facts.name} is a causal LM, which has no score; give a ...ForSequenceClassification model, "
@@ -227,7 +230,7 @@ class OutcomeReading:
         if table.end and self.end is None:
             raise ConfigError(f"end = true, but the tokenizer of {facts.name} has no end token; set end = false")
         self.intake = Intake(tokenizer, facts, table.max_tokens)
-        self.weights = _weights(table, facts)
+        self.weights = None if each_label and _unweighted(table, facts) else _weights(table, facts)
 
     def prepare(self, item: Item) -> Work:
         self.intake.refuse_huge(item)
@@ -256,11 +259,14 @@ class OutcomeReading:
             return Score(error=error, truncated=work.truncated, tokens=len(work.tokens))
         wide = values.astype(np.float64)
         pooled = wide[0] if len(wide) == 1 else wide.mean(axis=0)
+        labels = self.facts.labels
+        attributes = dict(zip(labels, map(float, pooled), strict=True)) if len(labels) > 1 else {}
+        if self.weights is None:
+            error = ItemError("no_weights", _say_weights(self.facts))
+            return Score(error=error, attributes=attributes, truncated=work.truncated, tokens=len(work.tokens))
         value = float(pooled @ self.weights)
         if self.table.standardise is not None:
             value = (value - self.table.standardise.mean) / self.table.standardise.std
-        labels = self.facts.labels
-        attributes = dict(zip(labels, map(float, pooled), strict=True)) if len(labels) > 1 else {}
         return Score(value, attributes=attributes, truncated=work.truncated, tokens=len(work.tokens))
 
     def _tokens(self, item: Item) -> list[int]:
@@ -276,7 +282,7 @@ class OutcomeReading:
         assert item.prompt is not None
         assert item.response is not None
         opening = self.intake.prompt(item.prompt) if isinstance(item.prompt, str) else self.intake.opening(item.prompt)
-        response = item.response if isinstance(item.response, str) else _joined(item.response)
+        response = item.response if isinstance(item.response, str) else joined(item.response)
         return self._answered(opening, response)
 
     def _answered(self, opening: list[int], response: str) -> list[int]:
@@ -285,19 +291,27 @@ class OutcomeReading:
         return [*opening, *self.intake.content(response), *([self.end] if self.table.end else [])]
 
 
-def _joined(steps: tuple[str, ...]) -> str:
+def joined(steps: tuple[str, ...]) -> str:
     if not all(isinstance(step, str) for step in steps):
         raise Refused("bad_steps", "each step must be a text")
     return "".join(steps)
 
 
+def _unweighted(table: OutcomeTable, facts: ModelInfo) -> bool:
+    return table.weights is None and len(facts.labels) > 1
+
+
+def _say_weights(facts: ModelInfo) -> str:
+    return (
+        f"{facts.name} scores {len(facts.labels)} labels ({', '.join(facts.labels[:8])}); "
+        "say what each counts, for instance weights = { " + f'"{facts.labels[0]}" = 1.0 ' + "}"
+    )
+
+
 def _weights(table: OutcomeTable, facts: ModelInfo) -> np.ndarray:
+    if _unweighted(table, facts):
+        raise ConfigError(_say_weights(facts))
     if table.weights is None:
-        if len(facts.labels) != 1:
-            raise ConfigError(
-                f"{facts.name} scores {len(facts.labels)} labels ({', '.join(facts.labels[:8])}); "
-                "say what each counts, for instance weights = { " + f'"{facts.labels[0]}" = 1.0 ' + "}"
-            )
         return np.ones(1)
     for name in table.weights:
         if name not in facts.labels:

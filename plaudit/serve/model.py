@@ -28,6 +28,7 @@ from plaudit.config.reward import (
 from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward.blend import combine
+from plaudit.reward.encoder_reading import outcome_reading
 from plaudit.reward.judges.backends import HttpAsk
 from plaudit.reward.judges.judge import Judge, JudgeReward
 from plaudit.reward.process import ProcessReading
@@ -252,7 +253,7 @@ class ServedModel:
             self._resources.threads, _tokenizer, hello.tokenizer, hello.tokenizer_options
         )
         if isinstance(table, OutcomeTable):
-            return OutcomeReading(table, tokenizer, facts)
+            return outcome_reading(table, tokenizer, facts, each_label=True)
         if isinstance(table, ProcessTable):
             return ProcessReading(table, tokenizer, facts)
         if isinstance(table, LogprobsTable):

@@ -17,7 +17,7 @@ from plaudit.serve.workers.jobs import Answer
 INPUT_ERRORS = frozenset(
     (
         "too_long", "empty", "bad_text", "bad_tokens", "bad_messages", "bad_steps", "no_steps", "bad_truth", "no_truth",
-        "unsupported_form", "invalid_item", "refused",
+        "unsupported_form", "invalid_item", "refused", "no_weights",
     )
 )  # fmt: skip
 SCORED = ("outcome", "process")

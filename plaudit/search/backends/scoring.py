@@ -19,7 +19,7 @@ from plaudit.records import Item, Score, StepScores
 if TYPE_CHECKING:
     from plaudit.client.client import RewardClient
     from plaudit.core import Engine
-    from plaudit.reward.model import ModelReward
+    from plaudit.reward.model import EncoderReward, ModelReward
     from plaudit.reward.process import ProcessReading
     from plaudit.reward.reward import Result
 
@@ -130,12 +130,12 @@ class OutcomeScorer:
 
     whole = True
 
-    def __init__(self, reward: ModelReward) -> None:
+    def __init__(self, reward: ModelReward | EncoderReward) -> None:
         self.reward = reward
 
     @property
     def computed(self) -> int:
-        return self.reward.engine.stats().tokens_computed
+        return self.reward.computed
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         return [_scored(result) for result in self.reward.score(_items(paths))]
@@ -200,7 +200,7 @@ def open_scorer(table: PrmTable, threads: int | None = None, method: Method = "e
     from plaudit.config.reward import OutcomeTable, ProcessTable
     from plaudit.reward.directory import complete
     from plaudit.reward.load import load_reward, load_worker
-    from plaudit.reward.model import ModelReward
+    from plaudit.reward.model import EncoderReward, ModelReward
     from plaudit.reward.process import ProcessReading
 
     keys: dict[str, Any] = {
@@ -211,7 +211,7 @@ def open_scorer(table: PrmTable, threads: int | None = None, method: Method = "e
     if isinstance(own, OutcomeTable):
         _refuse_whole(table, method)  # before it is loaded
         reward = load_reward(own)
-        assert isinstance(reward, ModelReward)
+        assert isinstance(reward, ModelReward | EncoderReward)
         return OutcomeScorer(reward)
     if not isinstance(own, ProcessTable):
         raise ConfigError(f"prm.path {table.path} is a reward of kind {own.kind!r}: a search needs a process model")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from plaudit.config.reward import OutcomeTable
 from plaudit.errors import Refused, RequestError
 from plaudit.models.text import refuse_surrogates
 from plaudit.records import Item, ItemError
+from plaudit.reward.encoder_reading import EncoderReading
+from plaudit.reward.pairs import Cut, fitted, kept
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.reading import Intake
 from plaudit.reward.work import Work
@@ -47,17 +49,6 @@ class Chat:
 
 
 Prompt = Text | Chat | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """most   tokens that stay; None: all, and more than the model takes are an error
-    added  whether what the tokenizer adds stays, as transformers cuts; otherwise it is cut like the rest
-    """
-
-    most: int | None = None
-    side: Literal["left", "right"] = "right"
-    added: bool = True
 
 
 class Classifier:
@@ -101,7 +92,10 @@ class Classifier:
         """(labels,) of each."""
         table = served.table
         mean = isinstance(table, OutcomeTable) and table.pool == "mean"
-        works = [Work(t, tuple(range(len(t))) if mean else (len(t) - 1,), None, 0, False) for t in tokens]
+        works = [
+            Work(t, tuple(range(len(t))) if mean else (len(t) - 1,), None, 0, False, types=getattr(t, "types", b""))
+            for t in tokens
+        ]
         return [rows.mean(axis=0) for rows in await self._read(request, served, works, priority)]
 
     async def rows(
@@ -109,6 +103,8 @@ class Classifier:
     ) -> list[np.ndarray]:
         """(tokens, labels) of each; of a process model whose format has a tag (steps, labels or columns)."""
         reading = served.reading
+        if isinstance(reading, EncoderReading):
+            raise HttpError(422, "wrong_kind", f"{served.name} reads whole texts, its tokens have no scores: /classify")
         works: Sequence[Work | None]
         if isinstance(reading, ProcessReading) and reading.tag:
             small = sum(map(len, tokens)) <= INLINE_TOKENS
@@ -138,10 +134,11 @@ class Classifier:
         return rows
 
 
-def activate(logits: np.ndarray) -> np.ndarray:
-    """The sigmoid of one label, the softmax of several. (..., labels) -> (..., labels)"""
+def activate(logits: np.ndarray, multi_label: bool = False) -> np.ndarray:
+    """The sigmoid of one label, the softmax of several, of which one is true; where any may be, the sigmoid of each.
+    (..., labels) -> (..., labels)"""
     values = logits.astype(np.float64)
-    if values.shape[-1] == 1:
+    if values.shape[-1] == 1 or multi_label:
         chances: np.ndarray = np.exp(-np.logaddexp(0.0, -values))
         return chances
     raised = np.exp(values - values.max(axis=-1, keepdims=True, initial=-np.inf))
@@ -197,7 +194,8 @@ def _scorable(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
         raise Refused(
             "too_long", f"the prompt has {len(tokens)} tokens, and {intake.facts.name} takes {intake.limit}; shorten it"
         )
-    return intake.tokens(tokens)
+    intake.tokens(tokens)
+    return tokens
 
 
 def spelled(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
@@ -207,7 +205,7 @@ def spelled(intake: Intake, prompt: Prompt, cut: Cut) -> list[int]:
         ids = intake.opening(prompt.messages) if prompt.opening else intake.conversation(prompt.messages)
     else:
         ids = list(prompt)
-    return _kept(ids, cut.most, cut.side)
+    return kept(ids, cut.most, cut.side)
 
 
 def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
@@ -218,21 +216,10 @@ def _encoded(intake: Intake, prompt: Text, cut: Cut) -> list[int]:
         raise Refused("bad_text", str(error)) from error
     text = _shortened(intake, prompt.text, prompt.text_most)
     pair = None if prompt.pair is None else _shortened(intake, prompt.pair, prompt.pair_most)
-    encoding = intake.tokenizer(text, pair, add_special_tokens=prompt.special)
-    ids: list[int] = encoding["input_ids"]
-    if cut.most is None or len(ids) <= cut.most:
-        return ids
-    if not cut.added:
-        return _kept(ids, cut.most, cut.side)
-    # What the tokenizer added belongs to neither text. It is not told to cut itself: that would change it for others.
-    parts = encoding.sequence_ids()
-    first = [place for place, part in enumerate(parts) if part == 0]
-    second = [place for place, part in enumerate(parts) if part == 1]
-    tokens_left = max(0, cut.most - (len(ids) - len(first) - len(second)))
-    sizes = _shared(len(first), len(second), tokens_left) if prompt.pair is not None else (tokens_left, 0)
-    kept = {*_kept(first, sizes[0], cut.side), *_kept(second, sizes[1], cut.side)}
-    tokens = [token for place, token in enumerate(ids) if parts[place] is None or place in kept]
-    return tokens[: cut.most]
+    typed = intake.facts.typed
+    encoding = intake.tokenizer(text, pair, add_special_tokens=prompt.special, return_token_type_ids=typed)
+    types = encoding["token_type_ids"] if typed else None
+    return fitted(encoding["input_ids"], types, encoding.sequence_ids(), cut)
 
 
 def _shortened(intake: Intake, text: str, most: int) -> str:
@@ -244,18 +231,3 @@ def _shortened(intake: Intake, text: str, most: int) -> str:
         # A shorter text may be cut into other tokens, so that there are still too many.
         text = text[: min(spans[most - 1][1], spans[most][0], len(text) - 1)]
     return text
-
-
-def _shared(first: int, second: int, total: int) -> tuple[int, int]:
-    """How much of each of two texts stays: the longer one is cut first, as transformers does."""
-    short, long = sorted((first, second))
-    long = short if short > total else max(short, total - short)
-    if short + long > total:
-        short, long = total // 2, total // 2 + total % 2
-    return (long, short) if first > second else (short, long)
-
-
-def _kept(ids: list[int], most: int | None, side: str) -> list[int]:
-    if most is None or len(ids) <= most:
-        return ids
-    return ids[len(ids) - most :] if side == "left" else ids[:most]

@@ -14,13 +14,14 @@ OVERHEAD = 200  # bytes of an entry beside its values
 
 def work_key(
     version: str, tokens: Sequence[int], positions: Sequence[int], columns: Sequence[int] | None, salt: str,
-    logprobs: bool = False,
+    logprobs: bool = False, types: bytes = b"",
 ) -> bytes:  # fmt: skip
     """The whole digest is the key and is compared in full: another work's score must never be found under it."""
     sizes = f"{len(tokens)} {len(positions)} {'-' if columns is None else len(columns)}"
     digest = hashlib.sha256(f"{version}\0{salt}\0{sizes} {logprobs}\0".encode())
     for numbers in (tokens, positions, columns or ()):
         digest.update(array("q", numbers))
+    digest.update(types)
     return digest.digest()
 
 

@@ -242,7 +242,7 @@ class Deployment:
     def _key(self, work: Work | GenerateJob, salt: str) -> bytes:
         if isinstance(work, GenerateJob):
             return work_key(f"{self.version} {work.max_tokens} {work.temperature}", work.tokens, (), None, salt)
-        return work_key(self.version, work.tokens, work.positions, work.columns, salt, work.logprobs)
+        return work_key(self.version, work.tokens, work.positions, work.columns, salt, work.logprobs, work.types)
 
     def cancel(self, ticket: Ticket) -> tuple[int, int]:
         """Nobody waits for the ticket any more: what was not sent is not computed. (not sent, sent) works dropped."""

@@ -1,13 +1,14 @@
-"""The process that runs a sentence encoder: `python -m plaudit.serve.workers.encoder_worker FD`, started by `link.py`.
+"""The process that runs an encoder: `python -m plaudit.serve.workers.encoder_worker FD`, started by `link.py`.
 
-It takes Works as the worker of a reward model does and answers each with one row, its vector.
+It takes Works as the worker of a reward model does and answers each with one row: a sentence encoder with its vector,
+a text classifier, which `worker.py` hands over to here, with its logits.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from plaudit.config.reward import EmbeddingTable, parse_reward
 from plaudit.core.kv.memory import limit_memory
 from plaudit.models import choose_device
-from plaudit.models.encoder import Encoder, load_encoder
+from plaudit.models.encoder import load_encoder
 from plaudit.models.text import tokenizer_parts
+from plaudit.models.text_classifier import TextClassifier, next_batch
 from plaudit.process.framing import FrameReader
 from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.reward.load import file_hashes, model_files
@@ -25,15 +27,18 @@ from plaudit.reward.version import model_digest
 from plaudit.reward.work import ModelInfo
 from plaudit.serve.workers import frames
 
+Compute = Callable[[Sequence[Sequence[int]], Sequence[bytes]], np.ndarray]
+"""Rows of tokens and their types to (rows, columns)."""
+
 
 class EncoderWorker(SocketWorker[frames.Frame]):
     def __init__(
-        self, sock: socket.socket, reader: FrameReader[frames.Frame], encoder: Encoder, budget: int
+        self, sock: socket.socket, reader: FrameReader[frames.Frame], compute: Compute, budget: int
     ) -> None:  # fmt: skip
         super().__init__(sock, reader)
-        self.encoder = encoder
+        self.compute = compute
         self.budget = budget
-        self._waiting: OrderedDict[int, list[int]] = OrderedDict()
+        self._waiting: dict[int, tuple[list[int], bytes]] = {}
         self._computed = self._batches = 0
 
     @property
@@ -43,7 +48,8 @@ class EncoderWorker(SocketWorker[frames.Frame]):
     def take(self, frame: frames.Frame) -> None:
         match frame:
             case frames.Works():
-                self._waiting.update(zip(frame.ids, frames.cut(frame.tokens, frame.lengths), strict=True))
+                rows = zip(frames.cut(frame.tokens, frame.lengths), frame.types or [b""] * len(frame.ids), strict=True)
+                self._waiting.update(zip(frame.ids, rows, strict=True))
             case frames.Cancel():
                 for id in frame.ids:
                     self._waiting.pop(id, None)
@@ -52,38 +58,27 @@ class EncoderWorker(SocketWorker[frames.Frame]):
 
     def step(self) -> None:
         if self._waiting:
-            self._embed(self._next())
+            self._answer(next_batch({id: len(row) for id, (row, _) in self._waiting.items()}, self.budget))
 
-    def _next(self) -> list[int]:
-        """The first that waits, and those nearest to it in length, for they are padded to one: within the budget."""
-        first = len(next(iter(self._waiting.values())))
-        chosen: list[int] = []
-        longest = 0
-        for id, row in sorted(self._waiting.items(), key=lambda item: abs(len(item[1]) - first)):
-            longest = max(longest, len(row))
-            if chosen and longest * (len(chosen) + 1) > self.budget:
-                break
-            chosen.append(id)
-        return chosen
-
-    def _embed(self, ids: list[int]) -> None:
-        rows = [self._waiting.pop(id) for id in ids]
+    def _answer(self, ids: list[int]) -> None:
+        taken = [self._waiting.pop(id) for id in ids]
+        rows = [row for row, _ in taken]
         errors: list[tuple[int, str, str]] = []
         try:
-            vectors = self.encoder.embed(rows)
+            vectors = self.compute(rows, [types for _, types in taken])
         except (RuntimeError, MemoryError) as error:
             if len(ids) > 1:  # alone each shows whose it is
-                for id, row in zip(ids, rows, strict=True):
+                for id, row in zip(ids, taken, strict=True):
                     self._waiting[id] = row
-                    self._embed([id])
+                    self._answer([id])
                 return
             vectors, ids, errors = np.empty((0, 0)), [], [(ids[0], "compute_failed", f"the step failed: {error}")]
         self._computed += sum(map(len, rows))
         self._batches += 1
-        finite = np.isfinite(vectors).all(axis=1)
+        finite = [bool(np.isfinite(vector).all()) for vector in vectors]
         errors += [(id, "nonfinite_score", "not finite") for id, good in zip(ids, finite, strict=True) if not good]
         sound = [id for id, good in zip(ids, finite, strict=True) if good]
-        values = np.ascontiguousarray(vectors[finite], dtype="<f4")
+        values = np.ascontiguousarray(vectors[np.array(finite, dtype=bool)], dtype="<f4")
         width = values.shape[1]
         self.send(
             frames.Results(
@@ -91,6 +86,17 @@ class EncoderWorker(SocketWorker[frames.Frame]):
                 self._batches, self.budget,
             )
         )  # fmt: skip
+
+
+def classifier_worker(
+    sock: socket.socket, reader: FrameReader[frames.Frame], classifier: TextClassifier, hello: frames.Hello
+) -> EncoderWorker:
+    worker = EncoderWorker(sock, reader, classifier.logits, hello.budget)
+    worker.send(hello)
+    most = min(classifier.limit, hello.facts["max_positions"])
+    classifier.logits([[0] * most] * max(1, hello.budget // most), [b""] * max(1, hello.budget // most))
+    worker.send(frames.Ready())
+    return worker
 
 
 def main(fd: int) -> None:
@@ -110,7 +116,7 @@ def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frame
         type(encoder.module).__name__, encoder.module.config.vocab_size, encoder.limit, (), False  # type: ignore[union-attr, arg-type]
     )  # fmt: skip
     encoder.embed([[0] * encoder.limit] * max(1, table.budget // encoder.limit))  # the most memory it will need
-    worker = EncoderWorker(sock, reader, encoder, table.budget)
+    worker = EncoderWorker(sock, reader, lambda rows, _: encoder.embed(rows), table.budget)
     parts = tokenizer_parts(encoder.tokenizer)
     pooling = f"{encoder.pool} {encoder.normalise} {encoder.limit}"
     digest = model_digest(table, file_hashes(model_files(encoder.path)), parts, pooling)

@@ -49,6 +49,7 @@ class Works(msgspec.Struct, tag=True, array_like=True):
     columns: list[tuple[int, ...] | None]
     logprobs: list[bool]
     salts: list[str]
+    types: list[bytes] = []  # of each sequence, where an encoder's tokens have types
 
 
 class GenerateFrame(msgspec.Struct, tag=True, array_like=True):

@@ -75,6 +75,7 @@ def as_frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
             columns=[work.columns for _, work in works],
             logprobs=[work.logprobs for _, work in works],
             salts=[job.salt for job, _ in works],
+            types=[work.types for _, work in works] if any(work.types for _, work in works) else [],
         )
     for job in batch:
         if isinstance(job.work, GenerateJob):

@@ -27,11 +27,13 @@ from plaudit.core.sequence import Update
 from plaudit.errors import ModelError, RankLost, RequestError
 from plaudit.models import choose_device
 from plaudit.models.text import tokenizer_parts
+from plaudit.models.text_classifier import TextClassifier
 from plaudit.process.framing import FrameReader
 from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.records import ItemError
-from plaudit.reward.load import load_worker
+from plaudit.reward.load import load_model
 from plaudit.serve.workers import frames
+from plaudit.serve.workers.encoder_worker import EncoderWorker, classifier_worker
 from plaudit.serve.workers.ranks import lead, leave
 
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
@@ -204,30 +206,35 @@ def main(fd: int) -> None:
     run_worker(fd, frames.DECODER, frames.Start, _started)
 
 
-def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.Frame]) -> Worker:
-    engine, hello = _load(start.table)
-    worker = Worker(sock, reader, engine)
+def _started(
+    start: frames.Start, sock: socket.socket, reader: FrameReader[frames.Frame]
+) -> Worker | EncoderWorker:  # fmt: skip
+    model, hello = _load(start.table)
+    if isinstance(model, TextClassifier):
+        return classifier_worker(sock, reader, model, hello)
+    worker = Worker(sock, reader, model)
     worker.send(hello)
     worker.warm_up()
     worker.send(frames.Ready())
     return worker
 
 
-def _load(tree: dict[str, Any]) -> tuple[Engine, frames.Hello]:
+def _load(tree: dict[str, Any]) -> tuple[Engine | TextClassifier, frames.Hello]:
     table = parse_reward(tree, "the model's table")
     if isinstance(table, ReadByEngine) and table.memory_fraction is not None:
         limit_memory(choose_device(table.device), table.memory_fraction)
+    model: Engine | TextClassifier
     if isinstance(table, OutcomeTable | ProcessTable | LogprobsTable) and table.ranks > 1:
         group = lead(tree, table)
         group.on_loss = leave
-        engine, facts, tokenizer, digest = group.loaded()
+        model, facts, tokenizer, digest = group.loaded()
     else:
-        engine, facts, tokenizer, digest = load_worker(table)
-    if engine.decoder.device.type == "cpu" and getattr(table, "threads", None) is None:
-        width = engine.decoder.module.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        if width < NARROW:
-            torch.set_num_threads(1)
-    return engine, frames.Hello(digest, msgspec.to_builtins(facts), engine.budget, *tokenizer_parts(tokenizer))
+        model, facts, tokenizer, digest = load_model(table)
+    module = model.module if isinstance(model, TextClassifier) else model.decoder.module
+    width = module.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+    if width < NARROW and next(module.parameters()).device.type == "cpu" and getattr(table, "threads", None) is None:
+        torch.set_num_threads(1)
+    return model, frames.Hello(digest, msgspec.to_builtins(facts), model.budget, *tokenizer_parts(tokenizer))
 
 
 if __name__ == "__main__":

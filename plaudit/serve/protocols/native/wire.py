@@ -164,12 +164,12 @@ def write_json(
 
 def _item(results: Sequence[Result], request: RewardRequest) -> dict[str, Any]:
     errors = [None if r.error is None else {"type": r.error.type, "message": r.error.message} for r in results]
-    if all(e is not None for e in errors) and all(e == errors[0] for e in errors):
+    attributes = [dict(r.attributes) if isinstance(r, Score) else {} for r in results]
+    if all(e is not None for e in errors) and all(e == errors[0] for e in errors) and not any(attributes):
         return {"error": errors[0]}
     item: dict[str, Any] = {"scores": [value_of(r) for r in results]}
     if request.steps:
         item["steps"] = [list(r.values) if isinstance(r, StepScores) and r.error is None else None for r in results]
-    attributes = [dict(r.attributes) if isinstance(r, Score) else {} for r in results]
     if any(attributes):
         item["attributes"] = attributes
     if any(r.truncated for r in results):

@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit import __version__
 from plaudit.records import NEXT, Item, ItemError, StepScores
+from plaudit.reward.pairs import Cut
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.work import Work
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
-from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text
+from plaudit.serve.protocols.classifier import Classifier, Prompt, Text
 from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.sglang import ets_wire as ets
 from plaudit.serve.protocols.sglang import wire as sglang

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from plaudit import __version__
+from plaudit.reward.pairs import Cut
 from plaudit.serve.handle import WorkerStatus
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
-from plaudit.serve.protocols.classifier import Classifier, Cut, Prompt, Text, activate
+from plaudit.serve.protocols.classifier import Classifier, Prompt, Text, activate
 from plaudit.serve.protocols.protocol import ProtocolRoutes, sound
 from plaudit.serve.protocols.tei import infinity_wire as infinity
 from plaudit.serve.protocols.tei import wire as tei
 from plaudit.serve.scoring import ScoringService
 
 Side = Literal["left", "right"] | None
-FUNCTIONS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {
-    None: activate,
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "softmax": lambda logits: activate(logits) if len(logits) > 1 else np.ones(1),
     "sigmoid": lambda logits: activate(logits[:, None])[:, 0],
     "none": lambda logits: logits,
@@ -50,7 +51,7 @@ class TeiRoutes(ProtocolRoutes):
         texts, single = parsed.texts()
         served = self.classifier.find(None, "outcome")
         prompts = [Text(text, pair) for text, pair in texts]
-        rows, _ = await _logits(self.classifier, request, served, prompts, parsed.side, "inputs")
+        rows, _ = await _logits(self.classifier, request, served, prompts, parsed.side(cuts(served)), "inputs")
         labels = served.intake().facts.labels
         predictions = [tei.predictions(row if parsed.raw_scores else activate(row), labels) for row in rows]
         return Reply.json(predictions[0] if single else predictions)
@@ -62,7 +63,7 @@ class TeiRoutes(ProtocolRoutes):
         served = self.classifier.find(None, "outcome")
         prompts = [Text(parsed.query, text) for text in parsed.texts]
         values, _ = await _scores(
-            self.classifier, request, served, prompts, parsed.side, "texts", raw=parsed.raw_scores
+            self.classifier, request, served, prompts, parsed.side(cuts(served)), "texts", raw=parsed.raw_scores
         )
         return Reply.json(tei.ranks(parsed, values))
 
@@ -72,18 +73,22 @@ class TeiRoutes(ProtocolRoutes):
         if not texts:
             raise HttpError(400, "empty", "`inputs` cannot be empty")
         served = self.classifier.find(None, "outcome")
-        rows, _ = await _logits(self.classifier, request, served, [Text(text) for text in texts], None, "inputs")
+        rows, _ = await _logits(
+            self.classifier, request, served, [Text(text) for text in texts], right(served), "inputs"
+        )
         labels = served.intake().facts.labels
         options = parsed.parameters
-        apply, top = (FUNCTIONS[options.function_to_apply], options.top_k) if options else (activate, None)
+        chosen, top = (options.function_to_apply, options.top_k) if options else (None, None)
+        apply = FUNCTIONS[chosen] if chosen else partial(activate, multi_label=served.intake().facts.multi_label)
         return Reply.json([tei.predictions(apply(row), labels)[:top] for row in rows])
 
     async def info(self, request: Request) -> Reply:
         served = self.classifier.find(None, "outcome")
         intake = served.intake()
         version = served.deployment.version
+        facts, most = intake.facts, self.scoring.most_items
         return Reply.json(
-            tei.info(served.name, version, intake.facts.labels, intake.limit, self.scoring.most_items, __version__)
+            tei.info(served.name, version, facts.labels, intake.limit, most, __version__, cuts=facts.encoder)
         )
 
 
@@ -113,9 +118,10 @@ class InfinityRoutes(ProtocolRoutes):
             raise HttpError(422, "empty", "input has no texts; give at least one")
         served = self.classifier.find(parsed.name, "outcome")
         prompts = [Text(text) for text in parsed.input]
-        rows, tokens = await _logits(self.classifier, request, served, prompts, None, "input")
-        shown = rows if parsed.raw_scores else [activate(row) for row in rows]
-        labels = served.intake().facts.labels
+        rows, tokens = await _logits(self.classifier, request, served, prompts, right(served), "input")
+        facts = served.intake().facts
+        shown = rows if parsed.raw_scores else [activate(row, facts.multi_label) for row in rows]
+        labels = facts.labels
         return Reply.json(infinity.classified(request.id, served.name, shown, labels, tokens))
 
     async def rerank(self, request: Request) -> Reply:
@@ -125,7 +131,7 @@ class InfinityRoutes(ProtocolRoutes):
         served = self.classifier.find(parsed.name, "outcome")
         prompts = [Text(parsed.query, document) for document in parsed.documents]
         values, tokens = await _scores(
-            self.classifier, request, served, prompts, None, "documents", raw=parsed.raw_scores
+            self.classifier, request, served, prompts, right(served), "documents", raw=parsed.raw_scores
         )
         return Reply.json(infinity.reranked(request.id, served.name, parsed, values, tokens))
 
@@ -137,11 +143,22 @@ class InfinityRoutes(ProtocolRoutes):
         return Reply.json({"unix": time.time()})
 
 
+def cuts(served: ServedModel) -> bool:
+    """Whether too long texts are cut without a word, as these servers do: a reranker's best sentences may come early,
+    but a reward model without the end of a response would score another response."""
+    return served.intake().facts.encoder
+
+
+def right(served: ServedModel) -> Side:
+    return "right" if cuts(served) else None
+
+
 async def _logits(
     classifier: Classifier, request: Request, served: ServedModel, prompts: Sequence[Prompt], side: Side, what: str
 ) -> tuple[list[np.ndarray], int]:
     """The rows, and of how many tokens. Without a side nothing is cut."""
-    cut = Cut() if side is None else Cut(served.intake().limit, side)
+    intake = served.intake()
+    cut = Cut() if side is None else Cut(intake.limit, side)
     tokens = sound(await classifier.tokens(served, prompts, cut), what)
     return await classifier.logits(request, served, tokens), sum(map(len, tokens))
 

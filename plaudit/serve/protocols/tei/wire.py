@@ -35,9 +35,9 @@ class _Scored(msgspec.Struct, kw_only=True):
     truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
     raw_scores: bool = False
 
-    @property
-    def side(self) -> Literal["left", "right"] | None:
-        if not self.truncate:
+    def side(self, default: bool) -> Literal["left", "right"] | None:
+        """Where it is cut, if that was asked for, or with `default` not forbidden."""
+        if not (default if self.truncate is None else self.truncate):
             return None
         return "left" if self.truncation_direction.lower() == "left" else "right"
 
@@ -101,7 +101,9 @@ def ranks(request: TeiRerank, values: Sequence[float]) -> list[dict[str, Any]]:
     return [{"index": place, "text": request.texts[place], "score": values[place]} for place in order]
 
 
-def info(name: str, version: str, labels: Sequence[str], limit: int, most_items: int, server: str) -> dict[str, Any]:
+def info(
+    name: str, version: str, labels: Sequence[str], limit: int, most_items: int, server: str, *, cuts: bool
+) -> dict[str, Any]:
     classes = {
         "id2label": {str(place): label for place, label in enumerate(labels)},
         "label2id": {label: place for place, label in enumerate(labels)},
@@ -111,6 +113,6 @@ def info(name: str, version: str, labels: Sequence[str], limit: int, most_items:
         "model_type": {"reranker" if len(labels) == 1 else "classifier": classes},
         "max_concurrent_requests": most_items,
         "max_input_length": limit, "max_batch_tokens": limit, "max_batch_requests": None,
-        "max_client_batch_size": most_items, "auto_truncate": False, "tokenization_workers": 1, "version": server,
+        "max_client_batch_size": most_items, "auto_truncate": cuts, "tokenization_workers": 1, "version": server,
         "sha": None, "docker_label": None,
     }  # fmt: skip

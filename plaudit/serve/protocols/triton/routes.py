@@ -110,10 +110,9 @@ class TritonRoutes(ProtocolRoutes):
         else:
             tokens, exceeded = await self._sentences(served, inputs, cut="exceeded" in infer.outputs)
         scored = await self.scoring.score(request, served, [Item(tokens=tuple(row)) for row in tokens])
-        values = self.scoring.values(scored.results, "row")
-        rows = [[value] for value in values]
-        if name in self.scoring.unmerged:
-            rows = [_labels(result) or row for result, row in zip(scored.results, rows, strict=True)]
+        rows = [_labels(result) for result in scored.results] if name in self.scoring.unmerged else []
+        if not rows or not all(rows):
+            rows = [[value] for value in self.scoring.values(scored.results, "row")]
         outputs = {"rewards": _matrix(rows), "exceeded": exceeded}
         body, head = triton.write_infer(infer, name, outputs)
         return packed(body, head, request.headers.get(b"accept-encoding", b""))

@@ -11,10 +11,11 @@ import numpy as np
 
 from plaudit import __version__
 from plaudit.records import ItemError
+from plaudit.reward.pairs import Cut
 from plaudit.reward.reading import EmbeddingReading
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
-from plaudit.serve.protocols.classifier import Chat, Classifier, Cut, Prompt, Text, activate
+from plaudit.serve.protocols.classifier import Chat, Classifier, Prompt, Text, activate
 from plaudit.serve.protocols.protocol import ProtocolRoutes
 from plaudit.serve.protocols.vllm import wire as vllm
 from plaudit.serve.scoring import EMBEDDING_MODEL, ScoringService
@@ -68,7 +69,7 @@ class VllmRoutes(ProtocolRoutes):
         tokens = await self._tokens(served, _prompts(parsed), parsed)
         rows = await self.classifier.logits(request, served, tokens, parsed.queue_priority)
         if parsed.activate is not False:
-            rows = [activate(row) for row in rows]
+            rows = [activate(row, served.intake().facts.multi_label) for row in rows]
         labels = served.intake().facts.labels
         return Reply.json(vllm.classification(_id(request, parsed), served.name, rows, labels, sum(map(len, tokens))))
 
@@ -84,7 +85,7 @@ class VllmRoutes(ProtocolRoutes):
         read = self.classifier.rows if every else self.classifier.logits
         rows = await read(request, served, tokens, parsed.queue_priority)
         if parsed.activate is not False:
-            rows = [activate(row) for row in rows]
+            rows = [activate(row, served.intake().facts.multi_label) for row in rows]
         data = [parsed.encode(row) for row in rows]
         return Reply.json(vllm.pooled(_id(request, parsed), served.name, data, sum(map(len, tokens))))
 

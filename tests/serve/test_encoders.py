@@ -1,0 +1,177 @@
+"""Encoders with a class head behind every protocol that has a place for them: the numbers of plain transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plaudit.client.client import RewardClient
+from plaudit.errors import ConfigError
+from plaudit.reward.load import load_reward
+from tests.models.encoders import encoder, plain
+from tests.serve.process import ServerProcess
+
+QUERY = "who is it?"
+DOCUMENTS = ["he", "a longer text, the end of which [SEP] nobody knows", "she", "nobody at all", "x" * 200]
+LABELS = {"0": "toxic", "1": "insult", "2": "threat"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("encoders")
+    named = {"id2label": LABELS, "label2id": {name: int(i) for i, name in LABELS.items()}}
+    return {
+        "bert": encoder(root / "bert", "bert"),
+        "xlmr": encoder(root / "xlmr", "xlm-roberta"),
+        "labels": encoder(root / "labels", "distilbert", 3, **named, problem_type="multi_label_classification"),
+    }
+
+
+@pytest.fixture(scope="module")
+def server(models: dict[str, Path]) -> Iterator[ServerProcess]:
+    with ServerProcess(None, *(w for name, path in models.items() for w in ("--model", f"{name}={path}"))) as server:
+        yield server
+
+
+def expected(directory: Path, pairs: list[tuple[str, str | None]]) -> np.ndarray:
+    """As TEI: cut by the tokenizer to what the model takes, of a pair the longer text first."""
+    return plain(directory, pairs, truncation=True, max_length=64).numpy()
+
+
+def sigmoid(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values.astype(np.float64)))
+
+
+def asked(server: ServerProcess, path: str, **body: Any) -> Any:
+    reply = server.http.post(path, json=body)
+    assert reply.status_code == 200, reply.text + server.log()
+    return reply.json()
+
+
+def test_tei_reranks_and_cuts_what_is_too_long_unless_told_not_to(
+    server: ServerProcess, models: dict[str, Path]
+) -> None:
+    raw = expected(models["bert"], [(QUERY, text) for text in DOCUMENTS])[:, 0]
+    ranks = asked(server, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=True)
+    assert [rank["index"] for rank in ranks] == np.argsort(-raw).tolist()
+    assert np.abs(np.array([rank["score"] for rank in ranks]) - np.sort(raw)[::-1]).max() < 1e-5
+    shown = asked(server, "/rerank", query=QUERY, texts=DOCUMENTS, return_text=True)
+    assert shown[0]["text"] == DOCUMENTS[int(raw.argmax())]
+    assert abs(shown[0]["score"] - sigmoid(raw).max()) < 1e-5
+    refused = server.http.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS, "truncate": False})
+    assert refused.status_code == 413
+    assert "texts[4]" in refused.text
+    assert asked_info(server)["auto_truncate"] is True
+    alone = asked(server, "/predict", inputs=[QUERY, DOCUMENTS[1]], raw_scores=True)
+    assert abs(alone[0]["score"] - raw[1]) < 1e-5
+    left = plain(models["bert"], [(QUERY + DOCUMENTS[4], None)], truncation=True, max_length=64).numpy()
+    said = asked(server, "/predict", inputs=QUERY + DOCUMENTS[4], raw_scores=True)
+    assert abs(said[0]["score"] - left[0, 0]) < 1e-5
+
+
+def asked_info(server: ServerProcess) -> Any:
+    return server.http.get("/info").json()
+
+
+@pytest.mark.parametrize("name", ["bert", "xlmr"])
+def test_every_reranking_protocol_gives_the_scores_of_transformers(
+    server: ServerProcess, models: dict[str, Path], name: str
+) -> None:
+    short = DOCUMENTS[:4]
+    raw = expected(models[name], [(QUERY, text) for text in short])[:, 0]
+    scores: dict[str, list[tuple[int, float]]] = {}
+    body = {"model": name, "query": QUERY, "documents": short}
+    infinity = asked(server, "/infinity/rerank", **body, raw_scores=True)
+    scores["infinity"] = [(each["index"], each["relevance_score"]) for each in infinity["results"]]
+    vllm = asked(server, "/vllm/v1/rerank", **body, use_activation=False)
+    scores["vllm"] = [(each["index"], each["relevance_score"]) for each in vllm["results"]]
+    pairs = asked(server, "/vllm/score", model=name, text_1=QUERY, text_2=short, use_activation=False)
+    scores["score"] = [(each["index"], each["score"]) for each in pairs["data"]]
+    sglang = asked(server, "/sglang/v1/rerank", **body)
+    scores["sglang"] = [(each["index"], each["score"]) for each in sglang]
+    native = server.rewards([{"prompt": QUERY, "responses": [short[0], short[2], short[3]]}], model=name).json()
+    for protocol, found in scores.items():
+        assert np.abs(np.array([score for _, score in sorted(found)]) - raw).max() < 1e-5, protocol
+    assert np.abs(np.array(native["items"][0]["scores"]) - raw[[0, 2, 3]]).max() < 1e-5
+
+
+def test_a_crowd_of_ragged_pairs_is_scored_as_each_alone(server: ServerProcess, models: dict[str, Path]) -> None:
+    draw = random.Random(3)
+    texts = ["".join(draw.choices("abc ?", k=draw.randint(1, 45))) for _ in range(60)]
+    raw = expected(models["xlmr"], [("q", text) for text in texts])[:, 0]
+    rewards = RewardClient(server.url, model="xlmr").score([{"prompt": "q", "response": text} for text in texts])
+    assert np.abs(np.array([each.value for each in rewards]) - raw).max() < 1e-5
+
+
+def test_text_of_others_is_no_control_token_in_the_native_protocol(server: ServerProcess) -> None:
+    first, second = (
+        server.rewards([{"prompt": QUERY, "responses": [text]}], model="bert").json()["items"][0]["scores"][0]
+        for text in ("a [SEP] b", "a  b")
+    )
+    assert abs(first - second) > 1e-4
+    ids = server.http.post("/tokenize", json={"model": "bert", "prompt": "a[SEP]b"}).json()["tokens"]
+    assert ids.count(2) == 2  # other servers read it as one
+
+
+def test_messages_are_a_question_and_its_answer(server: ServerProcess, models: dict[str, Path]) -> None:
+    chat = [{"role": "user", "content": QUERY}, {"role": "assistant", "content": "he"}]
+    raw = float(expected(models["bert"], [(QUERY, "he")])[0, 0])
+    assert abs(server.rewards([{"messages": chat}], model="bert").json()["items"][0]["scores"][0] - raw) < 1e-5
+    longer = server.rewards([{"messages": [*chat, *chat]}], model="bert").json()["items"][0]["error"]
+    assert longer["type"] == "unsupported_form"
+    assert "a question and an answer" in longer["message"]
+
+
+def test_labels_without_weights_are_scores_each_and_no_one_score(
+    server: ServerProcess, models: dict[str, Path]
+) -> None:
+    row = expected(models["labels"], [(QUERY, None)])[0]
+    said = asked(server, "/infinity/classify", model="labels", input=[QUERY], raw_scores=False)["data"][0]
+    assert {each["label"] for each in said} == set(LABELS.values())
+    found = [next(each["score"] for each in said if each["label"] == label) for label in LABELS.values()]
+    assert np.abs(np.array(found) - sigmoid(row)).max() < 1e-5  # any of them may be true
+    probs = asked(server, "/classify", model="labels", input=QUERY)["data"][0]["probs"]
+    assert np.abs(np.array(probs) - sigmoid(row)).max() < 1e-5
+    item = server.rewards([{"text": QUERY}], model="labels").json()["items"][0]
+    assert item["scores"] == [None]
+    assert item["errors"][0]["type"] == "no_weights"
+    assert "weights = " in item["errors"][0]["message"]
+    assert np.abs(np.array([item["attributes"][0][label] for label in LABELS.values()]) - row).max() < 1e-5
+    (score,) = RewardClient(server.url, model="labels").score([{"text": QUERY}])
+    assert score.attributes == item["attributes"][0]
+    assert (
+        server.http.post("/vllm/rerank", json={"model": "labels", "query": "a", "documents": ["b"]}).status_code == 400
+    )
+
+
+def test_what_an_encoder_has_not_is_refused_in_its_protocol(server: ServerProcess) -> None:
+    tokens = server.http.post("/pooling", json={"model": "bert", "input": "x", "task": "token_classify"})
+    assert tokens.status_code in (400, 422)
+    assert "whole texts" in tokens.text
+    assert server.http.post("/generate", json={"text": "x", "sampling_params": {}}).status_code in (400, 422)
+    refused = server.rewards([{"prompt": QUERY, "responses": ["x" * 300]}], model="bert").json()["items"][0]["error"]
+    assert refused["type"] == "too_long"
+    cut = server.rewards([{"prompt": QUERY, "responses": ["x" * 300]}], model="bert", truncate="right").json()["items"][
+        0
+    ]
+    assert cut["truncated"] == [True]
+
+
+def test_in_this_process_it_is_the_same_reward(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": QUERY, "responses": DOCUMENTS[:4]}) + "\n")
+    raw = expected(models["bert"], [(QUERY, text) for text in (*DOCUMENTS[:1], *DOCUMENTS[2:4])])[:, 0]
+    reward = load_reward(models["bert"])
+    from plaudit.records import Item
+
+    found = reward.score([Item(prompt=QUERY, response=text) for text in DOCUMENTS])
+    assert np.abs(np.array([found[place].value for place in (0, 2, 3)]) - raw).max() < 1e-5
+    assert found[4].error is not None
+    with pytest.raises(ConfigError, match="say what each counts"):
+        load_reward(models["labels"])
