@@ -17,7 +17,8 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from plaudit.client.client import CONNECT_SECONDS, InProcess, RewardClient, Side
+from plaudit.client.client import CONNECT_SECONDS, RewardClient, Side
+from plaudit.client.in_process import InProcess
 from plaudit.client.items import items_of
 from plaudit.errors import ConfigError, DataError, RequestError, RewardUnavailable, one_line
 from plaudit.output import check_writable, written

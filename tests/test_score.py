@@ -16,7 +16,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from plaudit.client.client import InProcess, RewardClient
+from plaudit.client.client import RewardClient
+from plaudit.client.in_process import InProcess
 from plaudit.errors import ConfigError, DataError, RewardUnavailable, StorageError, VersionChanged
 from plaudit.records import Item, ItemError, Score, StepScores
 from plaudit.reward import load_reward

@@ -20,7 +20,6 @@ import httpx
 import msgspec
 
 from plaudit.client.exchange import Exchange, Options, Result, exchanges
-from plaudit.client.in_process import InProcess as InProcess
 from plaudit.client.items import Entry, all_items
 from plaudit.client.network import UNIX, Network, StrPath
 from plaudit.client.replicas import Replica, Replicas

@@ -15,7 +15,7 @@ import pytest
 
 from plaudit import AsyncRewardClient, RewardClient
 from plaudit.client import client as client_module
-from plaudit.client.client import InProcess
+from plaudit.client.in_process import InProcess
 from plaudit.client.replicas import EJECT_AFTER, Replicas
 from plaudit.errors import BadReply, ConfigError, RequestError, RequestRefused, RewardUnavailable, VersionChanged
 from plaudit.records import Item, Score, StepScores
