@@ -99,12 +99,17 @@ def new_fleet(stage: PlacementContext, channel: Channel, keep: Literal["recomput
             start = frames.Start(tree, seat.device, seat.threads, list(seat.cores), keep)
             engines.append(RemoteEngine(f"rollout {index}", start, stage.host, news))
     readers = recipe.resources.rollout.prefill
-    fleet = Fleet if not readers else partial(SplitFleet, readers)
-    return fleet(engines, channel, lambda: Weights.of(trainee.loaded.module), news, stage.warn)
+    kind = Fleet if not readers else partial(SplitFleet, readers)
+    fleet = kind(engines, channel, lambda: Weights.of(trainee.loaded.module), news, stage.warn)
+    in_place = isinstance(channel, SharedChannel) and channel.in_place  # nothing travels there
+    if recipe.model.lora is not None and not in_place:
+        fleet.part = new_channel(stage, paused=False, within="adapter"), lambda: Weights.trained(trainee.loaded.module)
+    return fleet
 
 
-def new_channel(stage: PlacementContext, *, paused: bool) -> Channel:
-    """`paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory."""
+def new_channel(stage: PlacementContext, *, paused: bool, within: str = ".") -> Channel:
+    """`paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory.
+    `within`: the folder of this channel's files among those of the run's weights."""
     table = stage.recipe.placement
     host = "127.0.0.1"
     near = True
@@ -117,7 +122,7 @@ def new_channel(stage: PlacementContext, *, paused: bool) -> Channel:
     )
     match table.channel or default:
         case "disk":
-            return DiskChannel(stage.directory / "weights", seconds=table.deadline)
+            return DiskChannel(stage.directory / "weights" / within, seconds=table.deadline)
         case "collective":
             backend: Literal["gloo", "nccl"] = "nccl" if stage.trainee.decoder.device.type == "cuda" else "gloo"
             return CollectiveChannel(backend, host=host, seconds=table.deadline)

@@ -1,6 +1,7 @@
 """One trajectory in every placement; what cannot be placed is refused with the arithmetic."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 from plaudit.config import to_toml
 from plaudit.errors import ConfigError
 from plaudit.events import read_events
+from plaudit.models import load_policy
+from plaudit.place.channels.weights import Weights
+from plaudit.rl.loop import RlTraining
 from tests.place.rollout_host import RolloutHost
 from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
-from tests.train.rl_world import Silent, recipe
+from tests.train.rl_world import Silent, recipe, weights
 
 ONE = {"rollout": {"processes": 1}}
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -48,6 +52,47 @@ def test_every_placement_gives_the_same_samples_losses_and_weights(
         assert all(seen["publish/seconds"] > 0 for seen in found.seen)
     if name == "hybrid in two processes":
         assert all(seen["publish/extra_bytes"] == 0 for seen in found.seen), "one set of weights for both processes"
+
+
+LORA: dict[str, Any] = {**GRPO, "model": {"lora": {"rank": 2}}, "train": {"lr": 2e-2}}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory, rollout_host: RolloutHost) -> Run:
+    pytest.importorskip("peft")
+    directory = tmp_path_factory.mktemp("adapted") / "run"
+    return directory, train(directory, small(3, LORA), rollout_host)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "disaggregated, shared",
+        pytest.param("disaggregated, disk", marks=pytest.mark.slow),
+        pytest.param("disaggregated, collective", marks=pytest.mark.slow),
+        pytest.param("async, staleness 0", marks=pytest.mark.slow),
+    ],
+)
+def test_a_lora_run_publishes_its_adapter_alone(
+    tmp_path: Path, adapted: Run, rollout_host: RolloutHost, name: str
+) -> None:
+    """Same samples, losses and weights; the base travels to a worker once, and again to one in a lost one's place."""
+    base = load_policy("sums-policy").module
+    whole = Weights.of(base).nbytes
+    assert any(not torch.equal(weights(adapted[0])[name], tensor) for name, tensor in base.named_parameters())
+    sizes: list[int] = []
+
+    def look(training: RlTraining, step: int) -> None:
+        sizes.append(int(training.viewer.seen[-1]["publish/bytes"]))  # type: ignore[attr-defined]
+        assert sizes[-1] == Weights.trained(training.loaded.module).nbytes
+        if step == 2:
+            os.kill(rollout_host.workers[-1].pid, signal.SIGKILL)
+
+    found = train(tmp_path / "run", small(3, LORA, **PLACEMENTS[name]), rollout_host, look)
+    assert_equal((tmp_path / "run", found), adapted)
+    assert {len(sizes), len(set(sizes))} == {3, 1}
+    assert sizes[0] * 4 < whole
+    assert [warning for warning in found.warnings if "started again" in warning]
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ from torch import nn
 
 from plaudit.errors import ReceiverLost, WeightsRefused
 from plaudit.place.channels.channel import Publisher
+from plaudit.place.channels.messages import DiskTake, WeightMessage
+from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.weights import Layout, Weights
 
 
@@ -25,6 +27,20 @@ def test_tied_names_are_aliases_and_move_once() -> None:
     assert [name for name, _ in weights] == ["scale", "embed.weight", "layer.weight", "layer.bias"]
     assert weights.layout.aliases == {"head.weight": "embed.weight"}
     assert weights.nbytes == 4 * (40 + 16 + 4 + 3)
+
+
+def test_a_part_is_what_is_trained_and_needs_the_rest_to_be_there() -> None:
+    module = Tied()
+    module.embed.requires_grad_(False)
+    part = Weights.trained(module)
+    assert [name for name, _ in part] == ["layer.weight", "layer.bias"]
+    assert part.layout.part
+    receiver = WeightReceiver(module)
+    with pytest.raises(WeightsRefused, match="to an engine that has none: publish all of them"):
+        receiver.receive(WeightMessage("a-1", "a", 1, part.layout, DiskTake("nowhere")))
+    strange = Weights({"layer.other": torch.ones(1)}, part=True).layout
+    with pytest.raises(WeightsRefused, match=r"the weights have 'layer\.other', which the engine has not"):
+        receiver.receive(WeightMessage("a-1", "a", 1, strange, DiskTake("nowhere")))
 
 
 def test_names_tied_by_storage_alone_are_aliases_too() -> None:

@@ -27,33 +27,38 @@ class WeightReceiver:
         self.target: Target = ModuleTarget(target) if isinstance(target, nn.Module) else target
         self.version: int | None = None
         self._publisher: str | None = None
-        self._collective = CollectiveSide()
-        self._shared = SharedSide()
+        # A part has ways of its own: what the whole brought stays where it lies.
+        self._collective = {part: CollectiveSide() for part in (False, True)}
+        self._shared = {part: SharedSide() for part in (False, True)}
 
     def receive(self, message: WeightMessage) -> WeightReply:
         self._check_version(message.version, message.publisher)
         self.target.check(message.layout)
+        if message.layout.part and self.version is None:
+            raise WeightsRefused("a part of the weights was published to an engine that has none: publish all of them")
         if isinstance(message.body, CollectivePrepare):
-            return WeightReply(message.exchange, in_group=self._collective.prepare(message.body))
+            return WeightReply(message.exchange, in_group=self._collective[message.layout.part].prepare(message.body))
         self.version = None  # until all of it has been checked: a failure leaves some tensors new and some old
         received = self._take(message)
         self.version, self._publisher = message.version, message.publisher
         return WeightReply(message.exchange, None, self.version, received.checksum, received.extra_bytes)
 
     def _take(self, message: WeightMessage) -> Received:
+        part = message.layout.part
         match message.body:
             case DiskTake() as body:
                 return take_from_disk(body, message.layout, self.target)
             case SharedTake() as body:
-                return self._shared.take(body, message.publisher, message.layout, self.target)
+                return self._shared[part].take(body, message.publisher, message.layout, self.target)
             case CollectiveTake() as body:
-                return self._collective.take(body, message.layout, self.target)
+                return self._collective[part].take(body, message.layout, self.target)
             case _:
                 raise AssertionError(f"nothing is taken from {message.body}")
 
     def close(self) -> None:
-        self._collective.close()
-        self._shared.close()
+        for part in (False, True):
+            self._collective[part].close()
+            self._shared[part].close()
 
     def _check_version(self, version: int, publisher: str) -> None:
         if publisher == self._publisher and self.version is not None and version < self.version:

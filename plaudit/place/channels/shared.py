@@ -48,6 +48,11 @@ class SharedChannel:
         if module is not None:
             self._move_in(module)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether engines read where the trainer writes."""
+        return self._home
+
     def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
         exchange = self._publisher.begin(version)
         if not wires and weights.sharded:

@@ -23,6 +23,8 @@ class ModuleTarget:
         entries = {entry.name: entry for entry in layout.entries}
         tensors = named_tensors(self.module)
         coming = {**{name: name for name in entries}, **layout.aliases}
+        if layout.part:
+            tensors = {name: tensor for name, tensor in tensors.items() if name in coming}
         _check_names(coming, tensors)
         for name, tensor in tensors.items():
             _check_kind(name, tensor, entries[coming[name]])

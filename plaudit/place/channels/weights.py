@@ -46,10 +46,12 @@ class Entry:
 class Layout:
     """entries   tensors that are moved, in their order
     aliases   further names of them: name -> name of an entry
+    part      others stay as the receiver has them: what a LoRA run has changed
     """
 
     entries: tuple[Entry, ...]
     aliases: Mapping[str, str]
+    part: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +88,7 @@ class Layout:
 class Weights:
     """tensors   by name; plain or DTensor, on any device. Not copied: what is published is what they hold then."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], part: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[Any, str] = {}
@@ -97,12 +99,17 @@ class Weights:
             else:
                 aliases[name] = original
         entries = (Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items())
-        self.layout = Layout(tuple(entries), aliases)
+        self.layout = Layout(tuple(entries), aliases, part)
 
     @classmethod
     def of(cls, module: nn.Module) -> Weights:
         """Parameters and persistent buffers, as in the module's state_dict."""
         return cls(named_tensors(module))
+
+    @classmethod
+    def trained(cls, module: nn.Module) -> Weights:
+        """Those that an optimizer may change."""
+        return cls({name: tensor for name, tensor in named_tensors(module).items() if tensor.requires_grad}, part=True)
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,12 @@ LOOK_SECONDS = 1.0  # between two looks of somebody who waits, were a notice eve
 
 
 class Fleet:
-    """`warn` hears of every worker that was lost. The thread that makes it is the one that mends."""
+    """`warn` hears of every worker that was lost. The thread that makes it is the one that mends.
+
+    part   a channel for what changes, where that is not all: once workers have the whole, it alone travels
+    """
+
+    part: tuple[Channel, Callable[[], Weights]] | None = None
 
     def __init__(
         self, engines: Sequence[RemoteEngine], channel: Channel, weights: Callable[[], Weights],
@@ -51,7 +56,8 @@ class Fleet:
             try:
                 for engine in lost:
                     engine.loaded()
-                publication = self.channel.publish(self.weights(), version, self.engines)
+                channel, weights = (self.channel, self.weights) if lost or self.part is None else self.part
+                publication = channel.publish(weights(), version, self.engines)
                 break
             except ReceiverLost as error:
                 for engine in self.engines:
@@ -94,7 +100,8 @@ class Fleet:
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
-        self.channel.close()
+        for channel in (self.channel, *(self.part or ())[:1]):
+            channel.close()
 
     def _submit(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
