@@ -24,7 +24,8 @@ class Asynchronous(Disaggregated):
         return AsyncRollouts(stage.recipe, self._player(), stage.prompts, stage.scorer, stage.clock, self.engine.mend)
 
     def publish(self, version: int) -> dict[str, float]:
-        return {**super().publish(version), "rollout/dropped": float(self.rollouts.dropped)}
+        ahead = {"rollout/dropped": self.rollouts.dropped, "rollout/staleness_bound": self.rollouts.staleness}
+        return {**super().publish(version), **{name: float(value) for name, value in ahead.items()}}
 
     def save(self, directory: Path) -> None:
         self.rollouts.save(directory)

@@ -67,8 +67,10 @@ HEALTHY: Mapping[str, Shape] = {
     "progress/prompts": lambda x: 800 * x,
 }
 # Figures that are known exactly and carry no noise.
-EXACT = ("policy/loss", "policy/ratio", "policy/clip", "policy/kl_old", "policy/lr", "reward/errors", "reward/min",
-         "reward/max", "length/aborted", "progress/", "kl/coef", "advantage/mean")  # fmt: skip
+EXACT = (
+    "policy/loss", "policy/ratio", "policy/clip", "policy/kl_old", "policy/lr", "policy/updates", "lr", "reward/errors",
+    "reward/min", "reward/max", "rollout/", "length/aborted", "progress/", "kl/coef", "advantage/mean",
+)  # fmt: skip
 
 CRITIC: Mapping[str, Shape] = {
     "value/mean": lambda x: 0.3 + 0.4 * x,
@@ -83,23 +85,28 @@ CRITIC: Mapping[str, Shape] = {
 ASYNCHRONOUS: Mapping[str, Shape] = {
     "staleness/mean": lambda x: 1.2,
     "staleness/max": lambda x: 2,
-    "dropped/stale": lambda x: 0,
+    "rollout/dropped": lambda x: 0,
+    "rollout/staleness_bound": lambda x: 4,
 }
 
 
-def values_at(shapes: Mapping[str, Shape], share: float, chance: random.Random) -> dict[str, float]:
+def values_at(
+    shapes: Mapping[str, Shape], share: float, chance: random.Random, noise: float = 0.03
+) -> dict[str, float]:
     values = {}
     for name, shape in shapes.items():
         value = shape(share)
-        values[name] = value if name.startswith(EXACT) else value * (1 + 0.03 * chance.gauss(0, 1))
+        values[name] = value if name.startswith(EXACT) else value * (1 + noise * chance.gauss(0, 1))
     return values
 
 
-def history(shapes: Mapping[str, Shape] = HEALTHY, steps: int = 120, seed: int = 0, **changed: Shape) -> History:
+def history(
+    shapes: Mapping[str, Shape] = HEALTHY, steps: int = 120, seed: int = 0, noise: float = 0.03, **changed: Shape
+) -> History:
     """A run as the rules see it. Names of `changed` have __ for /."""
     shapes = {**shapes, **{name.replace("__", "/"): shape for name, shape in changed.items()}}
     chance = random.Random(seed)
-    rows = [values_at(shapes, step / steps, chance) for step in range(1, steps + 1)]
+    rows = [values_at(shapes, step / steps, chance, noise) for step in range(1, steps + 1)]
     numbers = tuple(range(1, steps + 1))
     return History("made-up", {name: Curve(numbers, tuple(row[name] for row in rows)) for name in shapes})
 

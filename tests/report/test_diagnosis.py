@@ -87,8 +87,9 @@ def test_a_healthy_run_is_said_to_be_healthy(shapes: dict[str, Shape], seed: int
         ("bad", "values beyond rewards", "critic.lr", {"value__mean": lambda x: 7 * x, "length__truncated": flat(0)}),
         ("watch", "useless critic", "explains nothing", {"value__explained_variance": flat(-0.1)}),
         ("bad", "useless critic", "group baseline", {"value__explained_variance": flat(-2)}),
-        ("watch", "samples too old", "dropped", {"staleness__max": flat(4), "dropped__stale": flat(3)}),
-        ("watch", "staleness at its bound", "bound is 4", {"staleness__max": flat(4.2), "staleness__bound": flat(4)}),
+        ("watch", "samples too old", "dropped", {"staleness__max": flat(4), "rollout__dropped": lambda x: 360 * x}),
+        ("fine", "staleness at its bound", "bound is 4",
+         {"staleness__max": flat(4.2), "rollout__staleness_bound": flat(4)}),
         ("watch", "mismatch", "versions old", {"mismatch__abs_mean": flat(0.05), "staleness__mean": flat(1.5)}),
     ],
 )  # fmt: skip

@@ -29,7 +29,8 @@ def overfitting(run: History) -> Finding | None:
         return None
     least, last = min(losses.finite), losses.finite[-1]
     step = losses.steps[losses.values.index(least)]
-    if last > least * 1.05 + 1e-6 and all(a <= b for a, b in pairwise(losses.finite[losses.finite.index(least) :])):
+    since = losses.finite[losses.finite.index(least) :]  # one evaluation alone may be chance
+    if last > least * 1.05 + 1e-6 and len(since) > 2 and all(a <= b for a, b in pairwise(since)):
         says = f"The held-out loss rises since step {step} ({number(least)} → {number(last)})."
         return Finding("overfitting", "watch", says, f"Stop near step {step}, use more data, or lower train.lr.")
     return Finding("held-out loss", "fine", f"The held-out loss is {number(last)}, at least {number(least)}.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
 from plaudit.report.finding import ENOUGH, Finding, number, percent
 from plaudit.report.history import History
 
@@ -96,12 +94,13 @@ def effective_samples(run: History) -> Finding | None:
 
 
 def staleness(run: History) -> Finding | None:
-    most, dropped, bound = run.curve("staleness/max"), run.curve("dropped/stale"), run.curve("staleness/bound")
+    most, dropped = run.curve("staleness/max"), run.curve("rollout/dropped")
+    bound = run.curve("rollout/staleness_bound")
     if most is None:
         return None
     late = most.late()
     says = f"Samples are at most {number(late)} versions old at the end"
-    lost = fmean(dropped.finite) if dropped else 0.0
+    lost = max(dropped.finite) / len(dropped.finite) if dropped else 0.0  # it counts them from the first step on
     if lost > 0:
         return Finding(
             "samples too old",
@@ -110,12 +109,8 @@ def staleness(run: History) -> Finding | None:
             "Generate less ahead, or give the trainer more of the hardware.",
         )
     if bound and late >= 0.9 * bound.late() > 0:
-        return Finding(
-            "staleness at its bound",
-            "watch",
-            f"{says}, the bound is {number(bound.late())}: generation waits for the trainer.",
-            "Give the trainer more of the hardware, or allow older samples.",
-        )
+        says += f", the bound is {number(bound.late())}: generation is as far ahead as it may be"
+        return Finding("staleness at its bound", "fine", f"{says}, and the trainer need not wait for it.")
     return Finding("fresh samples", "fine", f"{says}.")
 
 
