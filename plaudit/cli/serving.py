@@ -65,6 +65,9 @@ def serve_rewards(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    log: Annotated[
+        str | None, typer.Option(metavar="errors|requests", help="requests: a line of JSON on stderr for each.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Say whether it would start: a line per finding, exit code 0 or 2.")
     ] = False,
@@ -75,7 +78,7 @@ def serve_rewards(
     table = serve_table(
         config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
         pipeline_parallel, replicas, ray, api_key_file, drain_delay,
-        uds=uds, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca,
+        uds=uds, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca, log=log,
     )  # fmt: skip
     if check:
         from plaudit.serve.check import findings

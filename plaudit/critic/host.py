@@ -144,6 +144,7 @@ class CriticHost:
             raise HttpError(503, "not_ready", f"the critic: {self.link.public_reason}", retry_after=1)
         if self.lost and not lost_too:
             raise HttpError(409, "state_lost", self._lost_reason())
+        request.model, request.tokens = "critic", request.tokens + tokens
         with self.admission.tokens(request.tenant, tokens):
             id = frame.id = next(self._ids)
             call = _Call(asyncio.get_running_loop().create_future(), isinstance(frame, frames.Learn))

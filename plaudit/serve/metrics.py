@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import platform
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +23,8 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import generate_latest
+
+from plaudit import __version__
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
@@ -47,8 +51,21 @@ class Metrics:
         def histogram(name: str, help: str, buckets: Sequence[float], *labels: str) -> Histogram:
             return _quick(Histogram(f"plaudit_{name}", help, labels, buckets=buckets, registry=self.registry))
 
-        self.requests = counter("requests_total", "Answered requests", "protocol", "status")
-        self.request_seconds = histogram("request_seconds", "From the first byte to the reply", SECONDS, "protocol")
+        gauge("build_info", "1, with the releases that compute", "version", "python", "torch").labels(
+            __version__, platform.python_version(), version("torch")
+        ).set(1)
+        self.requests = counter(
+            "requests_total", "Answered requests, without probes and pages", "model", "protocol", "status", "key"
+        )
+        self.probes = counter("probes_total", "Answers on routes that are open to anybody: health and pages", "status")
+        self.request_seconds = histogram(
+            "request_seconds",
+            "From the first byte to the reply, without probes and pages",
+            SECONDS,
+            "model",
+            "protocol",
+        )
+        self.key_tokens = counter("key_tokens_total", "Tokens of answered items, by who sent them", "key", "model")
         self.errors = counter("errors_total", "Errors of requests and items", "type")
         self.items = counter("items_total", "Items answered with a score", "model")
         self.tokens = counter(

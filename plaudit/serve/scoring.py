@@ -89,7 +89,9 @@ class ScoringService:
     ) -> ScoredItems:  # fmt: skip
         """A result per item. HttpError if there are too many, or if the request as a whole cannot be answered."""
         self.check_count(len(items))
+        request.model = served.name
         scored = await served.score(items, self._ask(request, priority, cache, path=served.kind == "process"))
+        request.tokens += scored.tokens
         self._count(served.name, [result.error for result in scored.results], request)
         values = (r.aggregate if isinstance(r, StepScores) else r.value for r in scored.results)
         self.models.metrics.history.models[served.name].scores.extend(value for value in values if value is not None)
@@ -100,7 +102,9 @@ class ScoringService:
     ) -> tuple[str, list[Answer]]:
         """The version, and for each work its rows as they come from the model, or an ItemError."""
         self.check_count(len(works))
+        request.model = served.name
         version, answers = await served.read(works, self._ask(request, priority, True, path))
+        request.tokens += sum(len(work.tokens) for work in works)
         self._count(served.name, [a if isinstance(a, ItemError) else None for a in answers], request)
         return version, answers
 
@@ -143,5 +147,7 @@ class ScoringService:
             counts.failed += 1
             metrics.errors.labels(error.type).inc()
             metrics.history.error(error.type, error.message, model, request.id, request.tenant)
+        request.items += len(errors)
+        request.failed += len(errors) - good
         counts.items += good
         metrics.items.labels(model).inc(good)

@@ -402,12 +402,12 @@ def test_logs_hold_no_texts_and_no_keys(target: Target) -> None:
     target.server.http.get("/nowhere", params={"key": ANN, "q": secret})
     target.post(b'{"' + secret.encode() + b'": 1}')
     for given in ("good-id.1:2/3", 'forged"}', "a b", "x" * 129, "\u00e9", "%0d%0aSet-Cookie:x"):
-        reply = target.server.http.get("/health/live", headers={"x-request-id": given.encode()})
+        reply = target.server.http.get("/v1/models", headers={"x-request-id": given.encode()})
         assert (reply.headers["x-request-id"] == given) == (given == "good-id.1:2/3")
     forged = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: a\rEvent: b\nSet-Cookie: c\r\n\r\n"
     assert target.raw(forged).status == 400
     assert target.raw(b"GET /a%0d%0a%7b%22event%22:%22forged%22%7d HTTP/1.1\r\nHost: localhost\r\n\r\n").status == 404
-    target.server.http.get("/health/live", headers={"x-request-id": "the-last"})
+    target.server.http.get("/v1/models", headers={"x-request-id": "the-last"})
     until(lambda: "the-last" in target.server.log())  # which has a thread of its own
     log = target.server.log()
     for word in (secret, ANN, BOB, ADMIN, "wrong-key-1234", "#12", "Set-Cookie"):

@@ -42,6 +42,7 @@ from plaudit.serve.metrics import Metrics
 
 PACE_SECONDS = 10.0  # over which the pace of answering is estimated
 LONGEST_WAIT = 30
+UNKNOWN = "unknown"  # in place of the key's name, of requests that were not let in
 
 
 class Quota:
@@ -211,14 +212,23 @@ class App:
         if reply is None:
             return  # the client has gone
         await send_reply(send, reply, request)
-        seconds = time.perf_counter() - began
-        protocol = "native" if request.route is None else request.route.protocol
-        self.metrics.requests.labels(protocol, reply.status).inc()
-        self.metrics.request_seconds.labels(protocol).observe(seconds)
+        self._count(request, reply.status, time.perf_counter() - began)
+
+    def _count(self, request: Request, status: int, seconds: float) -> None:
+        route = request.route
+        if route is not None and route.access == "open":  # probes and pages, which nobody waits for
+            self.metrics.probes.labels(status).inc()
+            return
+        protocol, tenant, model = "native" if route is None else route.protocol, request.tenant, request.model
+        self.metrics.requests.labels(model, protocol, status, tenant or UNKNOWN).inc()
+        self.metrics.request_seconds.labels(model, protocol).observe(seconds)
+        if request.tokens:
+            self.metrics.key_tokens.labels(tenant, model).inc(request.tokens)
         if self.log_requests:
             self.log(
-                "request", request_id=request.id, method=request.method, path=request.path[:200], status=reply.status,
-                tenant=request.tenant, ms=round(seconds * 1000, 2),
+                "request", request_id=request.id, method=request.method, path=request.path[:200], protocol=protocol,
+                status=status, tenant=tenant, model=model, items=request.items, failed=request.failed,
+                tokens=request.tokens, error=request.error, ms=round(seconds * 1000, 2),
             )  # fmt: skip
 
     def _errors(self, request: Request) -> ErrorWriter:
@@ -263,6 +273,7 @@ class App:
             connection.working.discard(task)
 
     def _count_error(self, type: str, message: str, request: Request) -> None:
+        request.error = type
         self.metrics.errors.labels(type).inc()
         self.metrics.history.error(type, message, "", request.id, request.tenant)
 

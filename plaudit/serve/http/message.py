@@ -119,11 +119,13 @@ class Connection:
 
 class Request:
     """One request. `tenant` is the name of the API key it came with, `roles` are what that may do; `grow` counts bytes
-    that it takes beyond its announced length, and may refuse them."""
+    that it takes beyond its announced length, and may refuse them. For log and metrics: the model that answered, how
+    many items (of which failed) and tokens it had, and the type of the error that it became."""
 
     __slots__ = (
-        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "grow", "headers",
-        "id", "method", "path", "query", "roles", "route", "server", "tenant",
+        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "error", "failed",
+        "grow", "headers", "id", "items", "method", "model", "path", "query", "roles", "route", "server", "tenant",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
@@ -141,6 +143,9 @@ class Request:
         self.id = chosen_id.decode() if _SAFE_ID.fullmatch(chosen_id) else fresh_id
         self.tenant = ""
         self.roles: Collection[str] = ()
+        self.model = ""
+        self.items = self.failed = self.tokens = 0
+        self.error: str | None = None
         self.content = b""
         self.grow: Callable[[int], None] = _uncounted
         self.route: Route | None = None

@@ -62,6 +62,7 @@ class NativeRoutes:
             cure = f"expected application/json (curl: -H 'Content-Type: application/json') or {binary}"
             raise HttpError(415, "unsupported_type", f"Content-Type {content_type!r}; {cure}")
         served = self.scoring.find(parsed.model)
+        request.model = served.name
         if parsed.steps and served.kind != "process":
             raise HttpError(422, "not_a_process_model", f"{served.name} is not a process model: it has no step scores")
         items = [item for group in parsed.groups if not isinstance(group, str) for item in group]
