@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -110,3 +113,22 @@ def test_who_is_not_let_in_is_counted_apart(server: ServerProcess) -> None:
     reply = server.http.post("/v1/rewards", json={}, headers={"authorization": "Bearer wrong-key"})
     assert logged(server, reply)["error"] == "unauthorized"
     assert server.metric(REQUESTS, **labels) == before + 1
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: ServerProcess) -> None:
+    """By name, and with labels that their series have."""
+    server.rewards([KNOWN])
+    text = server.http.get("/metrics").text
+    known = {name for name in re.findall(r"^# TYPE (\w+) ", text, re.M) if name.startswith(("plaudit_", "process_"))}
+    known |= {f"{name}_bucket" for name, kind in re.findall(r"^# TYPE (\w+) (\w+)", text, re.M) if kind == "histogram"}
+    panels = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(asked) >= 14
+    for expression in asked:
+        names = re.findall(r"\b(?:plaudit|process)_\w+", expression)
+        assert names, expression
+        assert set(names) <= known, expression
+        series = re.findall(rf"^{names[0]}\{{(.*)\}} ", text, re.M)
+        wanted = re.findall(r"by \(([^)]*)\)", expression)
+        for label in {word.strip() for group in wanted for word in group.split(",")} if series else set():
+            assert any(f'{label}="' in each for each in series), (expression, label)

@@ -1,0 +1,118 @@
+"""The files of deploy/ say what the command line, the configuration and the routes know."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from plaudit.cli import app
+from plaudit.config.serve import ServeTable, parse_serve
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+KEYS = "/etc/plaudit/keys"
+CONFIG = "/etc/plaudit/serve.toml"
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The options of a command, as the command line reads them; typer's error if it does not."""
+    group: Any = typer.main.get_command(app)
+    name, command, rest = group.resolve_command(typer.Context(group), words)
+    assert name == "serve"
+    with command.make_context(name, list(rest)) as context:
+        return dict(context.params)
+
+
+def checked(text: str) -> ServeTable:
+    """A configuration that others reach, with keys where they are mounted, and a drain that the grace lasts for."""
+    table = parse_serve(tomllib.loads(text), "deploy")
+    assert not table.private
+    assert table.api_key_file == f"{KEYS}/keys.toml"
+    assert table.drain_delay > 0
+    return table
+
+
+def dockerfile() -> dict[str, list[str]]:
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    steps: dict[str, list[str]] = {}
+    for word, _, rest in lines:
+        steps.setdefault(word, []).append(rest.strip())
+    return steps
+
+
+def test_the_image_runs_a_command_that_there_is() -> None:
+    steps = dockerfile()
+    assert json.loads(steps["ENTRYPOINT"][0]) == ["plaudit"]
+    assert parsed(json.loads(steps["CMD"][0]))["config"] == Path(CONFIG)
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    assert set(re.findall(r'"\.\[(\w+)\]"', steps["RUN"][0])) <= set(project["optional-dependencies"])
+    (torch,) = [each for each in project["dependencies"] if each.startswith("torch")]
+    assert f'"{torch}"' in steps["RUN"][0]
+    for copied in steps["COPY"]:
+        for source in copied.split()[:-1]:
+            assert (DEPLOY.parent / source).exists(), source
+    port = checked((DEPLOY / "serve.toml").read_text()).port
+    assert steps["EXPOSE"] == [str(port)]
+    assert f"127.0.0.1:{port}/health/live" in steps["HEALTHCHECK"][0]
+    assert steps["USER"][0] != "root"
+
+
+def test_compose() -> None:
+    (service,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].values()
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert parsed(service["command"])["config"] == Path(CONFIG)
+    table = checked((DEPLOY / "serve.toml").read_text())
+    assert service["ports"] == [f"{table.port}:{table.port}"]
+    mounts = dict(volume.split(":")[:2] for volume in service["volumes"])
+    assert mounts["./serve.toml"] == CONFIG
+    assert mounts["./keys"] == KEYS
+    assert int(service["stop_grace_period"].removesuffix("s")) > table.drain_delay + table.drain_seconds
+
+
+def test_kubernetes() -> None:
+    documents = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
+    config, deployment, service = (documents[kind] for kind in ("ConfigMap", "Deployment", "Service"))
+    assert (config["apiVersion"], deployment["apiVersion"], service["apiVersion"]) == ("v1", "apps/v1", "v1")
+    pod = deployment["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
+    (container,) = pod["spec"]["containers"]
+    assert parsed(container["args"])["config"] == Path(CONFIG)
+    table = checked(config["data"]["serve.toml"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports[service["spec"]["ports"][0]["targetPort"]] == table.port
+    for probe, path in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
+        asked = container[probe]["httpGet"]
+        assert (asked["path"], ports[asked["port"]]) == (f"/health/{path}", table.port)
+    assert pod["spec"]["terminationGracePeriodSeconds"] > table.drain_delay + table.drain_seconds
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert volumes[mounts[CONFIG]["name"]]["configMap"]["name"] == config["metadata"]["name"]
+    assert mounts[CONFIG]["subPath"] in config["data"]
+    assert "subPath" not in mounts[KEYS], "which would keep a changed secret from arriving"
+    assert "secret" in volumes[mounts[KEYS]["name"]]
+    assert pod["spec"]["securityContext"]["runAsUser"] == int(dockerfile()["USER"][0])
+
+
+@pytest.mark.parametrize("key", ["execstartpre", "execstart"])
+def test_systemd(key: str) -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read(DEPLOY / "plaudit.service")
+    service = unit["Service"]
+    program, *words = shlex.split(service[key])
+    assert Path(program).name == "plaudit"
+    options = parsed(words)
+    assert options["config"] == Path(CONFIG)
+    assert options["check"] == (key == "execstartpre")
+    table = checked((DEPLOY / "serve.toml").read_text())
+    assert int(service["timeoutstopsec"]) > table.drain_delay + table.drain_seconds
+    assert "-HUP" in service["execreload"]
