@@ -6,13 +6,24 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from plaudit.config.reward import BlendTable, EmbeddingTable, JudgeTable, LogprobsTable, RewardTable, RuleTable
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from plaudit.config.reward import (
+    BlendTable,
+    EmbeddingTable,
+    JudgeTable,
+    LogprobsTable,
+    OutcomeTable,
+    RewardTable,
+    RuleTable,
+)
 from plaudit.config.serve import ServeTable
 from plaudit.errors import ConfigError, ModelError, PlauditError, one_line
 from plaudit.models import choose_device, resolve
 from plaudit.models.encoder import encoder_directory
 from plaudit.models.load import Examined, examine
-from plaudit.reward.load import new_reading
+from plaudit.reward.encoder_reading import outcome_reading
+from plaudit.reward.process import ProcessReading
 from plaudit.reward.rules.rule import RuleReward
 from plaudit.reward.work import ModelInfo
 from plaudit.serve.http.address import Tls, bind, leave, listen
@@ -54,8 +65,10 @@ def _model(table: RewardTable) -> str:
     if isinstance(table, JudgeTable | LogprobsTable):
         if seen.kind != "policy":
             raise ModelError(f"{directory} holds a {seen.kind} model, and kind = {table.kind!r} needs a causal LM")
+    elif isinstance(table, OutcomeTable):
+        outcome_reading(table, seen.tokenizer, _facts(table.path, seen), each_label=True)
     else:
-        new_reading(table, seen.tokenizer, _facts(table.path, seen))
+        ProcessReading(table, seen.tokenizer, _facts(table.path, seen))
     return f"{table.kind}, {directory}, {len(seen.stored)} tensors"
 
 
@@ -65,7 +78,8 @@ def _facts(name: str, seen: Examined) -> ModelInfo:
     if labels is None:
         labels = tuple(str(seen.config.id2label[i]) for i in range(seen.config.num_labels))
     most = getattr(text, "max_position_embeddings", None) or 2**20
-    return ModelInfo(name, text.vocab_size, most, labels, seen.kind == "policy")
+    encoder = seen.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return ModelInfo(name, text.vocab_size, most, labels, seen.kind == "policy", encoder)
 
 
 def _protocols(table: ServeTable) -> str:

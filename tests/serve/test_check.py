@@ -10,6 +10,7 @@ import pytest
 
 from plaudit.config import to_toml
 from tests.command import plaudit_here
+from tests.models.encoders import encoder
 
 from .hostile import copied
 from .process import free_port
@@ -43,6 +44,16 @@ def test_a_sound_configuration(tmp_path: Path) -> None:
     assert f"ok: address: http://127.0.0.1:{port}" in lines
     with socket.create_server(("127.0.0.1", port)):
         pass  # nobody listens there
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_an_encoder_with_several_labels_is_well(tmp_path: Path, family: str) -> None:
+    """As the server serves it: without weights, for protocols that show labels."""
+    code, lines = check(
+        {"models": {"rerank": {"path": str(encoder(tmp_path / "encoder", family, 3))}}}, tmp_path, "--port", "0"
+    )
+    assert code == 0, lines
+    assert lines[0].startswith("ok: model rerank: outcome")
 
 
 def test_every_fault_has_its_line(tmp_path: Path) -> None:
