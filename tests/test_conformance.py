@@ -1,0 +1,26 @@
+"""The conformance page: written from its table, whose tests are there and whose versions are the installed ones."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.interop.conformance import CLIENTS, HOWS, PAGE, ROOT, Client, page
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.interop.conformance"
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: f"{client.project}-{client.function}")
+def test_a_row_has_its_test_its_page_and_the_version_that_runs(client: Client) -> None:
+    file, name = client.test.split("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert (PAGE.parent / f"{client.page}.md").is_file()
+    assert client.how in HOWS
+    assert bool(client.version) == bool(client.package)
+    if client.package:
+        assert f"{client.package}=={client.version}" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert client.how not in ("package", "server") or client.package
