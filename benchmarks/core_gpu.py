@@ -1,9 +1,10 @@
 """Speed of the core on one GPU: whole calls with prefill, scheduling and stops, beside transformers in the same run.
 
-    python benchmarks/core_gpu.py [--only score,groups,generate] [--shapes 1B,135M] [--profile]
+    python benchmarks/core_gpu.py [--only score,groups,generate,truncated] [--shapes 1B,135M,8B] [--profile]
 
 Beside them stand shares of what the card can do, measured in the same run: of its largest matrix product for scoring,
-and for a decode step of the floor that its products at that rate and its keys and values at the rate of a copy give.
+and for a decode step of the floor that its products at that rate and its keys and values at the rate of a copy give;
+for truncated sampling the share is that of the speed without truncation.
 benchmarks/vllm_gpu.py runs vLLM beside the core.
 """
 
@@ -30,6 +31,7 @@ from plaudit.core import Engine, SamplingParams
 SHAPES = {  # hidden, layers, heads, key-value heads, ffn
     "1B": (2048, 16, 32, 8, 8192),
     "135M": (576, 30, 9, 3, 1536),
+    "8B": (4096, 32, 32, 8, 14336),
 }
 VOCABULARY = 49152
 LEAST = {"score 1B": 450.0, "groups 1B": 520.0, "generate 1B": 100_000.0, "generate 135M": 180_000.0}
@@ -181,6 +183,33 @@ def generate(shape: str, profile: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def truncated(shape: str, profile: bool) -> dict[str, Any]:
+    """Tokens/s with top-k and top-p, and the share of the speed that they leave; both in turn, several times."""
+    rng = np.random.default_rng(0)
+    count, new = 1024, 256 if shape != "8B" else 64
+    engine = Engine(model(AutoModelForCausalLM, shape), kv_bytes=24 * 2**30)
+    plain = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, seed=1)
+    variants = {
+        "plain": plain, "top_k 20, top_p 0.95": replace(plain, top_k=20, top_p=0.95),
+        "top_p 0.95": replace(plain, top_p=0.95),
+    }  # fmt: skip
+
+    def work(params: SamplingParams) -> None:
+        engine.generate([rng.integers(5, VOCABULARY, 128).tolist() for _ in range(count)], params)
+
+    seconds = {name: float("inf") for name in variants}
+    for _ in range(3):
+        for name, params in variants.items():
+            seconds[name] = min(seconds[name], best_of(1, lambda params=params: work(params)))  # type: ignore[misc]
+    if profile:
+        show_profile(lambda: work(variants["top_k 20, top_p 0.95"]))
+    return {
+        "value": count * new / seconds["top_k 20, top_p 0.95"], "unit": "tokens/s",
+        "tokens_per_second": {name: count * new / each for name, each in seconds.items()},
+        "share_of_limit": seconds["plain"] / seconds["top_k 20, top_p 0.95"],
+    }  # fmt: skip
+
+
 def show_profile(work: Callable[[], Any]) -> None:
     from torch.profiler import ProfilerActivity, profile
 
@@ -200,7 +229,7 @@ def show_profile(work: Callable[[], Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="score,groups,generate")
+    parser.add_argument("--only", default="score,groups,generate,truncated")
     parser.add_argument("--shapes", default="1B,135M")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/core_gpu.json"))
@@ -211,11 +240,10 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in arguments.only.split(","):
         for shape in arguments.shapes.split(","):
-            if name != "generate" and shape != "1B":
+            if name in ("score", "groups") and shape != "1B":
                 continue
-            results[f"{name} {shape}"] = {"score": score, "groups": groups, "generate": generate}[name](
-                shape, arguments.profile
-            )
+            job = {"score": score, "groups": groups, "generate": generate, "truncated": truncated}[name]
+            results[f"{name} {shape}"] = job(shape, arguments.profile)
             torch.cuda.empty_cache()
     table = Table(title=torch.cuda.get_device_name())
     columns = ("work", "Plaudit", "unit", "wanted", "transformers", "vs transformers", "of the limit")

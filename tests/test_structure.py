@@ -40,6 +40,7 @@ LAZY = {
     "cli": "commands start without torch",
     "score": "`plaudit score --url` starts without torch",
     "search": "the package is callable and starts without torch",
+    "algo.tokens.logprobs": "needs Triton",
     "core.device.choose": "the CUDA back end needs Triton",
     "core.device.lockstep": "the CUDA back end needs Triton",
     "core.engine": "models are found by name only where one is loaded by name",

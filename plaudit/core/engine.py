@@ -45,16 +45,19 @@ class Engine:
                  it is not given, `generate` looks more rarely on a GPU while nobody waits
     seed         gives requests without a seed of their own theirs, by submission number
     channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
+    exact        on a GPU in half precision, a token's log-prob has the bits that it has in any other batch and in the
+                 learner (docs/proof.md); False: few rows are faster
     """
 
     def __init__(
         self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None,
         budget: int | None = None, max_running: int | None = None, look_every: int | None = None, seed: int = 0,
-        version: int = 0, channel: RankGroups | None = None,
+        version: int = 0, channel: RankGroups | None = None, exact: bool = True,
     ) -> None:  # fmt: skip
         self.decoder = inspect(module)
         self.tokenizer = tokenizer
         self.backend: Backend = backend_of(self.decoder)
+        self.backend.exact = exact
         if channel is not None:
             self.backend = Leader(self.backend, channel)
         budget = self.backend.budget if budget is None else budget

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -391,6 +392,69 @@ def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
     second = sampler.draw(logits[1], torch.tensor([0, 2, 3, 3, 5], device=DEVICE))
     for row in (1, 2, 4):
         assert outputs[0][1, row] == second.tokens[row] == tokens[row]
+
+
+def _truncated(vocabulary: int, options: list[SamplingParams], logits: torch.Tensor) -> None:
+    rows = len(options)
+    sampler = Sampler(
+        options, [row_key(9, i) for i in range(rows)], [frozenset()] * rows,
+        token_hashes(vocabulary, torch.device(DEVICE)),
+    )  # fmt: skip
+    drawn = torch.arange(rows, device=DEVICE)
+    expected = sampler.draw(logits, drawn)
+    kept = sampler._shaped(logits, drawn) > float("-inf")
+    truncation = kernels.Truncation(rows, vocabulary, torch.device(DEVICE))
+    truncation.load(sampler.filtered, sampler.top_k[:, 0], sampler.top_p[:, 0], sampler.min_p[:, 0])
+    inverse = sampler.inverse[:, 0].contiguous()
+    truncation.find(logits, inverse)
+    for row, cut in enumerate(truncation.cuts.tolist()):
+        assert truncated_ids(logits[row] * inverse[row], cut) == set(kept[row].nonzero()[:, 0].tolist()), row
+    zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    state = (zeros.clone(), zeros.clone(), drawn, zeros + 9, torch.ones(rows, dtype=torch.bool, device=DEVICE))
+    outputs = (
+        torch.zeros(1, rows, dtype=torch.int64, device=DEVICE), torch.zeros(1, rows, device=DEVICE),
+        torch.zeros(1, rows, device=DEVICE), torch.zeros(1, rows, dtype=torch.bool, device=DEVICE),
+    )  # fmt: skip
+    step, stops = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.full((rows, 2), -1, device=DEVICE)
+    kernels.sample(logits, sampler.keys, inverse, sampler.greedy, state, stops, step, outputs, truncation)
+    assert torch.equal(outputs[0][0], expected.tokens)
+    torch.testing.assert_close(outputs[1][0], expected.logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs[2][0], expected.raw_logprobs, rtol=1e-4, atol=1e-5)
+
+
+def truncated_ids(shaped: torch.Tensor, cut: int) -> set[int]:
+    """What a cut keeps, by its definition."""
+    bits = (shaped + 0.0).cpu().numpy().view(np.int32).astype(np.int64)
+    keys = (np.where(bits >= 0, bits, bits ^ 0x7FFFFFFF) << 32) | (0xFFFFFFFF - np.arange(len(bits)))
+    return set(np.flatnonzero(keys >= cut).tolist())
+
+
+OPTIONS = [
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.95), SamplingParams(top_p=0.9), SamplingParams(),
+    SamplingParams(temperature=0), SamplingParams(min_p=0.4), SamplingParams(top_k=70, top_p=0.8),
+    SamplingParams(top_k=1), SamplingParams(top_p=0.3, min_p=0.01), SamplingParams(min_p=1.0),
+    SamplingParams(top_k=100, min_p=0.9), SamplingParams(top_k=64), SamplingParams(top_k=65),
+    SamplingParams(temperature=1.7, top_p=0.99, top_k=10**6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocabulary", [203, 1003, 50_000] if GPU else [203])
+@pytest.mark.parametrize("spread", [0.05, 3.0])
+def test_truncated_draws_are_those_of_the_sampler_of_the_cpu(vocabulary: int, spread: float) -> None:
+    """Flat rows, whose cuts lie deep, and peaked ones."""
+    options = OPTIONS if GPU else OPTIONS[:6]  # interpreted, a deep cut takes seconds
+    _truncated(vocabulary, options, randn(len(options), vocabulary) * spread)
+
+
+@pytest.mark.parametrize("top_k", [5, 90] if GPU else [5])
+def test_of_equal_logits_the_lower_token_ids_stay(top_k: int) -> None:
+    logits = torch.zeros(4, 203, device=DEVICE)
+    logits[1, ::3] = 1.0
+    logits[2] = float("-inf")
+    logits[2, 10:200] = -0.0
+    logits[3, 150:] = 2.0
+    options = [SamplingParams(top_k=top_k), SamplingParams(top_k=top_k, top_p=0.6), SamplingParams(top_k=top_k)]
+    _truncated(203, [*options, SamplingParams(top_p=0.5)], logits)
 
 
 @pytest.mark.skipif(not GPU, reason="no CUDA device")

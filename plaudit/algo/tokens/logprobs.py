@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plaudit.algo.tokens.products import steady
+
 LOGIT_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32, and once more while they are worked on."""
 CPU_ROWS = 256
@@ -75,9 +77,23 @@ def head_logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
     to bfloat16 a logit near 16 is off by up to 0.06, and engine and learner, each rounding its own, disagree by that.
     """
     if hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16):
-        logits = torch.mm(hidden, head.T, out_dtype=torch.float32)  # which only CUDA has
+        logits = steady(hidden, head, lambda rows: torch.mm(rows, head.T, out_dtype=torch.float32), "head")
         return logits if bias is None else logits.add_(bias)
     return F.linear(hidden, head, bias).to(_wide(head))
+
+
+def on_kernel(logits: Tensor) -> bool:
+    """Whether the sampler's own order of sums is to be had for them."""
+    return logits.is_cuda and logits.dtype == torch.float32
+
+
+def kernel_logprobs(
+    logits: Tensor, targets: Tensor, inverse: Tensor, entropies: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`token_kernel.token_logprobs`."""
+    from plaudit.algo.tokens import token_kernel  # brings triton
+
+    return token_kernel.token_logprobs(logits, targets, inverse, entropies)
 
 
 def _wide(head: Tensor) -> torch.dtype:
@@ -96,6 +112,11 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = head_logits(hidden[part], head, bias)
             if finish is not None:
                 logits = finish(logits)
+            if on_kernel(logits):
+                inverse = torch.full((len(logits),), 1 / temperature, device=logits.device)
+                to = entropies[part] if entropy else None
+                logp[part], normaliser[part] = kernel_logprobs(logits, targets[part], inverse, to)
+                continue
             if temperature != 1:
                 logits = logits.div_(temperature)
             chosen = logits.gather(-1, targets[part, None]).squeeze(-1)

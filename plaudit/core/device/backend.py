@@ -93,6 +93,7 @@ class Backend(ABC):
     max_running: int
     look_every: int
     window: int  # most decode steps without a look, where nobody waits for one
+    exact: bool = True  # see Engine
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

@@ -7,8 +7,9 @@ next. Graphs hold addresses, so they are captured again whenever the cache or th
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -89,7 +90,8 @@ class DecodeLayout(Layout):
 
 
 class DecodeGraph:
-    """A decode step for up to `rows` rows, captured as two graphs: the model, and the draw that advances the rows."""
+    """A decode step for up to `rows` rows, captured as two graphs: the model, and the draw that advances the rows. A
+    model that asks the host in a step is not captured and runs launch by launch."""
 
     def __init__(self, backend: CudaBackend, rows: int, blocks: int) -> None:
         device = backend.decoder.device
@@ -112,31 +114,67 @@ class DecodeGraph:
         kv_heads = max(layer.kv_heads for layer in backend.decoder.layers)
         splits = max(1, min(16, PROGRAMS // (rows * kv_heads)))
         self.layout = DecodeLayout(backend.cache, backend.block_size, self.tables, self.positions, splits)
+        self.truncation: kernels.Truncation | None = None
         self._capture()
 
     def _capture(self) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and libraries choose before anything is recorded
-            for _ in range(2):
-                self.logits = self._model()
-                self._draw()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.model_graph, self.draw_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.model_graph, pool=self.backend.pool):
             self.logits = self._model()
-        with torch.cuda.graph(self.draw_graph, pool=self.backend.pool):
+            asks = self._asks_the_host()
             self._draw()
+        torch.cuda.current_stream().wait_stream(stream)
+        if asks is None:
+            self.compute = self._recorded(self._compute)
+        else:
+            self.backend.note_eager(asks)
+            self.compute = lambda: self.logits.copy_(self._model())
+        self.draw = self._recorded(self._draw)
+
+    def _asks_the_host(self) -> str | None:
+        """What in a step of the model waits for the device, which a graph cannot."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(action="ignore"):  # it calls itself a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.logits = self._model()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            return str(error).splitlines()[0]
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return None
+
+    def _compute(self) -> None:
+        self.logits = self._model()
+
+    def _recorded(self, work: Callable[[], None]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.backend.pool):
+            work()
+        return graph.replay
 
     def _model(self) -> Tensor:
         decoder = self.backend.decoder
-        with self.backend.fusion.applied():
+        with self.backend.fusion.applied(self.backend.exact):
             hidden = decoder.hidden(self.tokens[None], self.positions[None], self.layout)
         return decoder.logits(hidden)
 
     def _draw(self) -> None:
+        self._sample(None)
+
+    def _draw_truncated(self) -> None:
+        assert self.truncation is not None
+        self.truncation.find(self.logits, self.inverse)
+        self._sample(self.truncation)
+
+    def _sample(self, truncation: kernels.Truncation | None) -> None:
         state = (self.tokens, self.positions, self.drawn, self.left, self.alive)
-        kernels.sample(self.logits, self.keys, self.inverse, self.greedy, state, self.stops, self.step, self.outputs)
+        kernels.sample(
+            self.logits, self.keys, self.inverse, self.greedy, state, self.stops, self.step, self.outputs, truncation
+        )
         self.step += 1
 
     def load(self, batch: DecodeBatch) -> None:
@@ -155,9 +193,22 @@ class DecodeGraph:
         if batch.stops.shape[1] <= STOPS:
             self.stops[:rows, : batch.stops.shape[1]].copy_(batch.stops)
 
+    def _load_truncation(self, sampler: Sampler) -> Callable[[], object]:
+        """The draw for these rows. Few runs truncate, so its graph is made when the first one does."""
+        if not len(sampler.filtered):
+            return self.draw
+        if self.truncation is None:
+            self.truncation = kernels.Truncation(self.rows, self.logits.shape[1], self.logits.device)
+            self.step.zero_()
+            self._draw_truncated()  # compiles
+            self.draw_truncated = self._recorded(self._draw_truncated)
+        self.truncation.load(sampler.filtered, sampler.top_k[:, 0], sampler.top_p[:, 0], sampler.min_p[:, 0])
+        return self.draw_truncated
+
     def run(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         """All steps on the device, or fewer once few rows live. Who lives is read a stretch late, so the device has one
         to do while the host reads."""
+        draw = self._load_truncation(batch.sampler)
         self.load(batch)
         self.step.zero_()
         rows = len(batch.lengths)
@@ -167,14 +218,14 @@ class DecodeGraph:
                 yield (piece := self._read(*queued.popleft(), rows))
                 if int(piece.alive[-1].sum()) < ENOUGH * rows:
                     break
-            queued.append(self._queue(slice(start, min(start + STRETCH, steps))))
+            queued.append(self._queue(slice(start, min(start + STRETCH, steps)), draw))
         while queued:
             yield self._read(*queued.popleft(), rows)
 
-    def _queue(self, stretch: slice) -> tuple[slice, torch.cuda.Event]:
+    def _queue(self, stretch: slice, draw: Callable[[], object]) -> tuple[slice, torch.cuda.Event]:
         for _ in range(stretch.start, stretch.stop):
-            self.model_graph.replay()
-            self.draw_graph.replay()
+            self.compute()
+            draw()
         for theirs, mine in zip(self.outputs, self.results, strict=True):
             mine[stretch].copy_(theirs[stretch], non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -191,7 +242,7 @@ class DecodeGraph:
         rows = len(batch.lengths)
         noted: list[tuple[Tensor, ...]] = []
         for _ in range(steps):
-            self.model_graph.replay()
+            self.compute()
             drawn = batch.sampler.draw(self.logits[:rows], batch.drawn)
             noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
             batch.advance(drawn.tokens)
@@ -215,6 +266,7 @@ class CudaBackend(PagedBackend):
         self._graphs: dict[int, DecodeGraph] = {}
         self._forget_graphs()
         self._captured: tuple[Hashable, ...] = ()  # the adapters and addresses that are in the graphs
+        self._eager = False
 
     def open(self, blocks: int) -> None:
         super().open(blocks)
@@ -231,19 +283,25 @@ class CudaBackend(PagedBackend):
         self._graphs.clear()
         self.pool = torch.cuda.graph_pool_handle()
 
+    def note_eager(self, cause: str) -> None:
+        if not self._eager:
+            self._eager = True
+            name = type(self.decoder.module).__name__
+            warnings.warn(f"{name} decodes without CUDA graphs, which is slower: {cause}", stacklevel=2)
+
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
-        with self.fusion.applied():
+        with self.fusion.applied(self.exact):
             return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         step = self.arrange(spans, copies)
         layout = StoredLayout(step, self.cache, self.decoder.device)
-        with self.fusion.applied():
+        with self.fusion.applied(self.exact):
             return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         graph = self._graph(len(batch.lengths))
-        if _plain(batch.sampler) and batch.stops.shape[1] <= STOPS:
+        if _on_device(batch.sampler) and batch.stops.shape[1] <= STOPS:
             return graph.run(batch, min(steps, WINDOW))
         return graph.run_slowly(batch, min(steps, self.look_every))
 
@@ -258,6 +316,6 @@ class CudaBackend(PagedBackend):
         return self._graphs[bucket]
 
 
-def _plain(sampler: Sampler) -> bool:
-    """Temperature alone: what the sampling kernel knows."""
-    return sampler.bias is None and sampler.endings is None and not len(sampler.filtered)
+def _on_device(sampler: Sampler) -> bool:
+    """Temperature and truncation: what the sampling kernels know."""
+    return sampler.bias is None and sampler.endings is None

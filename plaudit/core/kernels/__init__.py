@@ -21,8 +21,10 @@ from plaudit.core.kernels.pointwise import (
     silu_mul_backward,
 )
 from plaudit.core.kernels.sampling import sample
+from plaudit.core.kernels.truncation import Truncation
 
 __all__ = [
+    "Truncation",
     "add_rms_norm",
     "decode_attention",
     "query_tiles",

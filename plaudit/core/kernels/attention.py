@@ -1,5 +1,9 @@
 """Keys and values into the paged cache, and attention over it: decode steps, and prompts of any lengths.
 
+A row of queries has the same bits in both kernels, whatever else is in the batch: keys come in tiles of one size from
+position 0, in order; the softmax is in base 2 and rescaled tile by tile; one warp sums over a tile's keys. A decode
+step over few rows is split at SEGMENT keys at the earliest, so that shorter rows are never split.
+
 Letters: T tokens, B rows of a decode batch, H query heads, K key-value heads, G = H / K, D head size, V vocabulary.
 """
 
@@ -14,6 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from plaudit.core.kernels.pointwise import _rotate_heads
+
+QUERY_TILE = 64
+SEGMENT = 1024
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -92,11 +100,11 @@ def rotate_and_store(
 
 @triton.jit
 def _decode_attention(
-    query, keys, values, out, peaks, sums, tables, positions, sinks, scale, softcap, window, query_row, query_head,
-    key_slot, key_head, value_slot, value_head, table_row, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    EXACT: tl.constexpr,
+    query, keys, values, out, peaks, sums, tables, positions, sinks, scale_log2, softcap_log2, window, query_row,
+    query_head, key_slot, key_head, value_slot, value_head, table_row, H: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)  # first: heads of one row run together, and what they read lies side by side
     row = tl.program_id(1).to(tl.int64)
@@ -105,8 +113,9 @@ def _decode_attention(
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
-    begin = first + split * share
+    base = first // TILE * TILE
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - base, SPLITS), TILE) * TILE, SEGMENT)
+    begin = base + split * share
     end = tl.minimum(begin + share, length)
 
     group = tl.arange(0, GP)
@@ -117,12 +126,12 @@ def _decode_attention(
     peak = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     if SINKS and split == 0:  # a logit that takes part in the softmax and gives nothing
-        peak = tl.load(sinks + head, mask=group < G, other=float("-inf")).to(tl.float32)
+        peak = 1.4426950408889634 * tl.load(sinks + head, mask=group < G, other=float("-inf")).to(tl.float32)
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
     gathered = tl.zeros([GP, EP], tl.float32)
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
-        seen = position < end
+        seen = (position < end) & (position >= first)
         block = tl.load(tables + row * table_row + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         k = tl.load(
@@ -130,15 +139,15 @@ def _decode_attention(
             mask=seen[:, None] & (at_d < D)[None, :], other=0.0,
         )  # fmt: skip
         if EXACT:
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         else:
-            score = tl.dot(q, tl.trans(k)) * scale
-        if CAP:
-            score = softcap * (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0)
+            score = tl.dot(q, tl.trans(k)) * scale_log2
+        if CAP:  # softcap * tanh(score / softcap), where both are in units of log2(e)
+            score = softcap_log2 * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 * score / softcap_log2)) - 1.0)
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
-        keep = tl.exp(peak - higher)
-        chance = tl.exp(score - higher[:, None])
+        keep = tl.exp2(peak - higher)
+        chance = tl.exp2(score - higher[:, None])
         total = total * keep + tl.sum(chance, axis=1)
         v = tl.load(
             values + slot[:, None] * value_slot + kv_head * value_head + at_e[None, :],
@@ -166,7 +175,7 @@ def _join_splits(parts, peaks, sums, out, E: tl.constexpr, EP: tl.constexpr, SPL
     place = tl.program_id(0).to(tl.int64)  # row * H + head
     split, at = tl.arange(0, SP), tl.arange(0, EP)
     peak = tl.load(peaks + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    weight = tl.exp(peak - tl.max(peak, axis=0))
+    weight = tl.exp2(peak - tl.max(peak, axis=0))
     total = tl.sum(weight * tl.load(sums + place * SPLITS + split, mask=split < SPLITS, other=0.0), axis=0)
     inside = (split < SPLITS)[:, None] & (at < E)[None, :]
     part = tl.load(parts + (place * SPLITS + split)[:, None] * E + at[None, :], mask=inside, other=0.0)
@@ -181,7 +190,8 @@ def decode_attention(
     """One query per row over its cached tokens 0 .. position: query (B, H, D) -> (B, H, E).
 
     keys    (slots, K, D), values (slots, K, E); token i of row b lies in slot tables[b, i // size] * size + i % size
-    splits  programs per row and key-value head: few rows with many tokens need more than one to fill the device
+    splits  programs per row and key-value head: few rows with many tokens need more than one to fill the device. A row
+            of up to SEGMENT tokens takes one all the same
     """
     batch, heads, dim = query.shape
     kv_heads, width = keys.shape[1], values.shape[2]
@@ -194,13 +204,13 @@ def decode_attention(
         peaks, sums = (torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device) for _ in range(2))
     group = heads // kv_heads
     _decode_attention[(kv_heads, batch, splits)](
-        query, keys, values, target, peaks, sums, tables, positions, query if sinks is None else sinks, scale,
-        softcap or 0.0, window or 0, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1),
+        query, keys, values, target, peaks, sums, tables, positions, query if sinks is None else sinks, scale * LOG2_E,
+        (softcap or 0.0) * LOG2_E, window or 0, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1),
         values.stride(0), values.stride(1), tables.stride(0), H=heads, G=group,
         GP=max(16, triton.next_power_of_2(group)), D=dim, DP=max(16, triton.next_power_of_2(dim)), E=width,
         EP=max(16, triton.next_power_of_2(width)), BLOCK_SIZE=size, TILE=32 if exact or dim > 128 else 64,
-        SPLITS=splits, WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, EXACT=exact,
-        num_warps=2 if dim <= 64 else 4, num_stages=3,
+        SPLITS=splits, SEGMENT=SEGMENT, WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None,
+        EXACT=exact, num_warps=1 if not exact else 2 if dim <= 64 else 4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(batch * heads,)](
@@ -212,10 +222,10 @@ def decode_attention(
 
 @triton.jit
 def _varlen_attention(
-    query, keys, values, out, query_ends, key_starts, key_counts, key_rows, tiles, sinks, scale_log2, softcap_log2,
-    window, query_row, query_head, key_row, key_head, value_row, value_head, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
-    SCATTERED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    query, keys, values, out, sums, query_ends, key_starts, key_counts, key_rows, tiles, sinks, scale_log2,
+    softcap_log2, tokens, window, query_row, query_head, key_row, key_head, value_row, value_head, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
+    SCATTERED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     # A tile is M queries of one sequence; `tiles` names the sequence and the first query of each, longest first.
     sequence = tl.load(tiles + 2 * tl.program_id(0))
@@ -276,10 +286,6 @@ def _varlen_attention(
     tl.store(out + o_at, result.to(out.dtype.element_ty), mask=inside)
 
 
-QUERY_TILE = 64
-LOG2_E = 1.4426950408889634
-
-
 def query_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     """(programs, 2) int32: the sequence and the first query of each tile, the tiles with most to read first."""
     counts = np.asarray(counts)
@@ -293,7 +299,7 @@ def query_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
 def varlen_attention(
     query: Tensor, keys: Tensor, values: Tensor, query_ends: Tensor, key_starts: Tensor, key_counts: Tensor,
     tiles: Tensor, *, scale: float, window: int | None = None, key_rows: Tensor | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, sums: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of packed sequences: query (Tq, H, D) over keys and values (Tk or more, K, D) -> (Tq, H, D).
 
@@ -301,16 +307,19 @@ def varlen_attention(
     key_starts, key_counts  which keys a sequence has; its last query sees the last of them
     key_rows                where each key lies, if not end to end
     tiles                   (programs, 2): sequence and first query of every QUERY_TILE queries
+    sums                    (H, Tq) float32, where the log of each query's sum of exponentials goes
     """
     _, heads, dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _varlen_attention[(tiles.shape[0], heads)](
-        query, keys, values, out, query_ends, key_starts, key_counts, tiles if key_rows is None else key_rows, tiles,
-        query if sinks is None else sinks, scale * LOG2_E, (softcap or 0.0) * LOG2_E, window or 0,
+        query, keys, values, out, out if sums is None else sums, query_ends, key_starts, key_counts,
+        tiles if key_rows is None else key_rows, tiles, query if sinks is None else sinks, scale * LOG2_E,
+        (softcap or 0.0) * LOG2_E, query.shape[0], window or 0,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), H=heads,
         G=heads // keys.shape[1], D=dim,
         DP=max(16, triton.next_power_of_2(dim)), M=QUERY_TILE, N=64 if dim <= 128 else 32, WINDOW=window is not None,
-        SCATTERED=key_rows is not None, CAP=softcap is not None, SINKS=sinks is not None, num_warps=4,
+        SCATTERED=key_rows is not None, CAP=softcap is not None, SINKS=sinks is not None, SUMS=sums is not None,
+        num_warps=4,
         num_stages=3 if dim <= 64 else 2,
     )  # fmt: skip
     return out

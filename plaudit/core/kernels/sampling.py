@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plaudit.algo.tokens.token_kernel import BLOCK, WARPS, fold
+from plaudit.core.kernels.truncation import EVERYTHING, Truncation, packed_key
+
 
 @triton.jit
 def _uniform(step, token):
@@ -34,13 +37,16 @@ def _mix64(x):
 @triton.jit
 def _sample(
     logits, keys, inverse, greedy, tokens, positions, drawn, left, alive, stops, step, out_tokens, out_logprobs,
-    out_raw, out_alive, rows, vocabulary, stop_count, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+    out_raw, out_alive, cuts, kept_peaks, kept_totals, rows, vocabulary, stop_count, STOPS: tl.constexpr,
+    BLOCK: tl.constexpr, TRUNCATED: tl.constexpr, EVERYTHING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inverse + row)
     noise_scale = 1.0 - tl.load(greedy + row).to(tl.float32)
     count = tl.load(drawn + row)
     seed = _mix64(tl.load(keys + row).to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    if TRUNCATED:
+        cut = tl.load(cuts + row)
     best = float("-inf")
     chosen = 0
     raw_peak, raw_sum, peak, total = float("-inf"), 0.0, float("-inf"), 0.0
@@ -54,19 +60,22 @@ def _sample(
         rest = 1.0 - u
         gone = rest - 1.0
         log1p = tl.where(gone == 0.0, -u, tl.log(rest) * (u / -gone))
-        noisy = tl.where(inside, shaped - noise_scale * tl.log(-log1p), float("-inf"))
+        if TRUNCATED:
+            allowed = inside & (packed_key(shaped, token) >= cut)
+        else:
+            allowed = inside
+        noisy = tl.where(allowed, shaped - noise_scale * tl.log(-log1p), float("-inf"))
         top, where = tl.max(noisy, axis=0, return_indices=True)
         chosen = tl.where(top > best, start + where, chosen)
         best = tl.maximum(top, best)
-        higher = tl.maximum(raw_peak, tl.max(raw, axis=0))
-        raw_sum = raw_sum * tl.exp(raw_peak - higher) + tl.sum(tl.exp(raw - higher), axis=0)
-        raw_peak = higher
+        raw_peak, raw_sum = fold(raw_peak, raw_sum, raw)
         if scale != 1.0:
-            higher = tl.maximum(peak, tl.max(shaped, axis=0))
-            total = total * tl.exp(peak - higher) + tl.sum(tl.exp(shaped - higher), axis=0)
-            peak = higher
+            peak, total = fold(peak, total, shaped)
     if scale == 1.0:
         peak, total = raw_peak, raw_sum
+    if TRUNCATED:  # noqa: SIM102 (this is known when it compiles, the other is not)
+        if cut != EVERYTHING:
+            peak, total = tl.load(kept_peaks + row), tl.load(kept_totals + row)
     raw_logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32)
     place = tl.load(step) * rows + row
     was_alive = tl.load(alive + row)
@@ -89,15 +98,18 @@ def _sample(
 
 def sample(
     logits: Tensor, keys: Tensor, inverse: Tensor, greedy: Tensor, state: tuple[Tensor, ...], stops: Tensor,
-    step: Tensor, outputs: tuple[Tensor, ...],
+    step: Tensor, outputs: tuple[Tensor, ...], truncation: Truncation | None = None,
 ) -> None:  # fmt: skip
     """Draw a token for every row, note it at outputs[step], and advance the rows that live on.
 
-    state    tokens, positions, drawn, left, alive of a DecodeBatch, changed in place
-    outputs  tokens, logprobs, raw_logprobs, alive of a Decoded
+    state       tokens, positions, drawn, left, alive of a DecodeBatch, changed in place
+    outputs     tokens, logprobs, raw_logprobs, alive of a Decoded
+    truncation  what was kept of these logits; None: everything
     """
     rows, vocabulary = logits.shape
+    kept = (inverse,) * 3 if truncation is None else (truncation.cuts, truncation.peaks, truncation.totals)
     _sample[(rows,)](
-        logits, keys, inverse, greedy, *state, stops, step, *outputs, rows, vocabulary, stops.shape[1],
-        STOPS=triton.next_power_of_2(stops.shape[1]), BLOCK=min(4096, triton.next_power_of_2(vocabulary)), num_warps=8,
+        logits, keys, inverse, greedy, *state, stops, step, *outputs, *kept, rows, vocabulary, stops.shape[1],
+        STOPS=triton.next_power_of_2(stops.shape[1]), BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
+        TRUNCATED=truncation is not None, EVERYTHING=EVERYTHING, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plaudit.algo.tokens.logprobs import head_logits
+from plaudit.algo.tokens.logprobs import head_logits, kernel_logprobs, on_kernel
 from plaudit.core.model.attention import Layout, use_packed_attention
 from plaudit.core.model.lean import LeanTrunk
 from plaudit.core.model.packing import trunk
@@ -132,9 +132,13 @@ class Decoder:
         step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
         parts = []
         for start in range(0, len(rows), step):
-            logits = self.logits(rows[start : start + step])
-            chosen = logits.gather(1, targets[start : start + step])
-            parts.append(chosen - torch.logsumexp(logits, dim=1, keepdim=True))
+            logits, wanted = self.logits(rows[start : start + step]), targets[start : start + step]
+            if on_kernel(logits):
+                plain = torch.ones(len(logits), device=logits.device)
+                columns = [kernel_logprobs(logits, each, plain)[0] for each in wanted.T]
+                parts.append(torch.stack(columns, dim=1))
+            else:
+                parts.append(logits.gather(1, wanted) - torch.logsumexp(logits, dim=1, keepdim=True))
         return torch.cat(parts)
 
     def _vocabulary_head(self) -> nn.Linear:

@@ -2,19 +2,21 @@
 
 Norms, gated MLPs and rotary embeddings cost many small launches in eager mode. A part is replaced only if a kernel gave
 what the part itself gives on random input, so nothing depends on a model's name; what is not recognised runs as it is.
-Replacements hold inside `applied()` alone: the module itself is not changed.
+Replacements hold inside `applied()` alone: the module itself is not changed. Unless told otherwise,
+products are steady there too (algo/tokens/products.py).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plaudit.algo.tokens.products import SteadyProducts
 from plaudit.core import kernels
 from plaudit.core.model import differentiable
 
@@ -43,14 +45,15 @@ class Fusion:
         return bool(self.functions) and fused_modules.issuperset(parts)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, steady: bool = True) -> Iterator[None]:
         originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
         try:
             for module, forward in self.forwards:
                 module.__dict__["forward"] = forward
             for home, name, function in self.functions:
                 setattr(home, name, function)
-            yield
+            with SteadyProducts() if steady else nullcontext():
+                yield
         finally:
             for module, _ in self.forwards:
                 module.__dict__.pop("forward", None)

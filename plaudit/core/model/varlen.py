@@ -1,16 +1,18 @@
 """Packed attention on a GPU: one kernel for sequences of any lengths.
 
-Half precision takes our Triton kernel without gradients and torch's flash attention with them. float32, and soft caps
-and sinks with gradients, which those do not know, take the grouped path of the CPU, on the GPU.
+Half precision takes our Triton kernel, and torch's flash attention for its gradients. float32, and soft caps and sinks
+with gradients, which that does not know, take the grouped path of the CPU, on the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
 from plaudit.core.model.attention import Layout, Rule
 
@@ -50,9 +52,13 @@ class VarlenLayout(Layout):
             return self.grouped.attend(layer, query, key, value, rule)
         keys, values = self.context(layer, key, value)
         if learning:
-            return self._flash(query, keys, values, rule)
-        spans = (self.query_ends, self.key_starts, self.key_counts, self.tiles)
-        return self._varlen(query, keys, values, spans, rule)
+            out: Tensor = _Attention.apply(query, keys, values, self, rule)  # type: ignore[no-untyped-call]
+            return out
+        return self.varlen(query, keys, values, self.spans, rule)
+
+    @property
+    def spans(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.query_ends, self.key_starts, self.key_counts, self.tiles
 
     def attend_wanted(
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
@@ -65,7 +71,7 @@ class VarlenLayout(Layout):
         position = self.before[sequence] + wanted.int() - self.query_ends[sequence]
         ends = torch.arange(count + 1, dtype=torch.int32, device=wanted.device)
         tiles = torch.stack([ends[:-1], torch.zeros_like(ends[:-1])], dim=1).contiguous()
-        return self._varlen(query, keys, values, (ends, self.key_starts[sequence], position + 1, tiles), rule)
+        return self.varlen(query, keys, values, (ends, self.key_starts[sequence], position + 1, tiles), rule)
 
     @property
     def tiles(self) -> Tensor:
@@ -82,27 +88,50 @@ class VarlenLayout(Layout):
             self._made = self._grouped()
         return self._made
 
-    def _varlen(
-        self, query: Tensor, keys: Tensor, values: Tensor, spans: tuple[Tensor, Tensor, Tensor, Tensor], rule: Rule
-    ) -> Tensor:
+    def varlen(
+        self, query: Tensor, keys: Tensor, values: Tensor, spans: tuple[Tensor, Tensor, Tensor, Tensor], rule: Rule,
+        sums: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         from plaudit.core.kernels import varlen_attention
 
         scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
         return varlen_attention(
             query, keys, values, *spans, scale=scale, window=rule.window, key_rows=self.key_rows, softcap=rule.softcap,
-            sinks=rule.sinks,
+            sinks=rule.sinks, sums=sums,
         )  # fmt: skip
 
-    def _flash(self, query: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-        """torch's own kernel, which has a backward pass."""
-        if self.key_rows is not None:
-            keys, values = keys.index_select(0, self.key_rows), values.index_select(0, self.key_rows)
-        window = -1 if rule.window is None else rule.window - 1
-        out: Tensor = torch.ops.aten._flash_attention_forward(
-            query, keys, values, self.query_ends, self.key_ends, self.longest_query, self.longest_key, 0.0, True, False,
-            scale=rule.scale, window_size_left=window, window_size_right=0,
-        )[0]  # fmt: skip
+
+class _Attention(Function):
+    """Forward by our kernel, whose bits a decode step repeats; backward by torch's flash attention."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
+        sums = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        out = layout.varlen(query, keys, values, layout.spans, rule, sums)
+        ctx.save_for_backward(query, keys, values, out, sums)
+        ctx.layout, ctx.rule = layout, rule
         return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, keys, values, out, sums = ctx.saved_tensors
+        layout, rule = ctx.layout, ctx.rule
+        rows = layout.key_rows
+        gathered = (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
+        window = -1 if rule.window is None else rule.window - 1
+        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout
+        to_query, to_keys, to_values = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, *gathered, out, sums, layout.query_ends, layout.key_ends, layout.longest_query,
+            layout.longest_key, 0.0, True, unused, unused, scale=rule.scale, window_size_left=window,
+            window_size_right=0,
+        )  # fmt: skip
+        if rows is not None:
+            to_keys, to_values = (
+                torch.zeros_like(whole).index_add_(0, rows, part)
+                for whole, part in ((keys, to_keys), (values, to_values))
+            )
+        return to_query, to_keys, to_values, None, None
 
 
 def supported(query: Tensor, value: Tensor, rule: Rule) -> bool:
