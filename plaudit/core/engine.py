@@ -45,8 +45,7 @@ class Engine:
                  it is not given, `generate` looks more rarely on a GPU while nobody waits
     seed         gives requests without a seed of their own theirs, by submission number
     channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
-    exact        on a GPU in half precision, a token's log-prob has the bits that it has in any other batch and in the
-                 learner (docs/proof.md); False: few rows are faster
+    exact        on a GPU in half precision: the same bits in any batch and in the learner, slower for few rows
     """
 
     def __init__(
