@@ -158,10 +158,8 @@ class Sampler:
                 noisy_BV = torch.where(self.greedy[:, None], shaped_BV, noisy_BV)
         tokens_B = _argmax(noisy_BV)
         fused = on_kernel(logits_BV)  # with the bits of a decode graph's draw
-        if fused:
-            picked_B = kernel_logprobs(logits_BV, tokens_B, torch.ones_like(self.inverse[:, 0]))[0]
-        else:
-            picked_B = _logprobs(logits_BV, tokens_B)
+        plain_B = torch.ones_like(self.inverse[:, 0])
+        picked_B = kernel_logprobs(logits_BV, tokens_B, plain_B)[0] if fused else _logprobs(logits_BV, tokens_B)
         if self.all_greedy:
             return Drawn(tokens_B, torch.zeros_like(picked_B), picked_B)
         if shaped_BV is logits_BV:
