@@ -258,7 +258,8 @@ def main() -> None:
         )  # fmt: skip
     Console(width=120).print(table)
     plain = version("transformers"), "bf16, sdpa; scores in sorted, padded batches of 32; generates 256 × 64 tokens"
-    record = stamp(__file__, torch.cuda.get_device_name(), {"transformers": plain})
+    ran = any("transformers" in result for result in results.values())
+    record = stamp(__file__, torch.cuda.get_device_name(), {"transformers": plain} if ran else {})
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
 

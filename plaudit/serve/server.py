@@ -137,12 +137,14 @@ class _Server:
         listener = Listener(app, limits, None if self.tls is None else self.tls.context)
         listening = asyncio.create_task(listener.serve([sock]))
         self._listen(models)
-        ticking = asyncio.gather(self._tick(models, admission, listener), self._follow_files(keys, admission))
+        beside = [self._tick(models, admission, listener), self._follow_files(keys, admission)]
+        tasks = [asyncio.create_task(each) for each in beside]
         code = 0
         try:
             code = await self._until_stopped(models, admission, listener, address)
         finally:
-            ticking.cancel()
+            for task in tasks:
+                task.cancel()
             listener.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
