@@ -6,7 +6,9 @@ with gradients, which that does not know, take the grouped path of the CPU, on t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,8 +54,9 @@ class VarlenLayout(Layout):
             return self.grouped.attend(layer, query, key, value, rule)
         keys, values = self.context(layer, key, value)
         if learning:
-            out: Tensor = _Attention.apply(query, keys, values, self, rule)  # type: ignore[no-untyped-call]
-            return out
+            shape = (query.shape[1], keys.shape[1], query.shape[2])
+            fits = _backward_fits(*shape, query.dtype, query.device)
+            return (_attention if fits else _flash)(query, keys, values, self, rule)
         return self.varlen(query, keys, values, self.spans, rule)
 
     @property
@@ -132,6 +135,45 @@ class _Attention(Function):
                 for whole, part in ((keys, to_keys), (values, to_values))
             )
         return to_query, to_keys, to_values, None, None
+
+
+def _attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
+    out: Tensor = _Attention.apply(query, keys, values, layout, rule)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
+    """torch's own kernel, both ways."""
+    if layout.key_rows is not None:
+        keys, values = keys.index_select(0, layout.key_rows), values.index_select(0, layout.key_rows)
+    window = -1 if rule.window is None else rule.window - 1
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query, keys, values, layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key, 0.0, True,
+        False, scale=rule.scale, window_size_left=window, window_size_right=0,
+    )[0]  # fmt: skip
+    return out
+
+
+@cache
+def _backward_fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's backward pass takes from our forward pass what it takes from its own, tried on random rows."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    *inputs, grad = (torch.randn(75, n, dim, generator=generator, device=device).to(dtype) for n in sizes)
+    layout = VarlenLayout([(0, 70, 0), (70, 5, 0)], [], device, lambda: layout, end_to_end=True)
+    gradients: list[tuple[Tensor, ...]] = []
+    with torch.enable_grad():
+        for attend in (_attention, _flash):
+            query, keys, values = (x.clone().requires_grad_() for x in inputs)
+            out = attend(query, keys, values, layout, Rule())
+            gradients.append(torch.autograd.grad(out, (query, keys, values), grad))
+    fits = all(bool((a - b).norm() <= 0.02 * b.norm()) for a, b in zip(*gradients, strict=True))
+    if not fits:
+        warnings.warn(
+            "torch's flash attention does not take the sums of Plaudit's kernel here, so the learner attends by "
+            "torch's own: its log-probs are not the engine's to the bit", stacklevel=2,
+        )  # fmt: skip
+    return fits
 
 
 def supported(query: Tensor, value: Tensor, rule: Rule) -> bool:
