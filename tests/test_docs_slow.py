@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_of_a_page(block: Block, place: Path, server: ServerProcess) -> None:
     for words in words_of(block):
         if words[0] == "serve":
-            serve(words)
+            serve(words, place)
             continue
         prepare(words, place)
         if "--resume" in words:  # what it goes on with
@@ -62,13 +62,18 @@ def test_the_commands_of_a_page(block: Block, place: Path, server: ServerProcess
         assert done.returncode == 0, f"plaudit {shlex.join(words)}: {done.stderr}"
 
 
-def serve(words: list[str]) -> None:
+def serve(words: list[str], place: Path) -> None:
     options = parsed(words)
     models = [name for name in options["model"] if "/" not in name]
     if options["config"] is not None or len(models) < len(options["model"]):
         return  # models that only their owner has
     at = words.index("--port") if "--port" in words else len(words)
-    with ServerProcess(None, *words[1:at], *words[at + 2 :]) as started:
+    words = [*words[1:at], *words[at + 2 :]]
+    if "--api-key-file" in words:  # which the lines above it make; the server runs in another directory
+        file = words.index("--api-key-file") + 1
+        words[file] = str(place / words[file])
+        assert plaudit_here("keys", "add", "ann", "--file", words[file], cwd=place).returncode == 0
+    with ServerProcess(None, *words) as started:
         assert started.ready()
 
 
