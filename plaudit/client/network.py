@@ -68,13 +68,13 @@ def _is_unix(url: str) -> bool:
 def _context(ca_file: StrPath | None, client_cert: StrPath | None) -> ssl.SSLContext | bool:
     if ca_file is None and client_cert is None:
         return True
-    given = f"ca_file {ca_file}" if client_cert is None else f"ca_file {ca_file}, client_cert {client_cert}"
+    files = f"ca_file {ca_file}" if client_cert is None else f"ca_file {ca_file}, client_cert {client_cert}"
     try:
         context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         if client_cert is not None:
             context.load_cert_chain(client_cert)
     except (OSError, ValueError) as error:  # of which an SSLError is one
-        raise ConfigError(f"{given} cannot be used: {error}; expected PEM files") from None
+        raise ConfigError(f"{files} cannot be used: {error}; expected PEM files") from None
     return context
 
 

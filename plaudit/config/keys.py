@@ -58,7 +58,9 @@ def parse_keys(tree: Mapping[str, Any], source: str) -> dict[str, KeyTable]:
     tables: dict[str, KeyTable] = {}
     holders: dict[str, str] = {}
     for name, entry in tree.items():
-        if not NAME.fullmatch(name) or name in RESERVED:
+        if name in RESERVED:
+            raise ConfigError(f"{source}: {name!r} is the server's own name for some callers; choose another")
+        if not NAME.fullmatch(name):
             raise ConfigError(f"{source}: {name!r} cannot be the name of a key: letters, digits, '.', '_' and '-'")
         if not isinstance(entry, dict):
             raise ConfigError(f"{source}: {name} = {entry!r}: expected a table, [{name}], with sha256 and roles")

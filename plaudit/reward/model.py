@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from plaudit.reward.reward import Result
 from plaudit.reward.work import Work
 
 
-class _ReadReward:
+class _ReadReward(ABC):
     """Items to works, works to rows, rows to scores; the rows come from `_rows`."""
 
     def __init__(self, reading: OutcomeReading | ProcessReading, version: str) -> None:
@@ -26,8 +27,9 @@ class _ReadReward:
         self.version = version
         self._lock = threading.Lock()
 
+    @abstractmethod
     def _rows(self, works: Sequence[Work]) -> list[np.ndarray]:
-        raise NotImplementedError
+        """Per work, (positions, values)."""
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         self.reading.prerender(items)
@@ -36,7 +38,7 @@ class _ReadReward:
         values = iter(self._read(works))
         return [self._finish(work, next(values)) if isinstance(work, Work) else self._failed(work) for work in prepared]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (neither kind has anything to close)
         """The model's memory goes with the object."""
 
     def _prepare(self, item: Item) -> Work | ItemError:

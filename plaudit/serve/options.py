@@ -41,11 +41,11 @@ def serve_table(
             entries[name] = {**entries[name], **flags}
     if api_keys:
         tree["api_keys"] = named_keys(api_keys)
-    given = {
+    settings = {
         **listening, "ray": ray, "host": host, "port": port, "api_key_file": api_key_file, "drain_delay": drain_delay,
         "admin_key": admin_key,
     }  # fmt: skip
-    tree |= {key: str(v) if isinstance(v, Path) else v for key, v in given.items() if v is not None}
+    tree |= {key: str(v) if isinstance(v, Path) else v for key, v in settings.items() if v is not None}
     if allow_open is not None:
         tree["allow_open"] = split_names(allow_open)
     if protocols is not None:

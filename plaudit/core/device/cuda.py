@@ -122,17 +122,17 @@ class DecodeGraph:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and libraries choose before anything is recorded
             self.logits = self._model()
-            asks = self._asks_the_host()
+            synchronizes = self._synchronizes()
             self._draw()
         torch.cuda.current_stream().wait_stream(stream)
-        if asks is None:
+        if synchronizes is None:
             self.compute = self._recorded(self._compute)
         else:
-            self.backend.note_eager(asks)
+            self.backend.note_eager(synchronizes)
             self.compute = lambda: self.logits.copy_(self._model())
         self.draw = self._recorded(self._draw)
 
-    def _asks_the_host(self) -> str | None:
+    def _synchronizes(self) -> str | None:
         """What in a step of the model waits for the device, which a graph cannot."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(action="ignore"):  # it calls itself a prototype

@@ -80,8 +80,8 @@ def _cut_by_best(
         mine = ((0xFFFFFFFF - (top & 0xFFFFFFFF)) // CHUNK).to(tl.int32)
         token = mine * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")) * scale
-        found = packed_key(x, token)
-        key = tl.where(chunk == mine, tl.max(tl.where(found < top, found, DEEPER), axis=0), key)
+        token_key = packed_key(x, token)
+        key = tl.where(chunk == mine, tl.max(tl.where(token_key < top, token_key, DEEPER), axis=0), key)
     tl.debug_barrier()  # the best were stored by one thread and are read by all
     rank = tl.arange(0, BEST)
     taken = rank < count
@@ -195,7 +195,7 @@ def _ties(logits, row, scale, edge, upto, vocabulary, BLOCK: tl.constexpr):
 
 
 class Truncation:
-    """Room for the cuts of up to B rows: what a graph's launches share.
+    """Buffers for the cuts of up to B rows, which a graph's launches share.
 
     cuts    (B,) int64, the packed key of the last token that is kept
     peaks   (B,) the row's largest logit, tempered

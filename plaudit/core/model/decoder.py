@@ -132,13 +132,13 @@ class Decoder:
         step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
         parts = []
         for start in range(0, len(rows), step):
-            logits, wanted = self.logits(rows[start : start + step]), targets[start : start + step]
+            logits, chosen = self.logits(rows[start : start + step]), targets[start : start + step]
             if on_kernel(logits):
                 plain = torch.ones(len(logits), device=logits.device)
-                columns = [kernel_logprobs(logits, each, plain)[0] for each in wanted.T]
+                columns = [kernel_logprobs(logits, each, plain)[0] for each in chosen.T]
                 parts.append(torch.stack(columns, dim=1))
             else:
-                parts.append(logits.gather(1, wanted) - torch.logsumexp(logits, dim=1, keepdim=True))
+                parts.append(logits.gather(1, chosen) - torch.logsumexp(logits, dim=1, keepdim=True))
         return torch.cat(parts)
 
     def _vocabulary_head(self) -> nn.Linear:

@@ -76,10 +76,10 @@ class RuleReward:
         self._columns: list[str] | None = hello["columns"]
         self._required: list[str] = hello["required"]
         if exposed and (self.batched or self._required):
-            wanted = "all responses to a prompt" if self.batched else f"the columns {', '.join(self._required)}"
+            reads = "all responses to a prompt" if self.batched else f"the columns {', '.join(self._required)}"
             self.close()
             raise ConfigError(
-                f"the function {table.function!r} reads {wanted}, which a server is not told; give it to the run "
+                f"the function {table.function!r} reads {reads}, which a server is not told; give it to the run "
                 'itself: [reward] rule = "function"'
             )
         self.version = f"0-{digest(table, hello['source'], libraries=LIBRARIES.get(table.rule, ()))}"
@@ -103,10 +103,10 @@ class RuleReward:
 
     def _score(self, items: Sequence[Item]) -> list[Result]:
         requests = [self._request(item) for item in items]
-        asked = [request for request in requests if isinstance(request, _Request)]
-        lines, together = [request.line for request in asked], 1
-        if self.batched and asked:
-            lines, together = [asked[0].of_all([request.response for request in asked])], len(asked)
+        sendable = [request for request in requests if isinstance(request, _Request)]
+        lines, together = [request.line for request in sendable], 1
+        if self.batched and sendable:
+            lines, together = [sendable[0].of_all([request.response for request in sendable])], len(sendable)
         worker = self._idle.get()
         try:
             replies = iter(worker.ask(lines, together))
@@ -125,20 +125,25 @@ class RuleReward:
         turn = prompt_and_response(item)
         if isinstance(turn, ItemError):
             return turn
-        wanted = item.columns if self._columns is None else self._columns
-        columns = {name: item.columns[name] for name in wanted if name in item.columns}
+        names = item.columns if self._columns is None else self._columns
+        columns = {name: item.columns[name] for name in names if name in item.columns}
         if missing := [name for name in self._required if name not in columns]:
             there = ", ".join(sorted(map(str, item.columns))) or "none"
             return ItemError("no_column", f"the rule reads the column {missing[0]!r}; the row's columns are: {there}")
-        for name, value in columns.items():
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
-                return ItemError("bad_column", f"the rule reads the column {name!r}, which must be JSON: {error}")
         try:
             return _Request(*turn, item.truth, columns)
         except (TypeError, ValueError) as error:
-            return ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
+            return _bad_column(columns) or ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
+
+
+def _bad_column(columns: Mapping[str, Any]) -> ItemError | None:
+    """The first that is not JSON."""
+    for name, value in columns.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            return ItemError("bad_column", f"the rule reads the column {name!r}, which must be JSON: {error}")
+    return None
 
 
 class _Request:

@@ -172,10 +172,10 @@ def answer_to(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
         value = rule(request)
         if not rule.batched:
             return _score(value)
-        wanted = len(request["responses"])
-        if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != wanted:
-            found = f"{len(value)} in a {type(value).__name__}" if hasattr(value, "__len__") else type(value).__name__
-            return _error("rule_failed", f"the rule gave {found}, expected a list of {wanted} numbers, one a response")
+        count = len(request["responses"])
+        if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != count:
+            kind = f"{len(value)} in a {type(value).__name__}" if hasattr(value, "__len__") else type(value).__name__
+            return _error("rule_failed", f"the rule gave {kind}, expected a list of {count} numbers, one a response")
         return {"scores": [_score(each) for each in value]}
     except NoTruth:
         return _error("no_truth", "the rule compares with a truth, and the item has none")

@@ -49,11 +49,11 @@ class UserFunction:
         self._first = [each.name for each in first]
         self._names = [each.name for each in others]
         self._rest = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
-        given = BY_NAME.get(self.form, ("row",))
+        always = BY_NAME.get(self.form, ("row",))
         needed = [each.name for each in others if each.default is Parameter.empty]
-        self.required = [each for each in needed if each not in given]
+        self.required = [each for each in needed if each not in always]
         whole = self._rest or {"row", "extra_info"} & {*self._names}
-        self.columns = None if whole else [each for each in self._names if each not in given or each == "data_source"]
+        self.columns = None if whole else [each for each in self._names if each not in always or each == "data_source"]
         if self.form == "trl" and (foreign := {*self.required} & {*TRL_ALONE}):
             raise TypeError(f"{name} asks for {', '.join(sorted(foreign))}, which TRL alone has; give it a default")
 
@@ -72,8 +72,8 @@ class UserFunction:
         lists = {name: [value] * len(responses) for name, value in {"truth": request["truth"], **columns}.items()}
         # In a conversation a completion is messages too.
         chat = isinstance(prompt, list)
-        told = [[{"role": "assistant", "content": each}] if chat else each for each in responses]
-        return self.function(**self._named({**lists, "prompts": [prompt] * len(responses), "completions": told}))
+        completions = [[{"role": "assistant", "content": each}] if chat else each for each in responses]
+        return self.function(**self._named({**lists, "prompts": [prompt] * len(responses), "completions": completions}))
 
     def _named(self, offered: Mapping[str, Any], **further: Any) -> dict[str, Any]:
         kept = {name: value for name, value in offered.items() if self._rest or name in self._names}

@@ -34,8 +34,8 @@ class SharedPlayer:
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
     ) -> list[Sample]:
         mine = self.group.share(len(prompts))
-        asked = [prompts[i] for i in mine]
-        played = self.player.play(asked, n, seed, first + mine.start, evaluate) if mine else []
+        share = [prompts[i] for i in mine]
+        played = self.player.play(share, n, seed, first + mine.start, evaluate) if mine else []
         placed = tuple(replace(sample, group=sample.group + mine.start) for sample in played)
         return _together(self.group, Share(placed))
 
