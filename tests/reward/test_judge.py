@@ -180,17 +180,17 @@ def test_what_will_not_pass_is_an_error_at_once(serve: Any, reply: tuple[int, An
 
 def test_deadline_and_an_address_where_nobody_is(serve: Any) -> None:
     def slow(body: dict[str, Any]) -> tuple[int, Any]:
-        time.sleep(1.0)
+        over.wait(60)
         return rated(body)
 
-    begin = time.monotonic()
+    over = threading.Event()
     assert asked_over_http(serve(slow), ITEMS[:3], timeout=0.3) == ["timeout"] * 3
-    table = judge_table(timeout=1.0)
+    over.set()
+    table = judge_table(timeout=60.0)
     ask = HttpAsk(table)
     (answer,) = ask([[{"role": "user", "content": "x"}]])
     ask.close()
     assert getattr(answer, "type", None) == "judge_failed"
-    assert time.monotonic() - begin < 30
 
 
 def test_no_more_are_asked_at_once_than_allowed(serve: Any) -> None:

@@ -61,14 +61,14 @@ class HttpAsk:
             if time.monotonic() + wait >= deadline:
                 break
             time.sleep(wait)
+            if time.monotonic() >= deadline:
+                break  # the reason of the last attempt says more than "too late"
             pause = min(2 * pause, LONGEST_PAUSE)
         return answer
 
     def _attempt(self, conversation: Conversation, deadline: float) -> tuple[str | ItemError, bool]:
         """The answer or why there is none, and whether another attempt may help."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return self._late(), False
+        left = max(deadline - time.monotonic(), 0.001)
         body = {
             "model": self.table.model, "messages": conversation, "temperature": self.table.temperature,
             "max_tokens": self.table.max_tokens, "n": 1, "stream": False,
