@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run smollm2-ppo-rm smollm2-search test slow interop soak test-gpu check bench bench-gpu embedded clean install
+.PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded clean install
 
 # Judges train half as long as those that are shipped: all of it stays under 8 minutes.
 run: $(INSTALLED)
@@ -45,8 +45,12 @@ test: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n auto --maxprocesses 4 $(FILES)
 
 # Ray's clusters have the machine for themselves.
-slow: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.encoder
+slow: slow-parallel slow-ray
+
+slow-parallel: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.encoder
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 -n auto --maxprocesses 2 $(FILES) $(RAY:%=--ignore %)
+
+slow-ray: $(INSTALLED) $(VENV)/.ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 $(RAY)
 
 interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed

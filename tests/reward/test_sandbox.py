@@ -214,16 +214,19 @@ def test_a_keeper_whose_parent_has_gone_ends(prison: Prison) -> None:
     script = (
         "import sys, threading, time\nfrom plaudit.config.reward import RuleTable\nfrom plaudit.records import Item\n"
         "from plaudit.reward.rules.rule import RuleReward\n"
-        "rule = RuleReward(RuleTable(rule='function', function=sys.argv[1], timeout=3.0), exposed=True)\n"
+        "rule = RuleReward(RuleTable(rule='function', function=sys.argv[1], timeout=600.0), exposed=True)\n"
         "threading.Thread(target=rule.score, args=([Item(prompt='', response='time.sleep(1000)')],)).start()\n"
-        "time.sleep(0.3)\nprint('asked', flush=True)\n"
+        "print('asked', flush=True)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script, f"{prison.secret.parent / 'runs.py'}:run"], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "asked\n"
-    family = psutil.Process(process.pid).children(recursive=True)
+    until = time.monotonic() + 60
+    while len(family := psutil.Process(process.pid).children(recursive=True)) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
     assert len(family) == 2
     process.kill()
     process.wait()

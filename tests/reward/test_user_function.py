@@ -132,7 +132,7 @@ def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
     items = [item(each, number) for number, group in enumerate(groups) for each in group]
     items.insert(1, Item(text="no prompt", group=0))
     expected: list[Any] = [1.0, "unsupported_form", 0.0, *["rule_failed"] * 5, 1.0, "nonfinite_score", "rule_failed"]
-    with rule(functions, "ranked", timeout=0.4) as reward:
+    with rule(functions, "ranked", timeout=4.0) as reward:
         assert found(reward, items) == [*expected, "timeout", "timeout", 1.0, 1.0]
         (short, _) = reward.score([item("short", 0), item("x", 0)])
         assert short.error is not None

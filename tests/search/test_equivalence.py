@@ -56,7 +56,7 @@ def test_a_vote_by_kinds(mathematics: SameMathematics) -> None:
 
 
 def test_what_no_program_finishes_is_counted_and_differs() -> None:
-    alike = SameMathematics(seconds=1.0)
+    alike = SameMathematics(seconds=4.0)
     assert not alike("9^{9^{9^{9^{9}}}}-1", "7")
     assert not alike("9^{9^{9^{9^{9}}}}-1", "7")
     assert alike.undecided == 1, "it is not asked again"

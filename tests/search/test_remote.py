@@ -152,7 +152,7 @@ def served_prm(server: ServerProcess) -> Any:
 
 
 def prm_at(url: str) -> Any:
-    return load_search(None, {"search.method": "rebase"}, [f'prm={{url="{url}", timeout=1.0}}']).prm
+    return load_search(None, {"search.method": "rebase"}, [f'prm={{url="{url}", timeout=4.0}}']).prm
 
 
 def test_a_prm_that_cannot_be_reached_is_told_before_anything_is_generated() -> None:
