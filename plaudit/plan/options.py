@@ -12,7 +12,9 @@ from typer import Option
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     model: Annotated[str | None, Option(help="A built-in name such as llama-3.1-70b, or a config.json.")] = None
-    hardware: Annotated[str, Option(help="Nodes x devices x accelerator: 8x8xH100, 64xH100, H100.")] = "1x8xH100"
+    hardware: Annotated[
+        str | None, Option(help="Nodes x devices x accelerator: 8x8xH100, 64xH100, H100. Default: 1x8xH100.")
+    ] = None
     algorithm: Annotated[str, Option(help="ppo, grpo, dapo, ...; says which models there are.")] = "grpo"
     prompt: Annotated[float | None, Option(help="Mean tokens of a prompt. Default: 512.")] = None
     response: Annotated[float | None, Option(help="Mean tokens of a response. Default: 1024.")] = None
@@ -32,8 +34,17 @@ class PlanOptions:
     channel: Annotated[str | None, Option(help="How weights travel: broadcast, reshard, disk, ...")] = None
     staleness: Annotated[int, Option(help="async: updates that a response may be behind.")] = 1
     generation_hardware: Annotated[str | None, Option(help="Generation on hardware of its own: 2x8xH200.")] = None
-    compare: Annotated[str | None, Option(metavar="A,B,C", help="Rank accelerators by time and by cost.")] = None
+    compare: Annotated[
+        str | None,
+        Option(metavar="A,B,C", help="Rank these accelerators, or rent one of them."),
+    ] = None
     price: Annotated[str, Option(help="low, mid, high (on demand), 3yr, owned, or $ per device and hour.")] = "mid"
+    budget: Annotated[str | None, Option(metavar="$/h", help="What to rent for so much: 60/h.")] = None
+    deadline: Annotated[str | None, Option(help="What to rent so that --steps end in time: 90m, 24h, 7d.")] = None
+    goal: Annotated[
+        str | None, Option(help="Of what to rent: cost, time or energy. Default: time, with a deadline cost.")
+    ] = None
+    power_price: Annotated[float | None, Option(help="$ per kWh, added to a --price in dollars.")] = None
     hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None
     recipe: Annotated[Path | None, Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None
     out: Annotated[Path | None, Option(help="--for: write the planned recipe here. Default: print it.")] = None

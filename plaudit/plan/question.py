@@ -29,6 +29,7 @@ from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
 NONE = "a smaller model or shorter responses"
+HARDWARE = "1x8xH100"
 SMALLEST = "smollm2-135m"
 """Stands for the model of a recipe until the recipe is read."""
 
@@ -57,9 +58,9 @@ class Question:
             return "prices as given"
         basis = f"prices: {PRICES[self.price]} (--price {self.price})"
         silent = list(dict.fromkeys(chip.name for chip in self.chips if chip.price.at(self.price) is None))
-        return f"{basis}; none is public for {', '.join(silent)}: {self._other_price()}" if silent else basis
+        return f"{basis}; none is public for {', '.join(silent)}: {self.other_price()}" if silent else basis
 
-    def _other_price(self) -> str:
+    def other_price(self) -> str:
         levels = [level for level in PRICES if all(chip.price.at(level) is not None for chip in self.chips)]
         if levels:
             return f"take --price {' or '.join(levels)}"
@@ -69,7 +70,7 @@ class Question:
         """A level that was asked for and that nothing here has is an error, and no other takes its place."""
         if self.price != "mid" and all(chip.price.at(self.price) is None for chip in self.chips):
             names = ", ".join(dict.fromkeys(chip.name for chip in self.chips))
-            raise ConfigError(f"--price {self.price}: no such price of {names} is public; {self._other_price()}")
+            raise ConfigError(f"--price {self.price}: no such price of {names} is public; {self.other_price()}")
 
     def answer(self, progress: Progress | None = None) -> Outcome:
         results, own = {}, {}
@@ -83,6 +84,10 @@ class Question:
                 raise NothingFits(self._nothing_fits(nearest), Outcome(self, results, nearest=nearest))
             cure = self._cure(own)
         return Outcome(self, results, cure)
+
+    def plans_on(self, place: Cluster) -> SearchResult:
+        """Of all software, ours among it."""
+        return _merged(self._search(place, None, ours=True), self._search(place, None, ours=False))
 
     def _search(self, place: Cluster, progress: Progress | None, ours: bool) -> SearchResult:
         """Plans that our trainer runs, by its own figures; or those of any software."""
@@ -288,14 +293,15 @@ class NothingFits(ConfigError):
 def ask(options: PlanOptions) -> Question:
     """The typed question from the words of the command line."""
     overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
-    place = cluster(options.hardware, overrides)
+    place = cluster(options.hardware or HARDWARE, overrides)
     compared = filter(None, (options.compare or "").split(","))
     places = tuple(_other(place, name, overrides) for name in compared) or (place,)
     engines = cluster(options.generation_hardware, overrides) if options.generation_hardware else None
     level, fixed = _price(options.price)
+    power = check_power_price(options.power_price, fixed is not None)
     if fixed is not None:
-        places = tuple(replace(p, accelerator=replace(p.accelerator, price=fixed)) for p in places)
-        engines = replace(engines, accelerator=replace(engines.accelerator, price=fixed)) if engines else None
+        places = tuple(replace(p, accelerator=priced(p.accelerator, fixed, power)) for p in places)
+        engines = replace(engines, accelerator=priced(engines.accelerator, fixed, power)) if engines else None
     if options.channel is not None:
         find(options.channel)
     if options.staleness < 0:
@@ -328,7 +334,30 @@ def _other(place: Cluster, name: str, overrides: Overrides | None) -> Cluster:
     return place.of(accelerator(name, overrides))
 
 
-def _price(text: str) -> tuple[str, Price | None]:
+def check_power_price(dollars: float | None, fixed: bool) -> float:
+    """$ per kWh. Public prices have power in them: on top of those it would be paid twice."""
+    if dollars is None:
+        return 0.0
+    if not (math.isfinite(dollars) and dollars >= 0):
+        raise ConfigError(f"power price {dollars}: expected zero or more dollars per kWh")
+    if not fixed:
+        raise ConfigError(
+            f"--power-price {dollars:g} goes with a price of yours, such as --price 1.10: public prices, also the "
+            "owned one, have power in them"
+        )
+    return dollars
+
+
+def priced(chip: Accelerator, dollars: float, power_price: float) -> Accelerator:
+    """At a price per hour that was given, and the power it draws on top."""
+    if power_price and not chip.power:
+        raise ConfigError(f"--power-price: nothing is known of the power of {chip.name}; give it power_w in a "
+                          "--hardware-file")  # fmt: skip
+    return replace(chip, price=Price.given(dollars + power_price * chip.power / 1e3))
+
+
+def _price(text: str) -> tuple[str, float | None]:
+    """The level, and dollars where they are given."""
     if text in PRICES:
         return text, None
     try:
@@ -339,4 +368,4 @@ def _price(text: str) -> tuple[str, Price | None]:
         ) from None
     if not (math.isfinite(dollars) and dollars >= 0):
         raise ConfigError(f"price {text}: expected zero or more dollars per device and hour")
-    return "mid", Price.given(dollars)
+    return "mid", dollars

@@ -307,7 +307,7 @@ def some_plan_fits(
 
 
 def _larger(cluster: Cluster) -> Iterator[Cluster]:
-    now, most = cluster.devices_per_node, 4 if cluster.accelerator.domain == 72 else min(8, cluster.accelerator.domain)
+    now, most = cluster.devices_per_node, cluster.accelerator.node
     if cluster.nodes == 1:
         for devices in (2, 4, 8):
             if now < devices <= most:

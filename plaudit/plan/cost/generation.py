@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from plaudit.plan.cost.decode import FORMULAS, Replica
 from plaudit.plan.cost.term import Term, total
@@ -43,6 +44,15 @@ def generate(
     replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float, group: int = 1
 ) -> Generation:
     """`batch` responses over `replicas` alike, `group` of them to each prompt (its prefill is shared)."""
+    # Many plans differ in training alone, and a cache that holds more than the replica's share is as good as any other.
+    own = max(1.0, batch / replicas)
+    return _generate(replica, replicas, batch, prompt, lengths, min(own, concurrency), group)
+
+
+@lru_cache(maxsize=1024)
+def _generate(
+    replica: Replica, replicas: int, batch: float, prompt: float, lengths: Lengths, concurrency: float, group: int
+) -> Generation:
     own = max(1.0, batch / replicas)
     count = max(1, min(PARTICLES, int(own)))
     weight = own / count

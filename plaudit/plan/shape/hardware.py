@@ -51,10 +51,12 @@ class Price:
     three_years: float | None
     owned: float | None
     source: str
+    owned_by_hyperscaler: float | None = None
+    """The other end of what owning costs."""
 
     @staticmethod
     def given(dollars: float) -> Price:
-        return Price(dollars, dollars, dollars, dollars, dollars, "given")
+        return Price(dollars, dollars, dollars, dollars, dollars, "given", dollars)
 
     def __post_init__(self) -> None:
         for level in PRICES:
@@ -65,6 +67,12 @@ class Price:
     def at(self, level: str) -> float | None:
         price: float | None = getattr(self, "three_years" if level == "3yr" else level)
         return price
+
+    def range(self, level: str) -> tuple[float, float] | None:
+        """Lowest and highest of the sources for that kind of price; None where it has one source or none."""
+        ends = {"3yr": (None,), "owned": (self.owned_by_hyperscaler, self.owned)}.get(level, (self.low, self.high))
+        known = [end for end in ends if end is not None]
+        return (min(known), max(known)) if len(set(known)) == 2 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +93,17 @@ class Accelerator:
     pcie: float
     tdp: float
     power: float
-    """Watts per device from the grid: device, host, network and cooling."""
+    """Watts per device from the grid: device, host, network and cooling. Zero where nothing is known."""
     price: Price
     source: str
 
     def flops(self, dtype: str) -> float:
         return {"fp32": self.bf16 / 2, "bf16": self.bf16, "fp8": self.fp8, "fp4": self.fp4}[dtype]
+
+    @property
+    def node(self) -> int:
+        """Devices of a usual node: trays of four in a rack-scale domain."""
+        return 4 if self.domain == 72 else min(8, self.domain)
 
     def unpacks(self, dtype: str) -> bool:
         """Whether weights of the format are widened before they are multiplied, for want of units."""
@@ -119,6 +132,11 @@ class Cluster:
     @property
     def name(self) -> str:
         return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"
+
+    def hourly(self, level: str) -> float | None:
+        """Dollars; None where no such price is public."""
+        price = self.accelerator.price.at(level)
+        return None if price is None else price * self.devices
 
     def of(self, chip: Accelerator) -> Cluster:
         """As many devices of another kind: in trays of four where that is how they come."""
@@ -167,6 +185,7 @@ def _accelerator(row: Mapping[str, str]) -> Accelerator:
         low=quotes[0], mid=mid or quotes[len(quotes) // 2], high=quotes[-1],
         three_years=number("rental_3yr_usd_h") or None, owned=number("tco_neocloud_usd_h") or None,
         source="; ".join(filter(None, (row["cloud_low_who"], row["cloud_mid_who"], row["cloud_high_who"]))),
+        owned_by_hyperscaler=number("tco_hyperscaler_usd_h") or None,
     )  # fmt: skip
     pcie = number("pcie_unidir_gb_s", 32.0) * GB
     return Accelerator(
@@ -198,7 +217,7 @@ def cluster(text: str, overrides: Overrides | None = None) -> Cluster:
         raise ConfigError(f"hardware {text!r}: expected nodes x devices x accelerator, such as 8x8xH100 or 64xH100")
     first, second, name = match.groups()
     device = accelerator(name, overrides)
-    per_node = 4 if device.domain == 72 else min(8, device.domain)
+    per_node = device.node
     if second is not None:
         nodes, count = int(first), int(second)
     else:

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ _BUILT_IN = Path(__file__).parents[1] / "data" / "models.toml"
 _RECURRENT = ("mamba", "jamba", "nemotron_h", "qwen3_next", "falcon_h1", "rwkv", "recurrent_gemma", "bamba", "zamba")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
+    # Without slots: its counts are computed once, and a search asks for them a hundred thousand times.
     vocab: int
     hidden: int
     layers: int
@@ -82,7 +83,7 @@ class ModelShape:
             )
         return shapes[key]
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         return self.layers - self.dense_layers if self.experts else 0
 
@@ -90,7 +91,7 @@ class ModelShape:
     def latent(self) -> bool:
         return self.kv_rank > 0
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Of one layer, norms included."""
         h, n = self.hidden, self.heads
@@ -108,7 +109,7 @@ class ModelShape:
     def dense_mlp_parameters(self) -> int:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Of one expert."""
         return 3 * self.hidden * self.expert_ffn
@@ -122,18 +123,18 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         return (self.vocab * (1 if self.tied else 2) + self.positions) * self.hidden
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         dense = (self.layers - self.moe_layers) * self.dense_mlp_parameters
         moe = self.moe_layers * (self.shared_parameters + self.experts * self.expert_parameters)
         return self.embedding_parameters + self.layers * self.attention_parameters + dense + moe + self.hidden
 
-    @property
+    @cached_property
     def routed_parameters(self) -> int:
         """In experts, of which a token passes top_k."""
         return self.moe_layers * self.experts * self.expert_parameters
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """What one token is multiplied with: no input embedding, top_k of the experts."""
         inside = self.parameters - self.embedding_parameters - self.routed_parameters
@@ -187,7 +188,7 @@ class ModelShape:
         windowed = self.windowed_layers * min(context, self.window) if self.window else 0.0
         return 2 * width * (full + windowed)
 
-    @property
+    @cached_property
     def activation_numbers(self) -> float:
         """What the forward pass of one token writes between its kernels, in all layers."""
         width = self.heads * (self.head_dim + self.rope_dim) + self.kv_heads * (

@@ -13,10 +13,12 @@ from rich.progress import Progress
 
 from plaudit.errors import ConfigError
 from plaudit.output import check_writable, written
+from plaudit.plan.market import market
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import NothingFits, Outcome, Question, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 from plaudit.plan.show.as_data import outcome_data
+from plaudit.plan.show.choice import choice_data, print_choice
 from plaudit.plan.show.explain import explain
 from plaudit.plan.show.listing import print_outcome
 from plaudit.plan.show.page import render_page
@@ -36,6 +38,9 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         options = _calibrated(options, options.calibrate, measure)
         if options.model is None and options.recipe is None:
             return
+    if options.budget or options.deadline or options.goal:
+        _choose(options, resolve)
+        return
     question = _question(options, resolve)
     try:
         _show(_answer(question), options)
@@ -43,6 +48,19 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         if refused.outcome.nearest is not None:
             _show(refused.outcome, replace(options, recipe=None))
         raise
+
+
+def _choose(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
+    """What to rent; formulas, page and recipe are those of the first."""
+    _check_model(options)
+    asked = market(options)
+    choice = replace(asked, question=_planned(asked.question, options, resolve)).answer()
+    if options.as_json:
+        print(json.dumps(choice_data(choice), indent=2))
+    else:
+        print_choice(choice, options.top)
+    if options.explain or options.page or options.recipe:
+        _show(choice.outcome, replace(options, as_json=False))
 
 
 def _show(outcome: Outcome, options: PlanOptions) -> None:
@@ -71,9 +89,17 @@ def _calibrated(options: PlanOptions, path: Path, measure: Callable[[], str]) ->
 
 
 def _question(options: PlanOptions, resolve: Callable[[str], Path]) -> Question:
+    _check_model(options)
+    return _planned(ask(options), options, resolve)
+
+
+def _check_model(options: PlanOptions) -> None:
     if options.model is None and options.recipe is None:
         raise ConfigError("no model: give --model, such as --model llama-3.1-70b, or --for with a recipe")
-    question = ask(options)
+
+
+def _planned(question: Question, options: PlanOptions, resolve: Callable[[str], Path]) -> Question:
+    """With the workload of the recipe, where there is one."""
     if options.recipe is None:
         return question
     work = workload_of(read_recipe(options.recipe), resolve, options.prompt, options.response)

@@ -27,9 +27,13 @@ def dollars(prediction: Prediction, price: str, what: str) -> str:
     return f"{term.value:,.2f}" if term else "—"
 
 
-def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = None) -> None:
+def new_console() -> Console:
     # A file or a pipe has no width: rows stay whole.
-    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
+    return Console(width=None if sys.stdout.isatty() else WIDE)
+
+
+def print_outcome(outcome: Outcome, top: int = 10, console: Console | None = None) -> None:
+    console = console or new_console()
     work = outcome.question.workload
     critic = f", critic {work.value_model.name}" if work.value_model else ""
     console.print(f"[bold]{escape(outcome.headline)}[/bold]", highlight=False, soft_wrap=True)

@@ -1,0 +1,124 @@
+"""What to rent: for a budget, until a deadline, by a goal."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from plaudit.errors import ConfigError
+from plaudit.plan.market import market
+from plaudit.plan.options import PlanOptions
+from plaudit.plan.question import ask
+from tests.command import plaudit_here
+
+ROOT = Path(__file__).parent.parent.parent
+CHIPS = "A100,H100,H200"
+
+
+def choose(model: str = "qwen2.5-7b", **options: object):  # type: ignore[no-untyped-def]
+    chosen = {"compare": CHIPS, "placement": ["hybrid", "disaggregated"], **options}
+    return market(PlanOptions(model, **chosen)).answer()  # type: ignore[arg-type]
+
+
+def test_the_fastest_for_a_budget_is_within_it_and_what_a_plain_plan_says() -> None:
+    choice = choose(budget="60/h")
+    assert {offer.chip.name for offer in choice.any_software} == {"A100-80G SXM", "H100 SXM", "H200 SXM"}
+    for offer in (*choice.runnable, *choice.any_software):
+        assert offer.hourly <= 60
+    hours = [offer.hours for offer in choice.any_software]
+    assert hours == sorted(hours)
+    first = choice.runnable[0]
+    # By hand: devices, dollars and seconds.
+    assert first.dollars == pytest.approx(
+        first.prediction.plan.devices * first.chip.price.mid * first.prediction.step.value * 1000 / 3600
+    )
+    place = first.place
+    plain = ask(
+        PlanOptions("qwen2.5-7b", f"{place.nodes}x{place.devices_per_node}x{place.accelerator.name}",
+                    placement=["hybrid", "disaggregated"])
+    ).answer()  # fmt: skip
+    assert plain.best.step.value == first.prediction.step.value
+
+
+def test_the_cheapest_until_a_deadline_takes_as_few_devices_as_that_needs() -> None:
+    late, early = choose(deadline="7d"), choose(deadline="12h")
+    assert all(offer.hours <= 12 for offer in early.any_software)
+    for offer in early.any_software:
+        slow = next(other for other in late.any_software if other.chip == offer.chip)
+        assert slow.dollars <= offer.dollars
+        assert slow.prediction.plan.devices <= offer.prediction.plan.devices
+    dollars = [offer.dollars for offer in early.any_software]
+    assert dollars == sorted(dollars)
+
+
+def test_energy_is_power_times_time_and_has_an_order_of_its_own() -> None:
+    choice = choose(budget="60/h", goal="energy")
+    for offer in choice.any_software:
+        power = offer.chip.power * offer.prediction.plan.devices
+        assert offer.kwh == pytest.approx(power / 1e3 * offer.hours)
+    assert [o.kwh for o in choice.any_software] == sorted(o.kwh for o in choice.any_software)
+
+
+def test_ranges_are_those_of_the_sources() -> None:
+    h100 = next(offer for offer in choose(budget="60/h").any_software if offer.chip.name == "H100 SXM")
+    low, high = h100.range or (0, 0)
+    assert low / h100.dollars == pytest.approx(1.8 / 3.29)
+    assert high / h100.dollars == pytest.approx(9.8 / 3.29)
+    owned = next(o for o in choose(budget="60/h", price="owned", compare="H100").any_software)
+    assert owned.range is not None
+    assert owned.range[1] == pytest.approx(owned.dollars)
+    assert choose(budget="60/h", price="3yr", compare="H100").first.range is None
+
+
+def test_a_hardware_file_stands_in_for_the_catalogue(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text("[accelerator.H100]\nprice = 0.5\n")
+    asked = market(PlanOptions("qwen2.5-7b", budget="60/h", hardware_file=own))
+    assert [chip.price.mid for chip in asked.chips if chip.name == "H100 SXM"] == [0.5]
+
+
+def test_power_is_paid_on_top_of_a_price_that_is_given() -> None:
+    bare, paid = (choose(budget="60/h", compare="H100", price="1.0", power_price=p) for p in (None, 0.1))
+    per_hour = [choice.first.hourly / choice.first.prediction.plan.devices for choice in (bare, paid)]
+    assert per_hour == pytest.approx([1.0, 1.173])  # 1.73 kW all in
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"budget": "0.2/h"}, r"buys nothing: one A100-80G SXM is the cheapest device at \$1.79/h .*raise --budget"),
+        ({"budget": "60"}, r"--budget 60: expected dollars per hour, such as 60/h"),
+        ({"budget": "0/h"}, r"--budget 0/h: expected dollars per hour"),
+        ({"deadline": "soon"}, r"--deadline soon: expected minutes, hours or days"),
+        ({"goal": "time"}, r"--goal time without --budget has no end"),
+        ({"goal": "tim", "budget": "9/h"}, r"unknown goal 'tim'; did you mean 'time'"),
+        ({"budget": "9/h", "hardware": "8xH100"}, r"--hardware says what there is, and --budget"),
+        ({"budget": "60/h", "compare": "H100,GB200"}, r"--price mid: no such price of GB200 .*--price 3yr or owned"),
+        ({"budget": "60/h", "deadline": "1m"}, r"1000 steps take .* at least for \$60/h, on .*take --deadline \d+h"),
+        ({"budget": "60/h", "power_price": 0.1}, r"--power-price 0.1 goes with a price of yours"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line_with_the_cure(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as said:
+        choose(**options)
+    assert "\n" not in str(said.value)
+
+
+def test_a_budget_on_which_nothing_fits_names_one_on_which_something_does() -> None:
+    with pytest.raises(ConfigError, match=r"fits on nothing that --budget 4/h buys") as told:
+        choose("qwen3-32b", budget="4/h")
+    raised = float(str(told.value).split("raise --budget to ")[1].removesuffix("/h"))
+    assert choose("qwen3-32b", budget=f"{math.ceil(raised)}/h").any_software
+
+
+def test_the_command_prints_a_table_or_data() -> None:
+    words = ("--model", "qwen2.5-7b", "--budget", "60/h", "--placement", "hybrid")
+    run = plaudit_here("plan", *words, "--compare", CHIPS, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("Fastest for at most $60/h: ")
+    assert "on demand, the middle quote, 2026-08-22" in run.stdout
+    data = json.loads(plaudit_here("plan", *words, "--json", cwd=ROOT).stdout)
+    assert "GB200 NVL72" in data["without_price"]  # left out, and said so
+    assert data["own_trainer"][0]["dollars_per_hour"] <= 60
+    assert data["own_trainer"][0]["plan"]["runnable"] is True
