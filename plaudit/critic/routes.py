@@ -78,7 +78,8 @@ class CriticRoutes:
 
     async def _answer(self, name: str, signature: Signature, compute: Compute, request: Request) -> Reply:
         header = request.headers.get(b"inference-header-content-length")
-        infer = await request.aside(triton.read_infer, request.content, header, self.most_rows, signature)
+        size = triton.json_size(header, len(request.content))
+        infer = await request.aside(triton.read_infer, header, self.most_rows, signature, json_bytes=size)
         outputs, parameters = await compute(infer, request)
         body, head = triton.write_infer(infer, name, outputs, parameters)
         return packed(body, head, request.headers.get(b"accept-encoding", b""))

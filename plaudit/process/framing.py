@@ -15,7 +15,7 @@ import numpy as np
 
 LIMIT = 1 << 30  # bytes in a frame
 F = TypeVar("F")
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -23,7 +23,7 @@ def pack(frame: Any) -> bytes:
     body = _ENCODER.encode(frame)
     if len(body) > LIMIT:
         raise ValueError(f"a frame of {len(body)} bytes is more than the {LIMIT} that are taken")
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 class FrameReader(Generic[F]):
@@ -35,14 +35,14 @@ class FrameReader(Generic[F]):
 
     def feed(self, data: bytes) -> Iterator[F]:
         self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
             if length > LIMIT:
                 raise ValueError(f"a frame of {length} bytes is more than the {LIMIT} that are taken")
-            end = _LENGTH.size + length
+            end = LENGTH.size + length
             if len(self._buffer) < end:
                 return
-            frame = self._decoder.decode(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
+            frame = self._decoder.decode(memoryview(self._buffer)[LENGTH.size : end].tobytes())
             del self._buffer[:end]
             yield frame
 

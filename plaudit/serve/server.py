@@ -38,6 +38,7 @@ from plaudit.serve.scoring import ScoringService
 
 FILES_SECONDS = 1.0  # between two looks at the files of keys and certificates
 T = TypeVar("T")
+VALUES_PER_ITEM = 64  # that are no numbers, in a large body of JSON: twenty messages, say
 LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
 
 
@@ -130,7 +131,10 @@ class _Server:
             live.failed = models.failed
         app = App(
             routes, keys, admission,
-            Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds, limits.queued_tokens),
+            Limits(
+                limits.body_bytes, limits.body_seconds, limits.request_seconds, limits.queued_tokens,
+                VALUES_PER_ITEM * limits.items,
+            ),
             self.metrics, self.log,
             log_requests=table.log == "requests",
         )  # fmt: skip
@@ -149,6 +153,7 @@ class _Server:
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
             leave(table)
+            app.readers.close()
             await models.close()
             if live is not None:
                 live.shutdown()

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 
 from plaudit.serve.http.keys import Keys, Meter
 from plaudit.serve.http.message import (
-    INLINE_BYTES,
     NOBODY,
     TENANT,
     Endpoint,
@@ -37,6 +36,7 @@ from plaudit.serve.http.message import (
     Send,
     send_reply,
 )  # fmt: skip
+from plaudit.serve.http.reader import BodyReaders
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 
@@ -186,6 +186,7 @@ class App:
         self.metrics = metrics
         self.log = log
         self.log_requests = log_requests
+        self.readers = BodyReaders()
         self._ids = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -195,7 +196,7 @@ class App:
                 await send({"type": "websocket.close", "code": 1008})
             return
         began = time.perf_counter()
-        request = Request(scope, receive, self.limits, f"{self._prefix}-{next(self._ids)}")
+        request = Request(scope, receive, self.limits, f"{self._prefix}-{next(self._ids)}", self.readers.run)
         try:
             reply: Reply | None = await self._answer(self.routes.find(request.method, request.path), request)
         except HttpError as error:
@@ -250,8 +251,8 @@ class App:
         size = min(int(length), self.limits.body_bytes) if length.isdigit() else 0
         with self.admission.request(request.tenant, size) as request.grow:
             request.content = await request.body()
-            if len(request.content) > INLINE_BYTES and (route.fields or len(place.routes) > 1):
-                await request.aside(request.fields)
+            if route.fields or len(place.routes) > 1:
+                await request.read_fields()
             request.route = place.choose(request)
             reply = await self._unless_gone(request.route, request)
         self.metrics.history.requests += 1

@@ -32,6 +32,7 @@ JSON = b"application/json"
 NOBODY = "anonymous"
 LINGER_SECONDS = 2.0
 INLINE_BYTES = 64 * 1024  # of JSON that is decoded on the event loop: a thread would cost more
+THREAD_BYTES = 256 * 1024  # in a thread: another process would cost more, and the worst of it takes milliseconds
 PIECE_BYTES = 1 << 20  # that are unpacked or looked through at a time
 VALUE_BYTES = 64  # of memory that a decoded value takes beside its text
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
@@ -93,6 +94,7 @@ class Limits:
     body_seconds: float
     request_seconds: float
     json_values: int = 4_000_000
+    structures: int = 262_144  # values of a large body that are no numbers
 
 
 class Connection:
@@ -119,16 +121,20 @@ class Connection:
 
 class Request:
     """One request. `tenant` is the name of the API key it came with, `roles` are what that may do; `grow` counts bytes
-    that it takes beyond its announced length, and may refuse them. For log and metrics: the model that answered, how
-    many items (of which failed) and tokens it had, and the type of the error that it became."""
+    that it takes beyond its announced length, and may refuse them; `elsewhere` reads in another process. For log and
+    metrics: the model that answered, how many items (of which failed) and tokens it had, and the type of the error
+    that it became."""
 
     __slots__ = (
-        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "error", "failed",
-        "grow", "headers", "id", "items", "method", "model", "path", "query", "roles", "route", "server", "tenant",
-        "tokens",
+        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "elsewhere",
+        "error", "failed", "grow", "headers", "id", "items", "method", "model", "path", "query", "roles", "route",
+        "server", "tenant", "tokens",
     )  # fmt: skip
 
-    def __init__(self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, limits: Limits, fresh_id: str, elsewhere: Callable[..., Awaitable[Any]]
+    ) -> None:
+        self.elsewhere = elsewhere
         self._receive = receive
         self._limits = limits
         self._scope = scope
@@ -183,14 +189,16 @@ class Request:
             return None if header is None else b"Bearer " + header
         return header
 
-    async def aside(self, read: Callable[..., T], *arguments: Any) -> T:
-        """What `read` makes of a JSON body: of a large one in a thread, and only if it has not more values than the
-        tokens that a request may bring. Many small values take a hundred times the memory of their text."""
+    async def aside(self, read: Callable[..., T], *arguments: Any, json_bytes: int | None = None) -> T:
+        """What `read` makes of the body, which has JSON, all of it or `json_bytes` at its begin: of a large one in a
+        thread, of a very large one in another process, and only if it has not more values than the tokens that a
+        request may bring. Many small values take a hundred times the memory of their text."""
         if len(self.content) <= INLINE_BYTES:
-            return read(*arguments)
+            return read(self.content, *arguments)
+        size = len(self.content) if json_bytes is None else min(json_bytes, len(self.content))
         values = 0
-        for start in range(0, len(self.content), PIECE_BYTES):
-            piece = self.content[start : start + PIECE_BYTES]
+        for start in range(0, size, PIECE_BYTES):
+            piece = self.content[start : min(size, start + PIECE_BYTES)]
             values += sum(map(piece.count, (b",", b"[", b"{")))
             if values > self._limits.json_values:
                 raise HttpError(
@@ -198,19 +206,19 @@ class Request:
                 )
             await asyncio.sleep(0)
         self.grow(values * VALUE_BYTES)
-        return await asyncio.to_thread(_without_collector, read, *arguments)
+        if size <= THREAD_BYTES:
+            return await asyncio.to_thread(_without_collector, read, self.content, *arguments)
+        return await self.elsewhere(read, self.content, arguments, self._limits.structures, self.tenant, self.deadline)  # type: ignore[no-any-return]
+
+    async def read_fields(self) -> None:
+        """Before `fields`, where the body is large."""
+        if len(self.content) > INLINE_BYTES:
+            self._fields = await self.aside(json_object)
 
     def fields(self) -> dict[str, Any]:
         """The body as a JSON object."""
         if self._fields is None:
-            try:
-                parsed = msgspec.json.decode(self.content)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                why = one_line(error, 200)
-                raise HttpError(400, "invalid_json", f"the body is not JSON: {why}") from None
-            if not isinstance(parsed, dict):
-                raise HttpError(400, "invalid_json", f"the body is a JSON {type(parsed).__name__}; expected an object")
-            self._fields = parsed
+            self._fields = json_object(self.content)
         return self._fields
 
     def parameters(self) -> dict[str, str]:
@@ -295,6 +303,16 @@ class Request:
         length = self.headers.get(b"content-length")
         if length is not None and (not length.isdigit() or int(length) > limit):
             raise _too_large(limit)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, "invalid_json", f"the body is not JSON: {one_line(error, 200)}") from None
+    if not isinstance(parsed, dict):
+        raise HttpError(400, "invalid_json", f"the body is a JSON {type(parsed).__name__}; expected an object")
+    return parsed
 
 
 def _uncounted(_: int) -> None:

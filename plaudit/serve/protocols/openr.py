@@ -62,6 +62,7 @@ class OpenRRoutes(ProtocolRoutes):
 
     async def address(self, request: Request) -> Reply:
         request.content = await request.body()
+        await request.read_fields()
         name = convert(request.fields(), _Model).model
         # Where this connection arrived, and not what the Host header says: that is the client's word.
         host, port = request.server

@@ -77,7 +77,7 @@ class OpenRLHFRoutes(ProtocolRoutes):
 
     async def get_reward(self, request: Request) -> Reply:
         parameters = request.parameters()
-        queries = await request.aside(decode, request.content, Queries, "query must be a list of texts")
+        queries = await request.aside(read_queries)
         truncate = read_truncate(parameters)
         self.scoring.check_count(len(queries.query))
         served = self.scoring.find(REWARD_MODEL)
@@ -111,7 +111,7 @@ class SlimeRoutes(ProtocolRoutes):
 
     async def remote_rm(self, request: Request) -> Reply:
         parameters = request.parameters()
-        sample = await request.aside(decode, request.content, Sample, "expected prompt, response and label")
+        sample = await request.aside(read_sample)
         served = self.scoring.find(REWARD_MODEL)
         if "rendered" not in parameters and isinstance(served, ServedModel):
             refuse_rendered(sample.prompt, served)
@@ -131,6 +131,14 @@ def refuse_rendered(prompt: Any, served: ServedModel) -> None:
             422, "unsupported_form", f"the prompt begins with {begin!r}, a control token of {served.name}, so it is "
             "rendered already: add ?rendered=true to the URL, or ?rendered=false if it is plain text after all",
         )  # fmt: skip
+
+
+def read_queries(body: bytes) -> Queries:
+    return decode(body, Queries, "query must be a list of texts")
+
+
+def read_sample(body: bytes) -> Sample:
+    return decode(body, Sample, "expected prompt, response and label")
 
 
 def decode(body: bytes, kind: type[T], expected: str) -> T:

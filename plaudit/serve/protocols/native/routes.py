@@ -56,7 +56,7 @@ class NativeRoutes:
         if kind == native.BINARY:
             parsed = native.read_binary(request.content, request.query, self.scoring.most_items)
         elif kind == b"application/json":
-            parsed = await request.aside(native.read_json, request.content, self.scoring.most_items)
+            parsed = await request.aside(native.read_json, self.scoring.most_items)
         else:
             content_type, binary = kind[:60].decode("latin-1"), native.BINARY.decode()
             cure = f"expected application/json (curl: -H 'Content-Type: application/json') or {binary}"

@@ -102,7 +102,8 @@ class TritonRoutes(ProtocolRoutes):
 
     async def infer(self, name: str, request: Request) -> Reply:
         header = request.headers.get(b"inference-header-content-length")
-        infer = await request.aside(triton.read_infer, request.content, header, self.scoring.most_items)
+        size = triton.json_size(header, len(request.content))
+        infer = await request.aside(triton.read_infer, header, self.scoring.most_items, json_bytes=size)
         inputs = triton.reward_rows(infer)
         served = self.scoring.find_model(name)
         if inputs.tokens is not None:

@@ -89,7 +89,7 @@ class Tensor:
     """`values` are flat, row after row: an array, or for BYTES a list."""
 
     shape: tuple[int, ...]
-    values: np.ndarray | list[bytes]
+    values: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def write_error(error: HttpError, request_id: str) -> Reply:
 
 
 def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signature: Signature = REWARD) -> Infer:
-    size = len(body) if header_length is None else _header_size(header_length, len(body))
+    size = json_size(header_length, len(body))
     try:
         request = _INFER.decode(body[:size])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -148,7 +148,10 @@ def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signatu
     return Infer(request.id, tensors, _wanted(request, signature), request.parameters)
 
 
-def _header_size(header: bytes, body: int) -> int:
+def json_size(header: bytes | None, body: int) -> int:
+    """Of a body of so many bytes, how many are JSON."""
+    if header is None:
+        return body
     # Digits are counted first: Python refuses to read numbers of thousands of them.
     if not header.isdigit() or len(header) > 12 or int(header) > body:
         raise _bad(f"Inference-Header-Content-Length {header[:20].decode('latin-1')!r} does not fit {body} bytes")

@@ -1,0 +1,186 @@
+"""What a neighbour and a probe feel while a client sends the worst that the limits allow.
+
+    python benchmarks/attacks.py [SECONDS]
+
+A real `plaudit serve` on this machine with two keys. A process per attack repeats its request on four connections with
+one key; meanwhile `/health/live` is asked every 20 ms and the other key scores a text, one after the other. For each
+attack: p50 and p99 of the probe and the neighbour's median, beside the same without an attack. Writes
+benchmarks/results/attacks.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from stamp import ROOT, processor, stamp
+
+RESULTS = ROOT / "benchmarks" / "results" / "attacks.json"
+HOSTILE, NEIGHBOUR = "hostile-key-1", "neighbour-key-1"
+CONNECTIONS = 4
+MOST_BYTES, MOST_VALUES = 64 << 20, 3_900_000  # the limits, by default 64 MiB and 4,000,000
+ITEM = {"prompt": "3+4+5=", "responses": ["3+4=7;7+5=12;#12"]}
+
+
+def truth(values: bytes) -> bytes:
+    """A body whose generic part has these values, in an item that is refused after it was read."""
+    return b'{"items": [{"text": "a", "truth": [' + values + b"1]}]}"
+
+
+ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "3.9 million token ids": (
+        "/v1/rewards",
+        lambda: b'{"items": [{"tokens": [' + b"1," * MOST_VALUES + b"1]}]}",
+    ),
+    "3.9 million floats": ("/v1/rewards", lambda: truth(b"1.5," * MOST_VALUES)),
+    "1.9 million empty lists": ("/v1/rewards", lambda: truth(b"[]," * (MOST_VALUES // 2))),
+    "lists 500 deep": ("/v1/rewards", lambda: truth((b"[" * 500 + b"]" * 500 + b",") * (MOST_VALUES // 501))),
+    "3.9 million keys": (
+        "/classify",
+        lambda: b'{"model": "sums", "input": {' + b",".join(b'"%d":1' % n for n in range(MOST_VALUES)) + b"}}",
+    ),
+    "integers of 4,299 digits": (
+        "/classify",
+        lambda: b'{"model": "sums", "input": [' + (b"9" * 4299 + b",") * (MOST_BYTES // 4301) + b"1]}",
+    ),
+    "64 MiB of escapes": (
+        "/v1/rewards",
+        lambda: b'{"items": [{"text": "' + b"\\u0416" * (MOST_BYTES // 6 - 9) + b'"}]}',
+    ),
+    "64 MiB of text": ("/get_reward", lambda: b'{"query": ["' + b"a" * (MOST_BYTES - 40) + b'"]}'),
+    "4,096 texts of 2,000 characters": (
+        "/v1/rewards",
+        lambda: json.dumps({"items": [{"text": "7+8=" * 500}] * 4096}).encode(),
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words = ["serve", "--port", str(port), "--model", "sums", "--api-key", f"hostile={HOSTILE}"]
+    words += ["--api-key", f"neighbour={NEIGHBOUR}"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([sys.executable, "-m", "plaudit", *words], stdout=log, stderr=log, cwd=ROOT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_ready(url)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+
+
+def wait_ready(url: str) -> None:
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        try:
+            if httpx.get(f"{url}/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit("the server was not ready within 300 s")
+
+
+def attack(url: str, name: str, replies: Any) -> None:
+    """In a process of its own, until it is ended."""
+    path, body = ATTACKS[name]
+    packed = gzip.compress(body(), 1)
+    headers = {
+        "authorization": f"Bearer {HOSTILE}", "content-type": "application/json", "content-encoding": "gzip",
+    }  # fmt: skip
+
+    async def one(http: httpx.AsyncClient) -> None:
+        while True:
+            reply = await http.post(url + path, content=packed, headers=headers)
+            replies.put(reply.status_code)
+            if reply.status_code == 503:
+                await asyncio.sleep(0.1)
+
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(timeout=600) as http:
+            await asyncio.gather(*(one(http) for _ in range(CONNECTIONS)))
+
+    asyncio.run(all_of_them())
+
+
+async def measure(url: str, seconds: float) -> dict[str, float]:
+    end = time.monotonic() + seconds
+    probes: list[float] = []
+    scores: list[float] = []
+
+    async def probe(http: httpx.AsyncClient) -> None:
+        while time.monotonic() < end:
+            began = time.perf_counter()
+            assert (await http.get(f"{url}/health/live")).status_code == 200
+            probes.append(time.perf_counter() - began)
+            await asyncio.sleep(0.02)
+
+    async def score(http: httpx.AsyncClient) -> None:
+        headers = {"authorization": f"Bearer {NEIGHBOUR}"}
+        while time.monotonic() < end:
+            began = time.perf_counter()
+            reply = await http.post(f"{url}/v1/rewards", json={"items": [ITEM], "cache": False}, headers=headers)
+            assert reply.status_code == 200, reply.text
+            scores.append(time.perf_counter() - began)
+
+    async with httpx.AsyncClient(timeout=600) as http:
+        await asyncio.gather(probe(http), score(http))
+    hundredths = statistics.quantiles(probes, n=100)
+    return {
+        "live_p50_ms": round(statistics.median(probes) * 1000, 1), "live_p99_ms": round(hundredths[98] * 1000, 1),
+        "live_max_ms": round(max(probes) * 1000, 1), "probes": len(probes),
+        "neighbour_p50_ms": round(statistics.median(scores) * 1000, 1), "neighbour_requests": len(scores),
+    }  # fmt: skip
+
+
+def main() -> None:
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 15.0
+    spawn = multiprocessing.get_context("spawn")
+    with server() as url:
+        asyncio.run(measure(url, 3.0))  # warm-up
+        rows: dict[str, Any] = {"none": asyncio.run(measure(url, seconds))}
+        for name in ATTACKS:
+            replies = spawn.Queue()
+            hostile = spawn.Process(target=attack, args=(url, name, replies))
+            hostile.start()
+            replies.get(timeout=300)  # it has begun, and one of its requests has been answered
+            row = asyncio.run(measure(url, seconds))
+            hostile.kill()
+            hostile.join()
+            rows[name] = row
+            print(name, row, flush=True)
+            time.sleep(3.0)
+    base = rows["none"]["neighbour_p50_ms"]
+    result = {
+        **stamp(__file__, processor(), {}), "seconds": seconds, "connections": CONNECTIONS,
+        "load_average": round(os.getloadavg()[0], 1), "attacks": rows,
+        "worst_live_p99_ms": max(row["live_p99_ms"] for row in rows.values()),
+        "worst_neighbour_ratio": round(max(row["neighbour_p50_ms"] for row in rows.values()) / base, 2),
+    }  # fmt: skip
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
