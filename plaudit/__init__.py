@@ -3,12 +3,22 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from plaudit.api import TrainedRun, train
     from plaudit.client.client import AsyncRewardClient, RewardClient
     from plaudit.core import Engine, SamplingParams
     from plaudit.search.api import search
 
 __version__ = "0.1.0"
-__all__ = ["AsyncRewardClient", "Engine", "RewardClient", "SamplingParams", "__version__", "search"]
+__all__ = [
+    "AsyncRewardClient",
+    "Engine",
+    "RewardClient",
+    "SamplingParams",
+    "TrainedRun",
+    "__version__",
+    "search",
+    "train",
+]
 
 # Some of these load torch; the planner, the clients and `--help` must not. So they are imported when first asked for.
 _HOMES = {
@@ -16,14 +26,15 @@ _HOMES = {
     "Engine": "plaudit.core",
     "RewardClient": "plaudit.client.client",
     "SamplingParams": "plaudit.core",
+    "TrainedRun": "plaudit.api",
 }
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "search":  # the package, which can be called
-        return import_module("plaudit.search")
+    if name in ("search", "train"):  # packages, which can be called
+        return import_module(f"plaudit.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'plaudit' has no attribute {name!r}")

@@ -27,6 +27,7 @@ LAYERS = [
     {"train", "integrations"},
     {"place", "search", "critic", "generate", "score", "heap"},
     {"rl", "bench", "calibrate"},
+    {"api"},
     {"cli"},
     {"__main__"},
 ]
@@ -136,10 +137,12 @@ def test_imports_go_one_way() -> None:
 
 
 def test_no_file_imports_itself_in_a_circle() -> None:
-    """Imports inside functions and for type checking count too."""
+    """Imports inside functions and for type checking count too, but for those of `plaudit` itself, whose names are
+    imported when they are first used."""
     graph: dict[str, set[str]] = defaultdict(set)
     for each in IMPORTS:
-        graph[each.importer].add(each.imported)
+        if each.importer != "plaudit":
+            graph[each.importer].add(each.imported)
     assert not circles(graph)
 
 

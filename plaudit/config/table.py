@@ -68,17 +68,25 @@ def _tuples(value: Any) -> Any:
 
 def apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
+    if not equals:
         raise ConfigError(f"--set {override!r} is not of the form table.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    put(tree, key.strip(), value, f"--set {override!r}")
+
+
+def put(tree: dict[str, Any], key: str, value: Any, source: str) -> None:
+    """Set one key of a tree, by its dotted name."""
+    parts = key.split(".")
+    if not all(parts):
+        raise ConfigError(f"{source} is not of the form table.key=value")
     for depth, part in enumerate(parts[:-1]):
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override!r}: {'.'.join(parts[: depth + 1])} is a value, not a table")
-    try:
-        tree[parts[-1]] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        tree[parts[-1]] = text.strip()
+            raise ConfigError(f"{source}: {'.'.join(parts[: depth + 1])} is a value, not a table")
+    tree[parts[-1]] = value
 
 
 def _explain(error: ErrorDetails, root: type[BaseModel], tags: Collection[str]) -> str:

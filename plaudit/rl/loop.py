@@ -44,7 +44,7 @@ from plaudit.train.policy.trainee import Trainee
 from plaudit.train.rollouts.batch_metrics import batch_metrics, staleness
 from plaudit.train.rollouts.dump import Dump, DumpedRollouts
 from plaudit.train.rollouts.rollouts import RolloutSource, SampleScorer
-from plaudit.train.rollouts.scorer import RewardFailed, Scorer
+from plaudit.train.rollouts.scorer import RewardFailed, Scorer, Source
 from plaudit.train.rollouts.sharing import SharedScorer
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import Checkpoint
@@ -61,10 +61,10 @@ NO_SAMPLES = (*NO_REWARDS, EngineError, ChannelError)
 class RlTraining:
     def __init__(
         self, recipe: RlRecipe, run: Run, viewer: Viewer, dumped: Dump | None = None, ranks: Ranks = ALONE,
-        host: Host = OwnProcess,
+        host: Host = OwnProcess, reward: Source | None = None,
     ) -> None:  # fmt: skip
         """`dumped`: samples of another run to learn from, in place of new ones. `host` starts rollout processes, where
-        the placement has such."""
+        the placement has such. `reward`: what scores, in place of what the recipe names."""
         self.recipe = recipe
         self.run = run
         self.viewer = viewer
@@ -86,7 +86,7 @@ class RlTraining:
         # Rewards first: what cannot be had is known before a model is loaded.
         pooled = recipe.resources.reward.processes > 0
         actors = RayReward(recipe, ranks.main, self.warn) if pooled else None
-        self.scorer: SampleScorer = Scorer(recipe.reward, actors, self.warn)
+        self.scorer: SampleScorer = Scorer(recipe.reward, actors or reward, self.warn)
         self.truth: SampleScorer | None = None
         try:
             if recipe.truth is not None:

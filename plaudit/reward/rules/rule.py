@@ -86,10 +86,7 @@ class RuleReward:
 
     def score(self, items: Sequence[Item]) -> list[Result]:
         if self.batched:
-            keys = (-1 - place if item.group is None else item.group for place, item in enumerate(items))
-            parts: list[Sequence[Item]] = [
-                [item for _, item in group] for _, group in groupby(zip(keys, items, strict=True), lambda pair: pair[0])
-            ]
+            parts: list[Sequence[Item]] = by_prompt(items)
         else:
             size = min(TOGETHER, max(1, -(-len(items) // self.table.processes)))
             parts = [items[start : start + size] for start in range(0, len(items), size)]
@@ -125,15 +122,29 @@ class RuleReward:
         turn = prompt_and_response(item)
         if isinstance(turn, ItemError):
             return turn
-        names = item.columns if self._columns is None else self._columns
-        columns = {name: item.columns[name] for name in names if name in item.columns}
-        if missing := [name for name in self._required if name not in columns]:
-            there = ", ".join(sorted(map(str, item.columns))) or "none"
-            return ItemError("no_column", f"the rule reads the column {missing[0]!r}; the row's columns are: {there}")
+        columns = columns_read(item, self._columns, self._required)
+        if isinstance(columns, ItemError):
+            return columns
         try:
             return _Request(*turn, item.truth, columns)
         except (TypeError, ValueError) as error:
             return _bad_column(columns) or ItemError("bad_truth", f"prompt and truth must be JSON: {error}")
+
+
+def by_prompt(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """Neighbours of one group together; an item without a group is alone."""
+    keys = (-1 - place if item.group is None else item.group for place, item in enumerate(items))
+    groups = groupby(zip(keys, items, strict=True), lambda pair: pair[0])
+    return [[item for _, item in group] for _, group in groups]
+
+
+def columns_read(item: Item, names: Sequence[str] | None, required: Sequence[str]) -> dict[str, Any] | ItemError:
+    """Of the item's columns those that a function reads (`names`; None for all), or which one it lacks."""
+    columns = {name: item.columns[name] for name in (item.columns if names is None else names) if name in item.columns}
+    if missing := [name for name in required if name not in columns]:
+        there = ", ".join(sorted(map(str, item.columns))) or "none"
+        return ItemError("no_column", f"the rule reads the column {missing[0]!r}; the row's columns are: {there}")
+    return columns
 
 
 def _bad_column(columns: Mapping[str, Any]) -> ItemError | None:
@@ -265,10 +276,10 @@ def _read(reply: bytes, together: int) -> list[float | ItemError]:
         answer = json.loads(reply)
         scores = answer.get("scores") if isinstance(answer, dict) else None
         answers = scores if isinstance(scores, list) and len(scores) == together else [answer] * together
-    return [_one(answer) for answer in answers or [None] * together]
+    return [score_or_error(answer) for answer in answers or [None] * together]
 
 
-def _one(answer: Any) -> float | ItemError:
+def score_or_error(answer: Any) -> float | ItemError:
     try:
         if "score" not in answer:
             return ItemError(str(answer["type"])[:40], str(answer["message"])[:LONGEST_MESSAGE])

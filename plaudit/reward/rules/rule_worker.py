@@ -169,20 +169,25 @@ def answer_to(rule: Rule, request: dict[str, Any]) -> dict[str, Any]:
     try:
         if not isinstance(rule, UserFunction):
             return _score(rule(request["prompt"], request["response"], request["truth"]))
-        value = rule(request)
-        if not rule.batched:
-            return _score(value)
-        count = len(request["responses"])
-        if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != count:
-            kind = f"{len(value)} in a {type(value).__name__}" if hasattr(value, "__len__") else type(value).__name__
-            return _error("rule_failed", f"the rule gave {kind}, expected a list of {count} numbers, one a response")
-        return {"scores": [_score(each) for each in value]}
+        return called(rule, request)
     except NoTruth:
         return _error("no_truth", "the rule compares with a truth, and the item has none")
     except RefusedTask as error:
         return _error("refused", str(error))
     except BaseException as error:  # also what a function raises to leave the program
         return _error("rule_failed", described(error))
+
+
+def called(function: UserFunction, request: dict[str, Any]) -> dict[str, Any]:
+    """What a user's function gives, as `answer_to`; what it raises is the caller's."""
+    value = function(request)
+    if not function.batched:
+        return _score(value)
+    count = len(request["responses"])
+    if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__") or len(value) != count:
+        kind = f"{len(value)} in a {type(value).__name__}" if hasattr(value, "__len__") else type(value).__name__
+        return _error("rule_failed", f"the rule gave {kind}, expected a list of {count} numbers, one a response")
+    return {"scores": [_score(each) for each in value]}
 
 
 def _score(value: Any) -> dict[str, Any]:

@@ -51,7 +51,9 @@ def interruptible() -> Iterator[StopRequest]:
         request.came = signal.Signals(number).name
         request.leave()
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Python hears signals in the main thread alone: a run in another one goes on until it ends.
+    heard = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, remember) for number in heard}
     _current = request
     try:
         yield request
