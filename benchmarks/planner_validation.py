@@ -6,7 +6,8 @@ Rows are split by the column `group` (system × model): constants are fitted on 
 held out, so that no row is predicted with constants that saw its group. A file with groups that the shipped constants
 have not seen is predicted with those, as is any file with --shipped: nothing is fitted to it. Rows with usable = 0 are
 predicted and shown as a line of their own, never scored. What cannot be planned is listed with the reason.
-Writes benchmarks/results/planner_validation.json for the default file.
+Writes benchmarks/results/planner_validation.json for the default file, and its residuals into the package, where
+every plan shows those of its kind (plaudit/plan/residuals.py).
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from planner.fit import BOUNDS, fit
-from planner.row import COLUMNS, Answer, Row, Unplannable, gpu_name, whole
+from planner.row import COLUMNS, Answer, Row, Unplannable, gpu_name, shape, whole
 from planner.rows import answer
 
-from plaudit.plan import Accelerator, Constants, accelerator
+from plaudit.plan import Accelerator, Constants, accelerator, residuals
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "validation.csv"
@@ -79,10 +80,43 @@ def main() -> None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
         fitted = asdict(fit(usable))
         kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit, "folds": options.folds,
-                **summary,
+                **summary, "residuals": write_residuals(scored),
                 "fitted on all": {name: float(f"{fitted[name]:.4g}") for name in BOUNDS}}  # fmt: skip
         RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
         print(f"kept in {RESULTS.relative_to(ROOT)}")
+
+
+def write_residuals(scored: Sequence[Scored]) -> list[str]:
+    """Into the package; the lines of that file."""
+    found = sorted(astuple(r) for s in scored if (r := residual(s)) is not None)
+    lines = [",".join(map(str, row)) for row in found]
+    residuals.DATA.write_text("\n".join([",".join(residuals.COLUMNS), *lines]) + "\n", encoding="utf-8")
+    return lines
+
+
+def residual(scored: Scored) -> residuals.Residual | None:
+    """As an error of time, also where the source has a rate; None for rows that speak of no figure of a plan."""
+    row, found = scored.row, scored.answer
+    kinds = {"step time": "step", "training": "training", "weight sync": "weights", "memory": "memory"}
+    kind = kinds.get(found.target, "generation" if row["metric"] in GENERATION else "")
+    if not kind:
+        return None
+    ratio = found.predicted / found.measured
+    error = (1 / ratio if row["metric"] in RATES else ratio) - 1
+    apart = "disaggregated" in row["architecture"] or "async" in row["architecture"]
+    placement = residuals.placement_class(not apart) if kind == "step" else ""
+    return residuals.Residual(kind, *classes(row), placement, round(error, 4))
+
+
+def classes(row: Row) -> tuple[str, str]:
+    """Of accelerator and model; `other` where the source names one that the catalogue does not have, or none."""
+    named = []
+    for read in (lambda: residuals.family(accelerator(gpu_name(row))), lambda: residuals.model_class(shape(row))):
+        try:
+            named.append(read())
+        except Unplannable:
+            named.append("other")
+    return named[0], named[1]
 
 
 def read(path: Path) -> list[Row]:
@@ -143,6 +177,7 @@ def ordered_pairs(scored: Sequence[Scored]) -> tuple[int, int]:
 
 RATES = ("train_throughput", "generation_throughput", "throughput")
 TIMES = ("step_time", "tpot")
+GENERATION = ("tpot", "itl", "generation_throughput")
 
 
 def sheet(chip: Accelerator) -> tuple[float, ...]:

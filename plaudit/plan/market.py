@@ -252,7 +252,7 @@ def market(options: PlanOptions) -> Market:
         raise ConfigError("--goal time without --budget has no end: more devices are faster; give --budget 60/h, or "
                           "take --goal cost")  # fmt: skip
     overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
-    names = [*filter(None, (options.compare or "").split(","))] or _all(overrides, options.power_price is not None)
+    names = [*filter(None, (options.compare or "").split(","))] or all_names(overrides, options.power_price is not None)
     # One question of the usual kind about each: prices, workload and constants are read in one place.
     asked = ask(replace(options, compare=",".join(names)))
     chips = tuple(dict.fromkeys(chip for chip in asked.chips if chip.price.at(asked.price) is not None))
@@ -267,7 +267,7 @@ def market(options: PlanOptions) -> Market:
     return Market(asked, chips, silent, goal, budget, deadline, host)
 
 
-def _all(overrides: Overrides | None, powered: bool) -> list[str]:
+def all_names(overrides: Overrides | None, powered: bool) -> list[str]:
     """Names of the catalogue, with those of the hardware file in place of the ones they change."""
     own = {accelerator(name, overrides).name: name for name in (overrides.accelerator if overrides else ())}
     names = {**{name: name for name in catalogue()}, **own}

@@ -44,6 +44,9 @@ class PlanOptions:
     goal: Annotated[
         str | None, Option(help="Of what to rent: cost, time or energy. Default: time, with a deadline cost.")
     ] = None
+    serve: Annotated[str | None, Option(metavar="MODEL", help="Plan a reward service; with --rate and --p99.")] = None
+    rate: Annotated[float | None, Option(help="--serve: items per second.")] = None
+    p99: Annotated[float | None, Option(help="--serve: seconds in which 99 % are answered.")] = None
     power_price: Annotated[float | None, Option(help="$ per kWh, added to a --price in dollars.")] = None
     hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None
     recipe: Annotated[Path | None, Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None

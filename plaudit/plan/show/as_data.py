@@ -7,6 +7,7 @@ from typing import Any
 from plaudit.plan.cost.prediction import Prediction
 from plaudit.plan.cost.term import Term
 from plaudit.plan.question import Outcome
+from plaudit.plan.residuals import ErrorBar, error_bars
 from plaudit.plan.shape.hardware import Cluster
 
 LEFT_OUT = {
@@ -67,7 +68,13 @@ def plan_data(prediction: Prediction) -> dict[str, Any]:
         "dollars_per_run": {level: term.value for level, term in spent.run.items()},
         "tokens_per_second_per_gpu": spent.tokens_per_device,
         "tokens_per_second_per_megawatt": None,
+        "errors": {bar.kind: errors_data(bar) for bar in error_bars(prediction)},
     }  # fmt: skip
+
+
+def errors_data(bar: ErrorBar) -> dict[str, Any]:
+    return {"median": bar.median, "p90": bar.p90, "bias": bar.bias, "rows": bar.rows, "of": bar.of,
+            "extrapolated": bar.extrapolated}  # fmt: skip
 
 
 def outcome_data(outcome: Outcome) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from plaudit.errors import ConfigError
 from plaudit.output import check_writable, written
+from plaudit.plan.capacity import demand
 from plaudit.plan.market import market
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import NothingFits, Outcome, Question, ask
@@ -22,6 +23,7 @@ from plaudit.plan.show.choice import choice_data, print_choice
 from plaudit.plan.show.explain import explain
 from plaudit.plan.show.listing import print_outcome
 from plaudit.plan.show.page import render_page
+from plaudit.plan.show.service import print_service, service_data
 
 MANY_DEVICES = 256
 """From here on a search takes seconds, and shows how far it is."""
@@ -38,6 +40,11 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         options = _calibrated(options, options.calibrate, measure)
         if options.model is None and options.recipe is None:
             return
+    if options.serve is not None:
+        _serve(options)
+        return
+    if options.rate is not None or options.p99 is not None:
+        raise ConfigError("--rate and --p99 say what a reward service must reach: name its model with --serve")
     if options.budget or options.deadline or options.goal:
         _choose(options, resolve)
         return
@@ -48,6 +55,15 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         if refused.outcome.nearest is not None:
             _show(refused.outcome, replace(options, recipe=None))
         raise
+
+
+def _serve(options: PlanOptions) -> None:
+    asked = demand(options)
+    services, refused = asked.answer()
+    if options.as_json:
+        print(json.dumps(service_data(asked, services, refused), indent=2))
+    else:
+        print_service(asked, services, refused, options.top)
 
 
 def _choose(options: PlanOptions, resolve: Callable[[str], Path]) -> None:

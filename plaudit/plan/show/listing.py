@@ -10,6 +10,7 @@ from rich.table import Table
 
 from plaudit.plan.cost.prediction import Prediction
 from plaudit.plan.question import Outcome
+from plaudit.plan.residuals import error_bars
 
 WIDE = 200
 
@@ -163,3 +164,5 @@ def _print_phases(best: Prediction, console: Console) -> None:
         f"[dim]{best.concurrency:,.0f} sequences fit in a replica's cache{waves}{host}{waits}{note}[/dim]",
         highlight=False,
     )
+    bars = "; ".join(map(str, error_bars(best)))
+    console.print(f"[dim]error against published runs: {bars}[/dim]", highlight=False, soft_wrap=True)

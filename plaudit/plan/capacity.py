@@ -1,0 +1,223 @@
+"""A reward service for a load: replicas, accelerator and price, so that the slowest percent is answered in time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from plaudit.errors import ConfigError
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.market import all_names
+from plaudit.plan.options import PlanOptions
+from plaudit.plan.question import Question, ask
+from plaudit.plan.shape.hardware import GB, HOST_GB_PER_GPU, Accelerator, Cluster, Overrides
+from plaudit.plan.shape.layouts import GenerationLayout
+
+BUDGET = 32768.0
+"""Tokens of one step of a worker on a GPU, as core/device/cuda.py has it."""
+MOST_PER_SERVER = 4880.0
+"""Items per second that one HTTP process hands on: overhead-64 in benchmarks/results/serving.json."""
+ITEMS = 4000
+"""That are simulated for a percentile."""
+MOST_REPLICAS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """One replica. It takes what waits, up to a budget of tokens, and answers that at the end of the step. There is no
+    delay to gather a batch: what arrives while a step runs is the next one."""
+
+    replica: Replica
+    budget: float = BUDGET
+
+    def step_seconds(self, lengths: Sequence[float]) -> float:
+        """Of sequences with so many tokens to compute."""
+        return self._once() + sum(map(self.replica.prefill_seconds, lengths))
+
+    def _once(self) -> float:
+        """Of a step, however much is in it."""
+        model, fixed = self.replica.model, self.replica.constants
+        layers = model.layers * fixed.layer_seconds + model.moe_layers * fixed.expert_layer_seconds
+        return fixed.step_seconds + layers
+
+    def under(self, rate: float, lengths: Sequence[float]) -> Traffic:
+        """Sequences that arrive at random, so many per second."""
+        draw, once = random.Random(0), self._once()
+        each = {length: self.replica.prefill_seconds(length) for length in set(lengths)}
+        arrivals: list[float] = []
+        for _ in lengths:
+            arrivals.append((arrivals[-1] if arrivals else 0.0) + draw.expovariate(rate))
+        waits: list[float] = []
+        now = busy = 0.0
+        steps = last = 0
+        while last < len(lengths):
+            first, tokens, seconds = last, 0.0, once
+            now = max(now, arrivals[first])
+            # The first goes whatever its length, the others while there is room.
+            while last < len(lengths) and arrivals[last] <= now and (last == first or tokens < self.budget):
+                tokens, seconds, last = tokens + lengths[last], seconds + each[lengths[last]], last + 1
+            now, busy, steps = now + seconds, busy + seconds, steps + 1
+            waits += [now - arrived for arrived in arrivals[first:last]]
+        waits.sort()
+        return Traffic(waits[len(waits) // 2], waits[math.ceil(0.99 * len(waits)) - 1], len(waits) / steps, busy / now)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    p50: float
+    p99: float
+    batch: float
+    """Mean number of sequences in a step."""
+    busy: float
+    """Share of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Replicas on one kind of accelerator that carry the load."""
+
+    scorer: Scorer
+    replicas: int
+    rate: float
+    traffic: Traffic
+    level: str
+
+    @property
+    def chip(self) -> Accelerator:
+        return self.scorer.replica.cluster.accelerator
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.scorer.replica.layout.devices
+
+    @property
+    def servers(self) -> int:
+        """HTTP processes, each with its part of the replicas."""
+        return math.ceil(self.rate / MOST_PER_SERVER)
+
+    @property
+    def hourly(self) -> float | None:
+        return self._at(self.chip.price.at(self.level))
+
+    @property
+    def per_million(self) -> float | None:
+        return None if self.hourly is None else self.hourly / (self.rate * 3600) * 1e6
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """Of a million scores, by the lowest and the highest source of the price."""
+        ends = self.chip.price.range(self.level)
+        scores = self.rate * 3600 / 1e6
+        return (ends[0] * self.devices / scores, ends[1] * self.devices / scores) if ends else None
+
+    def _at(self, price: float | None) -> float | None:
+        return None if price is None else price * self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked of the service."""
+
+    question: Question
+    """Its workload has the model and the lengths; its clusters the accelerators."""
+    rate: float
+    p99: float
+    samples: int
+    """Responses to a prompt in one request, which compute it once."""
+
+    def lengths(self) -> list[float]:
+        work = self.question.workload
+        drawn = work.lengths(self.question.constants).quantiles(48, ITEMS)
+        draw = random.Random(1)
+        return [work.prompt / self.samples + draw.choice(drawn) for _ in range(ITEMS)]
+
+    def answer(self) -> tuple[list[Service], dict[str, str]]:
+        """The best on each accelerator, the cheapest first, and why there is none on others."""
+        lengths = self.lengths()
+        services: list[Service] = []
+        refused: dict[str, str] = {}
+        for chip in self.question.chips:
+            found = self._on(chip, lengths)
+            if isinstance(found, str):
+                refused[chip.name] = found
+            else:
+                services.append(found)
+        if not services:
+            raise ConfigError(f"no accelerator answers {self.rate:g} items/s of {self.question.workload.model.name} "
+                              f"within {self.p99:g} s: {next(iter(refused.values()))}")  # fmt: skip
+        services.sort(key=lambda s: (math.inf if s.hourly is None else s.hourly, s.devices))
+        return services, refused
+
+    def _on(self, chip: Accelerator, lengths: Sequence[float]) -> Service | str:
+        """Over as few devices as hold the weights and score one item in time, and as few of those as carry the load."""
+        why = ""
+        for tp in (n for n in (1, 2, 4, 8) if n <= chip.node and self.question.workload.model.heads % n == 0):
+            found = self._replicated(self._scorer(chip, tp), lengths)
+            if not isinstance(found, str):
+                return found
+            why = found
+        return why
+
+    def _scorer(self, chip: Accelerator, tp: int) -> Scorer:
+        place, work = Cluster(chip, 1, chip.node, HOST_GB_PER_GPU * GB * chip.node), self.question.workload
+        layout, constants = GenerationLayout(tp), self.question.constants
+        return Scorer(Replica(work.model, place, layout, work.engine_dtype, work.kv_dtype, constants))
+
+    def _replicated(self, scorer: Scorer, lengths: Sequence[float]) -> Service | str:
+        replica = scorer.replica
+        chip, model, fixed = replica.cluster.accelerator, replica.model, replica.constants
+        # Beside the weights a step keeps the keys and values of its tokens, and the activations of one layer.
+        numbers = model.kv_numbers(1.0) + 4 * model.hidden + 3 * max(model.ffn, model.top_k * model.expert_ffn)
+        held = replica.weight_bytes() + fixed.reserve_bytes + BUDGET * numbers * 2 / replica.layout.tp
+        if held > chip.memory:
+            return f"it needs {held / GB:.1f} of {chip.memory / GB:.1f} GB with tp {replica.layout.tp} on {chip.name}"
+        slowest = sorted(lengths)[math.ceil(0.99 * len(lengths)) - 1]
+        alone = scorer.step_seconds([slowest])
+        if alone > self.p99:
+            return f"one item of {slowest:,.0f} tokens alone takes {alone:.3g} s on {replica.layout.tp} {chip.name}"
+
+        def carried(replicas: int) -> Service:
+            return Service(
+                scorer, replicas, self.rate, scorer.under(self.rate / replicas, lengths), self.question.price
+            )
+
+        least = math.ceil(self.rate * sum(map(replica.prefill_seconds, lengths)) / len(lengths))
+        few = max(0, least - 1)
+        many = max(1, least)
+        while carried(many).traffic.p99 > self.p99:
+            few, many = many, 2 * many
+            if many > MOST_REPLICAS:
+                return f"more than {MOST_REPLICAS} replicas of {replica.layout.tp} {chip.name} would be needed"
+        while many - few > 1:  # few are too few, many are enough
+            middle = (few + many) // 2
+            if carried(middle).traffic.p99 > self.p99:
+                few = middle
+            else:
+                many = middle
+        return carried(many)
+
+
+def demand(options: PlanOptions) -> Demand:
+    """The typed question from the words of the command line."""
+    if options.rate is None or options.p99 is None:
+        raise ConfigError("--serve needs the load and the limit: --rate 500 (items per second) and --p99 0.5 (seconds)")
+    for name, value in (("rate", options.rate), ("p99", options.p99)):
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name} {value:g}: expected more than zero")
+    if options.hardware:
+        raise ConfigError(f"--hardware {options.hardware}: --serve says how many devices it takes; name the "
+                          "accelerators with --compare")  # fmt: skip
+    if options.model:
+        raise ConfigError(
+            f"--model {options.model} plans a training run and --serve {options.serve} a service: give one"
+        )
+    overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
+    names = options.compare or ",".join(all_names(overrides, options.power_price is not None))
+    asked = ask(replace(options, model=options.serve, compare=names))
+    if not options.compare:  # of those that were not named, the ones that can be rented
+        asked = replace(asked, clusters=tuple(
+            place for place in asked.clusters if place.accelerator.price.at(asked.price) is not None
+        ))  # fmt: skip
+    return Demand(asked, options.rate, options.p99, max(1, options.samples))

@@ -1,0 +1,149 @@
+"""A reward service for a load, held against the servers that were measured."""
+
+import heapq
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+
+from plaudit.errors import ConfigError
+from plaudit.plan import Constants, GenerationLayout, ModelShape, cluster
+from plaudit.plan.capacity import BUDGET, MOST_PER_SERVER, Scorer, demand
+from plaudit.plan.cost.decode import Replica
+from plaudit.plan.options import PlanOptions
+from tests.command import plaudit_here
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def scorer(hardware: str = "H200") -> Scorer:
+    """The classifier of benchmarks/serving_gpu.py."""
+    model = ModelShape(vocab=49152, hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, tied=True)
+    return Scorer(Replica(model, cluster(hardware), GenerationLayout(), "bf16", "bf16", Constants()))
+
+
+def measured(file: str, load: str, server: str = "plaudit") -> dict[str, float]:
+    rows = json.loads((RESULTS / file).read_text())["rows"]
+    (row,) = (row for row in rows if row["load"] == load and row["server"] == server)
+    return row  # type: ignore[no-any-return]
+
+
+def closed_loop(service: Scorer, clients: int, requests: list[list[float]]) -> tuple[float, float, float]:
+    """Clients that send their next request when the last is answered: items per second, p50 and p99 of a request.
+    Between both is the way through HTTP, as long as where the model costs nothing."""
+    turn = measured("serving.json", "overhead-16")["p50 ms"] / 1e3
+    ready = [(0.0, client) for client in range(clients)]
+    heapq.heapify(ready)
+    waiting = requests[::-1]
+    now, waits = 0.0, []
+    while waiting or ready:
+        now = max(now, ready[0][0]) if waiting else now
+        taken, tokens = [], 0.0
+        while waiting and ready and ready[0][0] <= now and (not taken or tokens < service.budget):
+            arrived, client = heapq.heappop(ready)
+            request = waiting.pop()
+            tokens += sum(request)
+            taken.append((arrived, client, request))
+        if not taken:
+            break
+        now += service.step_seconds([length for _, _, request in taken for length in request])
+        for arrived, client, _ in taken:
+            waits.append(now - arrived)
+            heapq.heappush(ready, (now + turn, client))
+    items = sum(map(len, requests))
+    waits.sort()
+    return items / now, statistics.median(waits), waits[math.ceil(0.99 * len(waits)) - 1]
+
+
+def test_a_server_on_a_gpu_scores_as_fast_as_planned() -> None:
+    draw = random.Random(3)
+    ragged = [[min(4000.0, max(8.0, draw.lognormvariate(6.2, 0.6)))] for _ in range(512)]
+    row = measured("serving_gpu.json", "ragged")
+    rate, p50, p99 = closed_loop(scorer(), 64, ragged)
+    assert rate == pytest.approx(row["samples/s"], rel=0.25)
+    assert p50 == pytest.approx(row["p50 ms"] / 1e3, rel=0.25)
+    assert p99 == pytest.approx(row["p99 ms"] / 1e3, rel=0.35)
+    # Sixteen responses to a prompt of 1000: computed once.
+    groups = [[1000 / 16 + min(2000.0, max(8.0, draw.lognormvariate(5.8, 0.6))) for _ in range(16)] for _ in range(32)]
+    rate, _, _ = closed_loop(scorer(), 16, groups)
+    assert rate == pytest.approx(measured("serving_gpu.json", "groups")["samples/s"], rel=0.35)
+
+
+def test_the_limit_of_one_http_process_is_the_measured_one() -> None:
+    assert pytest.approx(measured("serving.json", "overhead-64")["samples/s"], rel=0.001) == MOST_PER_SERVER
+    source = (ROOT / "plaudit/core/device/cuda.py").read_text()
+    assert f"budget = {BUDGET:.0f}\n" in source
+
+
+def ask(**options: object):  # type: ignore[no-untyped-def]
+    given = {"serve": "llama-3.1-8b", "rate": 100.0, "p99": 0.5, "compare": "H100,B200", **options}
+    return demand(PlanOptions(**given))  # type: ignore[arg-type]
+
+
+def test_the_fewest_replicas_that_answer_in_time() -> None:
+    asked = ask()
+    services, refused = asked.answer()
+    assert not refused
+    for service in services:
+        assert service.traffic.p99 <= 0.5
+        assert service.traffic.busy < 1
+        fewer = service.scorer.under(100.0 / (service.replicas - 1), asked.lengths())
+        assert fewer.p99 > 0.5
+        # By hand: dollars of an hour over the scores of an hour.
+        assert service.per_million == pytest.approx(service.chip.price.mid * service.devices / 360_000 * 1e6)
+    assert [s.hourly for s in services] == sorted(s.hourly for s in services)
+
+
+def test_an_idle_replica_takes_as_long_as_one_item() -> None:
+    alone = scorer().under(0.001, [600.0] * 200)
+    assert [alone.p50, alone.p99] == pytest.approx(2 * [scorer().step_seconds([600.0])])
+    assert alone.batch == 1
+
+
+def test_more_load_and_less_time_take_more_replicas() -> None:
+    def replicas(**options: object) -> int:
+        return ask(compare="H100", **options).answer()[0][0].devices  # type: ignore[no-any-return]
+
+    assert replicas() < replicas(rate=400.0)
+    assert replicas() < replicas(p99=0.25)
+    assert replicas(samples=8) < replicas()  # a prompt is computed once for its responses
+
+
+def test_a_model_larger_than_a_device_is_cut() -> None:
+    (best,), _ = ask(serve="llama-3.1-70b", compare="H100", p99=5.0, rate=5.0).answer()
+    assert best.scorer.replica.layout.tp == 2  # 141 GB of weights
+    assert best.devices == 2 * best.replicas
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rate": None}, r"--serve needs the load and the limit: --rate 500"),
+        ({"rate": 0.0}, r"--rate 0: expected more than zero"),
+        ({"p99": -1.0}, r"--p99 -1: expected more than zero"),
+        ({"p99": 0.001}, r"no accelerator answers 100 items/s .* one item of [\d,]+ tokens alone takes"),
+        ({"hardware": "8xH100"}, r"--hardware 8xH100: --serve says how many devices it takes; .*--compare"),
+        ({"model": "qwen2.5-7b"}, r"--model qwen2.5-7b plans a training run and --serve llama-3.1-8b a service"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as said:
+        ask(**options).answer()
+    assert "\n" not in str(said.value)
+
+
+def test_the_command_prints_a_table_or_data() -> None:
+    words = ("--serve", "qwen2.5-7b", "--rate", "50", "--p99", "1", "--compare", "H100,GB200")
+    run = plaudit_here("plan", *words, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert "per million scores" in run.stdout
+    assert "none is public for GB200" in run.stdout
+    data = json.loads(plaudit_here("plan", *words, "--json", cwd=ROOT).stdout)
+    assert data["batch_delay_seconds"] == 0
+    assert [s["dollars_per_hour"] is None for s in data["services"]] == [False, True]
+    lonely = plaudit_here("plan", "--model", "qwen2.5-7b", "--rate", "50", cwd=ROOT)
+    assert "name its model with --serve" in lonely.stderr
