@@ -24,15 +24,19 @@ MOST = 100_000
 SECONDS = 240.0
 
 
+RUNNER = asyncio.Runner()  # one event loop: a reader comes back when its thread says so, which may be in the next test
+
+
 @pytest.fixture(scope="module")
 def readers() -> Iterator[BodyReaders]:
     readers = BodyReaders()
-    yield readers
+    with RUNNER:
+        yield readers
     readers.close()
 
 
 def read(readers: BodyReaders, function: Any, body: bytes, *arguments: Any, tenant: str = "ann") -> Any:
-    return asyncio.run(readers.run(function, body, arguments, MOST, tenant, time.monotonic() + SECONDS))
+    return RUNNER.run(readers.run(function, body, arguments, MOST, tenant, time.monotonic() + SECONDS))
 
 
 def grown(chance: random.Random, depth: int) -> Any:
@@ -114,7 +118,7 @@ def test_a_reader_refuses_as_the_server_would(readers: BodyReaders, body: bytes,
     assert caught.value.status == status
 
 
-def test_only_small_bodies_are_decoded_in_the_server() -> None:
+def test_only_small_bodies_are_decoded_in_the_server(readers: BodyReaders) -> None:
     """Where `read` runs: on the loop, in a thread, or in another process."""
     loop_thread = threading.get_ident()
     places: list[str] = []
@@ -137,8 +141,8 @@ def test_only_small_bodies_are_decoded_in_the_server() -> None:
         assert await request.aside(here, json_bytes=json_bytes) == size
 
     for size in (1000, THREAD_BYTES, THREAD_BYTES + 1):
-        asyncio.run(run(size))
-    asyncio.run(run(THREAD_BYTES + 1, json_bytes=1000))  # tensors behind a little JSON
+        RUNNER.run(run(size))
+    RUNNER.run(run(THREAD_BYTES + 1, json_bytes=1000))  # tensors behind a little JSON
     assert places == ["loop", "thread", "process", "thread"]
 
 
@@ -155,11 +159,11 @@ def test_a_key_has_one_reader_and_others_have_their_turns(readers: BodyReaders) 
         assert len(several._idle) == idle
         await asyncio.gather(*tasks, one(several, "bob"))
 
-    asyncio.run(all_of_them(readers, 1))
+    RUNNER.run(all_of_them(readers, 1))
     single = BodyReaders(1)
     order.clear()
     try:
-        asyncio.run(all_of_them(single, 0))
+        RUNNER.run(all_of_them(single, 0))
     finally:
         single.close()
     assert order == ["ann", "ann", "bob", "ann", "ann", "ann", "ann"]
@@ -182,5 +186,5 @@ def test_a_reader_that_ends_is_replaced_and_waiting_stops(readers: BodyReaders) 
     assert "the process that reads large bodies has ended; send it again, in smaller parts" in outcomes
     assert outcomes[-1] == {"a": 1}
     with pytest.raises(HttpError, match="deadline passed before the body was read"):
-        asyncio.run(readers.run(json_object, b"{}", (), MOST, "ann", time.monotonic() - 1))
+        RUNNER.run(readers.run(json_object, b"{}", (), MOST, "ann", time.monotonic() - 1))
     assert read(readers, json_object, b'{"a": 1}') == {"a": 1}
