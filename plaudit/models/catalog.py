@@ -1,4 +1,4 @@
-"""Where a model is: an embedded name, a model in a package, a Hugging Face directory, or a run directory."""
+"""Where a model is: an embedded name, a package, a Hugging Face directory, a run directory, or the hub's cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from plaudit.errors import ModelError, nearest
+from plaudit.models.hub import cached, is_hub_name
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 CONFIG = "config.json"
@@ -32,13 +33,14 @@ def resolve(name_or_path: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         raise ModelError(f"{name!r} is a file, not a model directory; {_file_cure(path)}")
-    if not path.is_dir():
-        hint = nearest(name, (*embedded_names(), PACKAGED))
-        raise ModelError(
-            f"no model {name!r}: not a name of ours, and no such directory "
-            f"(models are loaded from local directories only, not from a hub); {hint}"
-        )
-    return _in_directory(path)
+    if path.is_dir():
+        return _in_directory(path)
+    if is_hub_name(name):
+        if directory := cached(name):
+            return directory
+        raise ModelError(f"no model {name!r}: no such directory; if the hub has it, `plaudit pull {name}` fetches it")
+    hint = nearest(name, (*embedded_names(), PACKAGED))
+    raise ModelError(f"no model {name!r}: not a name of ours, and no such directory; {hint}")
 
 
 def smollm2_gguf() -> Path:

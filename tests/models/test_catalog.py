@@ -39,7 +39,7 @@ def test_embedded_names_win_and_are_suggested(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("org/some-model", "local directories only, not from a hub"),
+        ("org/some-model", "`plaudit pull org/some-model` fetches it"),
         ("https://host/model", "is a URL; models are loaded from local directories only"),
         ("", "no model"),
     ],
