@@ -209,6 +209,11 @@ def demand(options: PlanOptions) -> Demand:
     if options.hardware:
         raise ConfigError(f"--hardware {options.hardware}: --serve says how many devices it takes; name the "
                           "accelerators with --compare")  # fmt: skip
+    others = {"--budget": options.budget, "--deadline": options.deadline, "--goal": options.goal,
+              "--for": options.recipe, "--explain": options.explain, "--page": options.page,
+              "--generation-hardware": options.generation_hardware}  # fmt: skip
+    if unread := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"--serve plans a reward service, of which {', '.join(unread)} says nothing: leave it out")
     if options.model:
         raise ConfigError(
             f"--model {options.model} plans a training run and --serve {options.serve} a service: give one"

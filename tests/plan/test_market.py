@@ -112,13 +112,25 @@ def test_a_budget_on_which_nothing_fits_names_one_on_which_something_does() -> N
     assert choose("qwen3-32b", budget=f"{math.ceil(raised)}/h").any_software
 
 
-def test_the_command_prints_a_table_or_data() -> None:
+def test_the_command_prints_a_table_or_data(tmp_path: Path) -> None:
     words = ("--model", "qwen2.5-7b", "--budget", "60/h", "--placement", "hybrid")
     run = plaudit_here("plan", *words, "--compare", CHIPS, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("Fastest for at most $60/h: ")
     assert "on demand, the middle quote, 2026-08-22" in run.stdout
-    data = json.loads(plaudit_here("plan", *words, "--json", cwd=ROOT).stdout)
+    page = tmp_path / "plan.html"
+    data = json.loads(plaudit_here("plan", *words, "--json", "--page", str(page), cwd=ROOT).stdout)
+    assert "Published step times were planned to" in page.read_text()
     assert "GB200 NVL72" in data["without_price"]  # left out, and said so
     assert data["own_trainer"][0]["dollars_per_hour"] <= 60
     assert data["own_trainer"][0]["plan"]["runnable"] is True
+
+
+def test_a_recipe_is_planned_on_what_is_rented() -> None:
+    words = ("--for", "sums-grpo", "--budget", "4/h", "--compare", "H100,L40S", "--placement", "colocated")
+    run = plaudit_here("plan", *words, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("Fastest for at most $4/h: ")
+    assert "[resources.rollout]" in run.stdout
+    data = json.loads(plaudit_here("plan", *words, "--json", cwd=ROOT).stdout)
+    assert data["budget_per_hour"] == 4

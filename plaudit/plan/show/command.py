@@ -73,16 +73,15 @@ def _choose(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
     choice = replace(asked, question=_planned(asked.question, options, resolve)).answer()
     if options.as_json:
         print(json.dumps(choice_data(choice), indent=2))
-    else:
-        print_choice(choice, options.top)
+        _write_page(choice.outcome, options)
+        return
+    print_choice(choice, options.top)
     if options.explain or options.page or options.recipe:
-        _show(choice.outcome, replace(options, as_json=False))
+        _show(choice.outcome, options)
 
 
 def _show(outcome: Outcome, options: PlanOptions) -> None:
-    if options.page is not None:
-        with written(options.page) as file:
-            file.write(render_page(outcome))
+    _write_page(outcome, options)
     if options.as_json:
         json.dump(outcome_data(outcome), sys.stdout, indent=2)
         print()
@@ -95,6 +94,12 @@ def _show(outcome: Outcome, options: PlanOptions) -> None:
         _print_recipe(options, outcome)
     if options.page is not None and not options.as_json:
         print(f"page: {options.page}")
+
+
+def _write_page(outcome: Outcome, options: PlanOptions) -> None:
+    if options.page is not None:
+        with written(options.page) as file:
+            file.write(render_page(outcome))
 
 
 def _calibrated(options: PlanOptions, path: Path, measure: Callable[[], str]) -> PlanOptions:
