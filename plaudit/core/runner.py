@@ -350,11 +350,11 @@ class Runner(Books):
     def _report(self, sequence: Seq) -> None:
         """What is new of a sequence goes out; if it has finished, it is over."""
         request, stream = sequence.request, sequence.stream
-        new = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :])
-        finished = sequence.finish is not None
-        whole = self._text(sequence) if finished else ""
+        new, finished = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :]), sequence.finish is not None
+        sample = sequence.sample(self._text(sequence)) if finished else None
         piece = stream.piece(sequence.given, last=finished) if stream is not None else ""
-        update = Update(request.number, sequence.index, new, piece, sample=sequence.sample(whole) if finished else None)
+        raws = tuple(sequence.raw_logprobs[sequence.seen :])
+        update = Update(request.number, sequence.index, new, piece, sample, raw_logprobs=raws)
         # Out before the sequence ends: one that had ended with nothing said would be lost to an interruption. And in
         # one statement, with no call in which Ctrl-C could come: what is out counts as seen.
         at, seen, given = len(self.outbox), sequence.generated, sequence.given + len(piece)

@@ -28,6 +28,7 @@ class Update:
     text: str
     sample: Sample | None = None
     values: np.ndarray | None = None  # of a scoring request, which has no sample
+    raw_logprobs: tuple[float, ...] = ()  # of the tokens, as Sample has them
 
 
 @dataclass(eq=False)

@@ -78,7 +78,7 @@ class Intake:
         key = _as_json(messages)
         tokens = self._kept(key)
         if tokens is None:
-            tokens = self._keep(key, self._render(json.loads(key), add_generation_prompt=True))
+            tokens = self._keep(key, self.templated(json.loads(key), add_generation_prompt=True))
         return tokens.tolist()
 
     def prerender(self, openings: Sequence[Sequence[Message]]) -> None:
@@ -92,7 +92,7 @@ class Intake:
                     self._keep(key, ids)
 
     def conversation(self, messages: Sequence[Message]) -> list[int]:
-        return self._render(messages, add_generation_prompt=False)
+        return self.templated(messages, add_generation_prompt=False)
 
     def text(self, text: str) -> list[int]:
         """What the caller has rendered: control strings in it are control tokens. The begin token is not doubled."""
@@ -174,13 +174,16 @@ class Intake:
                 self._openings.popitem(last=False)
             return self._openings[key]
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+    def templated(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """What the model's chat template makes of messages, and of what else it may look at."""
         if not self.tokenizer.chat_template:
             raise Refused(
                 "unsupported_form", f"{self.facts.name} has no chat template; give prompt and response as text"
             )
         try:
-            return render_chat(self.tokenizer, messages, add_generation_prompt)
+            return render_chat(self.tokenizer, messages, add_generation_prompt, variables=variables)
         except PlauditError as error:
             raise Refused("bad_messages", str(error)) from error
         except RecursionError as error:

@@ -30,6 +30,10 @@ class Work:
     logprobs: bool = False
     types: bytes = b""
 
+    @property
+    def cost(self) -> int:
+        return len(self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

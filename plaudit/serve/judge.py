@@ -10,7 +10,8 @@ from plaudit.models import render_chat
 from plaudit.records import Item, Score
 from plaudit.reward.judges.judge import Judge
 from plaudit.reward.work import ModelInfo
-from plaudit.serve.workers.jobs import GenerateJob
+from plaudit.serve.workers.frames import Sampling
+from plaudit.serve.workers.jobs import Continuation, GenerateJob
 
 
 class JudgeReading:
@@ -35,7 +36,7 @@ class JudgeReading:
             raise Refused("bad_messages", str(error)) from None
         if len(tokens) > self.limit:
             raise Refused("too_long", f"the judge's prompt has {len(tokens)} tokens, at most {self.limit} fit")
-        return GenerateJob(tokens, self._table.max_tokens, self._table.temperature)
+        return GenerateJob(tokens, Sampling(self._table.max_tokens, self._table.temperature))
 
-    def finish(self, answer: str) -> Score:
-        return self._judge.read(answer)
+    def finish(self, answer: Continuation) -> Score:
+        return self._judge.read(answer.text)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -53,9 +53,6 @@ from plaudit.serve.workers.autoscale import Autoscale
 from plaudit.serve.workers.calls import FairCalls
 from plaudit.serve.workers.deployment import Deployment
 from plaudit.serve.workers.jobs import Answer, GenerateJob, Ticket
-
-if TYPE_CHECKING:
-    pass
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -120,8 +117,8 @@ class ServedModel:
             raise HttpError(422, "wrong_kind", f"{self.name} is an encoder and gives no score: POST to /v1/embeddings")
         if isinstance(reading, LogprobsReading):
             raise HttpError(
-                422, "wrong_kind", f"{self.name} is served for log-probs and gives no score; a causal LM that judges "
-                'steps needs kind = "process" and its format',
+                422, "wrong_kind", f"{self.name} writes text and gives no score: POST to /v1/chat/completions; a "
+                'causal LM that judges steps needs kind = "process" and its format',
             )  # fmt: skip
         with deployment.in_use():
             began = time.perf_counter()
@@ -132,13 +129,13 @@ class ServedModel:
             answers = await self._compute(deployment, sound, tokens, ask)
         return ScoredItems(deployment.version, _finished(reading, works, answers, deployment.version), tokens)
 
-    async def read(self, works: Sequence[Work], ask: RequestContext) -> tuple[str, list[Answer]]:
-        """The rows of each work as they come from the model, and the version they are of."""
+    async def read(self, works: Sequence[Work | GenerateJob], ask: RequestContext) -> tuple[str, list[Answer]]:
+        """The rows of each work as they come from the model, or how a prompt goes on, and the version they are of."""
         deployment = self.deployment
         if self.reading is None or deployment.state == "failed":
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
         with deployment.in_use():
-            answers = await self._compute(deployment, works, sum(len(work.tokens) for work in works), ask)
+            answers = await self._compute(deployment, works, sum(work.cost for work in works), ask)
         return deployment.version, answers
 
     async def tokenise(self, texts: Sequence[str], *, special: bool) -> list[list[int] | ItemError]:
@@ -456,8 +453,8 @@ def _finished(
         if isinstance(answer, ItemError):
             results.append(make(error=answer, version=version, tokens=len(work.tokens)))
         elif isinstance(reading, JudgeReading):
-            assert isinstance(answer, str)
-            results.append(reading.finish(answer))
+            assert isinstance(answer, list)
+            results.append(reading.finish(answer[0]))
         else:
             assert isinstance(work, Work)
             assert isinstance(answer, np.ndarray)

@@ -12,7 +12,7 @@ from plaudit.serve.handle import ModelHandle, RequestContext, Result, ScoredItem
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.model import ServedModel
 from plaudit.serve.registry import Models
-from plaudit.serve.workers.jobs import Answer
+from plaudit.serve.workers.jobs import Answer, GenerateJob
 
 INPUT_ERRORS = frozenset(
     (
@@ -98,9 +98,10 @@ class ScoringService:
         return scored
 
     async def read(
-        self, request: Request, served: ServedModel, works: Sequence[Work], *, priority: int = 0, path: bool = False
-    ) -> tuple[str, list[Answer]]:
-        """The version, and for each work its rows as they come from the model, or an ItemError."""
+        self, request: Request, served: ServedModel, works: Sequence[Work | GenerateJob], *, priority: int = 0,
+        path: bool = False,
+    ) -> tuple[str, list[Answer]]:  # fmt: skip
+        """The version, and for each work its rows as they come from the model, or how it goes on, or an ItemError."""
         self.check_count(len(works))
         request.model = served.name
         version, answers = await served.read(works, self._ask(request, priority, True, path))

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.workers.cache import ScoreCache, step_keys
+from plaudit.serve.workers.jobs import Answer
 
 
 class Path:
@@ -31,7 +31,7 @@ class Path:
         positions = work.positions[len(self._cached) :]
         self.rest = replace(work, tokens=work.tokens[: positions[-1] + 1], positions=positions) if positions else None
 
-    def joined(self, answer: np.ndarray | str | ItemError | None) -> np.ndarray | str | ItemError:
+    def joined(self, answer: Answer | None) -> Answer:
         """The rows of all positions, given those of `rest`; an error stays one."""
         if answer is None:
             return np.concatenate(self._cached)

@@ -98,6 +98,17 @@ CLIENTS = (
         "a reward model's embedding is its raw reward",
     ),
     Client(
+        "OpenAI SDK",
+        "chat completions, completions; sync, async, streams",
+        "package",
+        "tests/interop/test_hubs.py::test_openai_texts",
+        "openai",
+        "3.49.0",
+        "openai",
+        "",
+        "no `top_logprobs` but the token itself, tool calls are not parsed",
+    ),
+    Client(
         "huggingface_hub",
         "InferenceClient.text_classification",
         "package",

@@ -7,6 +7,7 @@ imported. What they do is in a file that the test writes and removes while the s
               hold (until the test takes the fault away)
               as soon as a worker begins: start (it exits); in the event loop of the HTTP process: block
     tokens    only in a step that computes the item of these token ids
+    begins    only in a step that computes an item that begins with these
     once      the first that meets the fault removes it
     seconds   how long to sleep
 """
@@ -48,15 +49,22 @@ def meets(found):
     return True
 
 
-def change_runner(module):
-    forward = module.Runner._forward
+def concerns(found, tokens):
+    begin = found.get("begins", [])
+    return tokens == found.get("tokens", tokens) and tokens[: len(begin)] == begin
 
-    def faulty(self, plan):
+
+def change_runner(module):
+    module.Runner._forward = with_faults(module.Runner._forward)
+    module.Runner._decode = with_faults(module.Runner._decode)
+
+
+def with_faults(step):
+    def faulty(self, plan, *rest):
         with open(FILE + ".steps", "a") as file:
             file.write(".")
         found = fault("raise", "memory", "sticky", "exit", "sleep", "hold")
-        wanted = found and found.get("tokens")
-        if found and (not wanted or any(c.sequence.tokens == wanted for c in plan.chunks)) and meets(found):
+        if found and any(concerns(found, c.sequence.tokens) for c in plan.chunks) and meets(found):
             time.sleep(found.get("seconds", 0.0))
             while found["what"] == "hold" and fault("hold"):
                 time.sleep(0.005)
@@ -68,9 +76,9 @@ def change_runner(module):
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             if found["what"] == "exit":
                 os._exit(9)
-        return forward(self, plan)
+        return step(self, plan, *rest)
 
-    module.Runner._forward = faulty
+    return faulty
 
 
 def change_models(module):

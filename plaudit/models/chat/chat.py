@@ -27,24 +27,26 @@ Message = Mapping[str, Any]
 
 def render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], add_generation_prompt: bool = False, *,
-    seconds: float = 5.0,
+    seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[int]:  # fmt: skip
-    """Token ids of a conversation. The template has `seconds` to render it."""
-    return render_chats(tokenizer, [messages], add_generation_prompt, seconds=seconds)[0]
+    """Token ids of a conversation. The template has `seconds` to render it. `variables` are what else it may look at:
+    tools, or switches of its own. A text in them becomes no control token either."""
+    return render_chats(tokenizer, [messages], add_generation_prompt, seconds=seconds, variables=variables)[0]
 
 
 def render_chats(
     tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False,
-    *, seconds: float = 5.0,
+    *, seconds: float = 5.0, variables: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """The same of many, which go to the other process and come back together. The first that fails raises."""
-    template, seams = _template(tokenizer), _Seams(codec_of(tokenizer))
-    guards, guarded = [], []
+    template, seams = _template(tokenizer, variables), _Seams(codec_of(tokenizer))
+    guards, guarded, guarded_variables = [], [], []
     for messages in conversations:
         _check_messages(messages, template)
-        guards.append(guard := _Guard(seams, _choose_mark(template, messages)))
+        guards.append(guard := _Guard(seams, _choose_mark(template, [*messages, variables or {}])))
         guarded.append([guard.value(with_tool_calls(message)) for message in messages])
-    rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds)
+        guarded_variables.append({name: guard.value(value, literal=()) for name, value in (variables or {}).items()})
+    rendered = _render(tokenizer, template, guarded, add_generation_prompt, seconds, guarded_variables)
     careful = [guard.used or seams.codec.unknown_ends for guard in guards]
     plain = iter(_encode_plain(tokenizer, [text for text, marked in zip(rendered, careful, strict=True) if not marked]))
     return [
@@ -57,7 +59,7 @@ def render_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message],
     """What the template writes of messages whose contents are trusted."""
     template = _template(tokenizer)
     _check_messages(messages, template)
-    return _render(tokenizer, template, [[with_tool_calls(message) for message in messages]], False, seconds)[0]
+    return _render(tokenizer, template, [[with_tool_calls(message) for message in messages]], False, seconds, [{}])[0]
 
 
 def with_tool_calls(message: Message) -> dict[str, Any]:
@@ -85,23 +87,24 @@ def _with_arguments(call: Any) -> Any:
 
 def _render(
     tokenizer: PreTrainedTokenizerFast, template: str, conversations: Sequence[Sequence[Message]],
-    add_generation_prompt: bool, seconds: float,
+    add_generation_prompt: bool, seconds: float, variables: Sequence[Mapping[str, Any]],
 ) -> list[str]:  # fmt: skip
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    return RENDERER.render(template, conversations, add_generation_prompt, names, seconds)
+    return RENDERER.render(template, conversations, add_generation_prompt, names, seconds, variables)
 
 
 class _Guard:
     def __init__(self, seams: _Seams, mark: str) -> None:
         self.seams, self.mark, self.used = seams, mark, False
 
-    def value(self, value: Any, key: str = "") -> Any:
+    def value(self, value: Any, key: str = "", literal: Sequence[str] = ("role", "type")) -> Any:
+        """`literal`: keys whose text stays as it is."""
         if isinstance(value, str):
-            return value if key in ("role", "type") else self.text(value)
+            return value if key in literal else self.text(value)
         if isinstance(value, Mapping):
-            return {self.text(str(name)): self.value(item, str(name)) for name, item in value.items()}
+            return {self.text(str(name)): self.value(item, str(name), literal) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
+            return [self.value(item, literal=literal) for item in value]
         if value is None or isinstance(value, bool | int | float):
             return value
         raise RequestError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and objects")
@@ -224,8 +227,12 @@ def _default_template(tokenizer: PreTrainedTokenizerFast) -> Any:
     return template.get("default") if isinstance(template, Mapping) else template
 
 
-def _template(tokenizer: PreTrainedTokenizerFast) -> str:
-    template = _default_template(tokenizer)
+def _template(tokenizer: PreTrainedTokenizerFast, variables: Mapping[str, Any] | None = None) -> str:
+    template, named = _default_template(tokenizer), tokenizer.chat_template
+    if variables and variables.get("tools"):
+        template = named.get("tool_use", template) if isinstance(named, Mapping) else template
+        if template and "tools" not in template:
+            raise RequestError("the model's chat template writes no tools, so it would never see them: leave them out")
     if not template:
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "

@@ -34,13 +34,17 @@ class Renderer:
 
     def render(
         self, template: str, conversations: Sequence[Sequence[Mapping[str, Any]]], add_generation_prompt: bool,
-        names: Mapping[str, str], seconds: float,
+        names: Mapping[str, str], seconds: float, variables: Sequence[Mapping[str, Any]],
     ) -> list[str]:  # fmt: skip
-        """What the template writes of each conversation, for each of which it has `seconds`."""
+        """What the template writes of each conversation, with its variables, for each of which it has `seconds`."""
         common = {
             "template": template, "add_generation_prompt": add_generation_prompt, "names": names, "seconds": seconds
         }  # fmt: skip
-        lines = [json.dumps({**common, "messages": messages}).encode() + b"\n" for messages in conversations]
+        requests = [
+            {**common, "messages": messages, "variables": each}
+            for messages, each in zip(conversations, variables, strict=True)
+        ]
+        lines = [json.dumps(request).encode() + b"\n" for request in requests]
         with self._lock:
             replies, _ = exchange_lines(*pipes(self._worker()), b"".join(lines), len(lines), seconds)
             if len(replies) < len(lines):

@@ -70,8 +70,8 @@ def compiled(template: str) -> Template:
 def answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         text = compiled(request["template"]).render(
-            messages=request["messages"], tools=None, documents=None,
-            add_generation_prompt=request["add_generation_prompt"], **request["names"],
+            {"tools": None, "documents": None, **request["variables"], **request["names"]},
+            messages=request["messages"], add_generation_prompt=request["add_generation_prompt"],
         )  # fmt: skip
     except SecurityError as error:
         return {"kind": "unsafe", "message": str(error)}

@@ -34,6 +34,7 @@ from plaudit.serve.http.message import (
     Routes,
     Scope,
     Send,
+    send_parts,
     send_reply,
 )  # fmt: skip
 from plaudit.serve.http.reader import BodyReaders
@@ -198,7 +199,7 @@ class App:
         began = time.perf_counter()
         request = Request(scope, receive, self.limits, f"{self._prefix}-{next(self._ids)}", self.readers.run)
         try:
-            reply: Reply | None = await self._answer(self.routes.find(request.method, request.path), request)
+            reply: Reply | None = await self._answer(self.routes.find(request.method, request.path), request, send)
         except HttpError as error:
             reply = self._errors(request)(error, request.id)
             if error.type == "quota":
@@ -212,7 +213,8 @@ class App:
             self._count_error("internal", _where(error), request)
         if reply is None:
             return  # the client has gone
-        await send_reply(send, reply, request)
+        if not request.begun:  # else it has gone out; one that broke off is left without its end, which clients notice
+            await send_reply(send, reply, request)
         self._count(request, reply.status, time.perf_counter() - began)
 
     def _count(self, request: Request, status: int, seconds: float) -> None:
@@ -235,7 +237,7 @@ class App:
     def _errors(self, request: Request) -> ErrorWriter:
         return self.routes.errors(request.path) if request.route is None else request.route.errors
 
-    async def _answer(self, place: Endpoint, request: Request) -> Reply | None:
+    async def _answer(self, place: Endpoint, request: Request, send: Send) -> Reply | None:
         route = request.route = place.last
         self.keys.check_host(request.headers)
         holder = self.keys.admit(place, request.credential())
@@ -254,17 +256,21 @@ class App:
             if route.fields or len(place.routes) > 1:
                 await request.read_fields()
             request.route = place.choose(request)
-            reply = await self._unless_gone(request.route, request)
+            reply = await self._unless_gone(request.route, request, send)
         self.metrics.history.requests += 1
         self.metrics.history.latencies.append(time.perf_counter() - began)
         return reply
 
-    async def _unless_gone(self, route: Route, request: Request) -> Reply | None:
-        """The handler's reply; None, and the handler stopped, if the client goes away first."""
+    async def _unless_gone(self, route: Route, request: Request, send: Send) -> Reply | None:
+        """The handler's reply, sent if it comes in parts; None, and the handler stopped, if the client goes away
+        first."""
         task, connection = asyncio.current_task(), request.connection
         assert task is not None
         try:
-            return await route.handler(request) if connection.enter(task) else None
+            reply = await route.handler(request) if connection.enter(task) else None
+            if reply is not None and reply.parts is not None:
+                await send_parts(send, reply, reply.parts, request)
+            return reply
         except asyncio.CancelledError:
             if not connection.lost:
                 raise

@@ -13,7 +13,7 @@ import gc
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -78,10 +78,13 @@ class HttpError(Exception):
 
 @dataclass(slots=True)
 class Reply:
+    """parts  the body, if it comes piece by piece; what fails on the way is for it to write"""
+
     status: int
     body: bytes
     content_type: bytes = JSON
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    parts: AsyncGenerator[bytes, None] | None = None
 
     @classmethod
     def json(cls, content: Any, status: int = 200) -> Reply:
@@ -126,9 +129,9 @@ class Request:
     that it became."""
 
     __slots__ = (
-        "_fields", "_limits", "_receive", "_scope", "complete", "connection", "content", "deadline", "elsewhere",
-        "error", "failed", "grow", "headers", "id", "items", "method", "model", "path", "query", "roles", "route",
-        "server", "tenant", "tokens",
+        "_fields", "_limits", "_receive", "_scope", "begun", "complete", "connection", "content", "deadline",
+        "elsewhere", "error", "failed", "grow", "headers", "id", "items", "method", "model", "path", "query", "roles",
+        "route", "server", "tenant", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -152,6 +155,7 @@ class Request:
         self.model = ""
         self.items = self.failed = self.tokens = 0
         self.error: str | None = None
+        self.begun = False  # a reply in parts is on its way
         self.content = b""
         self.grow: Callable[[int], None] = _uncounted
         self.route: Route | None = None
@@ -359,6 +363,16 @@ async def send_reply(send: Send, reply: Reply, request: Request) -> None:
         return
     await send({"type": "http.response.body", "body": reply.body, "more_body": True})
     await request.linger()
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def send_parts(send: Send, reply: Reply, parts: AsyncGenerator[bytes, None], request: Request) -> None:
+    request.begun = True
+    headers = [(b"content-type", reply.content_type), (b"x-request-id", request.id.encode()), *reply.headers]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 

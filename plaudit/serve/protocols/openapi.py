@@ -16,7 +16,7 @@ BODIES = {"/admin/swap": "Swap", "/admin/scale": "Scale"}
 TITLES = {
     "native": "Plaudit's own", "triton": "Triton, PyTriton, NeMo-Aligner", "openrlhf": "OpenRLHF", "slime": "slime",
     "openr": "OpenR", "sglang": "SGLang, ETS, REBASE", "tei": "Text Embeddings Inference, huggingface_hub",
-    "infinity": "Infinity", "vllm": "vLLM, OpenAI embeddings, verl",
+    "infinity": "Infinity", "vllm": "vLLM, OpenAI embeddings, verl", "openai": "OpenAI chat and completions",
 }  # fmt: skip
 WIRES = {  # where a protocol's wire format is described, if not in a `wire` of its own
     "infinity": ("tei.infinity_wire",), "openr": ("openr",), "openrlhf": ("openrlhf:OpenRLHFRoutes",),

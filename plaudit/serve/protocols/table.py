@@ -8,6 +8,7 @@ from dataclasses import replace
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.message import Route, Routes
 from plaudit.serve.protocols.native.routes import NativeRoutes
+from plaudit.serve.protocols.openai.routes import OpenAIRoutes
 from plaudit.serve.protocols.openr import OpenRRoutes
 from plaudit.serve.protocols.openrlhf import OpenRLHFRoutes, SlimeRoutes
 from plaudit.serve.protocols.protocol import ProtocolRoutes
@@ -22,6 +23,7 @@ PROTOCOLS: dict[str, type[ProtocolRoutes]] = {
     each.name: each
     for each in (
         TritonRoutes, OpenRLHFRoutes, SlimeRoutes, OpenRRoutes, SGLangRoutes, TeiRoutes, InfinityRoutes, VllmRoutes,
+        OpenAIRoutes,
     )
 }  # fmt: skip
 NATIVE = "native"

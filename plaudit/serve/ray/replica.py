@@ -159,12 +159,17 @@ def _results(answers: list[tuple[int, Answer | None]], deployment: Deployment) -
         columns=[v.shape[1] for _, v in values],
         values=b"".join(np.ascontiguousarray(v, dtype="<f4").tobytes() for _, v in values),
         errors=[(id, answer.type, answer.message) for id, answer in answers if isinstance(answer, ItemError)],
-        texts=[(id, answer) for id, answer in answers if isinstance(answer, str)],
+        texts=[],
         tokens_computed=counts.computed,
         tokens_shared=counts.prefix,
         steps=counts.steps,
         budget=deployment.budget,
-    )
+        pieces=[
+            frames.TextPiece(id, index, 0, sample.tokens, sample.logprobs, 0, sample.text, sample.finish)
+            for id, answer in answers if isinstance(answer, list)
+            for index, sample in enumerate(answer)
+        ],
+    )  # fmt: skip
 
 
 class ByTokens:
@@ -219,6 +224,6 @@ def _works(frame: frames.Frame) -> list[tuple[int, Work | GenerateJob, str]]:
             ]
         case frames.GenerateFrame():
             (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
-            return [(frame.id, GenerateJob(ids, frame.max_tokens, frame.temperature), frame.salt)]
+            return [(frame.id, GenerateJob(ids, frame.sampling), frame.salt)]
         case _:
             raise ValueError(f"a replica takes no {type(frame).__name__}")

@@ -241,7 +241,9 @@ class Deployment:
 
     def _key(self, work: Work | GenerateJob, salt: str) -> bytes:
         if isinstance(work, GenerateJob):
-            return work_key(f"{self.version} {work.max_tokens} {work.temperature}", work.tokens, (), None, salt)
+            # One that is listened to is nobody else's: the others would miss its beginning.
+            own = "" if work.listener is None else f" {self._next_id}"
+            return work_key(f"{self.version} {work.sampling}{own}", work.tokens, (), None, salt)
         return work_key(self.version, work.tokens, work.positions, work.columns, salt, work.logprobs, work.types)
 
     def cancel(self, ticket: Ticket) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """What the HTTP process and a worker say to each other, over a socket pair: length-prefixed MessagePack, no pickle.
 
-    front -> worker   Start, then Works, Prompt, Cancel
+    front -> worker   Start, then Works, GenerateFrame, Cancel
     worker -> front   Hello (loaded), Ready (warmed up), Alive (every second), Results; or Failed, and the end
 
-A critic's worker takes Evaluate, Learn and Keep in place of Works and Prompt, and answers with Results too.
+A critic's worker takes Evaluate, Learn and Keep in place of Works and GenerateFrame, and answers with Results too.
 """
 
 from __future__ import annotations
@@ -52,14 +52,45 @@ class Works(msgspec.Struct, tag=True, array_like=True):
     types: list[bytes] = []  # of each sequence, where an encoder's tokens have types
 
 
+class Sampling(msgspec.Struct, array_like=True, frozen=True):
+    """Of `SamplingParams` what a caller may choose, under the same names."""
+
+    max_tokens: int
+    temperature: float
+    n: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
 class GenerateFrame(msgspec.Struct, tag=True, array_like=True):
-    """A sequence to continue, for a judge."""
+    """A sequence to continue. With `stream` its samples come piece by piece, else each in one."""
 
     id: int
     tokens: bytes  # int32
-    max_tokens: int
-    temperature: float
+    sampling: Sampling
     salt: str
+    stream: bool = False
+
+
+class TextPiece(msgspec.Struct, array_like=True):
+    """What is new of one sample: tokens from the `at`-th on, text from the character `begin` on. A worker that has died
+    is followed by one that begins again, so a piece may say what was said before."""
+
+    id: int
+    index: int
+    at: int
+    tokens: list[int]
+    logprobs: list[float]  # of the model's own distribution
+    begin: int
+    text: str
+    finish: str = ""  # why it has ended; "" as long as it goes on
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):
@@ -104,7 +135,8 @@ class Keep(msgspec.Struct, tag=True, array_like=True):
 
 
 class Results(msgspec.Struct, tag=True, array_like=True):
-    """Of each id either a (rows, columns) block of `values`, or new tokens in `tokens`, or an error."""
+    """Of each id either a (rows, columns) block of `values`, or pieces of a continuation, or an error. `texts` are a
+    critic's."""
 
     ids: list[int]
     rows: list[int]
@@ -116,6 +148,7 @@ class Results(msgspec.Struct, tag=True, array_like=True):
     tokens_shared: int
     steps: int
     budget: int  # tokens of one step, now: less after the memory has run out
+    pieces: list[TextPiece] = []
 
 
 Frame = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,14 +15,45 @@ from plaudit.serve.workers import frames
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """A judge's question, to be continued."""
+    """A prompt to be continued. A listener hears of every piece as it comes."""
 
     tokens: list[int]
-    max_tokens: int
-    temperature: float
+    sampling: frames.Sampling
+    listener: Callable[[frames.TextPiece], None] | None = None
+
+    @property
+    def cost(self) -> int:
+        """The most tokens that it can come to."""
+        return len(self.tokens) + self.sampling.n * self.sampling.max_tokens
 
 
-Answer = np.ndarray | str | ItemError
+@dataclass(slots=True)
+class Continuation:
+    """One sample of a prompt, as far as it has come."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+
+    def add(self, piece: frames.TextPiece) -> frames.TextPiece | None:
+        """What is new in a piece; None if it contradicts what came before."""
+        known = len(self.tokens) - piece.at
+        if self.tokens[piece.at : piece.at + len(piece.tokens)] != piece.tokens[:known]:
+            return None
+        new = frames.TextPiece(
+            piece.id, piece.index, len(self.tokens), piece.tokens[known:], piece.logprobs[known:], len(self.text),
+            piece.text[len(self.text) - piece.begin :], "" if self.finish else piece.finish,
+        )  # fmt: skip
+        self.tokens += new.tokens
+        self.logprobs += new.logprobs
+        self.text += new.text
+        self.finish = self.finish or new.finish
+        return new
+
+
+Answer = np.ndarray | list[Continuation] | ItemError
+CONTRADICTED = ItemError("worker_crash", "the worker died in the middle of this text and then wrote another one")
 
 
 class Ticket:
@@ -61,6 +92,18 @@ class Job:
     dead: bool = False  # of the queue: nobody waits for it
     deaths: int = 0
     since: float = 0.0
+    samples: dict[int, Continuation] = field(default_factory=dict)  # by index, of a prompt that is being continued
+
+    def add(self, piece: frames.TextPiece) -> Answer | None:
+        """The whole answer, if this piece completes it."""
+        assert isinstance(self.work, GenerateJob)
+        new = self.samples.setdefault(piece.index, Continuation()).add(piece)
+        if new is None:
+            return CONTRADICTED
+        if self.work.listener is not None and (new.tokens or new.text or new.finish):
+            self.work.listener(new)
+        done = len(self.samples) == self.work.sampling.n and all(each.finish for each in self.samples.values())
+        return [self.samples[index] for index in sorted(self.samples)] if done else None
 
 
 def as_frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
@@ -79,5 +122,5 @@ def as_frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
         )
     for job in batch:
         if isinstance(job.work, GenerateJob):
-            tokens = frames.as_bytes([job.work.tokens])
-            yield frames.GenerateFrame(job.id, tokens, job.work.max_tokens, job.work.temperature, job.salt)
+            tokens, stream = frames.as_bytes([job.work.tokens]), job.work.listener is not None
+            yield frames.GenerateFrame(job.id, tokens, job.work.sampling, job.salt, stream)

@@ -180,8 +180,10 @@ class Replica:
             size = rows * columns
             self._answer(id, values[at : at + size].reshape(rows, columns))
             at += size
-        for id, text in results.texts:
-            self._answer(id, text)
+        for piece in results.pieces:
+            job = self.in_flight.get(piece.id)
+            if job is not None and (answer := job.add(piece)) is not None:
+                self._answer(piece.id, answer)
         for id, type, message in results.errors:
             self._answer(id, ItemError(type, message))
         self._keeper.on_capacity()

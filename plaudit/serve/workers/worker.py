@@ -12,7 +12,7 @@ import socket
 import sys
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -52,7 +52,15 @@ class _PendingRequest:
     positions: tuple[int, ...] | None = None  # of a work; a prompt has none
     columns: tuple[int, ...] | None = None
     logprobs: bool = False
+    stream: bool = False
     retried: bool = False
+    ended: int = 0  # samples of a prompt
+    error: ItemError | None = None
+    whole: list[frames.TextPiece] = field(default_factory=list)  # samples, until all of them have ended
+    given: dict[int, tuple[int, int]] = field(default_factory=dict)  # of a stream: tokens and characters, by sample
+
+    def begin_again(self) -> None:
+        self.ended, self.error, self.whole, self.given = 0, None, [], {}
 
 
 class Worker(SocketWorker[frames.Frame]):
@@ -108,11 +116,13 @@ class Worker(SocketWorker[frames.Frame]):
                 )  # fmt: skip
                 self._waiting += [_PendingRequest(*part) for part in parts]
             case frames.GenerateFrame():
-                params = SamplingParams(
-                    temperature=frame.temperature, max_tokens=frame.max_tokens, salt=frame.salt
-                )  # fmt: skip
                 (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
-                self._waiting.append(_PendingRequest(frame.id, ids, params))
+                try:
+                    params = SamplingParams(**msgspec.structs.asdict(frame.sampling), salt=frame.salt)
+                except RequestError as error:
+                    self._send_results([], [(frame.id, "refused", str(error))], [])
+                else:
+                    self._waiting.append(_PendingRequest(frame.id, ids, params, stream=frame.stream))
             case frames.Cancel():
                 cancelled = set(frame.ids)
                 self._waiting = deque(request for request in self._waiting if request.id not in cancelled)
@@ -143,23 +153,28 @@ class Worker(SocketWorker[frames.Frame]):
     def _report(self, updates: list[Update]) -> None:
         values: list[tuple[int, np.ndarray]] = []
         errors: list[tuple[int, str, str]] = []
-        texts: list[tuple[int, str]] = []
+        pieces: list[frames.TextPiece] = []
         for update in updates:
+            request = self._requests[update.request]
+            pieces += _pieces(request, update)
             if update.values is None and update.sample is None:
-                continue  # a token of a judge's answer
-            request = self._requests.pop(update.request)
-            del self._numbers[request.id]
-            error = None if update.sample is None else update.sample.error
+                continue  # it goes on
+            request.ended += 1
+            if update.sample is not None:
+                request.error = request.error or update.sample.error
+                if request.positions is None and request.ended < request.params.n:
+                    continue
+            del self._requests[update.request], self._numbers[request.id]
             if update.values is not None:
                 values.append((request.id, update.values))
-            elif error is not None:
-                errors += self._failed(request, error)
-            elif update.sample is not None and update.sample.finish_reason != "abort":
-                texts.append((request.id, update.sample.text))
+            elif request.error is not None:
+                errors += self._failed(request, request.error)
+            else:
+                pieces += request.whole
         if any(u.sample is not None and u.sample.error and u.sample.error.type in OUT_OF_MEMORY for u in updates):
             self.engine.shrink(SMALLEST_BUDGET)  # once, however many items the step had
-        if values or errors or texts:
-            self._send_results(values, errors, texts)
+        if values or errors or pieces:
+            self._send_results(values, errors, pieces)
 
     def _failed(self, request: _PendingRequest, error: ItemError) -> list[tuple[int, str, str]]:
         if error.type == RankLost.__name__:
@@ -173,11 +188,12 @@ class Worker(SocketWorker[frames.Frame]):
             type = "nonfinite_score" if error.type == "NotANumber" else "compute_failed"
             return [(request.id, type, error.message)]
         request.retried = True
+        request.begin_again()
         self._alone.append(request)
         return []
 
     def _send_results(
-        self, values: list[tuple[int, np.ndarray]], errors: list[tuple[int, str, str]], texts: list[tuple[int, str]]
+        self, values: list[tuple[int, np.ndarray]], errors: list[tuple[int, str, str]], pieces: list[frames.TextPiece]
     ) -> None:
         stats = self.engine.stats()
         self.send(
@@ -187,13 +203,32 @@ class Worker(SocketWorker[frames.Frame]):
                 columns=[v.shape[1] for _, v in values],
                 values=b"".join(np.ascontiguousarray(v, dtype="<f4").tobytes() for _, v in values),
                 errors=errors,
-                texts=texts,
+                texts=[],
                 tokens_computed=stats.tokens_computed - self._before.tokens_computed,
                 tokens_shared=stats.tokens_shared - self._before.tokens_shared,
                 steps=stats.steps - self._before.steps,
                 budget=self.engine.budget,
+                pieces=pieces,
             )
         )
+
+
+def _pieces(request: _PendingRequest, update: Update) -> list[frames.TextPiece]:
+    """What is new of a stream. Of others a sample is kept, to be sent with those of the same prompt: should one fail,
+    all are drawn again."""
+    sample, index = update.sample, update.index
+    if update.values is not None or (sample is not None and (sample.error or sample.finish_reason == "abort")):
+        return []
+    if request.stream:
+        at, begin = request.given.get(index, (0, 0))
+        request.given[index] = (at + len(update.token_ids), begin + len(update.text))
+        finish = "" if sample is None else sample.finish_reason
+        new = (at, list(update.token_ids), list(update.raw_logprobs), begin, update.text, finish)
+        return [frames.TextPiece(request.id, index, *new)]
+    if sample is not None:
+        rows = (0, list(sample.token_ids), list(sample.raw_logprobs), 0, sample.text, sample.finish_reason)
+        request.whole.append(frames.TextPiece(request.id, index, *rows))
+    return []
 
 
 @lru_cache(maxsize=1024)

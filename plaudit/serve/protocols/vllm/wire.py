@@ -157,7 +157,7 @@ def read_inputs(fields: Mapping[str, Any]) -> VllmInputs:
         raise FieldError(f"`{request.task}` task was removed; use {cure} instead.", "task")
     if request.task is not None and request.task not in TASKS:
         raise FieldError(f"Unsupported task: {request.task!r} Supported tasks: {list(TASKS)}", "task")
-    request.messages = _conversation(request.messages, request.input)
+    request.messages = conversation(request.messages, request.input)
     request.input = _prompts(request.input) if request.messages is None else []
     if request.messages is not None and request.add_special_tokens:
         raise FieldError("add_special_tokens: the chat template writes them already", "add_special_tokens")
@@ -192,7 +192,7 @@ def read_tokenize(fields: Mapping[str, Any]) -> Tokenize:
     if request.tools:
         raise FieldError("tools are not supported: a reward model's template writes none", "tools")
     prompt = msgspec.UNSET if request.prompt is None else request.prompt
-    request.messages = _conversation(request.messages, prompt)
+    request.messages = conversation(request.messages, prompt)
     if request.messages is None and request.prompt is None:
         raise _missing("prompt", "messages")
     return request
@@ -202,7 +202,7 @@ def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
     try:
         request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise FieldError(str(error), _blamed(str(error)), "invalid_request") from None
+        raise FieldError(str(error), blamed(str(error)), "invalid_request") from None
     if request.normalize is not msgspec.UNSET:
         raise FieldError("Parameter `normalize` was removed; use `use_activation` instead.", "normalize")
     if request.cache_salt == "":
@@ -214,7 +214,7 @@ def decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
     return request
 
 
-def _blamed(message: str) -> str:
+def blamed(message: str) -> str:
     """The field that msgspec complains about, as vLLM writes it."""
     place = re.search(r"at `\$([^`]*)`", message)
     missing = re.search(r"missing required field `([^`]*)`", message)
@@ -249,23 +249,23 @@ def _prompts(inputs: Any) -> Sequence[str | Sequence[int]]:
             return [inputs]
         for place, entry in enumerate(inputs):
             if type(entry) is not list or not {*map(type, entry)} <= {int}:
-                raise _schema(f"input[{place}] is {_shown(entry)}; expected all texts, or all token ids", place)
+                raise _schema(f"input[{place}] is {shown(entry)}; expected all texts, or all token ids", place)
         return inputs
-    raise _schema(f"input is {_shown(inputs)}; expected a text, token ids, or a list of either")
+    raise _schema(f"input is {shown(inputs)}; expected a text, token ids, or a list of either")
 
 
-def _conversation(value: Any, instead: Any) -> Sequence[Mapping[str, Any]] | None:
+def conversation(value: Any, instead: Any) -> Sequence[Mapping[str, Any]] | None:
     """The messages, with contents given in parts as one text; None if there is something else."""
     if value is msgspec.UNSET or instead is not msgspec.UNSET:
         return None
     if not isinstance(value, list):
-        raise FieldError(f"messages is {_shown(value)}; expected a list", "body.messages", "invalid_request")
+        raise FieldError(f"messages is {shown(value)}; expected a list", "body.messages", "invalid_request")
     if not value:
         raise FieldError("Cannot apply chat template to an empty conversation. Provide at least one message.", None)
     messages = []
     for place, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            what = f"messages[{place}] is {_shown(message)}; expected an object with role and content"
+            what = f"messages[{place}] is {shown(message)}; expected an object with role and content"
             raise FieldError(what, f"body.messages.{place}", "invalid_request")
         content = message.get("content")
         if isinstance(content, list):
@@ -280,7 +280,7 @@ def _part(part: Any, place: int) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else part
-    raise FieldError(f"messages[{place}] has a part of type {_shown(kind)}; the models here take text only", None)
+    raise FieldError(f"messages[{place}] has a part of type {shown(kind)}; the models here take text only", None)
 
 
 def _pair_fields(request: Pairs, *, rerank: bool) -> tuple[str, str]:
@@ -311,7 +311,7 @@ def _check_text(value: Any, what: str, param: str) -> None:
     if isinstance(value, dict) and "content" in value:
         raise FieldError(f"{what}: MultiModalParam is not supported, the models here take text only", None)
     if not isinstance(value, str):
-        raise FieldError(f"{what} is {_shown(value)}; expected text", param, "invalid_request")
+        raise FieldError(f"{what} is {shown(value)}; expected text", param, "invalid_request")
 
 
 def _missing(*names: str) -> HttpError:
@@ -322,7 +322,7 @@ def _schema(message: str, place: int | None = None) -> HttpError:
     return FieldError(message, "body.input" if place is None else f"body.input.{place}", "invalid_request")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, str):
         return repr(value[:60])
     return str(value) if isinstance(value, bool | float | None) else f"of type {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""OpenAI's generation API: chat completions and completions of a causal LM."""

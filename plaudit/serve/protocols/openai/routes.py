@@ -1,0 +1,253 @@
+"""OpenAI's /v1/chat/completions and /v1/completions, answered by a causal LM that is served beside reward models.
+
+A request's prompts wait in the model's queue as works do, and the worker's scheduler continues all that are there
+together. A stream is the same request with a listener.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from plaudit.errors import Refused
+from plaudit.records import Item, ItemError
+from plaudit.reward.reading import Intake, LogprobsReading
+from plaudit.serve.http.message import HttpError, Reply, Request, Route
+from plaudit.serve.model import ServedModel
+from plaudit.serve.protocols.openai import wire
+from plaudit.serve.protocols.protocol import ProtocolRoutes
+from plaudit.serve.protocols.vllm.wire import FieldError
+from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL
+from plaudit.serve.workers.frames import TextPiece
+from plaudit.serve.workers.jobs import Answer, Continuation, GenerateJob
+
+GONE = ("model_failed", "model_closed")
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that is ready to be computed: its choices are numbered prompt by prompt."""
+
+    parsed: wire.ChatRequest | wire.CompletionRequest
+    served: ServedModel
+    jobs: list[GenerateJob]
+    head: dict[str, Any]
+    """What every reply and every chunk of it begins with."""
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.parsed, wire.ChatRequest)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(job.tokens) for job in self.jobs)
+
+
+class OpenAIRoutes(ProtocolRoutes):
+    name = "openai"
+    errors = staticmethod(wire.write_error)
+
+    def routes(self) -> list[Route]:
+        return [
+            self.work("/v1/chat/completions", self.chat, "OpenAI: an answer to messages, by a causal LM"),
+            self.work("/v1/completions", self.complete, "OpenAI: how a text goes on, by a causal LM"),
+        ]
+
+    async def chat(self, request: Request) -> Reply:
+        parsed = wire.read_chat(request.fields())
+        served, intake = self._find(parsed.model)
+        intake_call = partial(_templated, intake, parsed)
+        (tokens,) = await served.in_turn(lambda _: [intake_call()], [request.content], len)
+        room = intake.limit - len(tokens)
+        return await self._reply(request, self._asked(request, parsed, served, [tokens], parsed.most or max(1, room)))
+
+    async def complete(self, request: Request) -> Reply:
+        parsed = wire.read_completion(request.fields())
+        served, intake = self._find(parsed.model)
+        self.scoring.check_count(len(parsed.prompt) * (parsed.n or 1))
+        texts = iter(await served.tokenise([each for each in parsed.prompt if isinstance(each, str)], special=True))
+        rows = [next(texts) if isinstance(each, str) else _checked(intake, each) for each in parsed.prompt]
+        for place, row in enumerate(rows):
+            if isinstance(row, ItemError) or not row:
+                problem = row.message if isinstance(row, ItemError) else "there is not one token to continue"
+                raise FieldError(f"prompt {place}: {problem}", "prompt", getattr(row, "type", "empty"))
+        tokens = [row for row in rows if isinstance(row, list)]
+        return await self._reply(
+            request, self._asked(request, parsed, served, tokens, parsed.max_tokens or wire.SHORT)
+        )  # fmt: skip
+
+    def _find(self, name: str | None) -> tuple[ServedModel, Intake]:
+        if not name and LOGPROBS_MODEL not in self.scoring.aliases:
+            raise HttpError(
+                404, "unknown_model", "no model here writes text: serve one, plaudit serve --model NAME=DIR"
+            )
+        served = self.scoring.find(name or LOGPROBS_MODEL)
+        if not isinstance(served, ServedModel) or served.kind != "logprobs":
+            raise HttpError(
+                422, "wrong_kind", f"{served.name} is of kind {served.kind} and writes no text: name a causal LM "
+                "that is served without a reward.toml (/v1/models shows it as kind logprobs)",
+            )  # fmt: skip
+        intake = served.intake()
+        assert isinstance(served.reading, LogprobsReading)
+        return served, intake
+
+    def _asked(
+        self, request: Request, parsed: wire.ChatRequest | wire.CompletionRequest, served: ServedModel,
+        prompts: Sequence[list[int]], most: int,
+    ) -> Asked:  # fmt: skip
+        chat, limit = isinstance(parsed, wire.ChatRequest), served.intake().limit
+        for tokens in prompts:
+            if len(tokens) + most > limit:
+                what = "messages" if chat else "prompt"
+                # Clients look for these words to shorten a prompt and send it again.
+                raise FieldError(
+                    f"This model's maximum context length is {limit} tokens. However, you requested "
+                    f"{len(tokens) + most} tokens ({len(tokens)} in the {what}, {most} in the completion). Please "
+                    f"reduce the length of the {what} or completion.", what, "too_long",
+                )  # fmt: skip
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.id}",
+            "object": "chat.completion" if chat else "text_completion", "created": int(time.time()),
+            "model": served.name, "system_fingerprint": served.deployment.version,
+        }  # fmt: skip
+        sampling = parsed.sampling(most)
+        return Asked(parsed, served, [GenerateJob(tokens, sampling) for tokens in prompts], head)
+
+    async def _reply(self, request: Request, asked: Asked) -> Reply:
+        if asked.parsed.stream:
+            return await self._stream(request, asked)
+        _, answers = await self.scoring.read(request, asked.served, asked.jobs)
+        samples = [sample for answer in answers for sample in _samples(answer)]
+        generated = sum(len(sample.tokens) for sample in samples)
+        request.tokens += generated
+        choices = [_choice(asked, index, sample) for index, sample in enumerate(samples)]
+        return Reply.json({**asked.head, "choices": choices, "usage": wire.usage(asked.prompt_tokens, generated)})
+
+    async def _stream(self, request: Request, asked: Asked) -> Reply:
+        parts = self._events(request, asked)
+        await anext(parts)
+        return Reply(200, b"", b"text/event-stream", [(b"cache-control", b"no-cache")], parts)
+
+    async def _events(self, request: Request, asked: Asked) -> AsyncGenerator[bytes, None]:
+        """First nothing, once there is something to say: what fails before that has the status of its error, what fails
+        later is the stream's last event."""
+        pieces: asyncio.Queue[tuple[int, TextPiece] | None] = asyncio.Queue()
+        count = asked.jobs[0].sampling.n
+
+        def heard(prompt: int, piece: TextPiece) -> None:
+            pieces.put_nowait((prompt * count + piece.index, piece))
+
+        jobs = [replace(job, listener=partial(heard, place)) for place, job in enumerate(asked.jobs)]
+        chunks = _Chunks(asked)
+        task = asyncio.create_task(self.scoring.read(request, asked.served, jobs))
+        task.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            piece = await pieces.get()
+            if piece is None:  # no text ends without a piece
+                _check(await task)
+            yield b""
+            try:
+                while piece is not None:
+                    yield chunks.of(*piece)
+                    piece = await pieces.get()
+                _check(await task)
+                yield chunks.end()
+            except HttpError as error:
+                request.error = error.type
+                yield wire.event(wire.error_body(error)) + wire.DONE
+        finally:
+            request.tokens += chunks.generated
+            task.cancel()
+            with suppress(asyncio.CancelledError, HttpError):
+                await task
+
+
+class _Chunks:
+    """From pieces to the events of a stream."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.generated = 0
+        kind = "chat.completion.chunk" if asked.chat else "text_completion"
+        self.head = {**asked.head, "object": kind, **({"usage": None} if asked.parsed.with_usage else {})}
+        self._begun: dict[int, int] = {}  # by choice: characters of its tokens so far
+
+    def of(self, index: int, piece: TextPiece) -> bytes:
+        self.generated += len(piece.tokens)
+        events = b""
+        if self.asked.chat and index not in self._begun:
+            events += self._event(index, {"delta": {"role": "assistant", "content": ""}}, None)
+        offset = self._begun.setdefault(index, 0)
+        logprobs = _logprobs(self.asked, piece.tokens, piece.logprobs, offset)
+        if logprobs is not None:
+            self._begun[index] += sum(map(len, _texts(self.asked, piece.tokens)))
+        if piece.text or (logprobs is not None and piece.tokens):
+            content = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
+            events += self._event(index, {**content, "logprobs": logprobs}, None)
+        if piece.finish:
+            events += self._event(index, {"delta": {}} if self.asked.chat else {"text": ""}, piece.finish)
+        return events
+
+    def end(self) -> bytes:
+        counts = wire.usage(self.asked.prompt_tokens, self.generated)
+        last = wire.event({**self.head, "choices": [], "usage": counts}) if self.asked.parsed.with_usage else b""
+        return last + wire.DONE
+
+    def _event(self, index: int, content: dict[str, Any], finish: str | None) -> bytes:
+        choice = {"index": index, "logprobs": None, **content, "finish_reason": finish}
+        return wire.event({**self.head, "choices": [choice]})
+
+
+def _choice(asked: Asked, index: int, sample: Continuation) -> dict[str, Any]:
+    message = {"role": "assistant", "content": sample.text, "refusal": None}
+    content: dict[str, Any] = {"message": message} if asked.chat else {"text": sample.text}
+    logprobs = _logprobs(asked, sample.tokens, sample.logprobs, 0)
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": sample.finish}
+
+
+def _logprobs(asked: Asked, tokens: list[int], logprobs: list[float], offset: int) -> dict[str, Any] | None:
+    top = asked.parsed.top
+    if top is None:
+        return None
+    texts = _texts(asked, tokens)
+    if asked.chat:
+        return wire.chat_logprobs(texts, logprobs, top)
+    return wire.completion_logprobs(texts, logprobs, top, offset)
+
+
+def _texts(asked: Asked, tokens: list[int]) -> list[str]:
+    tokenizer = asked.served.intake().tokenizer
+    return [tokenizer.decode([token]) for token in tokens]
+
+
+def _samples(answer: Answer) -> list[Continuation]:
+    if isinstance(answer, ItemError):
+        status = 400 if answer.type in INPUT_ERRORS else 503 if answer.type in GONE else 500
+        raise HttpError(status, answer.type, answer.message)
+    assert isinstance(answer, list)
+    return answer
+
+
+def _check(read: tuple[str, list[Answer]]) -> None:
+    for answer in read[1]:
+        _samples(answer)
+
+
+def _templated(intake: Intake, parsed: wire.ChatRequest) -> list[int]:
+    try:
+        intake.refuse_huge(Item(messages=tuple(parsed.messages)))
+        return intake.templated(parsed.messages, parsed.add_generation_prompt, parsed.variables)
+    except Refused as error:
+        raise FieldError(str(error), "messages", error.type) from None
+
+
+def _checked(intake: Intake, tokens: list[int]) -> list[int] | ItemError:
+    try:
+        return intake.tokens(tokens)
+    except Refused as error:
+        return ItemError(error.type, str(error))

@@ -1,0 +1,229 @@
+"""OpenAI's chat completions and completions, with the sampling options that vLLM adds to them.
+
+Fields that change nothing here (`user`, `metadata`, `store`) are ignored. Fields that would change the text and cannot
+be honoured are refused by their names, unless they have the value that changes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from plaudit.serve.http.message import HttpError, Reply
+from plaudit.serve.protocols.vllm.wire import FieldError, blamed, conversation, shown
+from plaudit.serve.workers.frames import Sampling
+
+MOST_SAMPLES = 128
+MOST_STOPS = 64
+MOST = 2**31 - 1
+SHORT = 16  # tokens of a completion that asks for none, as OpenAI has it
+CODES = {"unknown_model": "model_not_found", "too_long": "context_length_exceeded", "unauthorised": "invalid_api_key"}
+NOT_HERE: dict[str, tuple[Any, ...]] = {  # fields with the values that change nothing
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
+    "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
+    "modalities": (["text"],), "prediction": (), "web_search_options": (), "use_beam_search": (False,),
+    "length_penalty": (1,), "prompt_logprobs": (), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "chat_template": (), "continue_final_message": (False,),
+    "tool_choice": ("none", "auto"), "add_special_tokens": (True,), "bad_words": ([],), "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+}  # fmt: skip
+RESERVED = ("messages", "tools", "add_generation_prompt")
+T = TypeVar("T", bound="GenerationRequest")
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MOST)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, le=MOST)]], Meta(max_length=MOST_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its counts."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """A request without a seed gets one, so that it is drawn alike should its worker die."""
+        greedy = self.temperature == 0  # filters cannot matter then, and many clients send them all the same
+        return Sampling(
+            max_tokens=max_tokens, temperature=1.0 if self.temperature is None else self.temperature, n=self.n or 1,
+            top_k=0 if greedy else max(0, self.top_k or 0), top_p=1.0 if greedy else self.top_p or 1.0,
+            min_p=0.0 if greedy else self.min_p or 0.0, stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids or ()), min_tokens=self.min_tokens or 0, logit_bias=self._biases(),
+            seed=secrets.randbits(62) if self.seed is None else self.seed % 2**63, ignore_eos=bool(self.ignore_eos),
+        )  # fmt: skip
+
+    def _biases(self) -> dict[int, float]:
+        try:
+            return {_token(key): bias for key, bias in (self.logit_bias or {}).items()}
+        except ValueError:
+            problem = f"logit_bias has the keys {list(self.logit_bias or ())[:3]}; expected token ids"
+            raise FieldError(problem, "logit_bias") from None
+
+    def check_top(self, top: int, name: str) -> None:
+        """The most likely token is known where it is the one that is taken; others are not kept."""
+        if top > 1 or (top == 1 and (self.temperature != 0 or self.logit_bias or self.min_tokens)):
+            raise FieldError(
+                f"{name} is {top}: only the log-prob of the token that was taken is known here; ask for 0, or with "
+                "temperature 0 for 1", name,
+            )  # fmt: skip
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """messages   once read: with contents given in parts as one text"""
+
+    messages: Any = msgspec.UNSET
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        """How many likely tokens beside the log-prob of each; None: no log-probs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template may look at beside the messages."""
+        tools = self.tools if self.tools and self.tool_choice != "none" else None
+        return {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """prompt   once read: texts or token lists"""
+
+    prompt: Any = msgspec.UNSET
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    best_of: int | None = None
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+def read_chat(fields: Mapping[str, Any]) -> ChatRequest:
+    request = _decoded(fields, ChatRequest)
+    messages = conversation(request.messages, msgspec.UNSET)
+    if messages is None:
+        raise FieldError("messages is missing", "messages", "invalid_request")
+    request.messages = messages
+    if request.top_logprobs and not request.logprobs:
+        raise FieldError("top_logprobs needs logprobs = true; set it, or leave both out", "top_logprobs")
+    request.check_top(request.top_logprobs or 0, "top_logprobs")
+    for name in set(request.chat_template_kwargs or ()) & set(RESERVED):
+        raise FieldError(f"chat_template_kwargs has {name!r}, which has a field of its own", "chat_template_kwargs")
+    return request
+
+
+def read_completion(fields: Mapping[str, Any]) -> CompletionRequest:
+    request = _decoded(fields, CompletionRequest)
+    request.check_top(request.logprobs or 0, "logprobs")
+    if request.best_of not in (None, request.n or 1):
+        raise FieldError(f"best_of is {request.best_of} and n {request.n or 1}: nothing chooses here", "best_of")
+    request.prompt = _prompts(request.prompt)
+    return request
+
+
+def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
+    for name, harmless in NOT_HERE.items():
+        value = fields.get(name)
+        if value is not None and value not in harmless:
+            what = shown(value) if not isinstance(value, int) else value
+            raise FieldError(f"{name} is {what}, which is not supported here: leave it out", name)
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise FieldError(str(error), blamed(str(error)).removeprefix("body.") or None, "invalid_request") from None
+
+
+def _token(key: str) -> int:
+    if not key.isdecimal() or len(key) > len(str(MOST)) or int(key) > MOST:
+        raise ValueError(key)
+    return int(key)
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    if prompt is msgspec.UNSET or prompt is None:
+        raise FieldError("prompt is missing", "prompt", "invalid_request")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if {*map(type, prompt)} == {int}:
+            return [prompt]
+        if all(isinstance(each, str) or (isinstance(each, list) and {*map(type, each)} == {int}) for each in prompt):
+            return prompt
+    raise FieldError("prompt must be a text, token ids, or a list of either, and not empty", "prompt")
+
+
+def write_error(error: HttpError, request_id: str) -> Reply:
+    return error.shaped(error_body(error), request_id, _status(error))
+
+
+def error_body(error: HttpError) -> dict[str, Any]:
+    status = _status(error)
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    param = error.param if isinstance(error, FieldError) else None
+    code = "invalid_api_key" if status == 401 else CODES.get(error.type, error.type)
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def _status(error: HttpError) -> int:
+    return 400 if error.status in (415, 422) else error.status
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: int) -> dict[str, Any]:
+    rows = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+        for token, logprob in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": [{**row, "top_logprobs": [row] if top else []} for row in rows], "refusal": None}
+
+
+def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: int, offset: int) -> dict[str, Any]:
+    """offset  of the first token's text"""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    likely = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)] if top else None
+    return {
+        "tokens": list(tokens), "token_logprobs": list(logprobs), "top_logprobs": likely, "text_offset": offsets,
+    }  # fmt: skip
