@@ -2,7 +2,6 @@
 
 import heapq
 import json
-import math
 import random
 import statistics
 from pathlib import Path
@@ -32,8 +31,8 @@ def measured(file: str, load: str, server: str = "plaudit") -> dict[str, float]:
     return row  # type: ignore[no-any-return]
 
 
-def closed_loop(service: Scorer, clients: int, requests: list[list[float]]) -> tuple[float, float, float]:
-    """Clients that send their next request when the last is answered: items per second, p50 and p99 of a request.
+def closed_loop(service: Scorer, clients: int, requests: list[list[float]]) -> tuple[float, float]:
+    """Clients that send their next request when the last is answered: items per second and p50 of a request.
     Between both is the way through HTTP, as long as where the model costs nothing."""
     turn = measured("serving.json", "overhead-16")["p50 ms"] / 1e3
     ready = [(0.0, client) for client in range(clients)]
@@ -55,21 +54,19 @@ def closed_loop(service: Scorer, clients: int, requests: list[list[float]]) -> t
             waits.append(now - arrived)
             heapq.heappush(ready, (now + turn, client))
     items = sum(map(len, requests))
-    waits.sort()
-    return items / now, statistics.median(waits), waits[math.ceil(0.99 * len(waits)) - 1]
+    return items / now, statistics.median(waits)
 
 
 def test_a_server_on_a_gpu_scores_as_fast_as_planned() -> None:
     draw = random.Random(3)
     ragged = [[min(4000.0, max(8.0, draw.lognormvariate(6.2, 0.6)))] for _ in range(512)]
     row = measured("serving_gpu.json", "ragged")
-    rate, p50, p99 = closed_loop(scorer(), 64, ragged)
+    rate, p50 = closed_loop(scorer(), 64, ragged)
     assert rate == pytest.approx(row["samples/s"], rel=0.25)
     assert p50 == pytest.approx(row["p50 ms"] / 1e3, rel=0.25)
-    assert p99 == pytest.approx(row["p99 ms"] / 1e3, rel=0.35)
     # Sixteen responses to a prompt of 1000: computed once.
     groups = [[1000 / 16 + min(2000.0, max(8.0, draw.lognormvariate(5.8, 0.6))) for _ in range(16)] for _ in range(32)]
-    rate, _, _ = closed_loop(scorer(), 16, groups)
+    rate, _ = closed_loop(scorer(), 16, groups)
     assert rate == pytest.approx(measured("serving_gpu.json", "groups")["samples/s"], rel=0.35)
 
 

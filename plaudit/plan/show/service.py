@@ -14,8 +14,8 @@ from plaudit.plan.show.listing import new_console
 DELAY = "batch delay 0: a replica scores what came in while its last step ran"
 
 CHECKED = (
-    "measured on one H200, 1B: 18 % more items per second than planned, p99 10 % shorter; extrapolated for every other "
-    "accelerator"
+    "measured on one H200 with 1B: 434 items per second, 262 in a shorter run, where 369 are planned; percentiles are "
+    "simulated and not measured; other accelerators are extrapolated"
 )
 
 
