@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plaudit.config.reward import RewardTable, parse_reward
 from plaudit.config.serve import NO_SCORE, ServeTable
-from plaudit.errors import ConfigError, nearest
+from plaudit.errors import ConfigError, PlauditError, nearest
 from plaudit.reward.process import ProcessReading
 from plaudit.serve.handle import ModelHandle, ModelStatus, ServerResources, WorkerStatus
 from plaudit.serve.http.app import Admission
@@ -21,6 +21,7 @@ from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.model import ServedModel, Table, new_served
 from plaudit.serve.options import completed
+from plaudit.serve.swaps import Swaps
 from plaudit.serve.workers.cache import ScoreCache
 from plaudit.serve.workers.calls import FairCalls
 
@@ -38,6 +39,8 @@ class Models:
         self._root = None if table.model_root is None else Path(table.model_root).resolve()
         self.log = log
         self._swapping = asyncio.Lock()
+        self._swaps = Swaps()
+        self._previous: dict[str, Table] = {}  # what a name served before
         self._states: dict[str, tuple[str, str]] = {}
         self._cluster = None if table.ray is None else _cluster(table.ray)
         slots = max(2, os.cpu_count() or 2)
@@ -67,14 +70,44 @@ class Models:
         if not isinstance(served, ServedModel):
             raise ConfigError(f"{name} is a {served.kind}; only outcome and process models can be swapped")
         directory = self._confined(path)
+        return await self._replace(served, self._table(served, {**self._explicit[name], "path": str(directory)}))
+
+    async def rollback(self, name: str) -> str:
+        """To what this name served before the last swap or rollback; its files are read again."""
+        served = self.named(name)
+        if not isinstance(served, ServedModel) or name not in self._previous:
+            raise ConfigError(f"{name} was not swapped since the server started; there is nothing to go back to")
+        table = self._previous[name]
+        if "replicas" in self._explicit[name]:
+            table = table.model_copy(update={"replicas": self._explicit[name]["replicas"]})
+        return await self._replace(served, table)
+
+    async def _replace(self, served: ServedModel, table: Table) -> str:
         if self._swapping.locked():
             raise ConfigError("another swap is under way; wait for it")
-        table = self._table(served, {**self._explicit[name], "path": str(directory)})
         async with self._swapping:
+            before = served.table
             version = await served.swap(table)
+            self._previous[served.name] = before
         self.swaps += 1
-        self.log("swapped", model=name, version=version)
+        self.log("swapped", model=served.name, version=version)
         return version
+
+    def start_swap(self, name: str, path: str) -> dict[str, Any]:
+        """Without waiting for it: how it stands."""
+        self.named(name)
+
+        async def load() -> str:
+            try:
+                return await self.swap(name, path)
+            except PlauditError as error:
+                self.log("swap_failed", model=name, reason=str(error))
+                raise ConfigError(f"{self.scrub(str(error))}; nothing has changed") from None
+
+        return self._swaps.start(name, path, load()).shown()
+
+    def started_swaps(self) -> list[dict[str, Any]]:
+        return self._swaps.shown()
 
     def scale(self, name: str, count: int) -> None:
         served = self.named(name)
@@ -118,9 +151,14 @@ class Models:
         """An error message without the server's own paths."""
         return message if self._root is None else message.replace(f"{self._root}/", "").replace(str(self._root), ".")
 
-    async def unready(self) -> list[str]:
+    async def unready(self, name: str | None = None) -> list[str]:
+        """Why the server is not ready, or the model of that name."""
         if self.admission.leaving:
             return ["the server is shutting down"]
+        if name is not None:
+            if name not in self.served:  # without the names that there are: this is told to anybody
+                raise HttpError(404, "unknown_model", "no model of that name is served")
+            return [why for why in [await self.served[name].healthy()] if why]
         return [why for why in await asyncio.gather(*(s.healthy() for s in self.served.values())) if why]
 
     def statuses(self) -> list[ModelStatus]:
@@ -188,6 +226,7 @@ class Models:
             served.kill()
 
     async def close(self) -> None:
+        await self._swaps.close()
         await asyncio.gather(*(served.close() for served in self.served.values()), return_exceptions=True)
         if self._cluster is not None:
             await self._cluster.close()

@@ -1,5 +1,6 @@
 """A swap gives the scores of a new server on the new directory, and no score comes from another model's cache."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,3 +108,45 @@ def test_a_swap_is_a_fresh_start_with_the_operators_keys(server: ServerProcess, 
     assert [len(steps) for steps in expected[1][:2]] == [1, 3]
     assert served(server, "plain")[1][1] == pytest.approx(min(expected[1][1]), abs=1e-4)
     assert server.http.get("/v1/models").json()["data"][0]["kind"] == "process"
+
+
+def post(server: ServerProcess, route: str, /, **fields: Any) -> Any:
+    return server.http.post(route, json=fields, headers={"authorization": f"Bearer {ADMIN}"}, timeout=240)
+
+
+def started(server: ServerProcess, id: int) -> dict[str, Any]:
+    """The swap of that number, when it has ended."""
+    end = time.monotonic() + 240
+    while time.monotonic() < end:
+        swaps = server.http.get("/admin/swaps", headers={"authorization": f"Bearer {ADMIN}"}).json()["swaps"]
+        (status,) = [each for each in swaps if each["id"] == id]
+        if status["state"] != "loading":
+            return dict(status)
+        time.sleep(0.1)
+    raise AssertionError(f"swap {id} is still loading")
+
+
+def test_a_swap_can_be_started_looked_at_and_taken_back(server: ServerProcess, root: Root) -> None:
+    nothing = post(server, "/admin/rollback", model="rotated")
+    assert (nothing.status_code, nothing.json()["error"]["type"]) == (400, "swap_failed")
+    assert "nothing to go back to" in nothing.json()["error"]["message"]
+
+    reply = post(server, "/admin/swap", model="rotated", path="scaled", wait=False)
+    assert (reply.status_code, reply.json()["state"], reply.json()["version"]) == (202, "loading", None)
+    assert served(server, "rotated")[0] in (root.fresh("rotated")[0], root.fresh("scaled")[0])
+    status = started(server, reply.json()["id"])
+    assert (status["state"], status["version"]) == ("done", f"1-{root.fresh('scaled')[0]}"), status
+    same(served(server, "rotated"), root.fresh("scaled"))
+
+    failed = started(server, post(server, "/admin/swap", model="rotated", path="absent", wait=False).json()["id"])
+    assert failed["state"] == "failed"
+    assert failed["error"] == "path 'absent' is not a directory under model_root; nothing has changed"
+
+    assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"2-{root.fresh('rotated')[0]}"
+    same(served(server, "rotated"), root.fresh("rotated"))
+    assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"3-{root.fresh('scaled')[0]}"
+
+
+def test_a_model_is_asked_for_its_own_readiness(server: ServerProcess) -> None:
+    assert server.http.get("/health/ready", params={"model": "plain"}).status_code == 200
+    assert server.http.get("/health/ready", params={"model": "nobody"}).status_code == 404

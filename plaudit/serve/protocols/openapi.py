@@ -12,7 +12,7 @@ from plaudit.serve.http.message import Route
 from plaudit.serve.protocols.native import wire as native
 
 REWARDS = "/v1/rewards"
-BODIES = {"/admin/swap": "Swap", "/admin/scale": "Scale"}
+BODIES = {"/admin/swap": "Swap", "/admin/rollback": "Rollback", "/admin/scale": "Scale"}
 TITLES = {
     "native": "Plaudit's own", "triton": "Triton, PyTriton, NeMo-Aligner", "openrlhf": "OpenRLHF", "slime": "slime",
     "openr": "OpenR", "sglang": "SGLang, ETS, REBASE", "tei": "Text Embeddings Inference, huggingface_hub",
@@ -67,8 +67,10 @@ SCHEMAS: dict[str, Any] = {
         "properties": {
             "model": {"type": "string"},
             "path": {"type": "string", "description": "A directory under model_root, relative to it."},
+            "wait": {"type": "boolean", "default": True, "description": "false: 202 at once, see /admin/swaps."},
         },
     },
+    "Rollback": {"type": "object", "required": ["model"], "properties": {"model": {"type": "string"}}},
     "Scale": {
         "type": "object", "required": ["model", "replicas"],
         "properties": {"model": {"type": "string"}, "replicas": {"type": "integer", "minimum": 1, "maximum": 1024}},

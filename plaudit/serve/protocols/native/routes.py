@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -40,9 +40,19 @@ class NativeRoutes:
             Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary=REWARDS),
             Route("GET", "/v1/models", "key", self.list_models, summary=MODELS),
             Route("POST", "/admin/swap", "admin", self.swap, summary="Load another directory in a model's place"),
+            Route("GET", "/admin/swaps", "admin", self.swaps, summary="Swaps that were started with wait false"),
+            Route(
+                "POST", "/admin/rollback", "admin", self.rollback, summary="Back to the version before the last swap"
+            ),
             Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
             Route("GET", "/health/live", "open", self.live, summary="Liveness: 503 if a model was given up for good"),
-            Route("GET", "/health/ready", "open", self.ready, summary="Readiness: 200 if every model computes"),
+            Route(
+                "GET",
+                "/health/ready",
+                "open",
+                self.ready,
+                summary="Readiness: 200 if every model, or ?model=NAME, computes",
+            ),
             Route("GET", "/health", "open", self.ready, summary="Readiness, where load balancers look for it"),
             Route("GET", "/metrics", "metrics", self.metrics, summary="Metrics in the format of Prometheus"),
             Route("GET", "/stats", "key", self.stats, summary="Figures of the last minutes, for the live page"),
@@ -92,11 +102,22 @@ class NativeRoutes:
 
     async def swap(self, request: Request) -> Reply:
         order = await _decoded(request, _Swap)
+        if not order.wait:
+            return Reply.json(self.models.start_swap(order.model, order.path), 202)
+        return await self._replaced(order.model, self.models.swap(order.model, order.path))
+
+    async def swaps(self, request: Request) -> Reply:
+        return Reply.json({"swaps": self.models.started_swaps()})
+
+    async def rollback(self, request: Request) -> Reply:
+        order = await _decoded(request, _Rollback)
+        return await self._replaced(order.model, self.models.rollback(order.model))
+
+    async def _replaced(self, model: str, replacing: Awaitable[str]) -> Reply:
         try:
-            version = await self.models.swap(order.model, order.path)
+            return Reply.json({"model": model, "version": await replacing})
         except PlauditError as error:
             raise HttpError(400, "swap_failed", f"{self.models.scrub(str(error))}; nothing has changed") from None
-        return Reply.json({"model": order.model, "version": version})
 
     async def live(self, request: Request) -> Reply:
         uptime = round(time.monotonic() - self.began, 1)
@@ -105,7 +126,7 @@ class NativeRoutes:
         return Reply.json({"status": "live", "uptime": uptime})
 
     async def ready(self, request: Request) -> Reply:
-        reasons = await self.models.unready()
+        reasons = await self.models.unready(request.parameters().get("model"))
         if not reasons:
             return Reply.json({"status": "ready"})
         reply = Reply.json({"status": "not ready", "reasons": reasons}, 503)
@@ -132,6 +153,11 @@ class NativeRoutes:
 class _Swap(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     path: str
+    wait: bool = True
+
+
+class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
 
 
 class _Scale(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,7 +165,7 @@ class _Scale(msgspec.Struct, forbid_unknown_fields=True):
     replicas: Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
-A = TypeVar("A", _Swap, _Scale)
+A = TypeVar("A", _Swap, _Rollback, _Scale)
 
 
 async def _decoded(request: Request, kind: type[A]) -> A:
