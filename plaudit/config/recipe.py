@@ -14,13 +14,15 @@ from pydantic import Field, TypeAdapter
 
 from plaudit.config.rl import RlRecipe
 from plaudit.config.shipped.catalog import find_recipe
-from plaudit.config.supervised import BaseRecipe, PrmRecipe, RewardRecipe, SftRecipe
+from plaudit.config.supervised import BaseRecipe, PreferenceRecipe, PrmRecipe, RewardRecipe, SftRecipe
 from plaudit.config.table import apply, check, read_toml
 from plaudit.errors import ConfigError
 
-Recipe = SftRecipe | RewardRecipe | PrmRecipe | RlRecipe
+Recipe = SftRecipe | RewardRecipe | PrmRecipe | PreferenceRecipe | RlRecipe
 _RECIPE: TypeAdapter[Recipe] = TypeAdapter(Annotated[Recipe, Field(discriminator="task")])
-TASKS: dict[str, type[BaseRecipe]] = {"sft": SftRecipe, "reward": RewardRecipe, "prm": PrmRecipe, "rl": RlRecipe}
+TASKS: dict[str, type[BaseRecipe]] = {
+    "sft": SftRecipe, "reward": RewardRecipe, "prm": PrmRecipe, "preference": PreferenceRecipe, "rl": RlRecipe,
+}  # fmt: skip
 TAGS = {*TASKS, "bradley-terry", "regression"}
 
 

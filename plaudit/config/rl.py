@@ -11,24 +11,10 @@ from plaudit.config.algorithm import RlAlgorithm
 from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, ResourcesTable
 from plaudit.config.prompting import AskingTable
 from plaudit.config.reward import KINDS, OutcomeTable, ProcessTable, RewardTable, RuleTable, parse_reward
-from plaudit.config.supervised import BaseRecipe, ModelTable, SumsTable, TrainTable
+from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable
 from plaudit.config.table import NonNegative, Positive, Share, Table
 from plaudit.config.world import World
 from plaudit.errors import ConfigError, nearest
-
-
-class LoraTable(Table):
-    """Train small matrices beside the weights (extra `lora`). The reference is the model without them."""
-
-    rank: PositiveInt = 16
-    alpha: Positive = 32.0
-    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-
-
-class RlModelTable(ModelTable):
-    lora: LoraTable | None = None
-    recompute: bool = False
-    """Keep a layer's input alone in the forward pass and compute the rest again in the backward: less memory."""
 
 
 class RlDataTable(AskingTable):
@@ -235,7 +221,7 @@ class SamplingTable(Table):
 
 class RlRecipe(BaseRecipe):
     task: Literal["rl"]
-    model: RlModelTable
+    model: PolicyModelTable
     data: RlDataTable
     reward: RlRewardTable
     truth: RlRewardTable | None = None

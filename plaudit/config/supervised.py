@@ -1,4 +1,5 @@
-"""The tables that recipes have in common, and the recipes of supervised training: SFT, reward and process models."""
+"""The tables that recipes have in common, and the recipes of learning from examples: SFT, preferences, reward and
+process models."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag, model_validator
 
+from plaudit.algo.preference import PREFERENCE_METHODS
+from plaudit.algo.preference.method import PreferenceMethod
 from plaudit.config.table import NonNegative, Positive, Share, Table
 from plaudit.config.world import World
 
@@ -44,6 +47,26 @@ class ModelTable(Table):
     def _one_source(self) -> Self:
         if (self.path is None) == (self.new is None):
             raise ValueError("give either model.path or a [model.new] table, and not both")
+        return self
+
+
+class LoraTable(Table):
+    """Train small matrices beside the weights (extra `lora`). The reference is the model without them."""
+
+    rank: PositiveInt = 16
+    alpha: Positive = 32.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+
+
+class PolicyModelTable(ModelTable):
+    lora: LoraTable | None = None
+    recompute: bool = False
+    """Keep a layer's input alone in the forward pass and compute the rest again in the backward: less memory."""
+
+    @model_validator(mode="after")
+    def _has_a_base(self) -> Self:
+        if self.lora is not None and self.path is None:
+            raise ValueError("model.lora trains beside given weights: give model.path in place of [model.new]")
         return self
 
 
@@ -89,6 +112,15 @@ class DataTable(Table):
         if (self.world is None) == (self.path is None):
             raise ValueError('give either data.world (such as "sums") or data.path, and not both')
         return self
+
+
+class PreferenceData(DataTable):
+    problems: PositiveInt = 1000
+    """Of a world: how many problems the policy is asked for responses to learn from."""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """Of a world: responses to each problem, drawn from the policy at temperature 1. Right ones over wrong ones."""
+    pairs: PositiveInt = 4
+    """Of a world: most pairs of one problem."""
 
 
 class CheckpointTable(Table):
@@ -150,6 +182,36 @@ class StepsAlgorithm(Table):
     that of the world, or a blank line."""
 
 
+class PreferenceAlgorithm(Table):
+    name: str = "dpo"
+    beta: Positive
+    """How much a lead counts; how near to the reference the policy stays where there is one."""
+    gamma: NonNegative | None = None
+    """SimPO: the lead that is asked of the chosen response."""
+    desirable: NonNegative | None = None
+    """KTO: what a response with label true counts."""
+    undesirable: NonNegative | None = None
+    prompt_loss: bool | None = None
+    """ORPO: whether the SFT term is over the prompt too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, table: Any) -> Any:
+        if not isinstance(table, Mapping):
+            return table
+        name = table.get("name", "dpo")
+        if not isinstance(name, str) or name not in PREFERENCE_METHODS:
+            raise ValueError(f"name = {name!r} is no preference method; there are {', '.join(PREFERENCE_METHODS)}")
+        preset = PREFERENCE_METHODS[name].preset
+        for key in cls.model_fields.keys() & table.keys() - {"name", *preset}:
+            raise ValueError(f"{key} is no key of {name}, which has {', '.join(preset)}: leave it out")
+        return {**preset, **table}
+
+    @property
+    def method(self) -> PreferenceMethod:
+        return PREFERENCE_METHODS[self.name]
+
+
 class BaseRecipe(Table):
     seed: Annotated[int, Field(ge=0)] = 1
     model: ModelTable
@@ -163,6 +225,7 @@ class SupervisedRecipe(BaseRecipe):
 
 class SftRecipe(SupervisedRecipe):
     task: Literal["sft"]
+    model: PolicyModelTable
     algorithm: SftAlgorithm = SftAlgorithm()
 
 
@@ -184,3 +247,16 @@ class RewardRecipe(SupervisedRecipe):
 class PrmRecipe(SupervisedRecipe):
     task: Literal["prm"]
     algorithm: StepsAlgorithm = StepsAlgorithm()
+
+
+class PreferenceRecipe(SupervisedRecipe):
+    task: Literal["preference"]
+    model: PolicyModelTable
+    data: PreferenceData
+    algorithm: PreferenceAlgorithm = PreferenceAlgorithm.model_validate({})
+
+    @model_validator(mode="after")
+    def _answers_already(self) -> Self:
+        if self.model.path is None:
+            raise ValueError("model.new has no responses to prefer among: give model.path, a policy after SFT")
+        return self

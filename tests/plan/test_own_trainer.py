@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.config.recipe import load_recipe
-from plaudit.config.rl import RlModelTable
+from plaudit.config.supervised import PolicyModelTable
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
 from plaudit.plan.options import PlanOptions
@@ -208,7 +208,7 @@ def test_a_lora_recipe_of_8b_fits_on_one_device(tmp_path: Path) -> None:
     small = {"path": "model", "dtype": "bfloat16"}
     found = {}
     for name, lora in (("whole", None), ("adapters", {"rank": 8, "targets": ("q_proj", "v_proj", "up_proj")})):
-        changed = recipe.model_copy(update={"model": RlModelTable.model_validate({**small, "lora": lora})})
+        changed = recipe.model_copy(update={"model": PolicyModelTable.model_validate({**small, "lora": lora})})
         work = workload_of(changed, lambda model: tmp_path / model, 64, 48)
         found[name] = predict(work, "1x1xH100", "colocated", training=TrainingLayout(plain=True, recompute="full"))
     assert not found["whole"].fits

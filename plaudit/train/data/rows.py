@@ -2,6 +2,7 @@
 
     sft     {"prompt", "response"} or {"messages": [..., {"role": "assistant", "content"}]}
     reward  {"prompt", "chosen", "rejected"[, "margin"]}, or rated: {"prompt", "response", <attribute>: number, ...}
+    preference  {"prompt", "chosen", "rejected"}, or for KTO {"prompt", "response", "label": true or false}
     prm     {"prompt", "steps": [text, ...], "labels": [0 or 1, or a chance, ...][, "finished": false]}
 
 The i-th training row is a pure function of (seed, i): a resumed run needs no reader state to see the same data.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plaudit.config.rl import LoraTable
+from plaudit.config.supervised import LoraTable
 from plaudit.errors import ConfigError
 from plaudit.models.fresh import seeded
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from plaudit.config import RlRecipe
-from plaudit.config.rl import RlModelTable
+from plaudit.config.supervised import PolicyModelTable
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import ConfigError
@@ -26,20 +26,25 @@ from plaudit.train.run.overdue import Warn
 from plaudit.train.run.ranks import Ranks
 
 
-def load_trained(table: RlModelTable, seed: int, checkpoint: Checkpoint | None) -> Loaded:
+def load_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> Loaded:
     """The policy as it is at the start of this run or, with a checkpoint, as it was there."""
     assert table.path is not None
     source = checkpoint.model if checkpoint is not None and table.lora is None else table.path
     loaded = load_policy(source, table.dtype, choose_device(table.device))
     without_dropout(loaded.module)
-    if table.lora is not None:
-        lora.attach(loaded.module, table.lora, seed)
-        if checkpoint is not None:
-            lora.load_adapter(loaded.module, load_file(checkpoint.path / "adapter.safetensors"))
-    if table.recompute:
-        loaded.module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        loaded.module.train()  # transformers recomputes in this mode alone; without dropout it differs in nothing else
+    prepare(loaded.module, table, seed, checkpoint)
     return loaded
+
+
+def prepare(module: nn.Module, table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> None:
+    """The adapter, as it was at the checkpoint if there is one, and recomputation, as the recipe says."""
+    if table.lora is not None:
+        lora.attach(module, table.lora, seed)
+        if checkpoint is not None:
+            lora.load_adapter(module, load_file(checkpoint.path / "adapter.safetensors"))
+    if table.recompute:
+        module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        module.train()  # transformers recomputes in this mode alone; without dropout it differs in nothing else
 
 
 def new_reference(recipe: RlRecipe, policy: Policy, ranks: Ranks) -> Reference | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import time
 from pathlib import Path
 
@@ -75,6 +76,7 @@ class Trainee:
 
     def save_final(self, directory: Path) -> None:
         """The model, and the adapter where one was trained."""
+        shutil.rmtree(directory / "adapter", ignore_errors=True)  # of a finished run that was given more steps
         self.save_model(directory)
         if self.recipe.model.lora is not None:
             assert self.recipe.model.path is not None

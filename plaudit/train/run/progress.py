@@ -34,5 +34,8 @@ class Progress:
         text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         self.console.print(f"[dim]{self.title}[/dim] step {step}: {text}", highlight=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        self.console.print(f"[dim]{self.title}[/dim] {text}", highlight=False, soft_wrap=True)
+
     def warn(self, message: str) -> None:
         self.console.print(f"[yellow]warning:[/yellow] {message}", highlight=False, soft_wrap=True)

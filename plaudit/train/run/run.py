@@ -1,7 +1,7 @@
 """A run directory: one writer at a time, its recipe, events, checkpoints and summary.
 
-runs/<name>/  recipe.toml  events.jsonl  checkpoints/  rollouts/ (with train.dump)  final/ (the trained model)
-              summary.json  lock
+runs/<name>/  recipe.toml  events.jsonl  checkpoints/  rollouts/ (with train.dump)  preferences/ (what they are
+              measured from)  final/ (the trained model)  summary.json  lock
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Run:
     def _prepare(self) -> None:
         stored = self.directory / "recipe.toml"
         if self.fresh or not self._begun():
-            for name in ("checkpoints", "final", "rollouts"):
+            for name in ("checkpoints", "final", "rollouts", "preferences"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
             for path in (stored, self.directory / "summary.json", *self.directory.glob("events*.jsonl")):
                 path.unlink(missing_ok=True)

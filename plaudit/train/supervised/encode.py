@@ -6,17 +6,27 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from plaudit.config import PrmRecipe, Regression, RewardRecipe, SftRecipe
+from plaudit.config import PreferenceRecipe, PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.errors import DataError
 from plaudit.models import encode, render_chat
 from plaudit.train.data.rows import Row
-from plaudit.train.supervised.examples import Comparison, Demonstration, Example, Rating, StepTargets
+from plaudit.train.supervised.examples import (
+    Comparison,
+    Demonstration,
+    Example,
+    Labelled,
+    Preferred,
+    Rating,
+    StepTargets,
+)
 
 
 class Encoder:
     """Turns the rows of a recipe's task into examples of at most `longest` tokens a sequence."""
 
-    def __init__(self, recipe: SftRecipe | RewardRecipe | PrmRecipe, tokenizer: Any, longest: int) -> None:
+    def __init__(
+        self, recipe: SftRecipe | RewardRecipe | PrmRecipe | PreferenceRecipe, tokenizer: Any, longest: int
+    ) -> None:
         self.recipe = recipe
         self.tokenizer = tokenizer
         self.longest = longest
@@ -28,8 +38,7 @@ class Encoder:
 
     def __call__(self, row: Row) -> Example:
         example = self._example(row)
-        sequences = (example.chosen, example.rejected) if isinstance(example, Comparison) else (example.tokens,)
-        most = max(map(len, sequences))
+        most = _longest(example)
         if most > self.longest:
             raise DataError(f"{row.origin}: {most} tokens, but the model takes {self.longest}; shorten or remove it")
         return example
@@ -39,6 +48,8 @@ class Encoder:
             return self._demonstration(row)
         if self.recipe.task == "prm":
             return self._steps(row)
+        if self.recipe.task == "preference":
+            return self._preferred(row) if self.recipe.algorithm.method.pairs else self._labelled(row)
         if isinstance(self.recipe.algorithm, Regression):
             return self._rating(row, self.recipe.algorithm.attributes)
         return self._comparison(row)
@@ -70,6 +81,23 @@ class Encoder:
         chosen, rejected = (self._finished(row.text(key)) for key in ("chosen", "rejected"))
         return Comparison((*prompt, *chosen), (*prompt, *rejected), row.number("margin", 0.0))
 
+    def _preferred(self, row: Row) -> Preferred:
+        prompt, chosen, rejected = self._prompt(row), row.text("chosen"), row.text("rejected")
+        if chosen == rejected:
+            raise DataError(
+                f"{row.origin}: chosen and rejected are both {chosen[:40]!r}: remove the line, it says nothing"
+            )
+        return Preferred(tuple(prompt), tuple(self._finished(chosen)), tuple(self._finished(rejected)))
+
+    def _labelled(self, row: Row) -> Labelled:
+        label = row.fields.get("label")
+        if not isinstance(label, bool):
+            raise DataError(
+                f"{row.origin}: needs a 'label', true or false, found {label!r}; its keys are {sorted(row.fields)}; "
+                "for pairs of chosen and rejected take algorithm.name = dpo, ipo, orpo or simpo"
+            )
+        return Labelled(tuple(self._prompt(row)), tuple(self._finished(row.text("response"))), label)
+
     def _rating(self, row: Row, attributes: tuple[str, ...]) -> Rating:
         ratings = tuple(row.number(name) if row.fields.get(name) is not None else math.nan for name in attributes)
         if all(map(math.isnan, ratings)):
@@ -93,3 +121,10 @@ class Encoder:
             tokens.append(self.tokenizer.eos_token_id)
             ends[-1] = len(tokens) - 1
         return StepTargets(tuple(tokens), tuple(ends), tuple(float(label) for label in labels))
+
+
+def _longest(example: Example) -> int:
+    """Tokens of an example's longest sequence."""
+    if isinstance(example, Preferred | Labelled):
+        return len(example.prompt) + max(map(len, example.responses))
+    return max(map(len, (example.chosen, example.rejected) if isinstance(example, Comparison) else (example.tokens,)))

@@ -23,6 +23,7 @@ Floats = np.ndarray[Any, Any]
 E = TypeVar("E", Comparison, Rating, StepTargets)
 
 MAX_ANSWER_TOKENS = 160
+WORLDS = ("sums", "sums-hard")
 
 
 def policy_accuracy(loaded: Loaded, world: Sums, problems: int, seed: int) -> dict[str, float]:
@@ -39,9 +40,9 @@ def policy_accuracy(loaded: Loaded, world: Sums, problems: int, seed: int) -> di
     return figures
 
 
-def evaluate_policy(loaded: Loaded, seed: int, problems: int) -> dict[str, float]:
+def evaluate_policy(loaded: Loaded, seed: int, problems: int, worlds: Sequence[str] = WORLDS) -> dict[str, float]:
     figures = {}
-    for name in ("sums", "sums-hard"):
+    for name in worlds:
         for how, share in policy_accuracy(loaded, get_world(name), problems, seed).items():
             figures[f"accuracy/{name}/{how}"] = share
     return figures

@@ -38,10 +38,44 @@ class StepTargets:
     targets: tuple[float, ...]
 
 
-Example = Demonstration | Comparison | Rating | StepTargets
+@dataclass(frozen=True, slots=True)
+class Preferred:
+    """Two responses to a prompt for a policy to learn from. `reference`: the log-probs of both at the start."""
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    reference: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def responses(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A response that is desirable or not, and one to another prompt, by which the policy's drift is measured.
+    `reference`: the log-probs of both after this prompt at the start."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    desirable: bool
+    other: tuple[int, ...] = ()
+    reference: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def responses(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.response, self.other
+
+
+Example = Demonstration | Comparison | Rating | StepTargets | Preferred | Labelled
 
 
 def token_count(example: Example) -> int:
+    if isinstance(example, Preferred):
+        return len(example.prompt) + len(example.chosen) + len(example.rejected)
+    if isinstance(example, Labelled):
+        return len(example.prompt) + max(map(len, example.responses))  # of two passes the larger
     if isinstance(example, Comparison):
         return len(example.chosen) + len(example.rejected)
     return len(example.tokens)

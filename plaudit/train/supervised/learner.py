@@ -26,7 +26,9 @@ class Learner:
         self.optimizer.zero()
         count = self._count(examples)
         loss = 0.0
-        for micro in micro_batches(examples, self.micro_batch_tokens):
+        micros = micro_batches(examples, self.micro_batch_tokens)
+        self.objective.begin(self.model, micros)
+        for micro in micros:
             part = self.objective.loss(self.model, micro) / count
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.item()
@@ -39,11 +41,13 @@ class Learner:
                 f"the loss is {loss} at step {step}: the weights are left as they were; lower train.lr "
                 "(--resume --set train.lr=…)"
             )
-        return {"loss": loss, **self.optimizer.step(step), "tokens": float(sum(map(token_count, examples)))}
+        seen = {"loss": loss, **self.objective.figures()}
+        return {**seen, **self.optimizer.step(step), "tokens": float(sum(map(token_count, examples)))}
 
     @torch.no_grad()
     def mean_loss(self, examples: Sequence[Example]) -> float:
         micros = micro_batches(examples, self.micro_batch_tokens)
+        self.objective.begin(self.model, micros)
         return sum(self.objective.loss(self.model, micro).item() for micro in micros) / self._count(examples)
 
     def _count(self, examples: Sequence[Example]) -> int:

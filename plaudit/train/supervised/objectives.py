@@ -26,8 +26,16 @@ class Objective(Protocol):
     def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
         """The loss summed over those things."""
 
+    def begin(self, model: nn.Module, batch: Sequence[Sequence[Example]]) -> None:
+        """Look at all micro-batches of a batch, if the loss of one depends on the others."""
+        return
 
-class Imitate:
+    def figures(self) -> dict[str, float]:
+        """What was seen since `begin`, besides the loss."""
+        return {}
+
+
+class Imitate(Objective):
     """SFT: the mean negative log-probability of response tokens."""
 
     def count(self, examples: Sequence[Example]) -> int:
@@ -47,7 +55,7 @@ class Imitate:
         return -token_logprobs(hidden, head.weight, packed.input_ids[0, at], head.bias).sum()
 
 
-class Prefer:
+class Prefer(Objective):
     """Bradley–Terry on pairs."""
 
     def __init__(self, algorithm: BradleyTerry) -> None:
@@ -63,7 +71,7 @@ class Prefer:
         return bradley_terry(scores[: len(pairs)], scores[len(pairs) :], margin, self.algorithm.centring)
 
 
-class Rate:
+class Rate(Objective):
     """Squared error against ratings, one per attribute."""
 
     def count(self, examples: Sequence[Example]) -> int:
@@ -75,7 +83,7 @@ class Rate:
         return attribute_error(scores, torch.tensor([e.ratings for e in rated], device=scores.device))
 
 
-class JudgeSteps:
+class JudgeSteps(Objective):
     """Cross-entropy at the end of each step."""
 
     def count(self, examples: Sequence[Example]) -> int:

@@ -1,0 +1,14 @@
+"""The methods that learn from preferences, by name, one file each: its paper, its preset and its loss."""
+
+from __future__ import annotations
+
+from plaudit.algo.preference import dpo, ipo, kto, orpo, simpo
+from plaudit.algo.preference.method import PreferenceMethod
+
+PREFERENCE_METHODS: dict[str, PreferenceMethod] = {
+    "dpo": dpo.METHOD,
+    "ipo": ipo.METHOD,
+    "kto": kto.METHOD,
+    "orpo": orpo.METHOD,
+    "simpo": simpo.METHOD,
+}
