@@ -109,7 +109,7 @@ def test_init_without_options_writes_a_template_as_it_is(tmp_path: Path) -> None
     assert plaudit_here("init", cwd=tmp_path).returncode == 0
     recipe = load_recipe(tmp_path / "recipe.toml")
     assert (recipe.task, recipe.model.path) == ("sft", "smollm2")
-    assert set(template_tasks()) == {"sft", "reward", "prm", "rl", "search"}
+    assert set(template_tasks()) == {"sft", "preference", "reward", "prm", "rl", "search"}
 
 
 ROWS = {

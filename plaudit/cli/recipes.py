@@ -38,7 +38,7 @@ def show_recipes(
 @app.command("init")
 def write_recipe(
     file: Annotated[Path, typer.Argument(help="The recipe to write.")] = Path("recipe.toml"),
-    task: Annotated[str, typer.Option(help="sft, reward, prm, rl or search.")] = "sft",
+    task: Annotated[str, typer.Option(help="sft, preference, reward, prm, rl or search.")] = "sft",
     data: Annotated[str, typer.Option(metavar="FILE", help="Your data: a .jsonl or .parquet file.")] = "data.jsonl",
     model: Annotated[
         str, typer.Option(metavar="NAME_OR_DIR", help="The model to start from, or the policy of a search.")

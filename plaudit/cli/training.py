@@ -33,7 +33,7 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="RL: train a run's dump again, compare all numbers with its log.")
     ] = None,
 ) -> None:
-    """Train a model: SFT, reward model, process reward model or RL, as the recipe says."""
+    """Train a model: SFT, preferences, reward model, process reward model or RL, as the recipe says."""
     from plaudit.config import RlRecipe, load_recipe, to_toml
     from plaudit.errors import ConfigError
 

@@ -14,6 +14,7 @@ _SHARES = {
     "accuracy/sums/sampled": ("its answers to new problems", "right"),
     "accuracy/sums/greedy": ("its answers to new problems", "right"),
     "pair_accuracy": ("new pairs of responses", "in the right order"),
+    "label_auc": ("new pairs of a desirable and an undesirable response", "in the right order"),
     "step_auc": ("new pairs of a right and a wrong step", "in the right order"),
 }
 _NUMBERS = {
@@ -27,10 +28,17 @@ _OWN = {"reward/mean": "the reward", "loss": "the loss"}
 _KINDS = {
     "rl": "Reinforcement learning",
     "sft": "Supervised fine-tuning",
+    "preference": "Learning from preferences",
     "reward": "Reward model",
     "prm": "Process reward model",
 }
-_METHODS = {"sft": "fine-tuning", "reinforce": "REINFORCE", "reinforce++": "REINFORCE++", "dr-grpo": "Dr. GRPO"}
+_METHODS = {
+    "sft": "fine-tuning",
+    "reinforce": "REINFORCE",
+    "reinforce++": "REINFORCE++",
+    "dr-grpo": "Dr. GRPO",
+    "simpo": "SimPO",
+}
 
 
 @dataclass(frozen=True, slots=True)

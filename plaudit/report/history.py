@@ -31,6 +31,8 @@ FIGURES = {
     "sums-hard/pair_accuracy": "pairs of long chains ordered as the truth orders them",
     "sums-hard/step_auc": "steps of long chains (AUC)",
     "sums-hard/first_wrong_f1": "first wrong step of long chains (F1)",
+    "label_auc": "desirable responses above undesirable ones (AUC)",
+    "drift": "distance from the reference",
     "lead": "mean lead of the better response",
     "score_mean": "mean score",
     "score_std": "spread of scores",
