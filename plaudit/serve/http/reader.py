@@ -143,12 +143,17 @@ class _Reader:
             self._sock.sendall(pack(request))
             self._sock.sendall(body)
             tree = self._assembled(self._sock)
+        except HttpError:
+            raise  # a whole answer: nothing of it is left in the socket
         except OSError:
             self.end()
             raise HttpError(
                 503, "read_failed", "the process that reads large bodies has ended; send it again, in smaller parts",
                 retry_after=1,
             ) from None  # fmt: skip
+        except BaseException:
+            self.end()
+            raise
         return tree if kind == dict[str, Any] else msgspec.convert(tree, kind)
 
     @staticmethod
