@@ -67,6 +67,8 @@ def test_set_overrides_one_key(override: str, key: object, value: object) -> Non
     [
         (["train.stepz=3"], "unknown key 'train.stepz'; did you mean 'steps'?"),
         (["trian.lr=1"], "unknown key 'trian'; did you mean 'train'?"),
+        (["lr=1e-4"], "unknown key 'lr'; did you mean 'train.lr'?"),
+        (["train.eval_items=3"], "unknown key 'train.eval_items'; did you mean 'data.eval_items'?"),
         (["data.sums.operand=[2,3]"], "unknown key 'data.sums.operand'; did you mean 'operands'?"),
         (["train.checkpoint.evry=3"], "unknown key 'train.checkpoint.evry'; did you mean 'every'?"),
         (["task=reward", "algorithm.centering=1.0"], "unknown key 'algorithm.centering'; did you mean 'centring'?"),

@@ -9,7 +9,8 @@ import typer
 
 app = typer.Typer(
     help="Serve reward models, train policies against them, search with them, plan the hardware.",
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 bench = typer.Typer(help="Measure this machine, each figure beside its limit.", no_args_is_help=True)
 app.add_typer(bench, name="bench")

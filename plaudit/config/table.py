@@ -93,8 +93,10 @@ def _explain(error: ErrorDetails, root: type[BaseModel], tags: Collection[str]) 
     location = [str(part) for part in error["loc"] if part not in tags]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        keys = _keys_beside(root, location)
-        return f"unknown key {key!r}; {nearest(location[-1], keys)}"
+        elsewhere = sorted({dotted for dotted in _dotted_keys(root) if dotted.split(".")[-1] == location[-1]})
+        if elsewhere:
+            return f"unknown key {key!r}; did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
+        return f"unknown key {key!r}; {nearest(location[-1], _keys_beside(root, location))}"
     if error["type"] == "missing":
         return f"the key {key!r} is missing"
     tagless = error["type"] in ("union_tag_not_found", "union_tag_invalid")
@@ -123,6 +125,14 @@ def _keys_beside(root: type[BaseModel], location: list[str]) -> Iterator[str]:
         tables = [nested for annotation in fields for nested in _tables_in(annotation)]
     for table in tables:
         yield from table.model_fields
+
+
+def _dotted_keys(table: type[BaseModel], before: str = "") -> Iterator[str]:
+    """All keys of a table and of those in it: what a reader may have meant who left out the table's name."""
+    for name, field in table.model_fields.items():
+        yield before + name
+        for nested in _tables_in(field.annotation):
+            yield from _dotted_keys(nested, f"{before}{name}.")
 
 
 def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
