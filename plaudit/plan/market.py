@@ -103,18 +103,18 @@ class Market:
             raise ConfigError(f"--budget {self.budget:g}/h buys nothing: one {cheapest.name} is the cheapest device at "
                               f"${self._price(cheapest):g}/h ({PRICES[self.level]}); raise --budget to "
                               f"{self._price(cheapest):g}/h or more")  # fmt: skip
-        found: dict[Cluster, SearchResult] = {}
+        results: dict[Cluster, SearchResult] = {}
         for sizes in affordable.values():
-            for place in self._tried(sizes, found):
-                found.setdefault(place, self.question.plans_on(place))
-        offers = [Offer(p, self.level) for result in found.values() for p in result.plans]
+            for place in self._tried(sizes, results):
+                results.setdefault(place, self.question.plans_on(place))
+        offers = [Offer(p, self.level) for result in results.values() for p in result.plans]
         if not offers:
             raise ConfigError(self._nothing_fits())
         in_time = [offer for offer in offers if offer.hours <= self.deadline]
         if not in_time:
             raise ConfigError(self._too_slow(min(offers, key=lambda offer: offer.hours)))
-        tried = sum(result.tried for result in found.values())
-        return Choice(self, self._best(in_time, True), self._best(in_time, False), found, tried)
+        tried = sum(result.tried for result in results.values())
+        return Choice(self, self._best(in_time, True), self._best(in_time, False), results, tried)
 
     def _price(self, chip: Accelerator) -> float:
         price = chip.price.at(self.level)
@@ -134,7 +134,7 @@ class Market:
             if (place.hourly(self.level) or 0.0) <= budget:
                 yield place
 
-    def _tried(self, sizes: Sequence[Cluster], found: dict[Cluster, SearchResult]) -> Iterator[Cluster]:
+    def _tried(self, sizes: Sequence[Cluster], results: dict[Cluster, SearchResult]) -> Iterator[Cluster]:
         """Sizes worth a search. For time the largest, and the largest of a power of two, which is cut more evenly.
         For money and energy from the smallest that fits up, as far as the deadline asks, and one more."""
         if self.goal == "time":
@@ -146,7 +146,7 @@ class Market:
             if place.devices < needed and place is not sizes[-1]:
                 continue
             yield place
-            plans = [Offer(p, self.level) for p in found[place].plans]
+            plans = [Offer(p, self.level) for p in results[place].plans]
             if not plans:
                 continue
             # As long as our trainer or other software is too slow: the nearer of both says how many it takes.
@@ -200,7 +200,7 @@ class Choice:
     runnable: list[Offer]
     """The best of each accelerator by Plaudit's own trainer, the first best of all."""
     any_software: list[Offer]
-    found: dict[Cluster, SearchResult]
+    results: dict[Cluster, SearchResult]
     tried: int
 
     @property
@@ -210,18 +210,18 @@ class Choice:
     @property
     def outcome(self) -> Outcome:
         """All plans of the hardware that the first is on."""
-        place = next(p for p, result in self.found.items() if any(self.first.prediction is q for q in result.plans))
+        place = next(p for p, result in self.results.items() if any(self.first.prediction is q for q in result.plans))
         question = replace(self.market.question, clusters=(place,))
-        return Outcome(question, {place.name: self.found[place]})
+        return Outcome(question, {place.name: self.results[place]})
 
     @property
     def headline(self) -> str:
         best = self.first
-        asked = {"cost": "Cheapest", "time": "Fastest", "energy": "Least energy"}[self.market.goal]
+        aim = {"cost": "Cheapest", "time": "Fastest", "energy": "Least energy"}[self.market.goal]
         limits = [f"for at most ${self.market.budget:g}/h"] if math.isfinite(self.market.budget) else []
         limits += [f"within {self.market.deadline:g} h"] if math.isfinite(self.market.deadline) else []
         who = "Plaudit's own trainer" if best.prediction.runnable else "other software, since ours has no such plan"
-        return (f"{asked}{' ' if limits else ''}{' and '.join(limits)}: {best.place.name}, {best.prediction.plan}, "
+        return (f"{aim}{' ' if limits else ''}{' and '.join(limits)}: {best.place.name}, {best.prediction.plan}, "
                 f"with {who}: {best.prediction.workload.steps} steps in {best.hours:.1f} h for ${best.dollars:,.0f}"
                 )  # fmt: skip
 
@@ -254,17 +254,17 @@ def market(options: PlanOptions) -> Market:
     overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
     names = [*filter(None, (options.compare or "").split(","))] or all_names(overrides, options.power_price is not None)
     # One question of the usual kind about each: prices, workload and constants are read in one place.
-    asked = ask(replace(options, compare=",".join(names)))
-    chips = tuple(dict.fromkeys(chip for chip in asked.chips if chip.price.at(asked.price) is not None))
-    silent = tuple(dict.fromkeys(chip.name for chip in asked.chips if chip.price.at(asked.price) is None))
+    question = ask(replace(options, compare=",".join(names)))
+    chips = tuple(dict.fromkeys(chip for chip in question.chips if chip.price.at(question.price) is not None))
+    silent = tuple(dict.fromkeys(chip.name for chip in question.chips if chip.price.at(question.price) is None))
     if silent and options.compare:
         raise ConfigError(
-            f"--price {asked.price}: no such price of {', '.join(silent)} is public; {asked.other_price()}"
+            f"--price {question.price}: no such price of {', '.join(silent)} is public; {question.other_price()}"
         )
     if goal == "energy":
         chips = _of_known_power(chips)
     host = overrides.host_memory_gb * 1e9 if overrides and overrides.host_memory_gb else None
-    return Market(asked, chips, silent, goal, budget, deadline, host)
+    return Market(question, chips, silent, goal, budget, deadline, host)
 
 
 def all_names(overrides: Overrides | None, powered: bool) -> list[str]:
@@ -283,20 +283,20 @@ def _of_known_power(chips: tuple[Accelerator, ...]) -> tuple[Accelerator, ...]:
 
 
 def _budget(text: str | None) -> float:
-    return _quantity(text, r"\$?(\d+(?:\.\d+)?)\s*/\s*h", lambda found: float(found[1]), "budget",
+    return _quantity(text, r"\$?(\d+(?:\.\d+)?)\s*/\s*h", lambda match: float(match[1]), "budget",
                      "dollars per hour, such as 60/h")  # fmt: skip
 
 
 def _deadline(text: str | None) -> float:
     hours = {"m": 1 / 60, "h": 1.0, "d": 24.0}
-    return _quantity(text, r"(\d+(?:\.\d+)?)\s*([mhd])", lambda found: float(found[1]) * hours[found[2]], "deadline",
+    return _quantity(text, r"(\d+(?:\.\d+)?)\s*([mhd])", lambda match: float(match[1]) * hours[match[2]], "deadline",
                      "minutes, hours or days, such as 90m, 24h or 7d")  # fmt: skip
 
 
 def _quantity(text: str | None, form: str, read: Callable[[re.Match[str]], float], name: str, expected: str) -> float:
     if text is None:
         return math.inf
-    found = re.fullmatch(rf"\s*{form}\s*", text)
-    if not found or not read(found) > 0:
+    results = re.fullmatch(rf"\s*{form}\s*", text)
+    if not results or not read(results) > 0:
         raise ConfigError(f"--{name} {text}: expected {expected}")
-    return read(found)
+    return read(results)

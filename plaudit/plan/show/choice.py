@@ -27,7 +27,7 @@ def print_choice(choice: Choice, top: int, console: Console | None = None) -> No
     for title, offers in (("By Plaudit's own trainer", choice.runnable), ("By any software", choice.any_software)):
         if offers:
             _print_offers(title, offers[:top], console)
-    for line in (ERROR, choice.basis, ENERGY, f"{choice.tried} plans tried on {len(choice.found)} clusters"):
+    for line in (ERROR, choice.basis, ENERGY, f"{choice.tried} plans tried on {len(choice.results)} clusters"):
         console.print(f"[dim]{escape(line)}[/dim]", highlight=False, soft_wrap=True)
 
 

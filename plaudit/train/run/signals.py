@@ -52,8 +52,8 @@ def interruptible() -> Iterator[StopRequest]:
         request.leave()
 
     # Python hears signals in the main thread alone: a run in another one goes on until it ends.
-    heard = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, remember) for number in heard}
+    signals = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, remember) for number in signals}
     _current = request
     try:
         yield request

@@ -62,8 +62,8 @@ class PreferenceExamples:
         missing = [item for item, key in zip(items, keys, strict=True) if key not in known]
         if missing:
             with base() as model:
-                found = reference_logprobs(model, micro_batches(missing, self.recipe.train.micro_batch_tokens))
-            known |= dict(zip(map(_key, missing), found, strict=True))
+                logprobs = reference_logprobs(model, micro_batches(missing, self.recipe.train.micro_batch_tokens))
+            known |= dict(zip(map(_key, missing), logprobs, strict=True))
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, json.dumps(known))
         ready = [replace(item, reference=known[key]) for item, key in zip(items, keys, strict=True)]

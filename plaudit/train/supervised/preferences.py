@@ -126,12 +126,12 @@ def answer_logprobs(model: nn.Module, answers: Sequence[Answer], prompts_of: int
 @torch.no_grad()
 def reference_logprobs(model: nn.Module, micros: Sequence[Sequence[Example]]) -> list[tuple[float, float]]:
     """Of both responses of each example."""
-    found: list[tuple[float, float]] = []
+    logprobs: list[tuple[float, float]] = []
     for micro in micros:
         items = [e for e in micro if isinstance(e, Preferred | Labelled)]
         _, logp = answer_logprobs(model, [(item.prompt, response) for item in items for response in item.responses])
-        found += [(first, second) for first, second in logp.view(-1, 2).tolist()]
-    return found
+        logprobs += [(first, second) for first, second in logp.view(-1, 2).tolist()]
+    return logprobs
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ GONE = ("model_failed", "model_closed")
 
 
 @dataclass(slots=True)
-class Asked:
+class PreparedRequest:
     """A request that is ready to be computed: its choices are numbered prompt by prompt."""
 
     parsed: wire.ChatRequest | wire.CompletionRequest
@@ -63,8 +63,10 @@ class OpenAIRoutes(ProtocolRoutes):
         served, intake = self._find(parsed.model)
         intake_call = partial(_templated, intake, parsed)
         (tokens,) = await served.in_turn(lambda _: [intake_call()], [request.content], len)
-        room = intake.limit - len(tokens)
-        return await self._reply(request, self._asked(request, parsed, served, [tokens], parsed.most or max(1, room)))
+        remaining = intake.limit - len(tokens)
+        return await self._reply(
+            request, self._prepare(request, parsed, served, [tokens], parsed.most or max(1, remaining))
+        )
 
     async def complete(self, request: Request) -> Reply:
         parsed = wire.read_completion(request.fields())
@@ -78,7 +80,7 @@ class OpenAIRoutes(ProtocolRoutes):
                 raise FieldError(f"prompt {place}: {problem}", "prompt", getattr(row, "type", "empty"))
         tokens = [row for row in rows if isinstance(row, list)]
         return await self._reply(
-            request, self._asked(request, parsed, served, tokens, parsed.max_tokens or wire.SHORT)
+            request, self._prepare(request, parsed, served, tokens, parsed.max_tokens or wire.SHORT)
         )  # fmt: skip
 
     def _find(self, name: str | None) -> tuple[ServedModel, Intake]:
@@ -96,10 +98,10 @@ class OpenAIRoutes(ProtocolRoutes):
         assert isinstance(served.reading, LogprobsReading)
         return served, intake
 
-    def _asked(
+    def _prepare(
         self, request: Request, parsed: wire.ChatRequest | wire.CompletionRequest, served: ServedModel,
         prompts: Sequence[list[int]], most: int,
-    ) -> Asked:  # fmt: skip
+    ) -> PreparedRequest:  # fmt: skip
         chat, limit = isinstance(parsed, wire.ChatRequest), served.intake().limit
         for tokens in prompts:
             if len(tokens) + most > limit:
@@ -116,35 +118,35 @@ class OpenAIRoutes(ProtocolRoutes):
             "model": served.name, "system_fingerprint": served.deployment.version,
         }  # fmt: skip
         sampling = parsed.sampling(most)
-        return Asked(parsed, served, [GenerateJob(tokens, sampling) for tokens in prompts], head)
+        return PreparedRequest(parsed, served, [GenerateJob(tokens, sampling) for tokens in prompts], head)
 
-    async def _reply(self, request: Request, asked: Asked) -> Reply:
-        if asked.parsed.stream:
-            return await self._stream(request, asked)
-        _, answers = await self.scoring.read(request, asked.served, asked.jobs)
+    async def _reply(self, request: Request, prepared: PreparedRequest) -> Reply:
+        if prepared.parsed.stream:
+            return await self._stream(request, prepared)
+        _, answers = await self.scoring.read(request, prepared.served, prepared.jobs)
         samples = [sample for answer in answers for sample in _samples(answer)]
         generated = sum(len(sample.tokens) for sample in samples)
         request.tokens += generated
-        choices = [_choice(asked, index, sample) for index, sample in enumerate(samples)]
-        return Reply.json({**asked.head, "choices": choices, "usage": wire.usage(asked.prompt_tokens, generated)})
+        choices = [_choice(prepared, index, sample) for index, sample in enumerate(samples)]
+        return Reply.json({**prepared.head, "choices": choices, "usage": wire.usage(prepared.prompt_tokens, generated)})
 
-    async def _stream(self, request: Request, asked: Asked) -> Reply:
-        parts = self._events(request, asked)
+    async def _stream(self, request: Request, prepared: PreparedRequest) -> Reply:
+        parts = self._events(request, prepared)
         await anext(parts)
         return Reply(200, b"", b"text/event-stream", [(b"cache-control", b"no-cache")], parts)
 
-    async def _events(self, request: Request, asked: Asked) -> AsyncGenerator[bytes, None]:
+    async def _events(self, request: Request, prepared: PreparedRequest) -> AsyncGenerator[bytes, None]:
         """First nothing, once there is something to say: what fails before that has the status of its error, what fails
         later is the stream's last event."""
         pieces: asyncio.Queue[tuple[int, TextPiece] | None] = asyncio.Queue()
-        count = asked.jobs[0].sampling.n
+        count = prepared.jobs[0].sampling.n
 
-        def heard(prompt: int, piece: TextPiece) -> None:
+        def on_piece(prompt: int, piece: TextPiece) -> None:
             pieces.put_nowait((prompt * count + piece.index, piece))
 
-        jobs = [replace(job, listener=partial(heard, place)) for place, job in enumerate(asked.jobs)]
-        chunks = _Chunks(asked)
-        task = asyncio.create_task(self.scoring.read(request, asked.served, jobs))
+        jobs = [replace(job, listener=partial(on_piece, place)) for place, job in enumerate(prepared.jobs)]
+        chunks = _Chunks(prepared)
+        task = asyncio.create_task(self.scoring.read(request, prepared.served, jobs))
         task.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
             piece = await pieces.get()
@@ -170,32 +172,32 @@ class OpenAIRoutes(ProtocolRoutes):
 class _Chunks:
     """From pieces to the events of a stream."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self.prepared = prepared
         self.generated = 0
-        kind = "chat.completion.chunk" if asked.chat else "text_completion"
-        self.head = {**asked.head, "object": kind, **({"usage": None} if asked.parsed.with_usage else {})}
+        kind = "chat.completion.chunk" if prepared.chat else "text_completion"
+        self.head = {**prepared.head, "object": kind, **({"usage": None} if prepared.parsed.with_usage else {})}
         self._begun: dict[int, int] = {}  # by choice: characters of its tokens so far
 
     def of(self, index: int, piece: TextPiece) -> bytes:
         self.generated += len(piece.tokens)
         events = b""
-        if self.asked.chat and index not in self._begun:
+        if self.prepared.chat and index not in self._begun:
             events += self._event(index, {"delta": {"role": "assistant", "content": ""}}, None)
         offset = self._begun.setdefault(index, 0)
-        logprobs = _logprobs(self.asked, piece.tokens, piece.logprobs, offset)
+        logprobs = _logprobs(self.prepared, piece.tokens, piece.logprobs, offset)
         if logprobs is not None:
-            self._begun[index] += sum(map(len, _texts(self.asked, piece.tokens)))
+            self._begun[index] += sum(map(len, _texts(self.prepared, piece.tokens)))
         if piece.text or (logprobs is not None and piece.tokens):
-            content = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
+            content = {"delta": {"content": piece.text}} if self.prepared.chat else {"text": piece.text}
             events += self._event(index, {**content, "logprobs": logprobs}, None)
         if piece.finish:
-            events += self._event(index, {"delta": {}} if self.asked.chat else {"text": ""}, piece.finish)
+            events += self._event(index, {"delta": {}} if self.prepared.chat else {"text": ""}, piece.finish)
         return events
 
     def end(self) -> bytes:
-        counts = wire.usage(self.asked.prompt_tokens, self.generated)
-        last = wire.event({**self.head, "choices": [], "usage": counts}) if self.asked.parsed.with_usage else b""
+        counts = wire.usage(self.prepared.prompt_tokens, self.generated)
+        last = wire.event({**self.head, "choices": [], "usage": counts}) if self.prepared.parsed.with_usage else b""
         return last + wire.DONE
 
     def _event(self, index: int, content: dict[str, Any], finish: str | None) -> bytes:
@@ -203,25 +205,27 @@ class _Chunks:
         return wire.event({**self.head, "choices": [choice]})
 
 
-def _choice(asked: Asked, index: int, sample: Continuation) -> dict[str, Any]:
+def _choice(prepared: PreparedRequest, index: int, sample: Continuation) -> dict[str, Any]:
     message = {"role": "assistant", "content": sample.text, "refusal": None}
-    content: dict[str, Any] = {"message": message} if asked.chat else {"text": sample.text}
-    logprobs = _logprobs(asked, sample.tokens, sample.logprobs, 0)
+    content: dict[str, Any] = {"message": message} if prepared.chat else {"text": sample.text}
+    logprobs = _logprobs(prepared, sample.tokens, sample.logprobs, 0)
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": sample.finish}
 
 
-def _logprobs(asked: Asked, tokens: list[int], logprobs: list[float], offset: int) -> dict[str, Any] | None:
-    top = asked.parsed.top
+def _logprobs(
+    prepared: PreparedRequest, tokens: list[int], logprobs: list[float], offset: int
+) -> dict[str, Any] | None:
+    top = prepared.parsed.top
     if top is None:
         return None
-    texts = _texts(asked, tokens)
-    if asked.chat:
+    texts = _texts(prepared, tokens)
+    if prepared.chat:
         return wire.chat_logprobs(texts, logprobs, top)
     return wire.completion_logprobs(texts, logprobs, top, offset)
 
 
-def _texts(asked: Asked, tokens: list[int]) -> list[str]:
-    tokenizer = asked.served.intake().tokenizer
+def _texts(prepared: PreparedRequest, tokens: list[int]) -> list[str]:
+    tokenizer = prepared.served.intake().tokenizer
     return [tokenizer.decode([token]) for token in tokens]
 
 
