@@ -6,6 +6,7 @@ Each line is one JSON object: `t` (seconds since the log was opened, monotonic),
     metric  values: {name: number}              span    name, seconds
     memory  phase, bytes: {owner: count}, ...   sample  prompt, response, ...
     note    text, ...                           plan    task, algorithm, steps, clip_norm, memory: {phase: ...}
+    proof   hashes: {samples, logprobs, rewards, weights, by: versions and hardware}
 
 Of a phase's memory, `bytes` are those at its fullest, by owner; `start` and `end` what was different at its ends,
 `taken` what the device says (start, end, peak), `capacity` what the device has.
@@ -28,7 +29,7 @@ from typing import Any, Literal
 
 from plaudit.errors import StorageError
 
-Kind = Literal["metric", "span", "memory", "sample", "note", "plan"]
+Kind = Literal["metric", "span", "memory", "sample", "note", "plan", "proof"]
 Event = dict[str, Any]
 
 START, RESUME, CHANGED, WARNING, END = "start", "resume", "changed", "warning", "end"

@@ -147,6 +147,22 @@ def _replay(run: Path, out: Path) -> None:
     raise typer.Exit(0 if verdict.equal else 1)
 
 
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(help="An RL run's directory.")],
+    step: Annotated[int | None, typer.Option(help="The last step to make again. Default: the run's last.")] = None,
+) -> None:
+    """Make steps of a run again from its last checkpoint before them, and compare every bit with its log."""
+    from tempfile import TemporaryDirectory
+
+    from plaudit.rl.verify import verify as make_again
+
+    with TemporaryDirectory(prefix="plaudit-verify-") as scratch:
+        verdict = make_again(run, Path(scratch), step)
+    typer.echo(f"{run.name}: {verdict.text}")
+    raise typer.Exit(0 if verdict.equal else 1)
+
+
 @app.command("pairs")
 def make_pairs(
     run: Annotated[Path, typer.Argument(help="A run with rollouts: of --rollout-only, or with train.dump = true.")],

@@ -49,6 +49,7 @@ from plaudit.train.rollouts.sharing import SharedScorer
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.clock import Clock
+from plaudit.train.run.proof import step_proof
 from plaudit.train.run.ranks import ALONE, Ranks
 from plaudit.train.run.run import Run
 from plaudit.train.run.signals import Interrupted, StopRequest, interruptible, leave_on_signal, stop_requested
@@ -250,19 +251,17 @@ class RlTraining:
         self.samples += len(batch.samples)
         self.tokens += tokens
         metrics = {
-            **batch_metrics(batch.samples),
-            **batch.metrics,
-            **staleness(batch),
-            **metrics,
-            **split,
+            **batch_metrics(batch.samples), **batch.metrics, **staleness(batch), **metrics, **split,
             "perf/samples_per_second": len(batch.samples) / split["time/step"],
             "perf/tokens_per_second": tokens / split["time/step"],
             "perf/peak_bytes": float(self.ledger.peak),
             "progress/samples": float(self.samples),
             "progress/tokens": float(self.tokens),
             "progress/prompts": float(self.rollouts.drawn),
-        }
+        }  # fmt: skip
         self.run.events.metric(metrics, step=self.step, version=self.version)
+        if self.ranks.everyone.size == 1:
+            self.run.events.write("proof", step=self.step, hashes=step_proof(batch.samples, self.loaded.module))
         self.ledger.write(self.run.events, self.step, self.version)
         if self._shows():
             self._show(batch, experience)

@@ -50,7 +50,7 @@ def replay(directory: Path, out: Path, viewer: Viewer) -> Verdict:
 
 def compare(run: Path, again: Path) -> Verdict:
     """Every metric of every step that both have, and the final weights."""
-    there, here = _metrics(run), _metrics(again)
+    there, here = metrics_by_step(run), metrics_by_step(again)
     last = min(max(there, default=0), max(here, default=0))
     if last == 0:
         raise RunError(f"{run} and {again} have no step in common: there is nothing to compare")
@@ -71,7 +71,7 @@ def compare(run: Path, again: Path) -> Verdict:
     return Verdict(True, f"equal to the bit: {count} numbers of {last} steps{also}")
 
 
-def _metrics(run: Path) -> dict[int, dict[str, Any]]:
+def metrics_by_step(run: Path) -> dict[int, dict[str, Any]]:
     by_step: dict[int, dict[str, Any]] = {}
     for event in read_events(run):
         if event["kind"] == "metric":

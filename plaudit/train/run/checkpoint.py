@@ -85,7 +85,7 @@ class Checkpoints:
 
     def load(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None if there is none at all."""
-        names = self._names()
+        names = self.names()
         for name in reversed(names):
             try:
                 return _open(self.directory / name)
@@ -97,20 +97,20 @@ class Checkpoints:
 
     def named(self, name: str) -> Checkpoint:
         """One of them, whole; BadCheckpoint if it is not, or not there."""
-        if name not in self._names():
-            raise BadCheckpoint(f"no checkpoint {name[:40]!r}; {nearest(name[:40], self._names())}")
+        if name not in self.names():
+            raise BadCheckpoint(f"no checkpoint {name[:40]!r}; {nearest(name[:40], self.names())}")
         return _open(self.directory / name)
 
     def next(self) -> int:
         """A number above that of any checkpoint here."""
-        return max((int(name.removeprefix("step-")) for name in self._names()), default=0) + 1
+        return max((int(name.removeprefix("step-")) for name in self.names()), default=0) + 1
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         names = [path.name for path in self.directory.glob("step-*") if _NAME.fullmatch(path.name)]
         return sorted(names, key=lambda name: int(name.removeprefix("step-")))
 
     def _prune(self) -> None:
-        for name in self._names()[: -self.keep]:
+        for name in self.names()[: -self.keep]:
             shutil.rmtree(self.directory / name)
         for leftover in self.directory.glob("step-*.tmp"):
             shutil.rmtree(leftover)

@@ -1,0 +1,240 @@
+"""`plaudit verify`: make steps of a finished run again, from its last checkpoint before them, and compare every bit.
+
+Samples come from their seeds, rewards from the run's dump or, where there is none, from the reward again; then losses,
+gradient norms and weights follow. The run's log has the hash of each (`train/run/proof.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from plaudit.config import RlRecipe
+from plaudit.config.recipe import parse_recipe
+from plaudit.config.table import read_toml
+from plaudit.errors import BadCheckpoint, RunError
+from plaudit.events import read_events
+from plaudit.records import Item, Sample, Score
+from plaudit.reward.reward import Result
+from plaudit.rl.follower import NoViewer
+from plaudit.rl.loop import RlTraining
+from plaudit.rl.replay import Verdict, metrics_by_step
+from plaudit.train.rollouts.dump import Dump
+from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.run.checkpoint import Checkpoint, Checkpoints
+from plaudit.train.run.proof import PARTS, WORDS, batch_proof, weights_digest
+from plaudit.train.run.run import Run
+
+NEVER = 1_000_000_000
+
+
+class Different(Exception):
+    """The first thing that is not as it was."""
+
+
+class Reached(Exception):
+    """The last step to verify was made."""
+
+
+def verify(directory: Path, out: Path, step: int | None = None) -> Verdict:
+    """`step`: the last one to make again; without it the run's last. `out` is a directory to work in."""
+    recipe = _recipe(directory)
+    metrics, proofs = metrics_by_step(directory), _proofs(directory)
+    last = max((number for number, values in metrics.items() if "progress/samples" in values), default=0)
+    target = last if step is None else step
+    if not 1 <= target <= last:
+        raise RunError(f"{directory} has steps 1 to {last}; there is no step {target} to verify")
+    start = _checkpoint_before(directory, target)
+    first = 1 if start is None else start.step + 1
+    dump = Dump(directory / "rollouts")
+    try:
+        _check_files(directory, proofs, dump, start, target, last)
+        by = _make_again(recipe, out, start, dump, Expected(metrics, proofs, target))
+    except Different as difference:
+        return Verdict(False, str(difference))
+    parts = [WORDS[part].removeprefix("the ") for part in PARTS if part in proofs.get(target, {})]
+    numbers = f"{sum(len(metrics.get(each, {})) for each in range(first, target + 1))} numbers"
+    origin = "the start" if start is None else start.path.name
+    span = f"step {target}" if first == target else f"steps {first} to {target}"
+    return Verdict(True, f"equal to the bit: {span}, made again from {origin}: {', '.join([*parts, numbers])}; {by}")
+
+
+def _recipe(directory: Path) -> RlRecipe:
+    path = directory / "recipe.toml"
+    recipe = parse_recipe(read_toml(path, "recipe of a run"), str(path))
+    if not isinstance(recipe, RlRecipe):
+        raise RunError(f"{directory} is a run of task = {recipe.task!r}; verify is for rl")
+    why = (
+        f"it is over {recipe.resources.ranks} ranks, whose sums are in an order of their own"
+        if recipe.resources.ranks > 1
+        else "its placement is async: which weights a sample saw depends on time"
+        if recipe.placement.name == "async"
+        else f"its engine is {recipe.engine.name}, which computes in an order of its own"
+        if recipe.engine.name != "core"
+        else "its critic is behind a URL"
+        if recipe.critic is not None and recipe.critic.url is not None
+        else None
+    )
+    if why:
+        raise RunError(f"{directory} cannot be made again to the bit: {why}; `plaudit train --replay` learns its dump")
+    quiet = recipe.train.model_copy(
+        update={
+            "dump": False, "eval_every": NEVER, "show": 0,
+            "checkpoint": recipe.train.checkpoint.model_copy(update={"every": NEVER}),
+        }
+    )  # fmt: skip
+    return recipe.model_copy(update={"train": quiet, "truth": None})
+
+
+def _proofs(directory: Path) -> dict[int, dict[str, str]]:
+    return {event["step"]: event["hashes"] for event in read_events(directory) if event["kind"] == "proof"}
+
+
+def _checkpoint_before(directory: Path, step: int) -> Checkpoint | None:
+    """The newest whole one that is earlier than the step."""
+    checkpoints = Checkpoints(directory / "checkpoints", 1)
+    for name in reversed(checkpoints.names()):
+        if int(name.removeprefix("step-")) < step:
+            with suppress(BadCheckpoint):
+                return checkpoints.named(name)
+    return None
+
+
+def _check_files(
+    directory: Path,
+    proofs: Mapping[int, Mapping[str, str]],
+    dump: Dump,
+    start: Checkpoint | None,
+    target: int,
+    last: int,
+) -> None:
+    """What is on disk, against the log of the run."""
+    for step in dump.steps():
+        proof = proofs.get(step)
+        if proof is not None and (0 if start is None else start.step) < step <= target:
+            kept = batch_proof(dump.read(step)[0])
+            for part, digest in kept.items():
+                if digest != proof[part]:
+                    raise Different(f"{dump.path(step)}: {WORDS[part]} are not those that the run learned from")
+    if start is not None and start.step in proofs:
+        _check_weights(start.model, proofs[start.step], start.step)
+    if target == last and last in proofs:
+        _check_weights(directory / "final", proofs[last], last)
+
+
+def _check_weights(model: Path, proof: Mapping[str, str], step: int) -> None:
+    """Where all weights were trained and are in one file; adapters are checked by making the step again."""
+    file = model / "model.safetensors"
+    if "whole" in proof and file.exists() and weights_digest(load_file(file).items()) != proof["weights"]:
+        raise Different(f"{file}: the weights are not those after step {step}")
+
+
+def _make_again(recipe: RlRecipe, out: Path, start: Checkpoint | None, dump: Dump, expected: Expected) -> str:
+    with Run(out, recipe, fresh=True) as run:
+        if start is not None:
+            run.resume, run.checkpoints = True, OnlyThis(start)
+        reward = Recorded(recipe, dump, 1 if start is None else start.step + 1)
+        training = RlTraining(recipe, run, Comparing(out, expected, reward), reward=reward)
+        training.before = training.before or {"length": 1.0}  # nothing is evaluated
+        with suppress(Reached):
+            training.fit()
+    then, now = expected.proofs.get(expected.target, {}).get("by"), _proofs(out)[expected.target]["by"]
+    return now if then in (None, now) else f"made by {then}, verified by {now}"
+
+
+class OnlyThis(Checkpoints):
+    """The checkpoint to start from. None is written."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.path.parent, 1)
+        self.checkpoint = checkpoint
+
+    def load(self, warn: object) -> Checkpoint:
+        return self.checkpoint
+
+    def save(self, *_: Any, **__: Any) -> Path:
+        return self.directory
+
+
+class Recorded:
+    """The rewards that the run got. A sample that is not in its dump is scored again."""
+
+    def __init__(self, recipe: RlRecipe, dump: Dump, step: int) -> None:
+        self.recipe = recipe
+        self.dump = dump
+        self.step = step
+        self._known: dict[tuple[str, str], Sample] = {}
+        self._read = 0
+        self._scorer: Scorer | None = None
+
+    def score(self, items: Sequence[Item]) -> list[Result]:
+        if self._read != self.step:
+            self._read = self.step
+            samples = self.dump.read(self.step)[0] if self.step in self.dump.steps() else ()
+            self._known = {(_asks(sample.extra), sample.text): sample for sample in samples}
+        recorded = [self._known.get((_question(item), str(item.response))) for item in items]
+        again = iter(self._live([item for item, sample in zip(items, recorded, strict=True) if sample is None]))
+        return [
+            next(again) if sample is None else Score(sample.reward, error=sample.error, version="recorded")
+            for sample in recorded
+        ]
+
+    def close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+
+    def _live(self, items: Sequence[Item]) -> Sequence[Result]:
+        if not items:
+            return []
+        if self._scorer is None:
+            self._scorer = Scorer(self.recipe.reward)
+        return self._scorer.source.score(items)
+
+
+def _asks(extra: Mapping[str, Any]) -> str:
+    return json.dumps(extra.get("messages") or extra.get("prompt"))
+
+
+def _question(item: Item) -> str:
+    return json.dumps(item.prompt if isinstance(item.prompt, str) else list(item.prompt or ()))
+
+
+class Expected:
+    """What the run's log says of each step."""
+
+    def __init__(
+        self, metrics: Mapping[int, Mapping[str, Any]], proofs: Mapping[int, Mapping[str, str]], target: int
+    ) -> None:
+        self.metrics = metrics
+        self.proofs = proofs
+        self.target = target
+
+    def check(self, step: int, metrics: Mapping[str, Any], proof: Mapping[str, str]) -> None:
+        then = self.proofs.get(step, {})
+        for part in PARTS:
+            if part in then and then[part] != proof[part]:
+                raise Different(f"step {step}: {WORDS[part]} differ; the log has {then[part]}, now {proof[part]}")
+        logged = {name: value for name, value in self.metrics[step].items() if not name.startswith("heldout/")}
+        for name in {**logged, **metrics}:
+            if logged.get(name) != metrics.get(name):
+                raise Different(f"step {step}: {name} was {logged.get(name)!r} and is now {metrics.get(name)!r}")
+
+
+class Comparing(NoViewer):
+    """Compares each step as it is made, and ends the run at the first difference or after the last step."""
+
+    def __init__(self, out: Path, expected: Expected, reward: Recorded) -> None:
+        self.out = out
+        self.expected = expected
+        self.reward = reward
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.expected.check(step, metrics_by_step(self.out)[step], _proofs(self.out)[step])
+        if step == self.expected.target:
+            raise Reached
+        self.reward.step = step + 1

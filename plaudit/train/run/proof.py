@@ -1,0 +1,79 @@
+"""What a step leaves for `plaudit verify`: hashes of its samples, log-probs, rewards, and of the weights it ended with.
+
+The bits of a weight count as an integer, times its place. Sums of integers have no order, so the device and the number
+of threads that compute a hash change nothing in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import struct
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.metadata import version
+
+import torch
+from torch import Tensor, nn
+
+from plaudit.records import Sample
+
+PARTS = ("samples", "logprobs", "rewards", "weights")  # in the order in which a step makes them
+WORDS = {"samples": "the samples", "logprobs": "the log-probs", "rewards": "the rewards", "weights": "the weights"}
+_CHUNK = 1 << 22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def step_proof(samples: Sequence[Sample], module: nn.Module) -> dict[str, str]:
+    named = list(module.named_parameters())
+    trained = [(name, each) for name, each in named if each.requires_grad]
+    whole = {"whole": "yes"} if len(trained) == len(named) else {}  # without: adapters
+    return {**batch_proof(samples), "weights": weights_digest(trained), **whole, "by": made_by(module)}
+
+
+def batch_proof(samples: Sequence[Sample]) -> dict[str, str]:
+    hashes = {name: hashlib.blake2b(digest_size=8) for name in PARTS[:3]}
+    for sample in samples:
+        ids = (len(sample.prompt_ids), *sample.prompt_ids, len(sample.token_ids), *sample.token_ids, *sample.mask)
+        hashes["samples"].update(struct.pack(f"{len(ids)}q", *ids) + sample.finish_reason.encode())
+        hashes["logprobs"].update(_doubles((*sample.logprobs, *sample.raw_logprobs)))
+        reward = b"none" if sample.reward is None else _doubles((sample.reward,))
+        error = b"" if sample.error is None else sample.error.type.encode()
+        hashes["rewards"].update(reward + error + _doubles(sample.token_rewards or ()))
+    return {name: each.hexdigest() for name, each in hashes.items()}
+
+
+@torch.no_grad()
+def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    whole = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        whole.update(f"{name} {tuple(tensor.shape)} {_sum_of_bits(tensor.detach())};".encode())
+    return whole.hexdigest()
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    flat = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
+    # Weights that wait in host memory are summed by the GPU, where there is one: the host takes seconds for a billion.
+    device = torch.device("cuda") if torch.cuda.is_available() else flat.device
+    total = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].to(device, torch.int64)
+        places = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
+        total += int((part * (2 * places + 1)).sum())
+    return total % (1 << 64)
+
+
+def _doubles(values: Sequence[float]) -> bytes:
+    return struct.pack(f"{len(values)}d", *values)
+
+
+def made_by(module: nn.Module) -> str:
+    """Versions and hardware, on which bits may depend."""
+    device = next(module.parameters()).device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads, {_libraries()}"
+
+
+@cache
+def _libraries() -> str:
+    return ", ".join(f"{each} {version(each)}" for each in ("plaudit", "torch", "transformers"))
