@@ -214,7 +214,7 @@ def test_a_keeper_whose_parent_has_gone_ends(prison: Prison) -> None:
     script = (
         "import sys, threading, time\nfrom plaudit.config.reward import RuleTable\nfrom plaudit.records import Item\n"
         "from plaudit.reward.rules.rule import RuleReward\n"
-        "rule = RuleReward(RuleTable(rule='function', function=sys.argv[1], timeout=600.0), exposed=True)\n"
+        "rule = RuleReward(RuleTable(rule='function', function=sys.argv[1], timeout=10.0), exposed=True)\n"
         "threading.Thread(target=rule.score, args=([Item(prompt='', response='time.sleep(1000)')],)).start()\n"
         "print('asked', flush=True)\n"
     )
