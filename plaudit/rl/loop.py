@@ -305,6 +305,8 @@ class RlTraining:
         """Held-out figures: the reward of the run and, where it is known, the truth."""
         with self.clock("evaluate"):
             samples = self.rollouts.heldout(self.heldout, self.recipe.train.eval_samples, "heldout")
+            if isinstance(self.engine, Engine):  # what training samples next must not depend on KV that this left
+                self.engine.new_version(self.version)
             true = self._true_rewards(samples)
         scored = [sample.reward for sample in samples if sample.reward is not None]
         figures = {"reward": sum(scored) / len(scored)} if scored else {}
@@ -332,11 +334,9 @@ class RlTraining:
             self.trainee.save_final(self.run.final)
         after = self._look(f"the model is in {self.run.final}, and --resume evaluates it")
         summary: dict[str, Any] = {
-            "task": "rl",
-            "algorithm": self.recipe.algorithm.name,
-            "seed": self.recipe.seed,
+            "task": "rl", "algorithm": self.recipe.algorithm.name, "seed": self.recipe.seed,
             "steps": self.recipe.train.steps,
-        }
+        }  # fmt: skip
         for name in after:
             summary |= {f"{name}_before": self.before.get(name), f"{name}_after": after[name]}
         summary |= {

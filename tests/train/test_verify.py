@@ -13,9 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from plaudit.core import Engine
+from plaudit.rl.loop import RlTraining
 from plaudit.train.run.checkpoint import sha256
 from plaudit.train.run.proof import weights_digest
+from plaudit.train.run.run import Run
 from tests.command import plaudit_here
+from tests.train.rl_world import Silent, recipe
 
 SMALL = {
     "train.steps": 3, "train.prompts_per_step": 4, "train.samples_per_prompt": 4, "train.eval_every": 2,
@@ -23,9 +27,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def trained(directory: Path, recipe: str = "sums-grpo", **keys: Any) -> Path:
+def trained(directory: Path, name: str = "sums-grpo", **keys: Any) -> Path:
     sets = [word for key, value in {**SMALL, **keys}.items() for word in ("--set", f"{key}={value}")]
-    done = plaudit_here("train", recipe, "--out", str(directory), *sets)
+    done = plaudit_here("train", name, "--out", str(directory), *sets)
     assert done.returncode == 0, done.stderr
     return directory
 
@@ -56,6 +60,19 @@ def test_without_a_dump_rewards_are_computed_again(run: Path) -> None:
     shutil.rmtree(run / "rollouts")
     done = plaudit_here("verify", str(run))
     assert done.returncode == 0, done.stdout
+
+
+def test_an_evaluation_leaves_nothing_that_training_could_read(tmp_path: Path) -> None:
+    """Its KV would save the next step a prompt here and there, and change the last bits of log-probs."""
+    tree = recipe(train={"steps": 2, "eval_every": 1}, data={"eval_items": 30})
+    with Run(tmp_path, tree) as run:
+        training = RlTraining(tree, run, Silent())
+        training.rollouts.heldout(training.heldout, 1, "heldout")
+        assert isinstance(training.engine, Engine)
+        assert training.engine.stats().tokens_resident > 0
+        training.evaluate()
+        assert training.engine.stats().tokens_resident == 0
+        training.close()
 
 
 def change_reward(run: Path) -> None:
