@@ -139,11 +139,11 @@ class Demand:
         services: list[Service] = []
         refused: dict[str, str] = {}
         for chip in self.question.chips:
-            found = self._on(chip, lengths)
-            if isinstance(found, str):
-                refused[chip.name] = found
+            service = self._on(chip, lengths)
+            if isinstance(service, str):
+                refused[chip.name] = service
             else:
-                services.append(found)
+                services.append(service)
         if not services:
             raise ConfigError(f"no accelerator answers {self.rate:g} items/s of {self.question.workload.model.name} "
                               f"within {self.p99:g} s: {next(iter(refused.values()))}")  # fmt: skip
@@ -154,10 +154,10 @@ class Demand:
         """Over as few devices as hold the weights and score one item in time, and as few of those as carry the load."""
         why = ""
         for tp in (n for n in (1, 2, 4, 8) if n <= chip.node and self.question.workload.model.heads % n == 0):
-            found = self._replicated(self._scorer(chip, tp), lengths)
-            if not isinstance(found, str):
-                return found
-            why = found
+            service = self._replicated(self._scorer(chip, tp), lengths)
+            if not isinstance(service, str):
+                return service
+            why = service
         return why
 
     def _scorer(self, chip: Accelerator, tp: int) -> Scorer:
@@ -170,9 +170,9 @@ class Demand:
         chip, model, fixed = replica.cluster.accelerator, replica.model, replica.constants
         # Beside the weights a step keeps the keys and values of its tokens, and the activations of one layer.
         numbers = model.kv_numbers(1.0) + 4 * model.hidden + 3 * max(model.ffn, model.top_k * model.expert_ffn)
-        held = replica.weight_bytes() + fixed.reserve_bytes + BUDGET * numbers * 2 / replica.layout.tp
-        if held > chip.memory:
-            return f"it needs {held / GB:.1f} of {chip.memory / GB:.1f} GB with tp {replica.layout.tp} on {chip.name}"
+        needed = replica.weight_bytes() + fixed.reserve_bytes + BUDGET * numbers * 2 / replica.layout.tp
+        if needed > chip.memory:
+            return f"it needs {needed / GB:.1f} of {chip.memory / GB:.1f} GB with tp {replica.layout.tp} on {chip.name}"
         slowest = sorted(lengths)[math.ceil(0.99 * len(lengths)) - 1]
         alone = scorer.step_seconds([slowest])
         if alone > self.p99:
@@ -220,9 +220,9 @@ def demand(options: PlanOptions) -> Demand:
         )
     overrides = Overrides.read(options.hardware_file) if options.hardware_file else None
     names = options.compare or ",".join(all_names(overrides, options.power_price is not None))
-    asked = ask(replace(options, model=options.serve, compare=names))
+    question = ask(replace(options, model=options.serve, compare=names))
     if not options.compare:  # of those that were not named, the ones that can be rented
-        asked = replace(asked, clusters=tuple(
-            place for place in asked.clusters if place.accelerator.price.at(asked.price) is not None
+        question = replace(question, clusters=tuple(
+            place for place in question.clusters if place.accelerator.price.at(question.price) is not None
         ))  # fmt: skip
-    return Demand(asked, options.rate, options.p99, max(1, options.samples))
+    return Demand(question, options.rate, options.p99, max(1, options.samples))

@@ -166,8 +166,8 @@ class Market:
         best: dict[str, Offer] = {}
         for offer in offers:
             if offer.prediction.runnable or not runnable:
-                known = best.get(offer.chip.name)
-                if known is None or (offer.by(self.goal), offer.dollars) < (known.by(self.goal), known.dollars):
+                rival = best.get(offer.chip.name)
+                if rival is None or (offer.by(self.goal), offer.dollars) < (rival.by(self.goal), rival.dollars):
                     best[offer.chip.name] = offer
         return sorted(best.values(), key=lambda offer: (offer.by(self.goal), offer.dollars))
 
@@ -275,11 +275,11 @@ def all_names(overrides: Overrides | None, powered: bool) -> list[str]:
 
 
 def _of_known_power(chips: tuple[Accelerator, ...]) -> tuple[Accelerator, ...]:
-    known = tuple(chip for chip in chips if chip.power)
-    if not known:
+    powered = tuple(chip for chip in chips if chip.power)
+    if not powered:
         names = ", ".join(chip.name for chip in chips)
         raise ConfigError(f"--goal energy: nothing is known of the power of {names}; give power_w in a --hardware-file")
-    return known
+    return powered
 
 
 def _budget(text: str | None) -> float:

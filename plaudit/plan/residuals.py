@@ -110,10 +110,10 @@ def bar(kind: str, chip: str, model: str, placement: str) -> ErrorBar:
     alike = [row for row in here if row.model == model]
     same = [row for row in alike if row.placement == placement]
     where = {"together": "on shared devices", "apart": "in pools"}.get(placement, "")
-    for found, of in ((same, f"{chip}, {model}{', ' if where else ''}{where}"), (alike, f"{chip}, {model}"),
-                      (here, f"{chip}, any model")):  # fmt: skip
-        if len(found) >= FEWEST or (found and found is here):
-            return _bar(kind, found, of, False)
+    for nearest, of in ((same, f"{chip}, {model}{', ' if where else ''}{where}"), (alike, f"{chip}, {model}"),
+                        (here, f"{chip}, any model")):  # fmt: skip
+        if len(nearest) >= FEWEST or (nearest and nearest is here):
+            return _bar(kind, nearest, of, False)
     return _bar(kind, rows, "other accelerators", True)
 
 
