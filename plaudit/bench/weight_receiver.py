@@ -10,12 +10,12 @@ import torch
 
 from plaudit.bench.shape import LlamaShaped
 from plaudit.place.channels.channel import answered
-from plaudit.place.channels.checksum import Checksum
 from plaudit.place.channels.group import BroadcastGroup
 from plaudit.place.channels.messages import Invitation, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.weights import Weights
 from plaudit.place.channels.wire import serve_wire
+from plaudit.train.run.checksum import Checksum
 
 SECONDS = 300.0
 

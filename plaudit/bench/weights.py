@@ -35,7 +35,6 @@ from plaudit.bench.shape import LlamaShaped
 from plaudit.bench.weight_receiver import SECONDS, broadcast, checksum_of
 from plaudit.errors import ConfigError, WeightsRefused
 from plaudit.place.channels.channel import Channel
-from plaudit.place.channels.checksum import memory_of
 from plaudit.place.channels.collective import CollectiveChannel
 from plaudit.place.channels.disk import DiskChannel
 from plaudit.place.channels.group import BroadcastGroup, Rendezvous
@@ -43,6 +42,7 @@ from plaudit.place.channels.messages import plain
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
 from plaudit.place.channels.wire import SocketWire
+from plaudit.train.run.checksum import memory_of
 
 PIECES = (4 << 20, 32 << 20, 1 << 40)  # of raw broadcasts; the fastest is the limit
 

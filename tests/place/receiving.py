@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from plaudit.place.channels.channel import answered
-from plaudit.place.channels.checksum import Checksum
 from plaudit.place.channels.collective import CollectiveChannel
 from plaudit.place.channels.disk import DiskChannel
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights, named_tensors
 from plaudit.place.channels.wire import SocketWire, serve_wire
+from plaudit.train.run.checksum import Checksum
 
 
 class Small(nn.Module):

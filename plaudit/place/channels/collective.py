@@ -33,10 +33,10 @@ from plaudit.place.channels.channel import (
     Wire,
     check_acknowledged,
 )
-from plaudit.place.channels.checksum import BLOCK_BYTES, Checksum, as_bytes
 from plaudit.place.channels.group import BroadcastGroup, GroupBroken, Pending, Rendezvous
 from plaudit.place.channels.messages import CollectivePrepare, CollectiveTake
 from plaudit.place.channels.weights import ALIGNMENT, Entry, Layout, Weights
+from plaudit.train.run.checksum import BLOCK_BYTES, Checksum, as_bytes
 
 BUCKET_BYTES = 1 << 20  # smaller tensors are packed together up to this
 PIECE_BYTES = 16 * BLOCK_BYTES  # larger ones are sent in pieces, so that one can be summed while the next is on its way

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from plaudit.errors import StorageError, WeightsRefused
 from plaudit.place.channels.channel import DEADLINE, Publication, Publisher, Received, Target, Wire, check_acknowledged
-from plaudit.place.channels.checksum import BLOCK_BYTES, Checksum, as_bytes, memory_of
 from plaudit.place.channels.messages import DiskTake
 from plaudit.place.channels.weights import Layout, Weights
+from plaudit.train.run.checksum import BLOCK_BYTES, Checksum, as_bytes, memory_of
 
 WEIGHTS, ABOUT = "model.safetensors", "publication.json"
 CHUNK_BYTES = 16 * BLOCK_BYTES

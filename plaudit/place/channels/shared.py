@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from plaudit.errors import WeightsRefused
 from plaudit.place.channels.channel import DEADLINE, Publication, Publisher, Received, Target, Wire, check_acknowledged
-from plaudit.place.channels.checksum import Checksum
 from plaudit.place.channels.messages import SegmentHandle, SharedTake
 from plaudit.place.channels.segment import Segment, make_segment, open_segment
 from plaudit.place.channels.target import ModuleTarget
 from plaudit.place.channels.weights import Layout, Weights
+from plaudit.train.run.checksum import Checksum
 
 
 class SharedChannel:

@@ -1,7 +1,6 @@
 """What a step leaves for `plaudit verify`: hashes of its samples, log-probs, rewards, and of the weights it ended with.
 
-The bits of a weight count as an integer, times its place. Sums of integers have no order, so the device and the number
-of threads that compute a hash change nothing in it.
+The device and the number of threads that compute a hash change nothing in it (`checksum.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.records import Sample
+from plaudit.train.run.checksum import Checksum
 
 PARTS = ("samples", "logprobs", "rewards", "weights")  # in the order in which a step makes them
 WORDS = {"samples": "the samples", "logprobs": "the log-probs", "rewards": "the rewards", "weights": "the weights"}
-_CHUNK = 1 << 22
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def step_proof(samples: Sequence[Sample], module: nn.Module) -> dict[str, str]:
@@ -43,24 +41,13 @@ def batch_proof(samples: Sequence[Sample]) -> dict[str, str]:
     return {name: each.hexdigest() for name, each in hashes.items()}
 
 
-@torch.no_grad()
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     whole = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        whole.update(f"{name} {tuple(tensor.shape)} {_sum_of_bits(tensor.detach())};".encode())
+        checksum = Checksum()
+        checksum.update(tensor)
+        whole.update(f"{name} {tuple(tensor.shape)} {checksum.hexdigest()};".encode())
     return whole.hexdigest()
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    flat = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
-    # Weights that wait in host memory are summed by the GPU, where there is one: the host takes seconds for a billion.
-    device = torch.device("cuda") if torch.cuda.is_available() else flat.device
-    total = 0
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].to(device, torch.int64)
-        places = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
-        total += int((part * (2 * places + 1)).sum())
-    return total % (1 << 64)
 
 
 def _doubles(values: Sequence[float]) -> bytes:

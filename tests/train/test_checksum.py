@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plaudit.place.channels.checksum import BLOCK_BYTES, ROW_BYTES, Checksum
+from plaudit.train.run.checksum import BLOCK_BYTES, ROW_BYTES, Checksum
 
 
 def summed(*pieces: torch.Tensor) -> str:
