@@ -353,7 +353,7 @@ class Runner(Books):
         new, finished = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :]), sequence.finish is not None
         sample = sequence.sample(self._text(sequence)) if finished else None
         piece = stream.piece(sequence.given, last=finished) if stream is not None else ""
-        raws = tuple(sequence.raw_logprobs[sequence.seen :])
+        raws = tuple(sequence.raw_logprobs[sequence.seen :]) if stream is not None else ()
         update = Update(request.number, sequence.index, new, piece, sample, raw_logprobs=raws)
         # Out before the sequence ends: one that had ended with nothing said would be lost to an interruption. And in
         # one statement, with no call in which Ctrl-C could come: what is out counts as seen.

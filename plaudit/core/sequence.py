@@ -28,7 +28,7 @@ class Update:
     text: str
     sample: Sample | None = None
     values: np.ndarray | None = None  # of a scoring request, which has no sample
-    raw_logprobs: tuple[float, ...] = ()  # of the tokens, as Sample has them
+    raw_logprobs: tuple[float, ...] = ()  # of the tokens, as Sample has them; where text is streamed
 
 
 @dataclass(eq=False)
