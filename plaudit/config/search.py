@@ -99,7 +99,8 @@ class StepsTable(Table):
     answer: str = r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
     """A regex whose first group, in its last match, is the answer. This one takes braces two deep."""
     equivalence: Literal["number", "math"] = "number"
-    """Answers are the same: as text or number (1/2 is 0.5), or as mathematics, LaTeX included (extra `verify`)."""
+    """Answers are the same: by what they say as written (1/2 is 0.5, {1, 2} is {2, 1}), or as mathematics by
+    math-verify too (extra `verify`)."""
     final: str | None = None
     """A regex: a response in which it is found is finished, as one is that the end token ends."""
     temperature: NonNegative = 1.0

@@ -35,6 +35,46 @@ def test_the_same_as_mathematics(mathematics: SameMathematics, one: str, other: 
         assert not mathematics(one, "17/4")
 
 
+# Of math-verify's own tests (tests/test_all.py, MIT): truth, answer, and whether it takes them for the same.
+MATH_VERIFY = [
+    ("7425000", "7,425,000", True), ("1000", "1 000", True), ("1000.0", "1,000.0", True), ("0.4", ".4", True),
+    ("[0,1)", "[0,1)", True), ("[0,9)", "[0,1)", False), ("(0,9)", "[0,9)", False), ("1", "-[0,1)", False),
+    ("1/3", r"\frac13", True), ("1", r"\frac3{3}", True), (r"\sqrt{3}", r"\sqrt3", True),
+    ("1/3", r"\cfrac{1}{3}", True),
+    ("1/3", r"\left( \frac{1}{3} \right)", True), ("1/3", r"\boxed{\frac{1}{3}}", True),
+    ("1/3", r"\frac{1}{3} \text{meters}", True), ("1/3", r"k = \frac{1}{3}", True), (r"28\%", "28 %", True),
+    (r"28\%", "28 pct", True), (r"28\%", "28 percent", True), (r"15\mbox{ cm}^2", r"15\text{ cm}^2", True),
+    ("(6,31,-1)", "(6, 31, -1)", True), (r"\sqrt{2}+\sqrt{5}", r"\sqrt 2+\sqrt 5", True),
+    (r"\frac{9}{4}\pi", r"\frac94\pi", True), (r"[-1, -\frac{1}{2}) \cup (0, 1)", r"[-1, -\tfrac12) \cup (0, 1)", True),
+    (r"x \leq 5", r"5 \geq x", True), ("7 = 11a+c", "11a+c", False), ("11", "x=11", True), ("x < 1", "-x > -1", True),
+    ("x < 1", "x > -1", False), ("a +3z = 0", "0", False), ("2x + z = 1", "1", False), ("k=1", "1", True),
+    (r"(1,\frac{9}{2})", "(1,4.5)", True), (r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}", True),
+    (r"\tan^2(y)+1", r"\sec^2(y)", True), ("34x+45y-20z+100=0", "-34x-45y+20z-100=0", True),
+    ("(a+5)(b+2)", "(+5)(b+2)", False), ("2", r"\frac{1+\sqrt{5}}{2}", False), (r"1\sqrt{19}", "1", False),
+    ("x+2n+1", "x+1", False), ("16386.20", r"\$16,\!386.20", True), ("14916", "14{,}916", True),
+    ("(3,1)", "{1,3}", False),
+    (r"\text{C}", r"\boxed{\text{(C)}}.", True), ("11111111100", r"11,\! 111,\! 111,\! 100", True),
+    ("32349", "32, 349", False), (r"(2, 12) \cup (12, 102)", r"(2,12) \cup (12,102)", True), ("4", r"4\sqrt{2}", False),
+]  # fmt: skip
+
+
+def test_its_own_cases(mathematics: SameMathematics) -> None:
+    """As math-verify has them; and what is written alike is so by our own reading only where math-verify agrees."""
+    alike = SameNumber()
+    for truth, answer, same in MATH_VERIFY:
+        assert mathematics(answer, truth) == same, (truth, answer)
+        assert same or not alike(answer, truth), (truth, answer)
+    assert sum(alike(answer, truth) for truth, answer, _ in MATH_VERIFY) >= 25, "most need no math-verify"
+
+
+def test_a_comma_is_never_dropped(mathematics: SameMathematics) -> None:
+    for alike in (SameNumber(), mathematics):
+        assert not alike("1,2", "12")
+        assert not alike("12", "1,2")
+        assert not alike("(1,23)", "(12,3)")
+        assert alike("1,234", "1234")
+
+
 def test_another_number_is_another_answer(mathematics: SameMathematics) -> None:
     assert not mathematics("0.333", "1/3")
     assert not mathematics(r"\pi", "3.14159")
@@ -42,17 +82,20 @@ def test_another_number_is_another_answer(mathematics: SameMathematics) -> None:
 
 
 def test_a_vote_by_kinds(mathematics: SameMathematics) -> None:
-    """0.4 + 0.3 for a half beat 0.6 for two, which by words would have won."""
-    answers = [Answer("2", 0.6, 1), Answer(r"\frac{1}{2}", 0.3, 2), Answer("0.5", 0.4, 3)]
+    """0.4 + 0.3 for x + 1 beat 0.6 for two, which by words would have won."""
+    answers = [Answer("2", 0.6, 1), Answer("x+1", 0.3, 2), Answer("1+x", 0.4, 3)]
     assert winner(answers, "weighted", SameNumber()) == answers[0]
-    assert tally(answers, "weighted", mathematics) == {r"\frac{1}{2}": pytest.approx(0.7), "2": 0.6}
+    assert tally(answers, "weighted", mathematics) == {"x+1": pytest.approx(0.7), "2": 0.6}
     assert winner(answers, "weighted", mathematics) == answers[2]
     assert winner(answers, "best", mathematics) == answers[0]
-    assert tally(answers, "majority", mathematics) == {r"\frac{1}{2}": 2, "2": 1}
+    assert tally(answers, "majority", mathematics) == {"x+1": 2, "2": 1}
     # Three halves in other words are a lead of three, which two paths cannot overturn.
     halves = [Answer(text, 1.0, i) for i, text in enumerate(["1/2", r"\frac{1}{2}", r"\frac{2}{4}"])]
     assert decided(halves, "majority", 2, mathematics)
-    assert not decided(halves, "majority", 2, SameNumber())
+    assert decided(halves, "majority", 2, SameNumber())
+    wholes = [Answer(text, 1.0, i) for i, text in enumerate(["x+1", "1+x", r"\frac{2x+2}{2}"])]
+    assert decided(wholes, "majority", 2, mathematics)
+    assert not decided(wholes, "majority", 2, SameNumber())
 
 
 def test_what_no_program_finishes_is_counted_and_differs() -> None:

@@ -1,16 +1,12 @@
-"""When two answers are the same: as text and number, or as mathematics."""
+"""When two answers are the same: by what they say as they are written, or as mathematics."""
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
 from functools import lru_cache
 from typing import Literal, Protocol
 
 from plaudit.records import Item, Score
-
-REMEMBERED = 1 << 16
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(/\d+)?")
+from plaudit.search.questions.answer_form import REMEMBERED, answer_form
 
 
 class Equivalence(Protocol):
@@ -28,7 +24,7 @@ class SameNumber:
     undecided = 0
 
     def __call__(self, text: str, reference: str) -> bool:
-        return same(text) == same(reference)
+        return answer_form(text).says(answer_form(reference))
 
     def close(self) -> None:
         pass
@@ -46,7 +42,7 @@ class SameMathematics:
         self._equal = lru_cache(REMEMBERED)(self._ask)
 
     def __call__(self, text: str, reference: str) -> bool:
-        return same(text) == same(reference) or self._equal(text, reference)
+        return answer_form(text).says(answer_form(reference)) or self._equal(text, reference)
 
     def close(self) -> None:
         self._rule.close()
@@ -62,14 +58,3 @@ class SameMathematics:
 
 def open_equivalence(kind: Literal["number", "math"]) -> Equivalence:
     return SameMathematics() if kind == "math" else SameNumber()
-
-
-@lru_cache(REMEMBERED)
-def same(text: str) -> str:
-    """What equal answers have in common: white space aside the text, and of a number its value ("7.0" is "7")."""
-    plain = " ".join(text.split()).replace(",", "") if _NUMBER.fullmatch(text.strip().replace(",", "")) else ""
-    if plain:
-        top, _, bottom = plain.partition("/")
-        if not bottom or int(bottom):
-            return str(Fraction(top) / Fraction(bottom or 1))
-    return " ".join(text.split())
