@@ -37,7 +37,7 @@ from tests.serve.process import ServerProcess
 LANGUAGES = ("python", "bash", "toml", "json", "text", "")
 COMMAND = re.compile(r"(plaudit [a-z]+( |$)|make |curl |pip |torchrun |python |from \w+ import |import )")
 ADDRESS = re.compile(r"(?:http://)?(?:localhost|127\.0\.0\.1|node1|node2):5555")
-IN_PROCESS = ("generate", "score", "deploy", "keys", "recipes", "init")
+IN_PROCESS = ("generate", "score", "deploy", "keys", "recipes", "init", "launch")
 
 
 def of(language: str, *, run: bool = True) -> list[Any]:

@@ -1,0 +1,59 @@
+"""What torch computes on here: a product on the CPU and on every GPU, against the same in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from plaudit.doctor.finding import Finding, failed, ok, warning
+from plaudit.errors import ConfigError
+from plaudit.models.gpu import check_device, gpus_here
+
+DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
+SIZE, TOLERANCE = 256, 1e-3  # relative; TF32 has ten bits
+
+
+def devices() -> Iterator[Finding]:
+    found = f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+    if _product_is_right("cpu"):
+        yield ok("devices", f"{found}, products on the CPU are right")
+    else:
+        yield failed("devices", f"{found}: a product on the CPU is wrong", "install torch anew, or test the memory")
+    gpus = gpus_here()
+    if not gpus.there and any(Path(driver).exists() for driver in DRIVERS):
+        why = f"this torch is built for CUDA {gpus.cuda}" if gpus.cuda else "this torch is built without CUDA"
+        cure = "install torch for your CUDA (pytorch.org), or a newer driver; nvidia-smi shows what there is"
+        yield failed("devices", f"there is an NVIDIA driver, and torch sees no GPU: {why}", cure)
+    elif not gpus.there:
+        yield ok("devices", "no GPU: everything runs on the CPU")
+    for index in range(len(gpus.there)):
+        yield _gpu(index)
+
+
+def _gpu(index: int) -> Finding:
+    device, gpu = f"cuda:{index}", gpus_here().there[index]
+    try:
+        check_device(device)
+        right = _product_is_right(device)
+        free, whole = torch.cuda.mem_get_info(index)
+    except ConfigError as error:
+        return failed("devices", str(error), "set CUDA_VISIBLE_DEVICES to others")
+    except RuntimeError as error:
+        return failed("devices", f"{device} ({gpu.name}): {str(error).splitlines()[0]}", "nvidia-smi shows its state")
+    found = f"{device} ({gpu.name}), {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
+    if not right:
+        return failed(
+            "devices", f"{found}: a product is wrong", "leave it out with CUDA_VISIBLE_DEVICES, and have it seen to"
+        )
+    if free < whole / 2:
+        return warning("devices", found, "another process holds the rest: nvidia-smi names it")
+    return ok("devices", f"{found}, products are right")
+
+
+def _product_is_right(device: str) -> bool:
+    a, b = torch.randn(2, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    expected = a.double() @ b.double()
+    got = (a.to(device) @ b.to(device)).cpu().double()
+    return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max())

@@ -1,0 +1,151 @@
+"""Runs the checks, each in processes of its own and with a deadline, and says what they found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from plaudit.doctor.finding import Finding, failed
+from plaudit.errors import ConfigError, nearest
+
+CHECKS = ("versions", "memory", "disk", "ports", "clock", "devices", "ranks")
+STORE, SECONDS, LOCAL = "PLAUDIT_DOCTOR_STORE", "PLAUDIT_DOCTOR_SECONDS", "PLAUDIT_DOCTOR_FINDINGS"
+KILLED_SECONDS = 5.0  # a process that waits for a dead disk does not end even when killed
+
+
+@dataclass
+class Probe:
+    """A process that was started, and the files with what it says.
+
+    lines, why   what it had said when it ended or was ended: whole lines, and how it ended in a few words
+    """
+
+    process: subprocess.Popen[bytes]
+    said: IO[bytes]
+    complained: IO[bytes]
+    late: bool = False
+    lines: tuple[bytes, ...] = ()
+    why: str = ""
+
+    @classmethod
+    def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Probe:
+        said, complained = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the probe)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=said, stderr=complained,
+            env={**os.environ, **(environment or {})}, start_new_session=True,
+        )  # fmt: skip
+        return cls(process, said, complained)
+
+    def close(self) -> None:
+        with self.said, self.complained:
+            self.said.seek(0)
+            self.lines = tuple(line for line in self.said.read().splitlines(keepends=True) if line.endswith(b"\n"))
+            self.complained.seek(0)
+            words = self.complained.read().decode(errors="replace").strip().splitlines()
+        self.why = words[-1] if words else f"ended with code {self.process.returncode}"
+
+
+def finish(probes: Sequence[Probe], seconds: float) -> None:
+    """Wait until all have ended; those that have not by the deadline are ended and marked."""
+    deadline = time.monotonic() + seconds
+    for probe in probes:
+        try:
+            probe.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            probe.late = True
+    for probe in probes:
+        if probe.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(probe.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                probe.process.wait(KILLED_SECONDS)
+        probe.close()
+
+
+def examine(names: Sequence[str], seconds: float) -> Iterator[Finding]:
+    """The findings of these checks (all, if none is named), in order, as they come."""
+    for name in names:
+        if name not in CHECKS:
+            raise ConfigError(f"no check {name!r}; {nearest(name, CHECKS)}")
+    chosen = [name for name in CHECKS if not names or name in names]
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        chosen = [name for name in chosen if name == "ranks"]  # torchrun's first rank of a machine speaks for it
+    local: list[Finding] = []
+    for finding in _local([name for name in chosen if name != "ranks"], seconds):
+        local.append(finding)
+        yield finding
+    if "ranks" in chosen:
+        yield from _ranks(seconds, local)
+
+
+def _local(names: Sequence[str], seconds: float) -> Iterator[Finding]:
+    quick = {name: Probe.start("plaudit.doctor.probe", name) for name in names if name != "devices"}
+    finish(list(quick.values()), seconds)
+    for name, probe in quick.items():
+        yield from _told(name, probe, seconds)
+    if "devices" in names:  # torch takes seconds to import: the others are told before
+        probe = Probe.start("plaudit.doctor.probe", "devices")
+        finish([probe], seconds)
+        yield from _told("devices", probe, seconds)
+
+
+def _told(name: str, probe: Probe, seconds: float) -> Iterator[Finding]:
+    yield from (msgspec.json.decode(line, type=Finding) for line in probe.lines)
+    if probe.late:
+        yield failed(name, f"no answer within {seconds:g} s", "look what hangs there, or give more time with --timeout")
+    elif probe.process.returncode:
+        yield failed(name, f"the check itself failed: {probe.why}", "report this with `plaudit doctor --json`")
+
+
+class _Stage(msgspec.Struct):
+    stage: str
+    findings: list[Finding] = []
+
+
+def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
+    """Those of torchrun, of which this process is one; else as many as there are GPUs, and two at least."""
+    told = {SECONDS: str(seconds), LOCAL: msgspec.json.encode(list(local)).decode()}
+    with tempfile.TemporaryDirectory(prefix="plaudit-doctor-") as scratch:
+        if "RANK" in os.environ:
+            probes = {os.environ["RANK"]: Probe.start("plaudit.doctor.rank", environment=told)}
+        else:
+            world = max(2, _gpus())
+            place = {**told, STORE: str(Path(scratch) / "store"), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+            probes = {
+                rank: Probe.start("plaudit.doctor.rank", environment={**place, "RANK": rank, "LOCAL_RANK": rank})
+                for rank in map(str, range(world))
+            }  # fmt: skip
+        finish(list(probes.values()), seconds)
+    for rank, probe in probes.items():
+        stages = [msgspec.json.decode(line, type=_Stage) for line in probe.lines]
+        yield from (finding for stage in stages for finding in stage.findings)
+        done = stages and stages[-1].stage == "done"
+        if probe.late and not done:
+            cure = "let the machines reach each other (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or --timeout"
+            yield failed("ranks", f"rank {rank} was not through within {seconds:g} s: {_at(stages)}", cure)
+        elif probe.process.returncode and not done:
+            yield failed(
+                "ranks", f"rank {rank} failed ({_at(stages)}): {probe.why}", "the other ranks' lines may say why"
+            )
+
+
+def _at(stages: Sequence[_Stage]) -> str:
+    return f"its last word was {stages[-1].stage!r}" if stages else "it did not begin"
+
+
+def _gpus() -> int:
+    """GPUs that a rank may take, without torch: by what the driver shows, less what CUDA_VISIBLE_DEVICES hides."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return there if visible is None else min(there, len([each for each in visible.split(",") if each]))

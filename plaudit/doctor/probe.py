@@ -1,0 +1,34 @@
+"""One check in a process of its own: `python -m plaudit.doctor.probe disk` prints its findings as JSON lines.
+
+Its own, so that a check that hangs (a file server, a driver) can be given up at its deadline.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from plaudit.doctor import machine
+from plaudit.doctor.finding import Finding
+
+LIGHT: dict[str, Callable[[], Iterator[Finding]]] = {
+    "versions": machine.versions, "memory": machine.memory, "disk": machine.disk, "ports": machine.ports,
+    "clock": machine.clock,
+}  # fmt: skip
+
+
+def main() -> None:
+    name = sys.argv[1]
+    if name == "devices":
+        from plaudit.doctor.devices import devices as check
+    else:
+        check = LIGHT[name]
+    for finding in check():
+        sys.stdout.write(f"{msgspec.json.encode(finding).decode()}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`plaudit launch`: what starts a recipe on a cluster. Imports no torch."""

@@ -1,0 +1,80 @@
+"""A recipe shared out over machines: how many processes each has, and the commands that start them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from plaudit.config import RlRecipe, load_recipe, to_toml
+from plaudit.errors import ConfigError
+
+CORES = 8  # for a process that has a GPU: its threads, tokenizers and rules
+
+
+@dataclass(frozen=True)
+class Job:
+    """name   of the job, as both schedulers allow it
+    text      the whole recipe as TOML, with what --set changed
+    ranks     processes of each machine that torchrun starts
+    gpus      of each machine; 0: the CPU
+    cores     of each machine
+    """
+
+    name: str
+    recipe: str
+    sets: tuple[str, ...]
+    text: str
+    run: str
+    nodes: int
+    ranks: int
+    gpus: int
+    cores: int
+
+    @classmethod
+    def of(cls, recipe: Path, sets: Sequence[str], *, nodes: int, gpus: int | None, run: Path | None) -> Job:
+        tree = load_recipe(recipe, list(sets))
+        if not isinstance(tree, RlRecipe):
+            raise ConfigError(f"task = {tree.task!r} trains in one process: start it with plaudit train {recipe}")
+        if tree.resources.ray is not None:
+            raise ConfigError(f'resources.ray = "{tree.resources.ray}" has Ray start the processes: leave it out')
+        ranks, resources = tree.resources.ranks, tree.resources
+        if ranks % nodes:
+            raise ConfigError(
+                f"resources.data_parallel × tensor_parallel = {resources.data_parallel} × {resources.tensor_parallel} "
+                f"= {ranks} ranks do not divide over --nodes {nodes}: set resources.data_parallel to a multiple"
+            )
+        if nodes > 1 and tree.rollout_processes:
+            raise ConfigError(
+                f"{tree.rollout_processes} rollout process(es) run beside rank 0, on one machine, and --nodes is "
+                f'{nodes}: set placement.name = "colocated", or spread them with resources.ray'
+            )
+        ranks //= nodes
+        processes = ranks + tree.rollout_processes
+        if gpus is None:
+            gpus = 0 if tree.model.device == "cpu" else processes
+        if 0 < gpus < ranks:
+            raise ConfigError(f"{ranks} ranks on each machine take one GPU each, and --gpus is {gpus}")
+        # A file is named from anywhere; a name stays one, and its recipe comes with the package.
+        named = str(recipe.resolve()) if recipe.exists() else str(recipe)
+        return cls(
+            re.sub(r"[^a-z0-9-]+", "-", recipe.stem.lower()).strip("-") or "plaudit", named, tuple(sets), to_toml(tree),
+            str(run or Path("runs") / recipe.stem), nodes, ranks, gpus, CORES * processes,
+        )  # fmt: skip
+
+    @property
+    def summary(self) -> str:
+        has = f"{self.gpus} GPU(s)" if self.gpus else "the CPU"
+        return f"{self.nodes} machine(s) with {self.ranks} rank(s) each on {has}"
+
+    def train(self) -> list[str]:
+        """What every rank runs. With --resume a job that is started again goes on where it was."""
+        sets = [word for each in self.sets for word in ("--set", each)]
+        return ["-m", "plaudit", "train", self.recipe, *sets, "--out", self.run, "--resume"]
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A shell's words. Those with a variable are in double quotes already."""
+    return " ".join(word if word.startswith('"$') else shlex.quote(word) for word in words)

@@ -1,0 +1,41 @@
+"""An sbatch script: one torchrun on each machine, which find each other at the first one over TCP."""
+
+from __future__ import annotations
+
+import sys
+
+from plaudit.launch.job import Job, quoted
+
+SAVE_SECONDS = 300  # before the job's time is over: to end the step and write a checkpoint
+
+
+def script(job: Job, *, time: str, partition: str | None, account: str | None) -> str:
+    options = {
+        "job-name": f"plaudit-{job.name}", "nodes": job.nodes, "ntasks-per-node": 1, "cpus-per-task": job.cores,
+        "gpus-per-node": job.gpus or None, "time": time, "partition": partition, "account": account,
+        "output": "%x-%j.log", "open-mode": "append",
+    }  # fmt: skip
+    header = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
+    torchrun = [
+        '"$PYTHON"', "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--nproc-per-node", str(job.ranks),
+        "--rdzv-backend", "c10d", "--rdzv-id", '"$SLURM_JOB_ID"', "--rdzv-endpoint", '"$head:$port"',
+    ]  # fmt: skip
+    threads = max(1, job.cores // job.ranks)
+    return f"""#!/bin/bash
+# Written by `plaudit launch --slurm`: {job.summary}.
+# Start it with sbatch, in a directory that all machines share. Sent again, also by Slurm after a machine has failed, it
+# goes on from the last checkpoint.
+{header}#SBATCH --requeue
+#SBATCH --signal=TERM@{SAVE_SECONDS}
+set -euo pipefail
+PYTHON=${{PYTHON:-{quoted([sys.executable])}}}  # of an environment that all machines see
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}}
+cd "${{SLURM_SUBMIT_DIR:-.}}"
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 20000))
+
+# Links, devices, versions and clocks of all machines, before anything loads.
+srun --kill-on-bad-exit=1 {quoted([*torchrun, "-m", "plaudit", "doctor"])}
+
+srun --kill-on-bad-exit=1 {quoted([*torchrun, *job.train()])}
+"""

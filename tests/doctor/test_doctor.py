@@ -1,0 +1,136 @@
+"""`plaudit doctor`: findings with their cures, a deadline on every check, no torch before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from plaudit.doctor import doctor, machine
+from plaudit.doctor.doctor import CHECKS, Probe, finish
+from plaudit.doctor.finding import Finding
+from tests.command import plaudit_here
+
+
+def test_findings_are_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    done = plaudit_here("doctor", "disk", "clock", "--timeout", "240", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n") >= 3
+    assert all(
+        line.split()[:2] in (["ok", "disk"], ["ok", "clock"], ["warning", "disk"]) for line in done.stdout.splitlines()
+    )
+    told = json.loads(plaudit_here("doctor", "versions", "--json", "--timeout", "240").stdout)["findings"]
+    assert f"Python {sys.version.split()[0]}" in told[0]["found"]
+    assert [each for each in told if each["check"] == "versions" and "torch 2" in each["found"]]
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+
+
+def test_a_check_that_is_none() -> None:
+    done = plaudit_here("doctor", "dsik")
+    assert (done.returncode, done.stderr.strip()) == (2, "plaudit: no check 'dsik'; did you mean 'disk'?")
+
+
+def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for ever, in place of a dead file server's."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(doctor.__file__).parents[2]}")
+    (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
+    probe = Probe.start("hangs")
+    finish([probe], 1.0)
+    (found,) = doctor._told("disk", probe, 1.0)
+    assert (found.check, found.status) == ("disk", "failed")
+    assert found.found == "no answer within 1 s"
+    assert "--timeout" in found.cure
+    assert probe.process.returncode is not None, "it was ended"
+
+
+def test_a_check_that_breaks_is_a_failure_with_its_last_words() -> None:
+    probe = Probe.start("plaudit.doctor.probe", "none")
+    finish([probe], 240)
+    (found,) = doctor._told("none", probe, 240)
+    assert (found.status, found.found) == ("failed", "the check itself failed: KeyError: 'none'")
+
+
+def test_a_port_in_use_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(machine, "SERVE_PORT", taken.getsockname()[1])
+        (found,) = [each for each in machine.ports() if str(taken.getsockname()[1]) in each.found]
+    assert (found.status, found.cure) == ("warning", "plaudit serve --port takes another")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    monkeypatch.chdir(tmp_path / "closed")
+    _is_refused()
+
+
+def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    (found,) = [each for each in machine.disk() if each.status == "failed"]
+    assert "No such file or directory" in found.found
+    assert found.cure == "set TMPDIR to a directory that can be written"
+
+
+def _is_refused() -> None:
+    (found,) = [each for each in machine.disk() if each.status == "failed"]
+    assert "Permission denied" in found.found
+    assert "--out" in found.cure
+
+
+def test_packages_that_miss_or_are_too_old_are_named() -> None:
+    requirements = [machine.Requirement(text) for text in ("none-of-this-name>=1", "msgspec>=999", "httpx>=0.1")]
+    findings = list(machine._packages(requirements))
+    assert [each.cure for each in findings if each.status == "failed"] == [
+        "pip install 'none-of-this-name>=1'", "pip install 'msgspec>=999'",
+    ]  # fmt: skip
+
+
+def test_what_needs_no_torch_imports_none() -> None:
+    code = (
+        "import sys; sys.argv = ['plaudit', 'doctor', 'memory']\n"
+        "from plaudit.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=240).returncode == 0
+    code = "import plaudit.doctor.probe, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_slow_and_broken_links_are_named() -> None:
+    from plaudit.doctor.rank import judged
+
+    hosts = ["a", "a", "b", "b"]
+    rates = [(0, 1, 9e9), (2, 3, 9e9), (0, 2, 1e9), (0, 3, 1e9), (1, 2, 0.2e9), (1, 3, 1e9)]
+    findings = list(judged("gloo", rates, hosts, 4))
+    assert [(each.status, each.found) for each in findings] == [
+        ("warning", "between rank 1 on a and rank 2 on b 0.20 GB/s, under half of 1.00 GB/s of others"),
+        ("ok", "4 rank(s) on 2 machine(s): 6 pair(s), the slowest 1-2 at 0.20 GB/s"),
+    ]
+    broken = list(judged("nccl", [(0, 1, 0.0)], hosts[:2], 2))
+    assert broken[0].found == "between rank 0 on a and rank 1 on a bytes are changed on the way"
+    assert "NCCL_SOCKET_IFNAME" in next(judged("nccl", rates, hosts, 4)).cure
+
+
+def test_findings_of_other_machines_say_which() -> None:
+    line = msgspec.structs.replace(Finding("disk", "failed", "full", "free some"), host="b").line()
+    assert line == "failed   disk      on b: full; free some"
+
+
+@pytest.mark.slow
+def test_devices_and_ranks() -> None:
+    """A product against double precision, and two real ranks."""
+    done = plaudit_here("doctor", "devices", "ranks", "--timeout", "280")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "products on the CPU are right" in done.stdout
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+    assert set(CHECKS) > {"devices", "ranks"}

@@ -1,0 +1,168 @@
+"""`plaudit launch`: scripts that bash reads, manifests that Kubernetes' published schema accepts, a start for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from plaudit.config import parse_recipe
+from plaudit.events import read_events
+from tests.command import plaudit_here
+
+ROOT = Path(__file__).parents[2]
+# Of Kubernetes 1.36, strict (no property that is not listed), reduced to what these kinds reach, no descriptions.
+SCHEMA = json.loads((Path(__file__).parent / "kubernetes-1.36.json").read_text())
+FOUR = ("--set", "resources.data_parallel=4", "--nodes", "2")
+
+
+def launched(*words: str) -> str:
+    done = plaudit_here("launch", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*words: str) -> str:
+    done = plaudit_here("launch", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_the_script_is_one_for_bash_and_sbatch(tmp_path: Path) -> None:
+    script = launched("sums-grpo", "--slurm", *FOUR, "--partition", "gpu", "--time", "2:00:00")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+    head, _, body = script.partition("set -euo pipefail\n")
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in head.splitlines() if line.startswith("#SBATCH")
+    )
+    assert head.startswith("#!/bin/bash\n")
+    assert {key: options[key] for key in ("nodes", "ntasks-per-node", "gpus-per-node", "partition", "time")} == {
+        "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "2", "partition": "gpu", "time": "2:00:00",
+    }  # fmt: skip
+    assert "account" not in options
+    assert body.count("srun ") == 2
+    assert "--nnodes 2 --nproc-per-node 2 " in body
+    assert "-m plaudit doctor\n" in body
+    assert "train sums-grpo --set resources.data_parallel=4 --out runs/sums-grpo --resume\n" in body
+    file = tmp_path / "job.sbatch"
+    said = launched("sums-grpo", "--slurm", *FOUR, "--set", "model.device=cpu", "--out", str(file))
+    assert said == f"{file}: 2 machine(s) with 2 rank(s) each on the CPU; start it with sbatch {file}\n"
+    assert "gpus-per-node" not in file.read_text()
+
+
+def test_words_with_spaces_stay_whole(tmp_path: Path) -> None:
+    recipe = tmp_path / "my recipe's.toml"
+    recipe.write_text((ROOT / "plaudit" / "recipes" / "sums-grpo.toml").read_text())
+    script = launched(str(recipe), "--slurm", "--run", "runs/a b")
+    words = subprocess.run(
+        ["bash"], input="srun() { printf '%s\\n' \"$@\"; }; scontrol() { echo node1; }; PYTHON=python SLURM_JOB_ID=7 "
+        "SLURM_JOB_NODELIST=x SLURM_SUBMIT_DIR=.\n" + script, text=True, capture_output=True, check=True, timeout=60,
+    ).stdout.splitlines()  # fmt: skip
+    assert words[words.index("train") + 1] == str(recipe)
+    assert words[words.index("--out") + 1] == "runs/a b"
+    assert words[words.index("--rdzv-endpoint") + 1] == "node1:20007"
+
+
+def documents(*words: str) -> dict[str, Any]:
+    found = {each["kind"]: each for each in yaml.safe_load_all(launched(*words))}
+    for kind, document in found.items():
+        schema = {"definitions": SCHEMA["definitions"], **SCHEMA["kinds"][kind]}
+        jsonschema.Draft7Validator(schema).validate(document)
+    return found
+
+
+def test_the_schema_refuses_what_kubernetes_would() -> None:
+    job = documents("sums-grpo", "--kubernetes")["Job"]
+    schema = jsonschema.Draft7Validator({"definitions": SCHEMA["definitions"], **SCHEMA["kinds"]["Job"]})
+    job["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert [error.validator for error in schema.iter_errors(job)] == ["additionalProperties"]
+    job["spec"]["template"]["spec"] = {"restartPolicy": "Never"}
+    assert [error.message for error in schema.iter_errors(job)] == ["'containers' is a required property"]
+
+
+def test_the_manifest_is_valid_and_its_parts_fit() -> None:
+    found = documents("sums-grpo", "--kubernetes", *FOUR, "--image", "registry/plaudit:1", "--storage", "5Gi")
+    job, service, claim, config = (found[kind] for kind in ("Job", "Service", "PersistentVolumeClaim", "ConfigMap"))
+    name = job["metadata"]["name"]
+    assert name == "plaudit-sums-grpo"
+    assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (2, 2, "Indexed")
+    template = job["spec"]["template"]
+    assert service["spec"]["selector"] == template["metadata"]["labels"]
+    assert service["metadata"]["name"] == template["spec"]["subdomain"], "pods have names only below the service's"
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (container,) = template["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    script = container["command"][2]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
+    assert f"--master-addr {name}-0.{name} " in script
+    assert container["image"] == "registry/plaudit:1"
+    assert "ReadWriteOnce" in documents("sums-grpo", "--kubernetes")["PersistentVolumeClaim"]["spec"]["accessModes"]
+    volumes, mounts = ({each["name"] for each in of} for of in (template["spec"]["volumes"], container["volumeMounts"]))
+    assert volumes == mounts
+    recipe: Any = parse_recipe(tomllib.loads(config["data"]["recipe.toml"]), "the ConfigMap")
+    assert recipe.resources.data_parallel == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sums-grpo"], "give one of --slurm and --kubernetes"),
+        (["sums-sft", "--slurm"], "trains in one process: start it with plaudit train sums-sft"),
+        (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
+        (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine take one GPU each, and --gpus is 1"),
+        (["sums-grpo", "--slurm", *FOUR, "--set", "placement.name=disaggregated"], "run beside rank 0, on one machine"),
+        (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "has Ray start the processes"),
+        (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is on this machine"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_before_it_is_written(words: list[str], message: str) -> None:
+    assert message in refused(*words)
+
+
+def free_number() -> int:
+    """A job number whose port is free: 20000 more."""
+    for number in random.sample(range(12000), 100):
+        try:
+            with socket.create_server(("127.0.0.1", 20000 + number)):
+                return number
+        except OSError:
+            continue
+    raise AssertionError("no free port among a hundred")
+
+
+@pytest.mark.slow
+def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
+    """As Slurm would run it, with srun and scontrol that know one machine. Here torchrun finds itself over TCP."""
+    small = {"resources.data_parallel": 2, "train.steps": 2, "train.prompts_per_step": 4, "train.samples_per_prompt": 4,
+             "data.eval_items": 8, "model.device": "cpu"}  # fmt: skip
+    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    script = launched("sums-grpo", "--slurm", *sets)
+    for name, text in {"srun": 'exec "${@:2}"', "scontrol": "echo 127.0.0.1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
+        "SLURM_JOB_ID": str(free_number()), "SLURM_JOB_NODELIST": "one", "SLURM_SUBMIT_DIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+    events = read_events(tmp_path / "runs" / "sums-grpo")
+    assert {event["step"] for event in events if event["kind"] == "metric" and "reward/mean" in event["values"]} == {
+        1,
+        2,
+    }
