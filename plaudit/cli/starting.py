@@ -23,6 +23,7 @@ def examine_machine(
     Started by torchrun on several machines, it checks the links between all of them.
     """
     import os
+    from dataclasses import asdict
     from json import dumps
 
     from plaudit.doctor.doctor import examine
@@ -37,9 +38,7 @@ def examine_machine(
             if not json or not first:
                 typer.echo(finding.line(), err=not first)
     if json and first:
-        import msgspec
-
-        typer.echo(dumps({"findings": msgspec.to_builtins(findings)}, indent=2))
+        typer.echo(dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
     raise typer.Exit(int(any(finding.status == "failed" for finding in findings)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,11 +11,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
-
-import msgspec
 
 from plaudit.doctor.finding import Finding, failed
 from plaudit.errors import ConfigError, nearest
@@ -101,21 +100,16 @@ def _local(names: Sequence[str], seconds: float) -> Iterator[Finding]:
 
 
 def _told(name: str, probe: Probe, seconds: float) -> Iterator[Finding]:
-    yield from (msgspec.json.decode(line, type=Finding) for line in probe.lines)
+    yield from (Finding.of(line) for line in probe.lines)
     if probe.late:
         yield failed(name, f"no answer within {seconds:g} s", "look what hangs there, or give more time with --timeout")
     elif probe.process.returncode:
         yield failed(name, f"the check itself failed: {probe.why}", "report this with `plaudit doctor --json`")
 
 
-class _Stage(msgspec.Struct):
-    stage: str
-    findings: list[Finding] = []
-
-
 def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
     """Those of torchrun, of which this process is one; else as many as there are GPUs, and two at least."""
-    told = {SECONDS: str(seconds), LOCAL: msgspec.json.encode(list(local)).decode()}
+    told = {SECONDS: str(seconds), LOCAL: json.dumps([asdict(each) for each in local])}
     with tempfile.TemporaryDirectory(prefix="plaudit-doctor-") as scratch:
         if "RANK" in os.environ:
             probes = {os.environ["RANK"]: Probe.start("plaudit.doctor.rank", environment=told)}
@@ -128,9 +122,10 @@ def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
             }  # fmt: skip
         finish(list(probes.values()), seconds)
     for rank, probe in probes.items():
-        stages = [msgspec.json.decode(line, type=_Stage) for line in probe.lines]
-        yield from (finding for stage in stages for finding in stage.findings)
-        done = stages and stages[-1].stage == "done"
+        said = [json.loads(line) for line in probe.lines]
+        yield from (Finding(**found) for each in said for found in each.get("findings", ()))
+        stages = [each["stage"] for each in said]
+        done = stages[-1:] == ["done"]
         if probe.late and not done:
             cure = "let the machines reach each other (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or --timeout"
             yield failed("ranks", f"rank {rank} was not through within {seconds:g} s: {_at(stages)}", cure)
@@ -140,8 +135,8 @@ def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
             )
 
 
-def _at(stages: Sequence[_Stage]) -> str:
-    return f"its last word was {stages[-1].stage!r}" if stages else "it did not begin"
+def _at(stages: Sequence[str]) -> str:
+    return f"its last word was {stages[-1]!r}" if stages else "it did not begin"
 
 
 def _gpus() -> int:

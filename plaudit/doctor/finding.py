@@ -1,15 +1,19 @@
-"""What a check found: fine, worth a look, or in the way; with the cure where it is not fine."""
+"""What a check found: fine, worth a look, or in the way; with the cure where it is not fine.
+
+Nothing but Python's own library here: packages that miss are what a check may find.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass
 from typing import Literal
-
-import msgspec
 
 Status = Literal["ok", "warning", "failed"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Finding:
     """host  the other machine that it is about; none for this one"""
 
     check: str
@@ -17,6 +21,14 @@ class Finding(msgspec.Struct, frozen=True):
     found: str
     cure: str = ""
     host: str = ""
+
+    @classmethod
+    def of(cls, text: str | bytes) -> Finding:
+        """From JSON."""
+        return cls(**json.loads(text))
+
+    def json(self) -> str:
+        return json.dumps(asdict(self))
 
     def line(self) -> str:
         where = f"on {self.host}: " if self.host else ""

@@ -10,11 +10,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from plaudit import __version__
 from plaudit.doctor.finding import Finding, failed, ok, warning
@@ -36,14 +34,20 @@ def versions() -> Iterator[Finding]:
     if sys.platform != "linux":
         yield warning("versions", f"{platform.system()} is not Linux", "what trains and serves is made for Linux")
     try:
-        requirements = [Requirement(text) for text in metadata.requires("plaudit") or ()]
+        requirements = metadata.requires("plaudit") or []
     except metadata.PackageNotFoundError:
         yield warning("versions", "plaudit is used from its source and not installed", "pip install -e .")
         return
     yield from _packages(requirements)
 
 
-def _packages(requirements: list[Requirement]) -> Iterator[Finding]:
+def _packages(texts: Sequence[str]) -> Iterator[Finding]:
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        yield failed("versions", "packages are not compared: packaging is not installed", "pip install packaging")
+        return
+    requirements = [Requirement(text) for text in texts]
     needed = [each for each in requirements if each.marker is None or "extra" not in str(each.marker)]
     installed = {each.name: _version(each.name) for each in needed}
     for each in needed:

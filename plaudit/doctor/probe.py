@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from plaudit.doctor import machine
 from plaudit.doctor.finding import Finding
 
@@ -26,8 +24,7 @@ def main() -> None:
     else:
         check = LIGHT[name]
     for finding in check():
-        sys.stdout.write(f"{msgspec.json.encode(finding).decode()}\n")
-        sys.stdout.flush()
+        print(finding.json(), flush=True)
 
 
 if __name__ == "__main__":

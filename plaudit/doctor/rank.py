@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,18 +44,17 @@ def main() -> None:
     _say(stage="joined the others")
     everyone = Group(rank, world, None)
     findings = [*_compare(everyone), *_links(everyone, limit)]
-    _say(stage="done", findings=findings if rank == 0 else [])
+    _say(stage="done", findings=[asdict(each) for each in findings] if rank == 0 else [])
     dist.destroy_process_group()
 
 
 def _say(**what: Any) -> None:
-    sys.stdout.write(f"{msgspec.json.encode(what).decode()}\n")
-    sys.stdout.flush()
+    print(json.dumps(what), flush=True)
 
 
 def _compare(everyone: Group) -> Iterator[Finding]:
     """What the ranks say of themselves, and their clocks."""
-    local = msgspec.json.decode(os.environ.get(LOCAL, "[]"), type=list[Finding])
+    local = [Finding(**each) for each in json.loads(os.environ.get(LOCAL, "[]"))]
     versions = f"plaudit {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     told = everyone.gather_values((socket.gethostname(), versions, local), tuple[str, str, list[Finding]])
     hosts = [host for host, _, _ in told]
@@ -64,7 +63,7 @@ def _compare(everyone: Group) -> Iterator[Finding]:
         yield failed("ranks", f"rank 0 has {told[0][1]}; {named}", "install the same versions on all machines")
     for rank, (host, _, findings) in enumerate(told):
         if rank:
-            yield from (msgspec.structs.replace(each, host=host) for each in findings if each.status != "ok")
+            yield from (replace(each, host=host) for each in findings if each.status != "ok")
     offsets = _clock_offsets(everyone)
     for rank in (rank for rank, offset in enumerate(offsets) if abs(offset) > CLOCK_SECONDS):
         where = f"the clock of rank {rank} on {hosts[rank]} is {offsets[rank]:+.1f} s from that of rank 0"
