@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -34,11 +35,12 @@ def versions() -> Iterator[Finding]:
     if sys.platform != "linux":
         yield warning("versions", f"{platform.system()} is not Linux", "what trains and serves is made for Linux")
     try:
-        requirements = metadata.requires("plaudit") or []
+        yield from _packages(metadata.requires("plaudit") or [])
     except metadata.PackageNotFoundError:
         yield warning("versions", "plaudit is used from its source and not installed", "pip install -e .")
-        return
-    yield from _packages(requirements)
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        if project.is_file():
+            yield from _packages(tomllib.loads(project.read_text())["project"]["dependencies"])
 
 
 def _packages(texts: Sequence[str]) -> Iterator[Finding]:
