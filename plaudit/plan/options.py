@@ -50,7 +50,16 @@ class PlanOptions:
     power_price: Annotated[float | None, Option(help="$ per kWh, added to a --price in dollars.")] = None
     hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None
     recipe: Annotated[Path | None, Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None
-    out: Annotated[Path | None, Option(help="--for: write the planned recipe here. Default: print it.")] = None
+    from_run: Annotated[
+        Path | None,
+        Option("--from", metavar="RUN", help="Compare a run with its plan: ours, or a log of verl, NeMo RL."),
+    ] = None
+    generation_layout: Annotated[str | None, Option(help="--from: of the run's engines, such as 'tp4'.")] = None
+    training_layout: Annotated[str | None, Option(help="--from: of its training, such as 'tp2 dp8 fsdp'.")] = None
+    out: Annotated[
+        Path | None,
+        Option(help="--for: write the planned recipe here; --from: the refitted --hardware-file. Default: print it."),
+    ] = None
     as_json: Annotated[bool, Option("--json", help="Print data in place of tables.")] = False
     explain: Annotated[
         str | None, Option(metavar="WHAT", help="Formulas of the first plan: step, memory, cost, all, or a name.")

@@ -14,6 +14,7 @@ from plaudit.config.table import to_toml
 from plaudit.errors import ConfigError
 from plaudit.plan.cost.prediction import Prediction
 from plaudit.plan.question import Outcome
+from plaudit.plan.shape.layouts import TrainingLayout
 from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
@@ -55,6 +56,15 @@ def workload_of(
         cache_bytes=recipe.engine.kv_bytes if isinstance(recipe.engine.kv_bytes, int) else 0,
         lora_rank=lora.rank if lora else 0,
         lora_targets=lora.targets if lora and not isinstance(lora.targets, str) else (),
+    )  # fmt: skip
+
+
+def layout_of(recipe: RlRecipe, work: Workload) -> TrainingLayout:
+    """How our trainer cuts the recipe's training."""
+    ranks = recipe.resources
+    return TrainingLayout(
+        tp=ranks.tensor_parallel, dp=ranks.data_parallel, zero=3 if ranks.ranks > 1 else 0, plain=True,
+        micro_tokens=work.micro_tokens, recompute="full" if recipe.model.recompute else "none",
     )  # fmt: skip
 
 

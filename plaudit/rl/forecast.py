@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from plaudit.config import RlRecipe
-from plaudit.config.placement import ResourcesTable
 from plaudit.errors import PlauditError
 from plaudit.models.catalog import resolve
 from plaudit.plan.cost.prediction import Prediction, predict
-from plaudit.plan.recipes import workload_of
+from plaudit.plan.recipes import layout_of, workload_of
 from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import cluster
-from plaudit.plan.shape.layouts import GenerationLayout, TrainingLayout
+from plaudit.plan.shape.layouts import GenerationLayout
 from plaudit.plan.shape.workload import Workload
 
 # The ledger's phases by the planner's, and its owners.
@@ -43,9 +42,7 @@ def forecast(
         return {}
     try:
         work = workload_of(recipe, resolve, prompt, response)
-        plan = _prediction(
-            recipe.resources, recipe.model.recompute, replace(work, cache_bytes=cache or work.cache_bytes)
-        )
+        plan = _prediction(recipe, replace(work, cache_bytes=cache or work.cache_bytes))
     except PlauditError:  # a kind of decoder that the planner has no formulas for
         return {}
     by_phase = {name: _owners(plan, phase, program) for name, phase in PHASES.items()}
@@ -53,18 +50,14 @@ def forecast(
     return {name: owners for name, owners in by_phase.items() if runs.get(name, True)}
 
 
-def _prediction(ranks: ResourcesTable, recompute: bool, work: Workload) -> Prediction:
-    place = cluster(f"1x{ranks.ranks}xH100")
+def _prediction(recipe: RlRecipe, work: Workload) -> Prediction:
+    place = cluster(f"1x{recipe.resources.ranks}xH100")
     chip = replace(place.accelerator, memory=HUGE)
-    training = TrainingLayout(
-        tp=ranks.tensor_parallel, dp=ranks.data_parallel, zero=3 if ranks.ranks > 1 else 0, plain=True,
-        micro_tokens=work.micro_tokens, recompute="full" if recompute else "none",
-    )  # fmt: skip
     # Graphs and the reserve are no owner's: tensors alone are told.
     constants = replace(Constants(), reserve_bytes=0.0, graph_bytes=0.0)
     return predict(
-        work, replace(place, accelerator=chip), "colocated", generation=GenerationLayout(), training=training,
-        constants=constants,
+        work, replace(place, accelerator=chip), "colocated", generation=GenerationLayout(),
+        training=layout_of(recipe, work), constants=constants,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from plaudit.plan.cost.decode import Replica
 from plaudit.plan.cost.generation import Generation
 from plaudit.plan.cost.plans import Plan
 from plaudit.plan.cost.simulation import overlap
-from plaudit.plan.cost.term import Term, total
+from plaudit.plan.cost.term import Term, times, total
 from plaudit.plan.cost.training import Trainer
 from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.model_shape import ModelShape
@@ -276,10 +276,12 @@ class Parts:
         work, plan = self.workload, self.plan
         engine = self.replica.weight_bytes()
         busiest = max(engine, engine * plan.replicas * plan.generation.devices / plan.cluster.devices)
-        return transfer(
+        seconds = transfer(
             find(plan.channel), work.model, plan.cluster.accelerator, work.dtype, work.engine_dtype,
             senders=plan.cluster.devices, busiest=busiest,
         )  # fmt: skip
+        factor = self.constants.channel_factor
+        return seconds if factor == 1 else times("weights", factor, seconds, "channel_factor")
 
     def timeline(self, made: Generation, capacity: Capacity, simulate: bool) -> tuple[tuple[Phase, ...], Term, float]:
         plan = self.plan

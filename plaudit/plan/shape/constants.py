@@ -52,6 +52,8 @@ class Constants:
     """The same for each expert that a device holds: its casts and products are kernels of their own."""
     switch_seconds: float = 9.0
     """To put a co-located engine to sleep and wake it: memory mapped and unmapped, caches made, graphs checked."""
+    channel_factor: float = 1.0
+    """Seconds of a transfer of weights over those of the channel's table: one unless a run says otherwise."""
     packing_share: float = 0.80
     """How full the packed micro-batches of the fullest device are when lengths differ: the others wait for it."""
     response_seconds: float = 5e-3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from plaudit.errors import ConfigError
 from plaudit.plan.shape.model_shape import ModelShape
@@ -38,6 +40,11 @@ class GenerationLayout:
                 f"and ep and tp = {self.tp} must divide one another"
             )
         _stages(self.pp, model)
+
+    @staticmethod
+    def parse(text: str) -> GenerationLayout:
+        """As it is printed: tp4 pp2 ep8."""
+        return GenerationLayout(**_sizes(text, ("tp", "pp", "ep"), ())[0])
 
     def __str__(self) -> str:
         cuts = [f"tp{self.tp}"] + [f"{k}{v}" for k, v in (("pp", self.pp), ("ep", self.ep)) if v > 1]
@@ -97,6 +104,17 @@ class TrainingLayout:
             raise ConfigError(f"gradient_bytes = {self.gradient_bytes}: expected 2 (bf16) or 4 (fp32)")
         _stages(self.pp, model)
 
+    @staticmethod
+    def parse(text: str, micro_tokens: int) -> TrainingLayout:
+        """As it is printed: tp2 dp8 pp4 ep8 cp2 zero1, or fsdp; recompute; parked reference; offload."""
+        words = ("fsdp", "recompute", "parked", "reference", "offload")
+        sizes, said = _sizes(text, ("tp", "pp", "dp", "ep", "cp", "vpp", "zero"), words)
+        if "fsdp" in said:
+            sizes["zero"] = 3
+        cut = TrainingLayout(micro_tokens=micro_tokens, recompute="full" if "recompute" in said else "none",
+                             park="parked" in said, offload_optimizer="offload" in said)  # fmt: skip
+        return replace(cut, **sizes)  # type: ignore[arg-type]
+
     def __str__(self) -> str:
         cuts = [f"tp{self.tp}", f"dp{self.dp}"]
         cuts += [f"{k}{v}" for k, v in (("pp", self.pp), ("ep", self.ep), ("cp", self.cp)) if v > 1]
@@ -104,6 +122,21 @@ class TrainingLayout:
         cuts += ["recompute"] if self.recompute == "full" else []
         cuts += ["parked reference"] if self.park else []
         return " ".join(cuts + (["offload"] if self.offload_optimizer else []))
+
+
+def _sizes(text: str, names: Sequence[str], words: Sequence[str]) -> tuple[dict[str, int], set[str]]:
+    """(sizes by name, words without one) of a layout as it is printed."""
+    sizes, said = {}, set()
+    for part in text.replace(",", " ").split():
+        match = re.fullmatch(r"([a-z]+)=?(\d+)", part)
+        if match and match[1] in names:
+            sizes[match[1]] = int(match[2])
+        elif part in words:
+            said.add(part)
+        else:
+            kinds = ", ".join((*(f"{name}N" for name in names), *words))
+            raise ConfigError(f"layout {text!r}: {part!r} is none of {kinds}")
+    return sizes, said
 
 
 def _positive(*sizes: int) -> None:

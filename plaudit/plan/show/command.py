@@ -15,13 +15,16 @@ from plaudit.errors import ConfigError
 from plaudit.output import check_writable, written
 from plaudit.plan.capacity import demand
 from plaudit.plan.market import market
+from plaudit.plan.observed.comparison import compare, hardware_file
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import NothingFits, Outcome, Question, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from plaudit.plan.shape.hardware import Overrides
 from plaudit.plan.show.as_data import outcome_data
 from plaudit.plan.show.choice import choice_data, print_choice
 from plaudit.plan.show.explain import explain
 from plaudit.plan.show.listing import print_outcome
+from plaudit.plan.show.measured import comparison_data, print_comparison
 from plaudit.plan.show.page import render_page
 from plaudit.plan.show.service import print_service, service_data
 
@@ -40,6 +43,12 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         options = _calibrated(options, options.calibrate, measure)
         if options.model is None and options.recipe is None:
             return
+    if options.from_run is not None:
+        _compare(options, resolve)
+        return
+    for name in ("generation_layout", "training_layout"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} says how a run was cut: name the run with --from")
     if options.serve is not None:
         _serve(options)
         return
@@ -55,6 +64,23 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         if refused.outcome.nearest is not None:
             _show(refused.outcome, replace(options, recipe=None))
         raise
+
+
+def _compare(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
+    """A run against its plan; with --out also the constants that fit it."""
+    comparison = compare(options, resolve)
+    if options.out is not None and not comparison.as_run:
+        raise ConfigError("--out: constants are refitted to the plan that ran; say which with --placement, "
+                          "--generation-layout and --training-layout")  # fmt: skip
+    if options.as_json:
+        print(json.dumps(comparison_data(comparison), indent=2))
+    else:
+        print_comparison(comparison)
+    if options.out is not None:
+        known = Overrides.read(options.hardware_file) if options.hardware_file else None
+        with written(options.out) as file:
+            file.write(hardware_file(comparison, known))
+        print(f"hardware file: {options.out}", file=sys.stderr)
 
 
 def _serve(options: PlanOptions) -> None:
