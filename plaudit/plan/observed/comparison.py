@@ -149,7 +149,7 @@ def _given_plan(options: PlanOptions, question: Question) -> Plan:
         left = place.devices - training.devices
         if question.generation_cluster is None and left < generation.devices:
             raise ConfigError(f"--training-layout {training}: {training.devices} of {place.devices} devices "
-                              f"leave {left} for engines of {generation.devices}; give all devices in --hardware")  # fmt: skip
+                              f"leave {left} for engines of {generation.devices}; --hardware has all")  # fmt: skip
         engines = question.generation_cluster or place.part(left)
         plan = replace(plan, cluster=place.part(training.devices), generation_cluster=engines)
     plan = replace(plan, channel=options.channel or default_channel(plan, work))
