@@ -61,6 +61,9 @@ def serve_rewards(
         float | None,
         typer.Option(min=0, metavar="SECONDS", help="Time from SIGTERM to the drain: not ready, still taking work."),
     ] = None,
+    state_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep swaps over a restart in this file.")
+    ] = None,
     uds: Uds = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -78,7 +81,7 @@ def serve_rewards(
     table = serve_table(
         config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
         pipeline_parallel, replicas, ray, api_key_file, drain_delay,
-        uds=uds, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca, log=log,
+        uds=uds, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca, log=log, state_file=state_file,
     )  # fmt: skip
     if check:
         from plaudit.serve.check import findings

@@ -130,6 +130,8 @@ class ServeTable(ListenTable):
     """Workers are kept by Ray Serve: "local" starts a Ray on this machine, else the address of one, such as "auto"."""
     model_root: str | None = None
     """Models that are swapped in must lie under this directory."""
+    state_file: str | None = None
+    """Swaps are kept here over a restart; None: a new server serves what its configuration says."""
     _explicit: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
     def explicit(self, name: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from plaudit.serve.http.address import Tls, bind, leave, listen
 from plaudit.serve.http.key_file import KeySource
 from plaudit.serve.protocols.table import check_names
 from plaudit.serve.server import check_open
+from plaudit.serve.state import restored
 
 Check = Callable[[], str]
 
@@ -40,6 +41,7 @@ def findings(table: ServeTable) -> Iterator[tuple[bool, str]]:
     checks |= {
         "protocols": partial(_protocols, table), "keys": partial(_keys, table), "tls": partial(_tls, table),
         "address": partial(_address, table), "model_root": partial(_root, table),
+        "state_file": partial(_state, table),
     }  # fmt: skip
     for what, check in checks.items():
         try:
@@ -114,3 +116,12 @@ def _root(table: ServeTable) -> str:
     if not Path(table.model_root).is_dir():
         raise ConfigError(f"{table.model_root} is not a directory; make it, or leave model_root out")
     return table.model_root
+
+
+def _state(table: ServeTable) -> str:
+    if table.state_file is None:
+        return "none, so that swaps are forgotten at the end"
+    models, vain = restored(table)
+    serves = [f"{name} serves {each.state.path}" for name, each in models.items()]
+    ignored = [f"{name} is ignored, since the configuration has changed" for name in vain]
+    return "; ".join([table.state_file, *serves, *ignored])

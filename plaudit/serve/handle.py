@@ -67,11 +67,14 @@ class WorkerStatus(ModelStatus):
     held_tokens: int = 0
     budget: int = 0
     replicas: Sequence[Mapping[str, Any]] = ()
+    canary: Mapping[str, Any] | None = None
 
 
 class ModelHandle(Protocol):
     name: str
-    kind: str
+
+    @property
+    def kind(self) -> str: ...
 
     async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems: ...
 

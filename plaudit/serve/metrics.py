@@ -31,6 +31,7 @@ TOKENS = (16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 HISTORY_SECONDS = 300
 ADMIN = "admin"  # who came with the admin key
 SCORES_KEPT = 2000
+RESULTS = ("scored", "failed")
 LATENCIES_KEPT = 10_000  # of a second
 M = TypeVar("M", Counter, Histogram)
 
@@ -95,6 +96,16 @@ class Metrics:
         self.replica_held = gauge("replica_held_tokens", "Tokens that a replica holds", "model", "replica")
         self.replica_ready = gauge("replica_ready", "1 if the replica computes", "model", "replica")
         self.version = gauge("model_info", "1 for the version in service", "model", "version")
+        self._of_versions: dict[tuple[str, str], VersionCounts] = {}
+        by_version = ("model", "version")
+        self.version_items = Counter(
+            "plaudit_version_items_total", "Answered items", (*by_version, "result"), registry=self.registry
+        )
+        self.version_seconds = Histogram(
+            "plaudit_version_seconds", "From a request's items to their answers", by_version, buckets=SECONDS,
+            registry=self.registry,
+        )  # fmt: skip
+        self.version_scores = gauge("version_score_sum", "Sum of the scores of all scored items", *by_version)
         self.gc_seconds = histogram("gc_pause_seconds", "Pauses of the garbage collector", SECONDS)
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop was", SECONDS)
         self.log_failures = counter("log_failures_total", "Log lines that could not be written")
@@ -104,6 +115,19 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    def of_version(self, model: str, version: str) -> VersionCounts:
+        if (counts := self._of_versions.get((model, version))) is None:
+            counts = self._of_versions[model, version] = VersionCounts(self, model, version)
+        return counts
+
+    def forget(self, model: str, version: str) -> None:
+        """A version that is closed: a trainer may swap thousands of times."""
+        if self._of_versions.pop((model, version), None) is not None:
+            for result in RESULTS:
+                self.version_items.remove(model, version, result)
+            self.version_seconds.remove(model, version)
+            self.version_scores.remove(model, version)
+
     def watch_gc(self) -> None:
         def seen(phase: str, _: dict[str, int]) -> None:
             if phase == "start":
@@ -112,6 +136,22 @@ class Metrics:
                 self.gc_seconds.observe(time.perf_counter() - self._collecting)
 
         gc.callbacks.append(seen)
+
+
+class VersionCounts:
+    """What one version of a model has answered, for those who choose between two."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+        self._scored, self._failed = (metrics.version_items.labels(model, version, result) for result in RESULTS)
+        self._seconds = metrics.version_seconds.labels(model, version)
+        self._sum = metrics.version_scores.labels(model, version)
+
+    def count(self, scored: int, failed: int, seconds: float, scores: float = 0.0) -> None:
+        """The answers of one request."""
+        self._scored.inc(scored)
+        self._failed.inc(failed)
+        self._seconds.observe(seconds)
+        self._sum.inc(scores)
 
 
 def _quick(metric: M) -> M:

@@ -8,35 +8,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.reward import (
     BlendTable,
-    EmbeddingTable,
     JudgeTable,
-    LogprobsTable,
-    OutcomeTable,
-    ProcessTable,
     ReadByEngine,
     RewardTable,
     RuleTable,
 )
 from plaudit.errors import Refused, RequestError
 from plaudit.records import Item, ItemError, Score, StepScores
-from plaudit.reward.blend import combine
-from plaudit.reward.encoder_reading import outcome_reading
 from plaudit.reward.judges.backends import HttpAsk
 from plaudit.reward.judges.judge import Judge, JudgeReward
 from plaudit.reward.process import ProcessReading
-from plaudit.reward.reading import EmbeddingReading, Intake, LogprobsReading, OutcomeReading
+from plaudit.reward.reading import EmbeddingReading, Intake, LogprobsReading
 from plaudit.reward.reward import Reward
 from plaudit.reward.rules.rule import RuleReward
-from plaudit.reward.version import digest, joined
-from plaudit.reward.work import ModelInfo, Work
+from plaudit.reward.version import digest
+from plaudit.reward.work import Work
+from plaudit.serve.blend import ServedBlend
 from plaudit.serve.handle import (
     ModelHandle,
     ModelStatus,
@@ -46,9 +39,10 @@ from plaudit.serve.handle import (
     ServerResources,
     WorkerStatus,
 )
-from plaudit.serve.http.message import TENANT, HttpError
+from plaudit.serve.http.message import BODY, TENANT, HttpError
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.step_path import Path
+from plaudit.serve.version import Canary, Reading, Scoring, Table, Version
 from plaudit.serve.workers.autoscale import Autoscale
 from plaudit.serve.workers.calls import FairCalls
 from plaudit.serve.workers.deployment import Deployment
@@ -56,9 +50,6 @@ from plaudit.serve.workers.jobs import Answer, GenerateJob, Ticket
 
 P = TypeVar("P")
 R = TypeVar("R")
-Scoring = OutcomeReading | ProcessReading | JudgeReading
-Reading = Scoring | LogprobsReading | EmbeddingReading
-Table = OutcomeTable | ProcessTable | LogprobsTable | EmbeddingTable | JudgeTable
 INLINE_CHARACTERS = 4096  # of a request that is tokenised on the spot: a thread would cost more
 INLINE_TOKENS = 65536
 TOGETHER = 16  # items that are prepared or scored at once: others wait meanwhile
@@ -73,44 +64,88 @@ class ServedModel:
 
     def __init__(self, name: str, table: Table, resources: ServerResources) -> None:
         self.name = name
-        self.kind: str = table.kind
-        self.table = table
         self._resources = resources
         self._counts = resources.metrics.history.model(name)
         self._number = 0
         self._deployments: set[Deployment] = set()  # in service, being loaded, being retired
         self._retiring: set[asyncio.Task[None]] = set()
         self._autoscale = _autoscale(table)
-        self.deployment = self._deploy(table)
-        self.reading: Reading | None = None
+        self.main = self._deploy(table)
+        self.canary: Canary | None = None
+        self._resumed: tuple[Table, float] | None = None  # the canary of the server before this one, until it is loaded
+
+    @property
+    def kind(self) -> str:
+        return self.main.table.kind
+
+    @property
+    def current(self) -> Version:
+        """The version that answers the request at hand."""
+        if self.canary is not None and self.canary.takes(BODY.get()):
+            return self.canary.version
+        return self.main
+
+    @property
+    def deployment(self) -> Deployment:
+        return self.current.deployment
+
+    @property
+    def reading(self) -> Reading | None:
+        return self.current.reading
 
     async def open(self) -> None:
-        self.reading = await self._open(self.deployment, self.table)
-        self._resources.metrics.version.labels(self.name, self.deployment.version).set(1)
+        await self.main.open(self._resources.threads)
+        self._serves(self.main)
+        if self._resumed is not None:
+            table, share = self._resumed
+            self.try_out(await self.load(table), share)
+            self._resumed = None
 
-    async def swap(self, table: Table) -> str:
-        """Load and warm up another version beside this one, then switch. If that fails, nothing has changed."""
-        if self.reading is None:
+    def resume(self, table: Table, share: float) -> None:
+        self._resumed = (table, share)
+
+    async def load(self, table: Table) -> Version:
+        """Another version, loaded and warmed up beside this one, which is for `use`, `try_out` or `discard`."""
+        if self.main.reading is None:
             raise RequestError(f"{self.name} is still loading; wait until it is ready")
         self._number += 1
         fresh = self._deploy(table)
         try:
-            reading = await self._open(fresh, table)
+            await fresh.open(self._resources.threads)
         except BaseException:
-            await self._close(fresh)
+            await self._close(fresh.deployment)
             raise
-        old, self.deployment, self.reading = self.deployment, fresh, reading
-        self.table, self.kind = table, table.kind
-        self._resources.metrics.version.remove(self.name, old.version)
-        self._resources.metrics.version.labels(self.name, fresh.version).set(1)
-        task = asyncio.create_task(self._retire(old))
+        return fresh
+
+    def use(self, version: Version) -> None:
+        """In place of the main version. Requests stay with the one they came to."""
+        if self.canary is not None and self.canary.version is version:
+            self.canary = None
+        old, self.main = self.main, version
+        self._serves(version)
+        self.discard(old)
+
+    def try_out(self, version: Version, share: float) -> None:
+        self.canary = Canary(version, share)
+        self._serves(version)
+        self._resources.on_change()
+
+    def discard(self, version: Version) -> None:
+        """When the requests that it has are answered."""
+        if self.canary is not None and self.canary.version is version:
+            self.canary = None
+        self._resources.metrics.version.remove(self.name, version.name)
+        task = asyncio.create_task(self._retire(version.deployment))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
         self._resources.on_change()
-        return fresh.version
+
+    def _serves(self, version: Version) -> None:
+        self._resources.metrics.version.labels(self.name, version.name).set(1)
 
     async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
-        deployment, reading = self.deployment, self.reading
+        version = self.current
+        deployment, reading = version.deployment, version.reading
         if reading is None or deployment.state == "failed":
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
         if isinstance(reading, EmbeddingReading):
@@ -127,16 +162,27 @@ class ServedModel:
             sound = [work for work in works if not isinstance(work, ItemError)]
             tokens = sum(len(work.tokens) for work in sound)
             answers = await self._compute(deployment, sound, tokens, ask)
-        return ScoredItems(deployment.version, _finished(reading, works, answers, deployment.version), tokens)
+        results = _finished(reading, works, answers, deployment.version)
+        values = [r.aggregate if isinstance(r, StepScores) else r.value for r in results]
+        scores = [value for value in values if value is not None]
+        self._count(version, len(scores), len(results), time.perf_counter() - began, sum(scores))
+        return ScoredItems(deployment.version, results, tokens)
 
     async def read(self, works: Sequence[Work | GenerateJob], ask: RequestContext) -> tuple[str, list[Answer]]:
         """The rows of each work as they come from the model, or how a prompt goes on, and the version they are of."""
-        deployment = self.deployment
-        if self.reading is None or deployment.state == "failed":
+        version = self.current
+        deployment = version.deployment
+        if version.reading is None or deployment.state == "failed":
             raise HttpError(503, "not_ready", f"{self.name}: {deployment.public_reason}", retry_after=1)
+        began = time.perf_counter()
         with deployment.in_use():
             answers = await self._compute(deployment, works, sum(work.cost for work in works), ask)
+        good = sum(not isinstance(answer, ItemError) for answer in answers)
+        self._count(version, good, len(answers), time.perf_counter() - began)
         return deployment.version, answers
+
+    def _count(self, version: Version, scored: int, items: int, seconds: float, scores: float = 0.0) -> None:
+        self._resources.metrics.of_version(self.name, version.name).count(scored, items - scored, seconds, scores)
 
     async def tokenise(self, texts: Sequence[str], *, special: bool) -> list[list[int] | ItemError]:
         """Texts that somebody else has rendered."""
@@ -154,9 +200,10 @@ class ServedModel:
         return [row for piece in rows for row in piece]
 
     def intake(self) -> Intake:
-        if self.reading is None or isinstance(self.reading, JudgeReading):
-            raise HttpError(503, "not_ready", f"{self.name}: {self.deployment.public_reason}", retry_after=1)
-        return self.reading.intake
+        version = self.current
+        if version.reading is None or isinstance(version.reading, JudgeReading):
+            raise HttpError(503, "not_ready", f"{self.name}: {version.deployment.public_reason}", retry_after=1)
+        return version.reading.intake
 
     async def _compute(
         self, deployment: Deployment, works: Sequence[Work | GenerateJob], tokens: int, ask: RequestContext
@@ -175,16 +222,18 @@ class ServedModel:
         return [path.joined(None if path.rest is None else next(remaining)) for path in paths]
 
     async def healthy(self) -> str:
-        why = await self.deployment.healthy() if self.reading is not None else "the model is loading"
+        loaded = self.main.reading is not None and self._resumed is None
+        why = await self.main.deployment.healthy() if loaded else "the model is loading"
         return f"{self.name}: {why}" if why else ""
 
     def status(self) -> WorkerStatus:
-        reading, deployment = self.reading, self.deployment
+        reading, deployment = self.main.reading, self.main.deployment
         return WorkerStatus(
             self.name, self.kind, deployment.version, deployment.state, deployment.reason, deployment.restarts,
             None if reading is None else _limit(reading), [] if reading is None else list(reading.facts.labels),
             deployment.queue.items, deployment.queue.tokens, deployment.in_flight_tokens, deployment.budget,
             [replica.describe() for replica in deployment.replicas],
+            None if self.canary is None else self.canary.describe(),
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -199,26 +248,26 @@ class ServedModel:
 
     def scale(self, count: int) -> None:
         """Towards this many replicas. With max_replicas in its table, what waits decides again from the next second."""
-        if not isinstance(self.table, ReadByEngine):
+        if not isinstance(self.main.table, ReadByEngine):
             raise RequestError(f"{self.name} is a {self.kind} model, which has one worker")
-        self.table = self.table.model_copy(update={"replicas": count})
-        self.deployment.scale(count)
+        self.main.table = self.main.table.model_copy(update={"replicas": count})
+        self.main.deployment.scale(count)
 
     def tick(self) -> None:
         """Every second."""
-        table = self.table
-        if self.reading is None or not isinstance(table, ReadByEngine) or table.max_replicas is None:
+        table, deployment = self.main.table, self.main.deployment
+        if self.main.reading is None or not isinstance(table, ReadByEngine) or table.max_replicas is None:
             return
         if self._resources.cluster is not None:
             return  # Ray Serve does it
         if (self._autoscale.least, self._autoscale.most) != (table.replicas, table.max_replicas):
             self._autoscale = _autoscale(table)
-        staying = sum(not replica.leaving for replica in self.deployment.replicas)
-        wanted = self._autoscale.wanted(staying, self.deployment.queue.tokens, 1.0)
+        staying = sum(not replica.leaving for replica in deployment.replicas)
+        wanted = self._autoscale.wanted(staying, deployment.queue.tokens, 1.0)
         if wanted != staying:
-            self.deployment.scale(wanted)
+            deployment.scale(wanted)
 
-    def _deploy(self, table: Table) -> Deployment:
+    def _deploy(self, table: Table) -> Version:
         resources = self._resources
         tree = table.model_dump(exclude_none=True)
         arguments = (
@@ -232,32 +281,16 @@ class ServedModel:
 
             deployment = RayDeployment(resources.cluster, *arguments)
         self._deployments.add(deployment)
-        return deployment
+        return Version(deployment, table)
 
     async def _retire(self, deployment: Deployment) -> None:
         await deployment.drained()
         await self._close(deployment)
+        self._resources.metrics.forget(self.name, deployment.version)
 
     async def _close(self, deployment: Deployment) -> None:
         await deployment.close()
         self._deployments.discard(deployment)
-
-    async def _open(self, deployment: Deployment, table: Table) -> Reading:
-        hello = await deployment.opened()
-        facts = ModelInfo(**{**hello.facts, "labels": tuple(hello.facts["labels"])})
-        # In a thread: to build a large tokenizer takes a second, and at a swap others are being answered.
-        tokenizer = await asyncio.get_running_loop().run_in_executor(
-            self._resources.threads, _tokenizer, hello.tokenizer, hello.tokenizer_options
-        )
-        if isinstance(table, OutcomeTable):
-            return outcome_reading(table, tokenizer, facts, each_label=True)
-        if isinstance(table, ProcessTable):
-            return ProcessReading(table, tokenizer, facts)
-        if isinstance(table, LogprobsTable):
-            return LogprobsReading(table, tokenizer, facts)
-        if isinstance(table, EmbeddingTable):
-            return EmbeddingReading(table, tokenizer, facts)
-        return JudgeReading(table, tokenizer, facts)
 
     async def _prepare(
         self, reading: Scoring, items: Sequence[Item], ask: RequestContext
@@ -336,45 +369,6 @@ class ServedCalls:
 
     def kill(self) -> None:
         self._reward.close()
-
-
-class ServedBlend:
-    """All members score, one function combines."""
-
-    def __init__(self, name: str, table: BlendTable, members: Mapping[str, ModelHandle]) -> None:
-        self.name = name
-        self.kind = "blend"
-        self._table = table
-        self._members = {member: members[member] for member in table.members}
-
-    async def score(self, items: Sequence[Item], ask: RequestContext) -> ScoredItems:
-        tasks = [asyncio.create_task(member.score(items, ask)) for member in self._members.values()]
-        try:
-            scored = dict(zip(self._members, await asyncio.gather(*tasks), strict=True))
-        finally:
-            for task in tasks:
-                task.cancel()
-        version = joined((s.version for s in scored.values()), self._table)
-        results = [combine(self._table, {name: s.results[i] for name, s in scored.items()}) for i in range(len(items))]
-        return ScoredItems(version, list(results), sum(s.tokens for s in scored.values()))
-
-    async def healthy(self) -> str:
-        return ""  # its members say it themselves
-
-    def status(self) -> ModelStatus:
-        return ModelStatus(self.name, self.kind, "")
-
-    async def close(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-
-def _tokenizer(data: bytes, options: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The worker's, carried to the HTTP process without torch and without the model's files."""
-    options = {name: value for name, value in options.items() if value is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(data.decode()), **options)
 
 
 def _autoscale(table: Table) -> Autoscale:

@@ -7,11 +7,9 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plaudit.config.reward import RewardTable, parse_reward
-from plaudit.config.serve import NO_SCORE, ServeTable
+from plaudit.config.serve import ServeTable
 from plaudit.errors import ConfigError, PlauditError, nearest
 from plaudit.reward.process import ProcessReading
 from plaudit.serve.handle import ModelHandle, ModelStatus, ServerResources, WorkerStatus
@@ -19,9 +17,10 @@ from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import HttpError
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
-from plaudit.serve.model import ServedModel, Table, new_served
-from plaudit.serve.options import completed
-from plaudit.serve.swaps import Swaps
+from plaudit.serve.model import ServedModel, new_served
+from plaudit.serve.state import ModelState, StateFile, restored
+from plaudit.serve.swaps import ModelRoot, Swaps, swapped_table
+from plaudit.serve.version import Table, Version
 from plaudit.serve.workers.cache import ScoreCache
 from plaudit.serve.workers.calls import FairCalls
 
@@ -36,11 +35,18 @@ class Models:
         self.changed = asyncio.Event()
         self.swaps = 0
         self._explicit = {name: table.explicit(name) for name in table.models}
-        self._root = None if table.model_root is None else Path(table.model_root).resolve()
+        self._root = ModelRoot(table.model_root)
+        self._state = StateFile(table.state_file)
+        self._deciding = asyncio.Lock()
         self.log = log
         self._swapping = asyncio.Lock()
         self._swaps = Swaps()
-        self._previous: dict[str, Table] = {}  # what a name served before
+        before, vain = restored(table)
+        for name in vain:
+            log("state_ignored", model=name, reason="the configuration has changed since it was swapped")
+        # What a name served before.
+        self._previous = {name: each.previous for name, each in before.items() if each.previous is not None}
+        self._configured = {name: str(getattr(entry, "path", "")) for name, entry in table.models.items()}
         self._states: dict[str, tuple[str, str]] = {}
         self._cluster = None if table.ray is None else _cluster(table.ray)
         slots = max(2, os.cpu_count() or 2)
@@ -53,8 +59,12 @@ class Models:
         self.served: dict[str, ModelHandle] = {}
         # Blends last: they hold their members.
         for name, entry in sorted(table.models.items(), key=lambda pair: pair[1].kind == "blend"):
-            self.served[name] = new_served(name, entry, resources, self.served)
+            now = before[name].main if name in before else entry
+            self.served[name] = new_served(name, now, resources, self.served)
         self.served = {name: self.served[name] for name in table.models}
+        for name, each in before.items():
+            if each.canary is not None:
+                self._swappable(name).resume(each.canary, each.state.share)
 
     async def open(self) -> None:
         """Until all are loaded and warmed up; ModelError if one cannot be."""
@@ -65,41 +75,110 @@ class Models:
             raise HttpError(404, "unknown_model", f"no model {name[:100]!r}; {nearest(name[:100], self.served)}")
         return self.served[name]
 
-    async def swap(self, name: str, path: str) -> str:
-        served = self.named(name)
-        if not isinstance(served, ServedModel):
-            raise ConfigError(f"{name} is a {served.kind}; only outcome and process models can be swapped")
-        directory = self._confined(path)
-        return await self._replace(served, self._table(served, {**self._explicit[name], "path": str(directory)}))
+    async def swap(self, name: str, path: str, share: float | None = None) -> str:
+        """With a share, that part of the requests goes to the new version until `promote` or `rollback`."""
+        served = self._swappable(name)
+        if served.canary is not None:
+            raise ConfigError(f"{name} has the canary {served.canary.version.name}; promote it or roll it back first")
+        directory = self._root.confined(path)
+        table = swapped_table(name, served.kind, {**self._explicit[name], "path": str(directory)})
+        if share is not None and table.kind != served.kind:
+            raise ConfigError(
+                f"a canary of {name} must be of its kind, {served.kind!r}, and this is of kind {table.kind!r}; swap it "
+                "in without a share"
+            )
+        return await self._replace(served, table, share)
 
     async def rollback(self, name: str) -> str:
-        """To what this name served before the last swap or rollback; its files are read again."""
-        served = self.named(name)
-        if not isinstance(served, ServedModel) or name not in self._previous:
+        """Of a canary: to the version beside it. Else to what this name served before the last swap or rollback, whose
+        files are read again."""
+        served = self._swappable(name)
+        async with self._deciding:
+            if served.canary is not None:
+                await self._keep(served, served.main.table, self._previous.get(name))
+                served.discard(served.canary.version)
+                self.log("rolled_back", model=name, version=served.main.name)
+                return served.main.name
+        if name not in self._previous:
             raise ConfigError(f"{name} was not swapped since the server started; there is nothing to go back to")
         table = self._previous[name]
         if "replicas" in self._explicit[name]:
             table = table.model_copy(update={"replicas": self._explicit[name]["replicas"]})
         return await self._replace(served, table)
 
-    async def _replace(self, served: ServedModel, table: Table) -> str:
+    async def promote(self, name: str) -> str:
+        """The canary takes all requests from now on."""
+        served = self._swappable(name)
+        async with self._deciding:
+            if (canary := served.canary) is None:
+                raise ConfigError(f"{name} has no canary; a swap with a share starts one")
+            version = canary.version
+            if version.deployment.state == "failed":
+                raise ConfigError(f"the canary {version.name} of {name} does not run: {version.deployment.reason}")
+            await self._keep(served, version.table, served.main.table)
+            self._use(served, version)
+            if "replicas" in self._explicit[name]:
+                served.scale(self._explicit[name]["replicas"])
+            return version.name
+
+    async def share(self, name: str, share: float) -> str:
+        """Of the canary, from now on."""
+        served = self._swappable(name)
+        async with self._deciding:
+            if (canary := served.canary) is None:
+                raise ConfigError(f"{name} has no canary whose share could change; a swap needs a path")
+            await self._keep(served, served.main.table, self._previous.get(name), (canary.version.table, share))
+            canary.share = share
+            self.log("canary", model=name, version=canary.version.name, share=share)
+            return canary.version.name
+
+    def _swappable(self, name: str) -> ServedModel:
+        served = self.named(name)
+        if not isinstance(served, ServedModel):
+            raise ConfigError(f"{name} is a {served.kind}; only outcome and process models can be swapped")
+        return served
+
+    async def _replace(self, served: ServedModel, table: Table, share: float | None = None) -> str:
         if self._swapping.locked():
             raise ConfigError("another swap is under way; wait for it")
         async with self._swapping:
-            before = served.table
-            version = await served.swap(table)
-            self._previous[served.name] = before
-        self.swaps += 1
-        self.log("swapped", model=served.name, version=version)
-        return version
+            version = await served.load(table)
+            try:  # what cannot be kept over a restart is no swap
+                if share is None:
+                    await self._keep(served, table, served.main.table)
+                else:
+                    await self._keep(served, served.main.table, self._previous.get(served.name), (table, share))
+            except BaseException:
+                served.discard(version)
+                raise
+            if share is None:
+                self._use(served, version)
+            else:
+                served.try_out(version, share)
+                self.log("canary", model=served.name, version=version.name, share=share)
+        return version.name
 
-    def start_swap(self, name: str, path: str) -> dict[str, Any]:
+    def _use(self, served: ServedModel, version: Version) -> None:
+        self._previous[served.name] = served.main.table
+        served.use(version)
+        self.swaps += 1
+        self.log("swapped", model=served.name, version=version.name)
+
+    async def _keep(
+        self, served: ServedModel, main: Table, previous: Table | None, canary: tuple[Table, float] | None = None
+    ) -> None:
+        tried, share = (None, 0.0) if canary is None else canary
+        before, beside = (None if table is None else str(table.path) for table in (previous, tried))
+        state = ModelState(self._configured[served.name], str(main.path), before, beside, share)
+        await self._state.keep(served.name, state)
+
+    def start_swap(self, name: str, path: str, share: float | None = None) -> dict[str, Any]:
         """Without waiting for it: how it stands."""
         self.named(name)
 
         async def load() -> str:
             try:
-                return await self.swap(name, path)
+                return await self.swap(name, path, share)
             except PlauditError as error:
                 self.log("swap_failed", model=name, reason=str(error))
                 raise ConfigError(f"{self.scrub(str(error))}; nothing has changed") from None
@@ -117,39 +196,9 @@ class Models:
         self._explicit[name]["replicas"] = count
         self.log("scaled", model=name, replicas=count)
 
-    def _table(self, served: ServedModel, entry: Mapping[str, Any]) -> Table:
-        """As a new server would read the directory, with what the operator set for this name."""
-        source = f"models.{served.name}"
-        table: RewardTable = parse_reward(completed(entry, source), source)
-        if table.kind in NO_SCORE and served.kind not in NO_SCORE:
-            raise ConfigError(
-                f"the new model would be of kind {table.kind!r} and give no score, and {served.name} is a "
-                f"{served.kind} model; put a reward.toml beside it, or set kind and format for this name"
-            )
-        assert isinstance(table, Table)
-        return table
-
-    def _confined(self, path: str) -> Path:
-        """`path` under the root, links followed: nothing outside is opened, whatever is asked for."""
-        if self._root is None:
-            raise ConfigError("the server was started without model_root, so no model can be swapped in")
-        if "\0" in path or "://" in path or Path(path).is_absolute():
-            raise ConfigError(f"path {path[:100]!r} must be a path relative to model_root")
-        try:
-            directory = (self._root / path).resolve()
-            inside = directory.is_relative_to(self._root) and directory.is_dir()
-        except (OSError, RuntimeError):  # a name that is too long, links in a circle
-            inside = False
-        if not inside:
-            raise ConfigError(f"path {path[:100]!r} is not a directory under model_root")
-        for file in directory.rglob("*"):
-            if not file.resolve().is_relative_to(self._root):
-                raise ConfigError(f"path {path[:100]!r} holds the link {file.name!r}, which leads out of model_root")
-        return directory
-
     def scrub(self, message: str) -> str:
         """An error message without the server's own paths."""
-        return message if self._root is None else message.replace(f"{self._root}/", "").replace(str(self._root), ".")
+        return self._root.scrub(message)
 
     async def unready(self, name: str | None = None) -> list[str]:
         """Why the server is not ready, or the model of that name."""
@@ -205,8 +254,8 @@ class Models:
         models = []
         for served in self.served.values():
             entry, counts = asdict(served.status()), history.model(served.name)
-            if isinstance(served, ServedModel) and isinstance(served.reading, ProcessReading):
-                entry["split"] = served.reading.format.split
+            if isinstance(served, ServedModel) and isinstance(served.main.reading, ProcessReading):
+                entry["split"] = served.main.reading.format.split
             models.append(
                 {
                     **entry, "items": counts.items, "failed": counts.failed, "tokens": counts.tokens,

@@ -35,6 +35,7 @@ from plaudit.serve.metrics import ADMIN, Metrics
 from plaudit.serve.protocols.table import check_names, protocol_routes
 from plaudit.serve.registry import Models
 from plaudit.serve.scoring import ScoringService
+from plaudit.serve.state import restored
 
 FILES_SECONDS = 1.0  # between two looks at the files of keys and certificates
 T = TypeVar("T")
@@ -72,6 +73,7 @@ def serve(table: ServeTable) -> int:
     """Serve until a signal or until no model is left; the exit code."""
     check_names(table.allow_open, "allow_open")
     check_names(table.protocols or (), "protocols")
+    restored(table)  # refused before anything is bound
 
     def build(admission: Admission, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
         models = Models(table, admission, metrics, log)

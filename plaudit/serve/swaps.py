@@ -1,4 +1,5 @@
-"""Swaps that nobody waits for: each is asked for, loads beside what serves, and can be looked at meanwhile."""
+"""What may be swapped in; and swaps that nobody waits for: each is asked for, loads beside what serves, and can be
+looked at meanwhile."""
 
 from __future__ import annotations
 
@@ -6,13 +7,67 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from plaudit.errors import PlauditError
+from plaudit.config.reward import RewardTable, parse_reward
+from plaudit.config.serve import NO_SCORE
+from plaudit.errors import ConfigError, PlauditError
+from plaudit.serve.options import completed
+from plaudit.serve.version import Table
 
 KEPT = 50  # swaps that are shown
+
+
+class ModelRoot:
+    """The directory under which the models lie that may be swapped in."""
+
+    def __init__(self, path: str | None) -> None:
+        self._root = None if path is None else Path(path).resolve()
+
+    def confined(self, path: str) -> Path:
+        """`path` under the root, links followed: nothing outside is opened, whatever is asked for."""
+        if self._root is None:
+            raise ConfigError("the server was started without model_root, so no model can be swapped in")
+        if "\0" in path or "://" in path or Path(path).is_absolute():
+            raise ConfigError(f"path {path[:100]!r} must be a path relative to model_root")
+        try:
+            directory = (self._root / path).resolve()
+            inside = directory.is_relative_to(self._root) and directory.is_dir()
+        except (OSError, RuntimeError):  # a name that is too long, links in a circle
+            inside = False
+        if not inside:
+            raise ConfigError(f"path {path[:100]!r} is not a directory under model_root")
+        for file in directory.rglob("*"):
+            if not file.resolve().is_relative_to(self._root):
+                raise ConfigError(f"path {path[:100]!r} holds the link {file.name!r}, which leads out of model_root")
+        return directory
+
+    def holds(self, path: str) -> Path:
+        """An absolute path that was confined before."""
+        if self._root is None or not Path(path).is_relative_to(self._root):
+            raise ConfigError(f"that is not under model_root, which is {self._root or 'not set'}")
+        return self.confined(str(Path(path).relative_to(self._root)))
+
+    def scrub(self, message: str) -> str:
+        """Without the server's own paths."""
+        return message if self._root is None else message.replace(f"{self._root}/", "").replace(str(self._root), ".")
+
+
+def swapped_table(name: str, kind: str, entry: Mapping[str, Any]) -> Table:
+    """As a new server would read the directory, with what the operator set for this name. `kind`: of the model whose
+    place it takes."""
+    source = f"models.{name}"
+    table: RewardTable = parse_reward(completed(entry, source), source)
+    if table.kind in NO_SCORE and kind not in NO_SCORE:
+        raise ConfigError(
+            f"the new model would be of kind {table.kind!r} and give no score, and {name} is a {kind} model; put a "
+            "reward.toml beside it, or set kind and format for this name"
+        )
+    assert isinstance(table, Table)
+    return table
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ def test_a_sound_configuration(tmp_path: Path) -> None:
     assert all(line.startswith("ok: ") for line in lines)
     said = [line.removeprefix("ok: ").partition(": ")[0] for line in lines]
     models = [f"model {name}" for name in ("sums", "steps", "teacher", "rule", "both")]
-    assert said == [*models, "protocols", "keys", "tls", "address", "model_root"]
+    assert said == [*models, "protocols", "keys", "tls", "address", "model_root", "state_file"]
     assert f"ok: address: http://127.0.0.1:{port}" in lines
     with socket.create_server(("127.0.0.1", port)):
         pass  # nobody listens there
@@ -69,6 +69,7 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
         tree = {
             "port": taken.getsockname()[1], "api_key_file": str(tmp_path / "keys.toml"), "protocols": ["tritton"],
             "model_root": str(tmp_path / "missing"), "tls_cert": str(tmp_path / "no.crt"), "tls_key": "no.key",
+            "state_file": str(tmp_path / "nowhere" / "state.json"),
             "models": {
                 "good": {"path": "sums"}, "cut": {"path": str(cut)}, "coded": {"path": str(coded)},
                 "mixed": {"path": str(mixed)},
@@ -81,7 +82,7 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
     faults = {
         "model cut": "cut", "model coded": "auto_map", "model mixed": "tokenizer", "model rule": "nowhere",
         "model steps": "format.columns", "protocols": "'triton'", "keys": "sha256", "tls": "no.crt",
-        "address": "cannot listen", "model_root": "missing",
+        "address": "cannot listen", "model_root": "missing", "state_file": "there is no directory",
     }  # fmt: skip
     assert [line for line in lines if line.startswith("ok: ")] == [line for line in lines if "model good" in line]
     for what, words in faults.items():

@@ -1,17 +1,21 @@
 """A swap gives the scores of a new server on the new directory, and no score comes from another model's cache."""
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
 
+from plaudit.config import to_toml
 from plaudit.records import Item, StepScores
 from plaudit.reward import complete, load_reward
 
+from ..command import plaudit_here
 from ..reward import tiny
 from .process import ServerProcess
 
@@ -150,3 +154,116 @@ def test_a_swap_can_be_started_looked_at_and_taken_back(server: ServerProcess, r
 def test_a_model_is_asked_for_its_own_readiness(server: ServerProcess) -> None:
     assert server.http.get("/health/ready", params={"model": "plain"}).status_code == 200
     assert server.http.get("/health/ready", params={"model": "nobody"}).status_code == 404
+
+
+def one(server: ServerProcess, text: str) -> tuple[str, float]:
+    """Version and score of one request whose bytes are known."""
+    body = json.dumps({"model": "rotated", "items": [{"text": text}]}).encode()
+    reply = server.http.post("/v1/rewards", content=body, headers={"content-type": "application/json"}).json()
+    return reply["version"], reply["items"][0]["scores"][0]
+
+
+def drawn(text: str, share: float) -> bool:
+    """Whether this request is for a canary, as docs/serving.md says."""
+    body = json.dumps({"model": "rotated", "items": [{"text": text}]}).encode()
+    return int.from_bytes(blake2b(body, digest_size=8).digest()) < share * 2**64
+
+
+def canaries(server: ServerProcess) -> list[Any]:
+    reply = server.http.get("/admin/swaps", headers={"authorization": f"Bearer {ADMIN}"})
+    return list(reply.json()["canaries"])
+
+
+def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: Root, tmp_path: Path) -> None:
+    kept = tmp_path / "state.json"
+    tree = {
+        "models": {"rotated": {"path": str(root.path / "rotated"), **EXPLICIT}}, "admin_key": ADMIN,
+        "model_root": str(root.path), "state_file": str(kept),
+    }  # fmt: skip
+    texts = [f"hello {number}" for number in range(40)]
+    old, new = root.fresh("rotated")[0], root.fresh("plain")[0]
+    with ServerProcess(tree) as server:
+        before = {text: one(server, text) for text in texts}
+        assert {version for version, _ in before.values()} == {f"0-{old}"}
+        for fields, message in (
+            ({"path": "plain", "share": 1.5}, "< 1.0"), ({"share": 0.5}, "no canary"), ({}, "a swap needs a path"),
+            ({"path": "steps", "share": 0.5}, "must be of its kind, 'outcome'"),
+        ):  # fmt: skip
+            refused = post(server, "/admin/swap", model="rotated", **fields)
+            assert refused.status_code == 400, fields
+            assert message in refused.json()["error"]["message"]
+        assert "no canary" in post(server, "/admin/promote", model="rotated").json()["error"]["message"]
+
+        reply = post(server, "/admin/swap", model="rotated", path="plain", share=0.4)
+        assert reply.json()["version"] == f"1-{new}"
+        assert [(each["model"], each["version"], each["share"]) for each in canaries(server)] == [
+            ("rotated", f"1-{new}", 0.4)
+        ]
+        now = {text: one(server, text) for text in texts}
+        assert {text: version for text, (version, _) in now.items()} == {
+            text: f"1-{new}" if drawn(text, 0.4) else f"0-{old}" for text in texts
+        }
+        moved = [text for text in texts if drawn(text, 0.4)]
+        assert 8 < len(moved) < 24
+        assert all(now[text][1] != pytest.approx(before[text][1], abs=1e-3) for text in moved)
+        assert all(now[text] == before[text] for text in texts if text not in moved)
+        counted = {
+            version: server.metric("plaudit_version_items_total", version=version, result="scored")
+            for version in (f"0-{old}", f"1-{new}")
+        }
+        assert counted == {f"0-{old}": 80 - len(moved), f"1-{new}": len(moved)}
+        assert server.metric("plaudit_version_score_sum", version=f"1-{new}") == pytest.approx(
+            sum(now[text][1] for text in moved), abs=1e-3
+        )
+        busy = post(server, "/admin/swap", model="rotated", path="scaled")
+        assert "promote it or roll it back first" in busy.json()["error"]["message"]
+        post(server, "/admin/swap", model="rotated", share=0.9)
+        assert all(one(server, text)[0] == f"1-{new}" for text in moved)  # what it had it keeps
+        assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"0-{old}"
+        assert canaries(server) == []
+        assert {one(server, text)[0] for text in texts} == {f"0-{old}"}
+        post(server, "/admin/swap", model="rotated", path="scaled")
+        post(server, "/admin/swap", model="rotated", path="plain", share=0.4)
+
+    with ServerProcess(tree) as server:  # what was swapped in, and the canary beside it
+        assert [(each["version"].partition("-")[2], each["share"]) for each in canaries(server)] == [(new, 0.4)]
+        scaled = root.fresh("scaled")[0]
+        for text in texts[:8]:
+            assert one(server, text)[0].partition("-")[2] == (new if drawn(text, 0.4) else scaled)
+        assert post(server, "/admin/promote", model="rotated").json()["version"] == f"1-{new}"
+        assert {one(server, text)[0] for text in texts} == {f"1-{new}"}
+        same(served(server, "rotated"), root.fresh("plain"))
+        assert post(server, "/admin/rollback", model="rotated").json()["version"] == f"2-{scaled}"
+    assert json.loads(kept.read_text())["rotated"]["path"] == str(root.path / "scaled")
+
+
+def test_a_state_file_that_cannot_be_obeyed_is_one_line(root: Root, tmp_path: Path) -> None:
+    kept, gone = tmp_path / "state.json", root.path / "gone"
+    configured = str(root.path / "plain")
+    tree: dict[str, Any] = {
+        "models": {"plain": {"path": configured}}, "model_root": str(root.path), "state_file": str(kept), "port": 0,
+    }  # fmt: skip
+    file = tmp_path / "serve.toml"
+    file.write_text(to_toml(tree))
+
+    def started(content: str, *options: str) -> tuple[int, str]:
+        kept.write_text(content)
+        result = plaudit_here("serve", "--config", str(file), *options)
+        return result.returncode, result.stdout + result.stderr
+
+    state = {"plain": {"configured": configured, "path": str(gone)}}
+    code, said = started(json.dumps(state))
+    assert code == 2
+    assert f"state_file {kept} says that plain serves {gone}: path 'gone' is not a directory under model_root" in said
+    assert said.count("\n") <= 2
+    assert "delete the file" in said
+    code, said = started(json.dumps(state), "--check")
+    assert (code, "error: state_file" in said) == (2, True)
+    code, said = started("{")
+    assert (code, f"state_file {kept}: " in said) == (2, True)
+    outside = {"plain": {"configured": configured, "path": "/etc"}}
+    assert "not under model_root" in started(json.dumps(outside))[1]
+    changed = {"plain": {"configured": "elsewhere", "path": str(gone)}}
+    code, said = started(json.dumps(changed), "--check")
+    assert code == 0, said
+    assert "plain is ignored, since the configuration has changed" in said

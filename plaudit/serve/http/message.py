@@ -41,6 +41,8 @@ _ENCODER = msgspec.json.Encoder()
 
 TENANT: ContextVar[str] = ContextVar("TENANT", default=NOBODY)
 """On whose behalf this task works."""
+BODY: ContextVar[bytes] = ContextVar("BODY", default=b"")
+"""Of the request that it works for."""
 
 
 class HttpError(Exception):

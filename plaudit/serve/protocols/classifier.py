@@ -56,8 +56,8 @@ class Classifier:
         self.scoring = scoring
         self._paths: dict[str, str] = {}
         for name, served in scoring.models.served.items():
-            if isinstance(served, ServedModel) and served.table.path is not None:
-                for path in (served.table.path, str(Path(served.table.path).resolve())):
+            if isinstance(served, ServedModel) and served.current.table.path is not None:
+                for path in (served.current.table.path, str(Path(served.current.table.path).resolve())):
                     self._paths.setdefault(path, name)
 
     def find(self, name: str | None, kind: str | None = None) -> ServedModel:
@@ -90,7 +90,7 @@ class Classifier:
         self, request: Request, served: ServedModel, tokens: Sequence[list[int]], priority: int = 0
     ) -> list[np.ndarray]:
         """(labels,) of each."""
-        table = served.table
+        table = served.current.table
         mean = isinstance(table, OutcomeTable) and table.pool == "mean"
         works = [
             Work(t, tuple(range(len(t))) if mean else (len(t) - 1,), None, 0, False, types=getattr(t, "types", b""))

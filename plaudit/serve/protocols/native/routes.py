@@ -40,10 +40,9 @@ class NativeRoutes:
             Route("POST", "/v1/rewards", "key", self.rewards, work=True, summary=REWARDS),
             Route("GET", "/v1/models", "key", self.list_models, summary=MODELS),
             Route("POST", "/admin/swap", "admin", self.swap, summary="Load another directory in a model's place"),
-            Route("GET", "/admin/swaps", "admin", self.swaps, summary="Swaps that were started with wait false"),
-            Route(
-                "POST", "/admin/rollback", "admin", self.rollback, summary="Back to the version before the last swap"
-            ),
+            Route("GET", "/admin/swaps", "admin", self.swaps, summary="Canaries, and swaps started with wait false"),
+            Route("POST", "/admin/rollback", "admin", self.rollback, summary="Without the canary, or the last swap"),
+            Route("POST", "/admin/promote", "admin", self.promote, summary="The canary takes all requests"),
             Route("POST", "/admin/scale", "admin", self.scale, summary="Set the number of a model's replicas"),
             Route("GET", "/health/live", "open", self.live, summary="Liveness: 503 if a model was given up for good"),
             Route(
@@ -102,15 +101,24 @@ class NativeRoutes:
 
     async def swap(self, request: Request) -> Reply:
         order = await _decoded(request, _Swap)
+        if order.path is None:
+            if order.share is None:
+                raise HttpError(400, "invalid_request", "a swap needs a path, or the new share of a canary")
+            return await self._replaced(order.model, self.models.share(order.model, order.share))
         if not order.wait:
-            return Reply.json(self.models.start_swap(order.model, order.path), 202)
-        return await self._replaced(order.model, self.models.swap(order.model, order.path))
+            return Reply.json(self.models.start_swap(order.model, order.path, order.share), 202)
+        return await self._replaced(order.model, self.models.swap(order.model, order.path, order.share))
 
     async def swaps(self, request: Request) -> Reply:
-        return Reply.json({"swaps": self.models.started_swaps()})
+        canaries = [{"model": d["name"], **d["canary"]} for d in self.models.describe() if d.get("canary")]
+        return Reply.json({"swaps": self.models.started_swaps(), "canaries": canaries})
+
+    async def promote(self, request: Request) -> Reply:
+        order = await _decoded(request, _Named)
+        return await self._replaced(order.model, self.models.promote(order.model))
 
     async def rollback(self, request: Request) -> Reply:
-        order = await _decoded(request, _Rollback)
+        order = await _decoded(request, _Named)
         return await self._replaced(order.model, self.models.rollback(order.model))
 
     async def _replaced(self, model: str, replacing: Awaitable[str]) -> Reply:
@@ -152,11 +160,12 @@ class NativeRoutes:
 
 class _Swap(msgspec.Struct, forbid_unknown_fields=True):
     model: str
-    path: str
+    path: str | None = None
     wait: bool = True
+    share: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
 
 
-class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
     model: str
 
 
@@ -165,7 +174,7 @@ class _Scale(msgspec.Struct, forbid_unknown_fields=True):
     replicas: Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
-A = TypeVar("A", _Swap, _Rollback, _Scale)
+A = TypeVar("A", _Swap, _Named, _Scale)
 
 
 async def _decoded(request: Request, kind: type[A]) -> A:
