@@ -47,6 +47,13 @@ class PlanOptions:
     serve: Annotated[str | None, Option(metavar="MODEL", help="Plan a reward service; with --rate and --p99.")] = None
     rate: Annotated[float | None, Option(help="--serve: items per second.")] = None
     p99: Annotated[float | None, Option(help="--serve: seconds in which 99 % are answered.")] = None
+    sweep: Annotated[
+        str | None,
+        Option(metavar="nodes", help="Step and price on 1, 2, ... nodes of each accelerator of --compare."),
+    ] = None
+    utilisation: Annotated[
+        str | None, Option(metavar="0.2..1.0", help="Price of a token under partial load, in training and serving.")
+    ] = None
     power_price: Annotated[float | None, Option(help="$ per kWh, added to a --price in dollars.")] = None
     hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None
     recipe: Annotated[Path | None, Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None

@@ -27,6 +27,9 @@ from plaudit.plan.show.listing import print_outcome
 from plaudit.plan.show.measured import comparison_data, print_comparison
 from plaudit.plan.show.page import render_page
 from plaudit.plan.show.service import print_service, service_data
+from plaudit.plan.show.tables import loads_data, print_loads, print_sweep, sweep_data
+from plaudit.plan.sweep import check_sweep, sweep
+from plaudit.plan.utilisation import loads, utilisations
 
 MANY_DEVICES = 256
 """From here on a search takes seconds, and shows how far it is."""
@@ -54,6 +57,9 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         return
     if options.rate is not None or options.p99 is not None:
         raise ConfigError("--rate and --p99 say what a reward service must reach: name its model with --serve")
+    if options.sweep is not None or options.utilisation is not None:
+        _tables(options, resolve)
+        return
     if options.budget or options.deadline or options.goal:
         _choose(options, resolve)
         return
@@ -90,6 +96,19 @@ def _serve(options: PlanOptions) -> None:
         print(json.dumps(service_data(asked, services, refused), indent=2))
     else:
         print_service(asked, services, refused, options.top)
+
+
+def _tables(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
+    """Over numbers of nodes, or over utilisations."""
+    check_sweep(options)
+    shares = utilisations(options.utilisation) if options.utilisation else ()
+    question = _question(options, resolve)
+    if options.sweep is not None:
+        swept = sweep(question, options.hardware)
+        print(json.dumps(sweep_data(swept), indent=2)) if options.as_json else print_sweep(swept)
+        return
+    loaded = loads(_answer(question), shares)
+    print(json.dumps(loads_data(loaded), indent=2)) if options.as_json else print_loads(loaded)
 
 
 def _choose(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
