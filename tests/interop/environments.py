@@ -20,6 +20,11 @@ def run_client(environment: str, script: str, given: dict[str, Any], seconds: fl
     return json.loads(_run(environment, [str(CLIENTS / f"{script}.py")], json.dumps(given), seconds).splitlines()[-1])
 
 
+def run_module(environment: str, *arguments: str, seconds: float = 120) -> str:
+    """What `python -m ...` of that environment printed."""
+    return _run(environment, ["-m", *arguments], "", seconds)
+
+
 def run_code(environment: str, code: str, seconds: float = 120) -> str:
     """What this Python printed."""
     return _run(environment, ["-c", code], "", seconds)

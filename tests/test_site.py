@@ -1,0 +1,83 @@
+"""The documentation site: each page has a place, that of commands is up to date, symptoms name what there is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from plaudit.config import RlRecipe
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SYMPTOMS = sorted((DOCS / "symptoms").glob("*.md"))
+
+
+class Loader(yaml.SafeLoader):
+    """mkdocs.yml names a function of its own."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def leaves(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    else:
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(each)
+
+
+def test_every_page_has_its_place() -> None:
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]
+    assert [name for part in nav for name in part] == [
+        "Start",
+        "Guides",
+        "Reference",
+        "Benchmarks",
+        "Proof",
+        "Symptoms",
+    ]
+    named = list(leaves(nav))
+    assert len(named) == len(set(named))
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert set(named) == {page for page in pages if not page.startswith("log/")} | {"log/README.md"}
+
+
+def test_the_page_of_commands_is_what_the_command_line_says() -> None:
+    done = subprocess.run([sys.executable, "docs/commands.py", "--check"], cwd=ROOT, timeout=120)
+    assert done.returncode == 0, "run python docs/commands.py"
+
+
+def keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{before}{name}"
+        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys(kind, f"{before}{name}.")
+
+
+@pytest.mark.parametrize("page", SYMPTOMS, ids=lambda page: page.stem)
+def test_symptoms_name_keys_and_metrics_that_there_are(page: Path) -> None:
+    source = " ".join(
+        path.read_text()
+        for part in ("rl", "train", "place", "report")
+        for path in (ROOT / "plaudit" / part).rglob("*.py")
+    )
+    known = set(keys(RlRecipe))
+    tables = {key.split(".")[0] for key in known}
+    named = re.findall(r"`([^`\n]+)`", page.read_text())
+    metrics = [
+        each for each in named if re.fullmatch(r"(reward|policy|length|mismatch|staleness|perf|kl|value)/\w+", each)
+    ]
+    used = [each.partition(" ")[0] for each in named if each.split(".")[0] in tables and re.match(r"\w+\.\w", each)]
+    assert metrics or used
+    assert not [each for each in metrics if f'"{each}"' not in source and f'"{each.split("/")[1]}"' not in source]
+    assert not [each for each in used if each not in known and not each.startswith("reward.members")]
