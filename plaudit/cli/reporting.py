@@ -21,8 +21,16 @@ def report(
     from plaudit.errors import ConfigError
 
     if to is not None:
+        from plaudit.report.sinks import follow as send_on
         from plaudit.report.sinks import forward
 
+        if follow:
+            from plaudit.cli.tracking import run_is_over
+
+            if len(runs) > 1 or out is not None:
+                raise ConfigError("--follow sends one run and writes no page: give one run directory and no --out")
+            typer.echo(f"{runs[0]}: {send_on(runs[0], to, run_is_over())} steps sent to {to}")
+            return
         for run in runs:
             typer.echo(f"{run}: {forward(run, to)} steps sent to {to}")
         return

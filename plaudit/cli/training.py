@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from plaudit.cli.app import Out, Sets, app
+from plaudit.cli.tracking import tracked
 
 if TYPE_CHECKING:
     from plaudit.config import RlRecipe
@@ -32,6 +34,9 @@ def train(
     replay: Annotated[
         Path | None, typer.Option(metavar="RUN", help="RL: train a run's dump again, compare all numbers with its log.")
     ] = None,
+    track: Annotated[
+        str | None, typer.Option(metavar="TRACKER", help="Send metrics while it trains: tensorboard, wandb or trackio.")
+    ] = None,
 ) -> None:
     """Train a model: SFT, preferences, reward model, process reward model or RL, as the recipe says."""
     from plaudit.config import RlRecipe, load_recipe, to_toml
@@ -53,6 +58,10 @@ def train(
     directory = out or Path("runs") / recipe.stem
     if rollout_only or train_only is not None:
         _check_debugging(tree.task, directory, rollout_only, train_only)
+    if track is not None:
+        from plaudit.report.sinks import check_tracker
+
+        check_tracker(track)
     from plaudit.train.run.launch import guard_rank, is_rank, launch
 
     if is_rank():
@@ -66,10 +75,11 @@ def train(
             raise ConfigError(f"--rollout-only is for one process, and resources name {tree.resources.ranks} ranks")
         if not is_rank():
             raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
-    if isinstance(tree, RlRecipe):
-        outcome = _train_rl(tree, directory, resume, fresh, rollout_only, train_only, _keys(sets))
-    else:
-        outcome = _train_supervised(tree, directory, resume, fresh, _keys(sets))
+    with tracked(directory, track) as begun:
+        if isinstance(tree, RlRecipe):
+            outcome = _train_rl(tree, directory, resume, fresh, rollout_only, train_only, _keys(sets), begun)
+        else:
+            outcome = _train_supervised(tree, directory, resume, fresh, _keys(sets), begun)
     if outcome is not None:
         _say_outcome(directory, *outcome)
 
@@ -82,6 +92,7 @@ def _train_rl(
     rollout_only: bool,
     train_only: Path | None,
     chosen: list[str],
+    begun: Callable[[], None],
 ) -> tuple[dict[str, Any], Path] | None:
     """The run's summary and where its model is; nothing from a rank other than the first, or where none was trained."""
     from plaudit.place.build import new_host
@@ -94,6 +105,8 @@ def _train_rl(
     dumped = None if train_only is None else Dump.find(train_only)
     with joined_run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as (run, ranks):
         viewer = LiveView(directory.name) if ranks.main else NoViewer()
+        if ranks.main:
+            begun()
         training = RlTraining(tree, run, viewer, dumped, ranks, new_host(tree))
         if rollout_only:
             made = roll_out(training)
@@ -104,13 +117,19 @@ def _train_rl(
 
 
 def _train_supervised(
-    tree: SupervisedRecipe, directory: Path, resume: bool, fresh: bool, chosen: list[str]
+    tree: SupervisedRecipe,
+    directory: Path,
+    resume: bool,
+    fresh: bool,
+    chosen: list[str],
+    begun: Callable[[], None],
 ) -> tuple[dict[str, Any], Path]:
     from plaudit.train.run.progress import Progress
     from plaudit.train.run.run import Run
     from plaudit.train.supervised.supervised import SupervisedTraining
 
     with Run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as run:
+        begun()
         return SupervisedTraining(tree, run, Progress(directory.name)).fit(), run.final
 
 

@@ -1,11 +1,11 @@
-"""The live view of a run that another process writes, from its event log."""
+"""A run that another process writes, from its event log: its events as they come, and the live view of them."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -16,39 +16,51 @@ from plaudit.report.live import LiveView
 from plaudit.report.source import event_log
 
 
-class Following:
-    """Reads on until the run writes its `end` note, its process is gone, or the reader presses Ctrl-C."""
+class Tail:
+    """The events of a log, until the run writes its `end` note, its process is gone, or it is `over` otherwise."""
 
-    def __init__(self, run: Path, console: Console | None = None, poll_seconds: float = 0.25) -> None:
+    def __init__(self, run: Path, poll_seconds: float = 0.25, over: Callable[[], bool] = lambda: False) -> None:
+        self.over = over
         self.path = event_log(run)
         self.poll_seconds = poll_seconds
-        self._begun = self._now = 0.0
-        # The pace is that of the run, not that of reading its log.
-        self.view = LiveView(run.resolve().name, console, clock=lambda: self._now)
         self._writer: int | None = None
         self._ended = False
 
-    def show(self) -> None:
-        with self.view.bar(0, 0):
-            try:
-                for event in self._events():
-                    self._take(event)
-            except KeyboardInterrupt:
-                pass  # the way out of a view of a run that goes on
-        self.view.close()
-
-    def _events(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[Event]:
         place = 0
         while True:
-            over = self._ended or (self._writer is not None and not _runs(self._writer))
+            over = self._ended or self.over() or (self._writer is not None and not _runs(self._writer))
             before = place
             for end, event in _complete_lines(self.path, before):
                 place = end
+                if event["kind"] == "note" and event["text"] == START:
+                    self._writer, self._ended = int(event["pid"]), False
+                elif event["kind"] == "note" and event["text"] == END:
+                    self._ended = True
                 yield event
             # Asked before reading: all that a process wrote before it went has been read now, and no other has begun.
             if over and place == before:
                 return
             time.sleep(self.poll_seconds)
+
+
+class Following:
+    """Reads on until the run is over, or the reader presses Ctrl-C."""
+
+    def __init__(self, run: Path, console: Console | None = None, poll_seconds: float = 0.25) -> None:
+        self.tail = Tail(run, poll_seconds)
+        self._begun = self._now = 0.0
+        # The pace is that of the run, not that of reading its log.
+        self.view = LiveView(run.resolve().name, console, clock=lambda: self._now)
+
+    def show(self) -> None:
+        with self.view.bar(0, 0):
+            try:
+                for event in self.tail:
+                    self._take(event)
+            except KeyboardInterrupt:
+                pass  # the way out of a view of a run that goes on
+        self.view.close()
 
     def _take(self, event: Event) -> None:
         kind, step = event["kind"], event.get("step", 0)
@@ -68,15 +80,13 @@ class Following:
 
     def _note(self, event: Event, step: int) -> None:
         if event["text"] == START:
-            self._writer, self._ended, self._begun = int(event["pid"]), False, float(event["wall"])
+            self._begun = float(event["wall"])
         elif event["text"] == RESUME:
             self.view.rewind(step)
         elif event["text"] == CHANGED:
             self.view.warn(f"resumed with {event['key']} = {event['new']} in place of {event['old']}")
         elif event["text"] == WARNING:
             self.view.warn(event["message"])
-        elif event["text"] == END:
-            self._ended = True
 
 
 def _complete_lines(path: Path, place: int) -> list[tuple[int, Event]]:
