@@ -55,6 +55,7 @@ LAZY = {
     "reward.rules.rule_worker": "reasoning-gym is optional, and the worker starts without this package",
     "serve.model": "Ray Serve is optional",
     "serve.registry": "Ray Serve is optional",
+    "serve.server": "gRPC is optional",
     "serve.ray.router": "runs inside Ray Serve's proxy",
     "serve.workers.launched": "ranks other than 0 start no server",
     "train.data.prompts": "reasoning-gym is optional",

@@ -19,6 +19,11 @@ TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certific
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's key, in PEM.")]
 TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM: let in only clients with a certificate of it.")]
 
+StateFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Keep swaps over a restart in this file.")]
+GrpcPort = Annotated[
+    int | None, typer.Option(metavar="PORT", help="A port for gRPC (KServe v2, Triton); 0 takes a free one.")
+]
+
 
 @app.command("serve")
 def serve_rewards(
@@ -61,9 +66,8 @@ def serve_rewards(
         float | None,
         typer.Option(min=0, metavar="SECONDS", help="Time from SIGTERM to the drain: not ready, still taking work."),
     ] = None,
-    state_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep swaps over a restart in this file.")
-    ] = None,
+    state_file: StateFile = None,
+    grpc_port: GrpcPort = None,
     uds: Uds = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -82,6 +86,7 @@ def serve_rewards(
         config, model, host, port, api_key, admin_key, allow_open, protocols, alias, tensor_parallel,
         pipeline_parallel, replicas, ray, api_key_file, drain_delay,
         uds=uds, tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca, log=log, state_file=state_file,
+        grpc_port=grpc_port,
     )  # fmt: skip
     if check:
         from plaudit.serve.check import findings

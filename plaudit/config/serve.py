@@ -56,6 +56,8 @@ class ListenTable(Table):
     tls_key: str | None = None
     tls_ca: str | None = None
     """PEM: only clients with a certificate of this CA are let in (mutual TLS)."""
+    grpc_port: Port | None = None
+    """A second port for gRPC, on the same host and with the same TLS."""
     health_port: Port | None = None
     """A second port on which a thread of its own answers /health/live."""
     api_keys: Mapping[str, str] = {}

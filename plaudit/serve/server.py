@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvloop
 
@@ -36,6 +36,9 @@ from plaudit.serve.protocols.table import check_names, protocol_routes
 from plaudit.serve.registry import Models
 from plaudit.serve.scoring import ScoringService
 from plaudit.serve.state import restored
+
+if TYPE_CHECKING:
+    from plaudit.serve.grpc.server import GrpcServer
 
 FILES_SECONDS = 1.0  # between two looks at the files of keys and certificates
 T = TypeVar("T")
@@ -73,6 +76,10 @@ def serve(table: ServeTable) -> int:
     """Serve until a signal or until no model is left; the exit code."""
     check_names(table.allow_open, "allow_open")
     check_names(table.protocols or (), "protocols")
+    if table.grpc_port is not None and table.protocols is not None and "triton" not in table.protocols:
+        raise ConfigError(
+            "grpc_port is for Triton's clients, and protocols leaves triton out; add it, or drop the port"
+        )
     restored(table)  # refused before anything is bound
 
     def build(admission: Admission, metrics: Metrics, log: Log) -> tuple[ServerBackend, Routes]:
@@ -140,6 +147,7 @@ class _Server:
             self.metrics, self.log,
             log_requests=table.log == "requests",
         )  # fmt: skip
+        grpc = None if table.grpc_port is None else _grpc(app, table, self.tls)
         listener = Listener(app, limits, None if self.tls is None else self.tls.context)
         listening = asyncio.create_task(listener.serve([sock]))
         self._listen(models)
@@ -147,6 +155,9 @@ class _Server:
         tasks = [asyncio.create_task(each) for each in beside]
         code = 0
         try:
+            if grpc is not None:
+                await grpc.start()
+                self.log("grpc", port=grpc.port)
             code = await self._until_stopped(models, admission, listener, address)
         finally:
             for task in tasks:
@@ -154,6 +165,8 @@ class _Server:
             listener.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await listening
+            if grpc is not None:
+                await grpc.stop()
             leave(table)
             app.readers.close()
             await models.close()
@@ -271,6 +284,14 @@ class _Server:
         """A full disk or a closed terminal is no reason to stop."""
         with contextlib.suppress(OSError):
             os.write(file, f"plaudit {self.command}: {line}\n".encode())
+
+
+def _grpc(app: App, table: ListenTable, tls: Tls | None) -> GrpcServer:
+    try:
+        from plaudit.serve.grpc.server import GrpcServer
+    except ImportError as error:
+        raise ConfigError(f"--grpc-port needs gRPC ({error}): pip install 'plaudit[grpc]'") from error
+    return GrpcServer(app, table, tls)
 
 
 class _LiveThread(ThreadingHTTPServer):

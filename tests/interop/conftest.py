@@ -31,7 +31,7 @@ class Chains:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
+    with ServerProcess(None, "--grpc-port", "0") as server:
         yield server
 
 

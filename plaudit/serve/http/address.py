@@ -81,6 +81,7 @@ class Tls:
         self.ca = ca
         self.watch = Watch(self.files)
         self.context = self.read()
+        self.pem = self._pem()
 
     @classmethod
     def of(cls, table: ListenTable) -> Tls | None:
@@ -116,6 +117,12 @@ class Tls:
     def use(self) -> None:
         """The files, which `read` has found good, for the connections to come."""
         self.context.load_cert_chain(*self.files)
+        self.pem = self._pem()
+
+    def _pem(self) -> tuple[bytes, bytes]:
+        """Certificate and key as they are in use."""
+        cert, key = (file.read_bytes() for file in self.files)
+        return cert, key
 
 
 def _check_readable(flag: str, file: Path) -> None:

@@ -115,7 +115,9 @@ class Rows:
 
 def write_error(error: HttpError, request_id: str) -> Reply:
     status = {413: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
-    return error.shaped({"error": str(error)}, request_id, status)
+    reply = error.shaped({"error": str(error)}, request_id, status)
+    reply.headers.append((b"x-error-type", error.type.encode()))  # which the status does not tell
+    return reply
 
 
 def read_infer(body: bytes, header_length: bytes | None, most_rows: int, signature: Signature = REWARD) -> Infer:

@@ -1,0 +1,1 @@
+"""KServe's v2 protocol over gRPC (extra `grpc`)."""

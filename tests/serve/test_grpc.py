@@ -1,0 +1,167 @@
+"""KServe v2 over gRPC against a real server: the scores, keys, limits, deadlines and errors of HTTP, and TLS."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from plaudit.models import load_tokenizer
+from tests.command import plaudit_here
+
+from .process import ServerProcess
+from .test_native import chains
+from .test_tls import RULE, Authority
+
+if importlib.util.find_spec("grpc") is None:
+    pytest.skip("grpcio is not installed: pip install 'plaudit[grpc]'", allow_module_level=True)
+
+KEY, OTHER = "key-of-ann-0001", "key-of-bob-0002"
+LET_IN = {"authorization": f"Bearer {KEY}"}
+CLIENT = Path(__file__).with_name("grpc_client.py")
+
+
+def port_of(server: ServerProcess) -> int:
+    end = time.monotonic() + 240
+    while time.monotonic() < end:
+        for event in server.events():
+            if event["event"] == "grpc":
+                return int(event["port"])
+        assert server.process.poll() is None, server.log()
+        time.sleep(0.1)
+    raise AssertionError(f"no gRPC:\n{server.log()}")
+
+
+def asked(port: int, *calls: dict[str, Any], **tls: str) -> list[Any]:
+    given = json.dumps({"port": port, "calls": calls, **tls})
+    done = subprocess.run([sys.executable, str(CLIENT)], input=given, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return list(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    tree = {
+        "models": {"sums": {"path": "sums"}}, "api_keys": {"ann": KEY, "bob": OTHER}, "grpc_port": 0,
+        "limits": {"body_bytes": 200_000},
+    }  # fmt: skip
+    with ServerProcess(tree) as running:
+        running.http.headers["authorization"] = f"Bearer {KEY}"
+        yield running
+
+
+def rows_request(rows: list[list[int]], *, raw: bool, name: str = "sums") -> dict[str, Any]:
+    columns = max(map(len, rows)) + 2
+    padded = [token for row in rows for token in [*row, *[0] * (columns - len(row))]]
+    lengths = [len(row) for row in rows]
+    inputs: list[dict[str, Any]] = [
+        {"name": "tokens", "datatype": "INT64", "shape": [len(rows), columns]},
+        {"name": "sequence_lengths", "datatype": "INT64", "shape": [len(rows), 1]},
+    ]
+    fields: dict[str, Any] = {"modelName": name, "id": "mine", "inputs": inputs, "outputs": [{"name": "rewards"}]}
+    if raw:
+        packed = [struct.pack(f"<{len(values)}q", *values) for values in (padded, lengths)]
+        fields["rawInputContents"] = [base64.b64encode(data).decode() for data in packed]
+    else:
+        for entry, values in zip(inputs, (padded, lengths), strict=True):
+            entry["contents"] = {"int64Contents": values}
+    return fields
+
+
+def infer(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"method": "ModelInfer", "fields": fields, "metadata": LET_IN, **more}
+
+
+def floats(answer: dict[str, Any]) -> list[float]:
+    (data,) = map(bytes.fromhex, answer["raw_output_contents"])
+    return list(struct.unpack(f"<{len(data) // 4}f", data))
+
+
+def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> None:
+    tokenizer = load_tokenizer("sums")
+    rows = [[*tokenizer.encode(prompt + response), tokenizer.eos_token_id] for prompt, response in chains(6)]
+    items = server.rewards([{"tokens": row} for row in rows]).json()["items"]
+    scores = [item["scores"][0] for item in items]
+    sentences = {
+        "modelName": "sums", "outputs": [{"name": "rewards"}],
+        "inputs": [{
+            "name": "sentences", "datatype": "BYTES", "shape": [1, 1],
+            "contents": {"bytesContents": [base64.b64encode(b"7+8+4=7+8=15;15+4=19;#19").decode()]},
+        }],
+    }  # fmt: skip
+    late = rows_request(rows, raw=True)
+    many = rows_request([[5] * 400] * 100, raw=True)
+    named = {"fields": {"name": "sums"}, "metadata": LET_IN}
+    found = asked(
+        port_of(server),
+        {"method": "ServerLive"}, {"method": "ServerReady"}, {"method": "ModelReady", "fields": {"name": "sums"}},
+        {"method": "ModelReady", "fields": {"name": "nobody"}, "metadata": LET_IN},
+        {"method": "ModelMetadata", **named}, {"method": "ModelConfig", **named},
+        {"method": "ModelStatistics", **named}, {"method": "RepositoryIndex", "metadata": LET_IN},
+        {"method": "ServerMetadata", "metadata": LET_IN},
+        infer(rows_request(rows, raw=True)), infer(rows_request(rows, raw=False)), infer(sentences),
+        infer(late, metadata={}), infer(late, metadata={"authorization": "Bearer wrong-key"}),
+        infer(rows_request(rows, raw=True, name="nobody")), infer({"modelName": "sums"}),
+        infer({**late, "rawInputContents": late["rawInputContents"][:1]}), infer(many),
+        infer(late, metadata={**LET_IN, "x-deadline": "0"}),
+    )  # fmt: skip
+    live, ready, model_ready, unknown_ready, metadata, config, statistics, index, facts, *inferred = found
+    assert (live, ready, model_ready, unknown_ready) == ({"live": True}, {"ready": True}, {"ready": True}, {})
+    assert [entry.split('"')[1] for entry in metadata["inputs"]] == [
+        "sentences", "tokens", "sequence_lengths", "add_EOS",
+    ]  # fmt: skip
+    assert "max_batch_size: 4096" in config["config"]
+    assert "data_type: 11" in config["config"]
+    assert 'name: "sums"' in statistics["model_stats"][0]
+    assert any('name: "sums"' in entry and 'state: "READY"' in entry for entry in index["models"])
+    assert facts["name"] == "plaudit"
+    raw, typed, text, nobody, wrong, unknown, empty, short, large, dead = inferred
+    assert floats(raw) == floats(typed) == pytest.approx(scores, abs=5e-5)
+    assert (raw["id"], raw["model_name"], raw["model_version"]) == ("mine", "sums", "1")
+    assert len(floats(text)) == 1
+    assert (nobody["status"], wrong["status"]) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+    assert unknown["status"] == "NOT_FOUND"
+    assert "unknown model" in unknown["message"]
+    assert empty["status"] == "INVALID_ARGUMENT"
+    assert short == {
+        "status": "INVALID_ARGUMENT", "trailing": {},
+        "message": "raw_input_contents has 1 tensors, and there are 2 inputs",
+    }  # fmt: skip
+    assert large["status"] == "RESOURCE_EXHAUSTED"  # 200 kB at most, as gRPC says it
+    assert dead["status"] == "DEADLINE_EXCEEDED"
+    assert "the deadline passed" in dead["message"]
+    assert server.metric("plaudit_requests_total", protocol="triton", status="200", key="ann") >= 3
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    cert, key = ours.give("server", ExtendedKeyUsageOID.SERVER_AUTH)
+    client, stranger = (
+        [str(file) for file in authority.give(name, ExtendedKeyUsageOID.CLIENT_AUTH)]
+        for authority, name in ((ours, "client"), (others, "stranger"))
+    )
+    tls = {"tls_cert": str(cert), "tls_key": str(key), "tls_ca": str(ours.file)}
+    with ServerProcess({**RULE, **tls, "grpc_port": 0}, wait=False) as server:
+        port, call = port_of(server), {"method": "ServerLive"}
+        ca = str(ours.file)
+        assert asked(port, call, ca=ca, cert=client[0], key=client[1]) == [{"live": True}]
+        (refused,) = asked(port, {**call, "wait": False}, ca=ca, cert=stranger[0], key=stranger[1])
+        assert refused["status"] == "UNAVAILABLE"
+        (plain,) = asked(port, {**call, "wait": False})
+        assert plain["status"] == "UNAVAILABLE"
+
+
+def test_what_cannot_be_served_is_one_line(server: ServerProcess) -> None:
+    taken = plaudit_here("serve", "--model", "sums", "--port", "0", "--grpc-port", "1", "--protocols", "vllm")
+    assert taken.returncode == 2
+    assert "protocols leaves triton out" in taken.stdout + taken.stderr
