@@ -138,11 +138,11 @@ $(VENV)/.encoder: $(INSTALLED)
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# What draws the documentation. It reads the package's source and imports nothing of it, so it needs no torch.
+# What draws the documentation and builds the distribution. It reads the package's source and imports nothing of it, so it needs no torch.
 .venv-docs/.installed:
 	@echo "setting up .venv-docs (once; under a minute)"
 	@$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material==9.8.1' 'mkdocstrings[python]==1.0.8' mkdocs==1.6.1 mkdocstrings-python==2.0.10
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material==9.8.1' 'mkdocstrings[python]==1.0.8' mkdocs==1.6.1 mkdocstrings-python==2.0.10 build==1.6.1 twine==7.0.0 setuptools==80.9.0 wheel==0.48.0
 	@touch $@
 
 # Clients of other projects, and this package beside TRL as a user of both has it. tritonclient wants an older greenlet than

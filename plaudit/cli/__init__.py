@@ -25,8 +25,19 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+def _refuse_windows() -> None:
+    """Before anything is imported that needs Unix, which would end in a traceback."""
+    print(
+        "plaudit: Windows has not the processes, locks and limits that this needs: run it in WSL 2, or use "
+        "plaudit-client against a server elsewhere (docs/platforms.md)", file=sys.stderr,
+    )  # fmt: skip
+    sys.exit(PlauditError.exit_code)
+
+
 def main() -> None:
     """Run a command. An error a user can mend is one line and exit code 2, never a traceback."""
+    if sys.platform == "win32":
+        _refuse_windows()
     # Progress bars and advice of other libraries are not ours to show.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

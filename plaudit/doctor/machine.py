@@ -33,7 +33,7 @@ def versions() -> Iterator[Finding]:
         named = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
         yield failed("versions", found, f"make an environment with Python {named}")
     if sys.platform != "linux":
-        yield warning("versions", f"{platform.system()} is not Linux", "what trains and serves is made for Linux")
+        yield warning("versions", f"{platform.system()} is not Linux", "docs/platforms.md says what runs here")
     try:
         yield from _packages(metadata.requires("plaudit") or [])
     except metadata.PackageNotFoundError:

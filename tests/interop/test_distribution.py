@@ -1,0 +1,24 @@
+"""`python -m build` and `twine check`: what a registry would be sent, and whether it can show the README."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.interop.environments import ROOT, run_module
+
+pytestmark = pytest.mark.interop
+
+
+def test_the_distribution_is_fit_for_a_registry(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "plaudit", source / "plaudit", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    run_module(".venv-docs", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source), seconds=300)
+    files = sorted((tmp_path / "dist").iterdir())
+    assert [file.suffix for file in files] == [".whl", ".gz"]
+    said = run_module(".venv-docs", "twine", "check", "--strict", *map(str, files))
+    assert said.count("PASSED") == 2
