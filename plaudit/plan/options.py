@@ -65,7 +65,11 @@ class PlanOptions:
     training_layout: Annotated[str | None, Option(help="--from: of its training, such as 'tp2 dp8 fsdp'.")] = None
     out: Annotated[
         Path | None,
-        Option(help="--for: write the planned recipe here; --from: the refitted --hardware-file. Default: print it."),
+        Option(help="Write the recipe of --for, --settings or the hardware file of --from here. Default: print it."),
+    ] = None
+    settings: Annotated[
+        str | None,
+        Option(metavar="PROJECT", help="The plan for verl, openrlhf, slime, nemo-rl, trl, vllm or sglang; --out FILE."),
     ] = None
     as_json: Annotated[bool, Option("--json", help="Print data in place of tables.")] = False
     explain: Annotated[

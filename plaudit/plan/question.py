@@ -89,6 +89,10 @@ class Question:
         """Of all software, ours among it."""
         return _merged(self._search(place, None, ours=True), self._search(place, None, ours=False))
 
+    def plans_of_others(self, place: Cluster) -> SearchResult:
+        """Of other software, also where ours runs the same."""
+        return self._search(place, None, ours=False)
+
     def _search(self, place: Cluster, progress: Progress | None, ours: bool) -> SearchResult:
         """Plans that our trainer runs, by its own figures; or those of any software."""
         return Search(

@@ -19,6 +19,7 @@ from plaudit.plan.observed.comparison import compare, hardware_file
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.question import NothingFits, Outcome, Question, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from plaudit.plan.settings.choice import find_project, settings_for
 from plaudit.plan.shape.hardware import Overrides
 from plaudit.plan.show.as_data import outcome_data
 from plaudit.plan.show.choice import choice_data, print_choice
@@ -57,14 +58,20 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         return
     if options.rate is not None or options.p99 is not None:
         raise ConfigError("--rate and --p99 say what a reward service must reach: name its model with --serve")
+    if options.settings is not None and (options.recipe or options.as_json or options.explain or options.page):
+        raise ConfigError("--settings writes those alone: leave out --for, --json, --explain and --page")
     if options.sweep is not None or options.utilisation is not None:
         _tables(options, resolve)
         return
     if options.budget or options.deadline or options.goal:
         _choose(options, resolve)
         return
+    project = find_project(options.settings) if options.settings else None
     question = _question(options, resolve)
     try:
+        if project is not None:
+            _put(settings_for(project, question)[0], options.out, "settings")
+            return
         _show(_answer(question), options)
     except NothingFits as refused:  # the numbers that it asks about, and then the line that says no
         if refused.outcome.nearest is not None:
@@ -183,9 +190,13 @@ def _answer(question: Question) -> Outcome:
 def _print_recipe(options: PlanOptions, outcome: Outcome) -> None:
     assert options.recipe is not None
     text, _ = recipe_for(read_recipe(options.recipe), outcome)
-    if options.out is None:
+    _put(text, options.out, "recipe")
+
+
+def _put(text: str, out: Path | None, what: str) -> None:
+    if out is None:
         print(text, end="")
         return
-    with written(options.out) as file:
+    with written(out) as file:
         file.write(text)
-    print(f"recipe: {options.out}")
+    print(f"{what}: {out}")
