@@ -176,7 +176,7 @@ class AsyncRewardClient:
         seconds = None if deadline is None else (deadline - sent) / (1 if len(self.urls) == 1 else 2)
         replica.outstanding += 1
         try:
-            reply = await self._post(replica.url, body, seconds)
+            reply = await self._post(replica.url, body, seconds, request.route)
             _check_status(replica, reply)
         except _Silent:
             replica.silent()
@@ -196,9 +196,11 @@ class AsyncRewardClient:
             raise VersionChanged(f"{replica.url} serves version {served_version}, and {version} was asked for")
         return _Answer(sent, served_version, results)
 
-    async def _post(self, url: str, body: bytes, seconds: float | None) -> httpx.Response:
+    async def _post(self, url: str, body: bytes, seconds: float | None, route: str) -> httpx.Response:
         """With the seconds it has, so that the server does not compute for nobody."""
         headers = {} if seconds is None else {"X-Deadline": f"{seconds:.3f}"}
+        if route:
+            headers["X-Route-Key"] = route
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         post = self._network.send("POST", url, "/v1/rewards", content=body, headers=headers, timeout=timeout)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -50,10 +51,12 @@ class _Group:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request: `places` are those of its items in the call, a list per group."""
+    """One request: `places` are those of its items in the call, a list per group. `route` is the same for all requests
+    of a call: where a server has two versions, one of them answers the whole call."""
 
     options: Options
     groups: list[_Group] = field(default_factory=list)
+    route: str = ""
 
     @property
     def places(self) -> list[int]:
@@ -99,6 +102,10 @@ def exchanges(items: Sequence[Item], options: Options) -> tuple[list[Exchange], 
         requests[-1].groups.append(group)
         count += len(group.places)
         size += group.bytes
+    if len(requests) > 1:
+        route = blake2b(requests[0].body(), digest_size=16).hexdigest()
+        for request in requests:
+            request.route = route
     return requests, unsent
 
 

@@ -39,7 +39,7 @@ from plaudit.serve.handle import (
     ServerResources,
     WorkerStatus,
 )
-from plaudit.serve.http.message import BODY, TENANT, HttpError
+from plaudit.serve.http.message import ROUTE_KEY, TENANT, HttpError
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.step_path import Path
 from plaudit.serve.version import Canary, Reading, Scoring, Table, Version
@@ -81,7 +81,7 @@ class ServedModel:
     @property
     def current(self) -> Version:
         """The version that answers the request at hand."""
-        if self.canary is not None and self.canary.takes(BODY.get()):
+        if self.canary is not None and self.canary.takes(ROUTE_KEY.get()):
             return self.canary.version
         return self.main
 

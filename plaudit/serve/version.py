@@ -56,12 +56,12 @@ class Canary:
     version: Version
     share: float
 
-    def takes(self, body: bytes) -> bool:
-        """Decided by the request's bytes alone: sent again, to this server or another one, it gets the same version.
-        When the share grows, what the canary had it keeps."""
-        if not body or self.version.deployment.state == "failed":
+    def takes(self, key: bytes) -> bool:
+        """Decided by the request's body, or by a key that several requests share, alone: sent again, to this server or
+        another one, it gets the same version. When the share grows, what the canary had it keeps."""
+        if not key or self.version.deployment.state == "failed":
             return False
-        ends = body if len(body) <= 2 * SAMPLED_BYTES else body[:SAMPLED_BYTES] + body[-SAMPLED_BYTES:]
+        ends = key if len(key) <= 2 * SAMPLED_BYTES else key[:SAMPLED_BYTES] + key[-SAMPLED_BYTES:]
         return int.from_bytes(blake2b(ends, digest_size=8).digest()) < self.share * 2**64
 
     def describe(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from plaudit.client.client import RewardClient
 from plaudit.config import to_toml
 from plaudit.records import Item, StepScores
 from plaudit.reward import complete, load_reward
@@ -215,6 +216,12 @@ def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: R
         assert server.metric("plaudit_version_score_sum", version=f"1-{new}") == pytest.approx(
             sum(now[text][1] for text in moved), abs=1e-3
         )
+        with RewardClient(server.url, model="rotated", timeout=120, retries=0) as client:
+            calls = [
+                client.score([Item(text=f"{call} {n}") for n in range(130)]) for call in range(6)
+            ]  # 3 requests each
+        assert [len({result.version for result in results}) for results in calls] == [1] * 6
+        assert {results[0].version for results in calls} == {f"0-{old}", f"1-{new}"}
         busy = post(server, "/admin/swap", model="rotated", path="scaled")
         assert "promote it or roll it back first" in busy.json()["error"]["message"]
         post(server, "/admin/swap", model="rotated", share=0.9)

@@ -23,7 +23,7 @@ from plaudit.serve.http.app import App
 from plaudit.serve.http.message import Connection
 
 # What a caller may say beside its message, as over HTTP.
-METADATA = ("authorization", "x-api-key", "triton-access-token", "x-request-id", "x-deadline", "traceparent")
+METADATA = ("authorization", "x-api-key", "triton-access-token", "x-request-id", "x-deadline", "x-route-key")
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,

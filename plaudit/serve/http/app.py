@@ -21,8 +21,8 @@ from contextlib import contextmanager
 
 from plaudit.serve.http.keys import Keys, Meter
 from plaudit.serve.http.message import (
-    BODY,
     NOBODY,
+    ROUTE_KEY,
     TENANT,
     Endpoint,
     ErrorWriter,
@@ -254,7 +254,7 @@ class App:
         size = min(int(length), self.limits.body_bytes) if length.isdigit() else 0
         with self.admission.request(request.tenant, size) as request.grow:
             request.content = await request.body()
-            BODY.set(request.content)
+            ROUTE_KEY.set(request.headers.get(b"x-route-key") or request.content)
             if route.fields or len(place.routes) > 1:
                 await request.read_fields()
             request.route = place.choose(request)

@@ -41,8 +41,8 @@ _ENCODER = msgspec.json.Encoder()
 
 TENANT: ContextVar[str] = ContextVar("TENANT", default=NOBODY)
 """On whose behalf this task works."""
-BODY: ContextVar[bytes] = ContextVar("BODY", default=b"")
-"""Of the request that it works for."""
+ROUTE_KEY: ContextVar[bytes] = ContextVar("ROUTE_KEY", default=b"")
+"""What decides which version answers: the X-Route-Key of the request that it works for, or its body."""
 
 
 class HttpError(Exception):
