@@ -68,3 +68,22 @@ def test_so_is_what_is_seen_when_models_and_data_are_looked_for(
     assert message in done.stderr
     assert done.stderr.startswith("plaudit: ")
     assert done.stderr.count("\n") == 1
+
+
+HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow", "ray", "triton", "uvicorn")
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["recipes"], ["plan", "--model", "llama-3.1-8b", "--hardware", "1x8xH100"], ["train", "-h"]]
+)
+def test_what_only_looks_imports_no_heavy_module(words: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['plaudit', *{words!r}]\n"
+        "from plaudit.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        f"print('LOADED', *(name for name in {HEAVY!r} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED"

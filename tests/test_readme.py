@@ -1,10 +1,11 @@
-"""The README's drawing of the tree, and links of all pages; their code blocks are run by tests/test_docs.py."""
+"""The tree in docs/architecture.md, and links of all pages; tests/test_docs.py runs their code blocks."""
 
 import re
 from pathlib import Path
 
 README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+ARCHITECTURE = README.parent / "docs" / "architecture.md"
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", ARCHITECTURE.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def test_the_tree_is_the_tree() -> None:
@@ -28,9 +29,16 @@ def anchors(page: Path) -> set[str]:
 
 def test_links_lead_somewhere() -> None:
     root = README.parent
-    for page in (*root.glob("*.md"), *root.glob("docs/**/*.md")):
+    for page in (*root.glob("*.md"), *root.glob("examples/*.md"), *root.glob("docs/**/*.md")):
         for link in re.findall(r"\]\(([^)\s:]+)\)", prose(page)):
             file, _, anchor = link.partition("#")
             target = page.parent / file if file else page
             assert target.exists(), f"{page.name} links to {link}"
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, a heading that is not there"
+
+
+def test_the_readme_is_a_screen_with_a_picture() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 60
+    (picture,) = re.findall(r"^!\[[^\]]+\]\(([^)]+)\)$", text, re.MULTILINE)
+    assert (README.parent / picture).is_file()
