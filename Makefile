@@ -86,7 +86,8 @@ bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
 # --strict: a link that leads nowhere, a heading that is not there or a name without a docstring ends it.
-docs: .venv-docs/.installed
+docs: $(INSTALLED) .venv-docs/.installed
+	@$(BIN)/python docs/commands.py
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet && echo "the documentation is in build/site/index.html"
 
 # The models shipped in the package, made again from their recipes.
