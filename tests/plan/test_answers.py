@@ -1,0 +1,72 @@
+"""docs/accelerators.md: its commands print what it shows, and its answers are what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import plaudit_here
+
+ROOT = Path(__file__).parents[2]
+NUMBER = re.compile(r"\d[\d,]*\.?\d*")
+
+
+def written_by() -> Any:
+    spec = importlib.util.spec_from_file_location("accelerators_page", ROOT / "docs" / "accelerators.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed(command: str) -> str:
+    run = plaudit_here(*shlex.split(command)[1:])
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def data(command: str) -> Any:
+    return json.loads(printed(f"{command} --json"))
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_commands_print() -> None:
+    """Words are the same, numbers to one in a hundred: the last digit may differ between machines."""
+    shown = written_by().PAGE.read_text()
+    now = written_by().page(printed)
+    assert re.sub(r"\s+", " ", NUMBER.sub("#", shown)) == re.sub(r"\s+", " ", NUMBER.sub("#", now))
+    for old, new in zip(NUMBER.findall(shown), NUMBER.findall(now), strict=True):
+        assert _value(new) == pytest.approx(_value(old), rel=0.01, abs=0.011)
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", "").rstrip("."))
+
+
+@pytest.mark.slow
+def test_the_answers_are_what_the_numbers_say() -> None:
+    larger, _, chips, hybrid, apart = (command for _, _, command in written_by().QUESTIONS)
+    rows = {row["hardware"]: row for row in data(larger)["any_software"]}
+    eight = rows["1x8xB200 SXM"]
+    # Larger: as fast as two or three times as many, for nearly the same dollars.
+    assert eight["step_seconds"] == pytest.approx(rows["3x8xH100 SXM"]["step_seconds"], rel=0.2)
+    dollars = "dollars_per_million_tokens"
+    assert eight[dollars] == pytest.approx(rows["1x8xH100 SXM"][dollars], rel=0.2)
+    for chip in ("H100", "B200"):
+        assert rows[f"1x8x{chip} SXM"][dollars] < rows[f"2x8x{chip} SXM"][dollars]
+    load = {each["hardware"]: each for each in data(chips)["loads"]}
+    gains = [load["1x8xH100 SXM"][f"{part}_{dollars}"] / load["1x8xH200 SXM"][f"{part}_{dollars}"]
+             for part in ("serving", "training")]  # fmt: skip
+    assert gains[0] > gains[1] > 1
+    turns, pools = ({row["nodes"]: row for row in data(command)["any_software"]} for command in (hybrid, apart))
+    for nodes, row in turns.items():
+        assert (row["step_seconds"] < pools[nodes]["step_seconds"]) is (nodes <= 3), nodes
+        if nodes >= 4:
+            assert pools[nodes][dollars] < row[dollars]
