@@ -58,6 +58,8 @@ class AsyncRewardClient:
     timeout    seconds that one `score` may take, waiting and retries included; None: as long as it takes
     retries    attempts after the first for each request of a call
     transport  in place of the network: `InProcess(reward)`, or `httpx.ASGITransport(app)`
+    hedge      seconds after which a request without an answer is also sent to another server, or to the same one again;
+               the first answer counts and the other request is withdrawn
     on_retry   hears of every attempt that failed and is repeated: why, and how many seconds are left (None: no limit)
     ca_file, client_cert  PEM files for https: `network.py`
     """
@@ -66,11 +68,15 @@ class AsyncRewardClient:
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
         timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
         on_retry: OnRetry | None = None, ca_file: StrPath | None = None, client_cert: StrPath | None = None,
+        hedge: float | None = None,
     ) -> None:  # fmt: skip
         self.urls = _checked_urls(urls)
         self.model = model
         self.timeout = timeout
         self.retries = retries
+        if hedge is not None and not hedge > 0:
+            raise ConfigError(f"hedge is {hedge}; expected seconds above 0, such as the 95th percentile of a request")
+        self.hedge = hedge
         self._on_retry = on_retry
         self._replicas = Replicas(self.urls)
         connections = CONNECTIONS * len(self.urls)
@@ -145,7 +151,7 @@ class AsyncRewardClient:
             try:
                 async with self._connection(deadline):
                     attempts += 1
-                    return await self._attempt(request, body, deadline, version)
+                    return await self._hedged(request, body, deadline, version)
             except _TryAgain as failure:
                 cause = str(failure)
                 if self._on_retry is not None and attempts <= self.retries:
@@ -169,8 +175,31 @@ class AsyncRewardClient:
         finally:
             self._free.release()
 
-    async def _attempt(self, request: Exchange, body: bytes, deadline: float | None, version: str | None) -> _Answer:
+    async def _hedged(self, request: Exchange, body: bytes, deadline: float | None, version: str | None) -> _Answer:
+        """One attempt; and, where that has no answer after `hedge` seconds, a second one beside it. The first answer
+        counts, and the other attempt is withdrawn."""
         replica = self._replicas.choose()
+        if self.hedge is None:
+            return await self._attempt(replica, request, body, deadline, version)
+        under_way = {asyncio.create_task(self._attempt(replica, request, body, deadline, version))}
+        try:
+            done, _ = await asyncio.wait(under_way, timeout=self.hedge)
+            if not done:
+                other = self._replicas.choose(beside=replica)
+                under_way.add(asyncio.create_task(self._attempt(other, request, body, deadline, version)))
+            while True:
+                done, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda each: each.exception() is not None):
+                    if not (under_way and isinstance(task.exception(), _TryAgain)):  # else the other may yet answer
+                        return task.result()
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _attempt(
+        self, replica: Replica, request: Exchange, body: bytes, deadline: float | None, version: str | None
+    ) -> _Answer:
         sent = time.monotonic()
         # Where there is another server to ask, one that hangs does not get all of the time.
         seconds = None if deadline is None else (deadline - sent) / (1 if len(self.urls) == 1 else 2)
@@ -238,10 +267,11 @@ class RewardClient:
         self, urls: str | Sequence[str] = DEFAULT_URL, *, model: str | None = None, api_key: str | None = None,
         timeout: float | None = 300.0, retries: int = 30, transport: httpx.AsyncBaseTransport | None = None,
         on_retry: OnRetry | None = None, ca_file: StrPath | None = None, client_cert: StrPath | None = None,
+        hedge: float | None = None,
     ) -> None:  # fmt: skip
         self._client = AsyncRewardClient(
             urls, model=model, api_key=api_key, timeout=timeout, retries=retries, transport=transport,
-            on_retry=on_retry, ca_file=ca_file, client_cert=client_cert,
+            on_retry=on_retry, ca_file=ca_file, client_cert=client_cert, hedge=hedge,
         )  # fmt: skip
         self.urls = self._client.urls
         self._closed = False

@@ -49,11 +49,13 @@ class Replicas:
     def __init__(self, urls: Sequence[str]) -> None:
         self.all = [Replica(url) for url in urls]
 
-    def choose(self) -> Replica:
-        """The one with the fewest requests under way. One that was left alone gets a single request to show itself;
-        where all are out, being out does not count: waiting between attempts is enough."""
+    def choose(self, beside: Replica | None = None) -> Replica:
+        """The one with the fewest requests under way; if there is another than `beside`, not that. One that was left
+        alone gets a single request to show itself; where all are out, being out does not count: waiting between
+        attempts is enough."""
         now = time.monotonic()
-        rested = [r for r in self.all if not r.resting] or [min(self.all, key=lambda r: r.rest_until)]
+        others = [r for r in self.all if r is not beside] or self.all
+        rested = [r for r in others if not r.resting] or [min(others, key=lambda r: r.rest_until)]
         sound = [r for r in rested if r.failures < EJECT_AFTER or (r.out_until <= now and not r.outstanding)]
         return min(sound or rested, key=lambda r: (r.outstanding, random.random()))
 

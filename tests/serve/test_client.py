@@ -292,6 +292,39 @@ def test_one_of_two_servers_that_is_stopped_is_left_and_one_that_is_slow_is_not(
     assert once == 2 * (len(slow.asked) - once), "nothing was asked twice of the slow one"
 
 
+def test_a_request_that_hangs_is_hedged_on_the_same_server() -> None:
+    """The first never gets an answer, the second gets it at once: without the hedge this would last for ever."""
+    with Scripted(lambda number, asked: Answer(right(asked), hang=number == 0)) as scripted:
+        with RewardClient(scripted.url, timeout=None, retries=0, hedge=0.05) as client:
+            assert values(client.score(numbers(3))) == [0.0, 1.0, 2.0]
+        assert [asked.responses for asked in scripted.asked] == [3, 3]
+    refusal = Answer({"error": {"type": "overloaded", "message": "no"}}, 503)
+    with Scripted(lambda number, asked: refusal if number else Answer(right(asked))) as scripted:
+        with RewardClient(scripted.url, retries=0, hedge=60) as client:
+            assert values(client.score(numbers(1))) == [0.0]
+            with pytest.raises(RewardUnavailable, match="after 1 attempt"):
+                client.score(numbers(1))
+        assert len(scripted.asked) == 2, "what answers in time is asked once"
+    with pytest.raises(ConfigError, match="hedge is 0"):
+        RewardClient(hedge=0)
+
+
+def test_a_hedge_goes_to_another_server_and_the_loser_is_withdrawn() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, Scripted() as sound:
+        urls = [f"http://127.0.0.1:{silent.getsockname()[1]}", sound.url]
+        with RewardClient(urls, timeout=None, retries=0, hedge=0.05) as client:
+            calls = 30
+            for _ in range(calls):
+                assert values(client.score(numbers(2))) == [0.0, 1.0]
+            assert len(sound.asked) == calls, "each call has one answer"
+            silent.settimeout(60)
+            connection, _ = silent.accept()  # of the 30 calls some began there
+            connection.settimeout(60)
+            while connection.recv(65536):
+                pass  # the end: the client has withdrawn it while it lives on
+            connection.close()
+
+
 def test_a_server_that_comes_back_is_waited_for() -> None:
     port = free_port()
     with RewardClient(f"http://127.0.0.1:{port}", timeout=120) as client:
