@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from plaudit.cli.app import app
+
+if TYPE_CHECKING:
+    from plaudit.config.serve import ServeTable
 
 ApiKeyFile = Annotated[
     Path | None, typer.Option(help="A file of hashed keys, made by `plaudit keys add`; read again when it changes.")
@@ -100,12 +104,17 @@ def serve_rewards(
     from plaudit.serve.workers.torchrun import launched
 
     if launched():
-        sys.exit(serve_launched(table))
+        sys.exit(serve_launched(table, partial(_serve, table)))
     with suppress(OSError):  # a log that has no room keeps no server from starting
         typer.echo(f"plaudit serve: {loading(table)}", err=True)
+    sys.exit(_serve(table))
+
+
+def _serve(table: ServeTable) -> int:
+    from plaudit.search.service.routes import SearchRoutes
     from plaudit.serve.server import serve
 
-    sys.exit(serve(table))
+    return serve(table, lambda scoring: SearchRoutes(scoring, table).routes())
 
 
 @app.command("deploy")

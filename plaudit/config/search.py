@@ -1,4 +1,4 @@
-"""The recipe of a search: `plaudit search`. Imports no torch."""
+"""The recipe of a search, `plaudit search`, and the table [search] of a serve.toml. Imports no torch."""
 
 from __future__ import annotations
 
@@ -225,6 +225,29 @@ class SearchRecipe(Table):
             )
         if self.budget.lead and self.search.method == "particles":
             raise ValueError("budget.lead: particles that are finished are drawn again, so that no lead is safe")
+        return self
+
+
+class SearchServiceTable(Table):
+    """Defaults of all searches, and their limits. Patterns (`steps.answer`, `steps.final`) and what opens a model or a
+    process are the operator's alone: a pattern may take for ever, on a text of somebody's choice."""
+
+    steps: StepsTable = StepsTable()
+    """Without `stop`, what ends a step in the process model's format."""
+    rule: SearchRuleTable = SearchRuleTable(clusters="text")
+    """The keys of a recipe's [search]."""
+    max_width: PositiveInt = 64
+    max_generated: PositiveInt = 262_144
+    """Tokens that one search may write; it ends with the answers it has."""
+    concurrent: PositiveInt = 64
+    """Searches at the same time; more are told to come again."""
+
+    @model_validator(mode="after")
+    def _by_text(self) -> Self:
+        if self.rule.encoder is not None:
+            raise ValueError("search.rule.encoder: a server's searches have clusters by text; leave it out")
+        if self.rule.width > self.max_width:
+            raise ValueError(f"search.rule.width is {self.rule.width}, above max_width = {self.max_width}")
         return self
 
 

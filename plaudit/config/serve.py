@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, PrivateAttr, TypeAdapter, field_validator, model_validator
 
 from plaudit.config.reward import KINDS, RewardTable
+from plaudit.config.search import SearchServiceTable
 from plaudit.config.shipped.catalog import find_recipe
 from plaudit.config.table import Positive, Table, check, read_toml
 from plaudit.errors import ConfigError
@@ -130,6 +131,8 @@ class ServeTable(ListenTable):
     Of `MODEL/attributes` Triton's clients get a column for every label in place of one reward."""
     ray: str | None = None
     """Workers are kept by Ray Serve: "local" starts a Ray on this machine, else the address of one, such as "auto"."""
+    search: SearchServiceTable = SearchServiceTable()
+    """What /v1/search, and a chat that asks for a search, may be asked for."""
     model_root: str | None = None
     """Models that are swapped in must lie under this directory."""
     state_file: str | None = None

@@ -66,9 +66,10 @@ class Runner:
     def __init__(
         self, recipe: SearchRecipe, policy: Policy, scorer: Scorer, reading: AnswerReading,
         new_driver: Callable[[Question, Tree], Driver], embedder: Embedder | None = None,
-        stopped: threading.Event | None = None,
+        stopped: threading.Event | None = None, on_round: Callable[[Driver], None] | None = None,
     ) -> None:  # fmt: skip
-        """`stopped`: once it is set, what is under way is left as it is."""
+        """`stopped`: once it is set, what is under way is left as it is. `on_round` is told of every question's
+        rounds."""
         self.recipe = recipe
         self.policy = policy
         self.scorer = scorer
@@ -78,6 +79,7 @@ class Runner:
         self.phases = {"generate": 0.0, "score": 0.0, "cluster": 0.0, "choose": 0.0}
         self.most = max(1, recipe.concurrent // recipe.groups)
         self._stopped = stopped or threading.Event()
+        self._on_round = on_round
         self._open: list[_Open] = []
 
     def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
@@ -127,6 +129,8 @@ class Runner:
         self._cluster(made)
         for searched, nodes in made:
             searched.driver.take(nodes)
+            if self._on_round is not None:
+                self._on_round(searched.driver)
 
     def _ask(self, searched: _Open, expand: Expand, greedy: bool = False) -> Ask:
         tree, id = searched.tree, expand.node

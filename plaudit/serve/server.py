@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -29,7 +29,7 @@ from plaudit.serve.http.app import Admission, App
 from plaudit.serve.http.key_file import KeySource
 from plaudit.serve.http.keys import Keys
 from plaudit.serve.http.listener import Listener
-from plaudit.serve.http.message import Limits, Routes
+from plaudit.serve.http.message import Limits, Route, Routes
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import ADMIN, Metrics
 from plaudit.serve.protocols.table import check_names, protocol_routes
@@ -72,8 +72,8 @@ class ServerBackend(Protocol):
 Build = Callable[[Admission, Metrics, Log], tuple[ServerBackend, Routes]]
 
 
-def serve(table: ServeTable) -> int:
-    """Serve until a signal or until no model is left; the exit code."""
+def serve(table: ServeTable, more: Callable[[ScoringService], Sequence[Route]] | None = None) -> int:
+    """Serve until a signal or until no model is left; the exit code. `more`: routes of layers above this one."""
     check_names(table.allow_open, "allow_open")
     check_names(table.protocols or (), "protocols")
     if table.grpc_port is not None and table.protocols is not None and "triton" not in table.protocols:
@@ -86,7 +86,7 @@ def serve(table: ServeTable) -> int:
         models = Models(table, admission, metrics, log)
         several = len(table.api_keys) > 1 or table.api_key_file is not None
         scoring = ScoringService(models, table.aliases, table.limits.items, salted=several)
-        return models, protocol_routes(scoring, table.protocols)
+        return models, protocol_routes(scoring, table.protocols, () if more is None else more(scoring))
 
     return run_server(table, build, "serve", "page at /, documentation at /docs")
 

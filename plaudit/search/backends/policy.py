@@ -118,9 +118,15 @@ class CorePolicy:
         ended: Ended = "length" if sample.finish_reason == "length" else "step"
         if tokens and tokens[-1] in self.engine.end_tokens:
             ended = "end"
-        whole = self.engine.tokenizer.decode([*ask.response_ids, *tokens], skip_special_tokens=True)
-        text = whole[len(ask.text) :] if whole.startswith(ask.text) else self.engine.tokenizer.decode(tokens)
-        return Step(tokens, text, ended, sum(sample.raw_logprobs) / max(1, len(tokens)))
+        return Step(
+            tokens, step_text(self.engine.tokenizer, ask, tokens), ended, sum(sample.raw_logprobs) / max(1, len(tokens))
+        )
+
+
+def step_text(tokenizer: Any, ask: Ask, tokens: Sequence[int]) -> str:
+    """What a step adds to the text of its path."""
+    whole: str = tokenizer.decode([*ask.response_ids, *tokens], skip_special_tokens=True)
+    return whole[len(ask.text) :] if whole.startswith(ask.text) else str(tokenizer.decode(tokens))
 
 
 def _stop_tokens(tokenizer: Any, stop: str) -> tuple[int, ...]:

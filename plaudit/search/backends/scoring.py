@@ -79,7 +79,7 @@ class LocalScorer:
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         works: list[Any] = []
-        items = _items(paths)
+        items = items_of(paths)
         self.reading.prerender(items)
         for path, item in zip(paths, items, strict=True):
             try:
@@ -121,7 +121,7 @@ class LocalScorer:
             labels = row.shape[1] - width
             result = self.reading.finish(work, row[:, :labels])
             state = row[0, labels:] if hidden else None
-            scores.append(_scored(result, tuple(work.tokens), state))
+            scores.append(whole_score(result, tuple(work.tokens), state))
         return scores
 
 
@@ -138,7 +138,7 @@ class OutcomeScorer:
         return self.reward.computed
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
-        return [_scored(result) for result in self.reward.score(_items(paths))]
+        return [whole_score(result) for result in self.reward.score(items_of(paths))]
 
     def release(
         self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
@@ -172,13 +172,8 @@ class ServedScorer:
         if hidden:
             raise ConfigError('a server gives no hidden states: set search.clusters to "text", "encoder" or "served"')
         if self.whole:
-            return [_scored(result) for result in self.client.score(_items(paths))]
-        scores = []
-        for path, result in zip(paths, self.client.score(_items(paths), steps=True), strict=True):
-            steps = len(result.values) if isinstance(result, StepScores) else 1
-            fits = result.error is not None or steps == len(path.steps)
-            scores.append(_scored(result) if fits else Scored(error=_mismatch(steps, len(path.steps))))
-        return scores
+            return [whole_score(result) for result in self.client.score(items_of(paths))]
+        return last_scores(paths, self.client.score(items_of(paths), steps=True))
 
     def release(
         self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
@@ -240,7 +235,7 @@ def _refuse_whole(table: PrmTable, method: Method) -> None:
         )
 
 
-def _items(paths: Sequence[Path]) -> list[Item]:
+def items_of(paths: Sequence[Path]) -> list[Item]:
     return [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
 
 
@@ -251,7 +246,17 @@ def _mismatch(seen: int, made: int) -> str:
     )
 
 
-def _scored(result: Result, tokens: tuple[int, ...] = (), hidden: np.ndarray | None = None) -> Scored:
+def last_scores(paths: Sequence[Path], results: Sequence[Result]) -> list[Scored]:
+    """Of step scores those of the last steps, where the model saw as many steps as there are."""
+    scores = []
+    for path, result in zip(paths, results, strict=True):
+        steps = len(result.values) if isinstance(result, StepScores) else 1
+        fits = result.error is not None or steps == len(path.steps)
+        scores.append(whole_score(result) if fits else Scored(error=_mismatch(steps, len(path.steps))))
+    return scores
+
+
+def whole_score(result: Result, tokens: tuple[int, ...] = (), hidden: np.ndarray | None = None) -> Scored:
     if result.error is not None:
         return Scored(error=f"{result.error.type}: {result.error.message}")
     return Scored(result.value if isinstance(result, Score) else result.values[-1], None, tokens, hidden)

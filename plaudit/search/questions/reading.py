@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 from plaudit.config.search import StepsTable
-from plaudit.search.questions.equivalence import open_equivalence
+from plaudit.search.questions.equivalence import Equivalence, open_equivalence
 
 
 class AnswerReading:
-    def __init__(self, table: StepsTable) -> None:
-        self.alike = open_equivalence(table.equivalence)
+    """alike   from elsewhere; the table says which without it"""
+
+    def __init__(self, table: StepsTable, alike: Equivalence | None = None) -> None:
+        self.alike = alike or open_equivalence(table.equivalence)
         self._answer = re.compile(table.answer)
         self._final = None if table.final is None else re.compile(table.final)
 

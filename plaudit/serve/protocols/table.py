@@ -46,24 +46,28 @@ def check_names(names: Sequence[str], what: str) -> None:
             raise ConfigError(f"{what} names the protocol {name!r}; {nearest(name, protocol_names())}")
 
 
-def protocol_routes(scoring: ScoringService, names: Sequence[str] | None) -> Routes:
-    """The routes of these protocols, of all if None. The native ones are always there."""
+def protocol_routes(scoring: ScoringService, names: Sequence[str] | None, more: Sequence[Route] = ()) -> Routes:
+    """The routes of these protocols, of all if None. The native ones are always there. `more` are further routes of
+    these protocols, which claim bodies before all others."""
     protocols = [make(scoring) for name, make in PROTOCOLS.items() if names is None or name in names]
-    others = [route for protocol in protocols for route in protocol.routes()]
+    spoken = {NATIVE, *(protocol.name for protocol in protocols)}
+    more = [route for route in more if route.protocol in spoken]
+    others = [*more, *(route for protocol in protocols for route in protocol.routes())]
     shapes = {start: writer for protocol in protocols for start, writer in protocol.shapes.items()}
     strangers: dict[str, Route] = {}
     for protocol in protocols:
         strangers.update(protocol.strangers())
     native = NativeRoutes(scoring, others).routes()
-    based = [route for protocol in protocols for route in below_base_path(protocol, native)]
+    based = [route for protocol in protocols for route in below_base_path(protocol, native, more)]
     shapes |= {f"/{protocol.name}/": protocol.errors for protocol in protocols}
     return Routes([*native, *others, *based], shapes, strangers)
 
 
-def below_base_path(protocol: ProtocolRoutes, native: Sequence[Route]) -> list[Route]:
+def below_base_path(protocol: ProtocolRoutes, native: Sequence[Route], more: Sequence[Route] = ()) -> list[Route]:
     """The protocol alone below /NAME, with the health and the models that its clients ask for: a client whose URL ends
     in /NAME gets its answers, whatever other protocols have the same paths."""
-    own = [*protocol.routes(), *protocol.base_routes()]
+    further = [route for route in more if route.protocol == protocol.name]
+    own = [*further, *protocol.routes(), *protocol.base_routes()]
     taken = {(route.method, route.path) for route in own}
     common = [route for route in native if (route.method, route.path) not in taken and route.path in BELOW_BASE]
     return [replace(route, path=f"/{protocol.name}{route.path}", protocol=protocol.name) for route in (*own, *common)]

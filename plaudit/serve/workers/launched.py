@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from plaudit.config.reward import ReadByEngine
 from plaudit.config.serve import ServeTable
 from plaudit.errors import ConfigError
 
 
-def serve_launched(table: ServeTable) -> int:
+def serve_launched(table: ServeTable, serve: Callable[[], int]) -> int:
+    """`serve` is what rank 0 does."""
     _check(table)
     from plaudit.serve.workers.ranks import dismiss, host_board, subscribe
 
     if os.environ["RANK"] != "0":
         return subscribe()
-    from plaudit.serve.server import serve
-
     board = host_board()
-    code = serve(table)
+    code = serve()
     dismiss()
     del board
     return code

@@ -22,7 +22,7 @@ from plaudit.serve.model import ServedModel
 from plaudit.serve.protocols.openai import wire
 from plaudit.serve.protocols.protocol import ProtocolRoutes
 from plaudit.serve.protocols.vllm.wire import FieldError
-from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL
+from plaudit.serve.scoring import INPUT_ERRORS, LOGPROBS_MODEL, ScoringService
 from plaudit.serve.workers.frames import TextPiece
 from plaudit.serve.workers.jobs import Answer, Continuation, GenerateJob
 
@@ -60,9 +60,8 @@ class OpenAIRoutes(ProtocolRoutes):
 
     async def chat(self, request: Request) -> Reply:
         parsed = wire.read_chat(request.fields())
-        served, intake = self._find(parsed.model)
-        intake_call = partial(_templated, intake, parsed)
-        (tokens,) = await served.in_turn(lambda _: [intake_call()], [request.content], len)
+        served, intake = find_writer(self.scoring, parsed.model)
+        tokens = await chat_tokens(request, parsed, served, intake)
         remaining = intake.limit - len(tokens)
         return await self._reply(
             request, self._prepare(request, parsed, served, [tokens], parsed.most or max(1, remaining))
@@ -70,7 +69,7 @@ class OpenAIRoutes(ProtocolRoutes):
 
     async def complete(self, request: Request) -> Reply:
         parsed = wire.read_completion(request.fields())
-        served, intake = self._find(parsed.model)
+        served, intake = find_writer(self.scoring, parsed.model)
         self.scoring.check_count(len(parsed.prompt) * (parsed.n or 1))
         texts = iter(await served.tokenise([each for each in parsed.prompt if isinstance(each, str)], special=True))
         rows = [next(texts) if isinstance(each, str) else _checked(intake, each) for each in parsed.prompt]
@@ -83,35 +82,13 @@ class OpenAIRoutes(ProtocolRoutes):
             request, self._prepare(request, parsed, served, tokens, parsed.max_tokens or wire.SHORT)
         )  # fmt: skip
 
-    def _find(self, name: str | None) -> tuple[ServedModel, Intake]:
-        if not name and LOGPROBS_MODEL not in self.scoring.aliases:
-            raise HttpError(
-                404, "unknown_model", "no model here writes text: serve one, plaudit serve --model NAME=DIR"
-            )
-        served = self.scoring.find(name or LOGPROBS_MODEL)
-        if not isinstance(served, ServedModel) or served.kind != "logprobs":
-            raise HttpError(
-                422, "wrong_kind", f"{served.name} is of kind {served.kind} and writes no text: name a causal LM "
-                "that is served without a reward.toml (/v1/models shows it as kind logprobs)",
-            )  # fmt: skip
-        intake = served.intake()
-        assert isinstance(served.reading, LogprobsReading)
-        return served, intake
-
     def _prepare(
         self, request: Request, parsed: wire.ChatRequest | wire.CompletionRequest, served: ServedModel,
         prompts: Sequence[list[int]], most: int,
     ) -> PreparedRequest:  # fmt: skip
         chat, limit = isinstance(parsed, wire.ChatRequest), served.intake().limit
         for tokens in prompts:
-            if len(tokens) + most > limit:
-                what = "messages" if chat else "prompt"
-                # Clients look for these words to shorten a prompt and send it again.
-                raise FieldError(
-                    f"This model's maximum context length is {limit} tokens. However, you requested "
-                    f"{len(tokens) + most} tokens ({len(tokens)} in the {what}, {most} in the completion). Please "
-                    f"reduce the length of the {what} or completion.", what, "too_long",
-                )  # fmt: skip
+            check_room(len(tokens), most, limit, "messages" if chat else "prompt")
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.id}",
             "object": "chat.completion" if chat else "text_completion", "created": int(time.time()),
@@ -240,6 +217,38 @@ def _samples(answer: Answer) -> list[Continuation]:
 def _check(read: tuple[str, list[Answer]]) -> None:
     for answer in read[1]:
         _samples(answer)
+
+
+def find_writer(scoring: ScoringService, name: str | None) -> tuple[ServedModel, Intake]:
+    """A causal LM by its name; the first one without it."""
+    if not name and LOGPROBS_MODEL not in scoring.aliases:
+        raise HttpError(404, "unknown_model", "no model here writes text: serve one, plaudit serve --model NAME=DIR")
+    served = scoring.find(name or LOGPROBS_MODEL)
+    if not isinstance(served, ServedModel) or served.kind != "logprobs":
+        raise HttpError(
+            422, "wrong_kind", f"{served.name} is of kind {served.kind} and writes no text: name a causal LM "
+            "that is served without a reward.toml (/v1/models shows it as kind logprobs)",
+        )  # fmt: skip
+    intake = served.intake()
+    assert isinstance(served.reading, LogprobsReading)
+    return served, intake
+
+
+async def chat_tokens(
+    request: Request, parsed: wire.ChatRequest, served: ServedModel, intake: Intake
+) -> list[int]:  # fmt: skip
+    (tokens,) = await served.in_turn(lambda _: [_templated(intake, parsed)], [request.content], len)
+    return tokens
+
+
+def check_room(prompt: int, most: int, limit: int, what: str) -> None:
+    if prompt + most > limit:
+        # Clients look for these words to shorten a prompt and send it again.
+        raise FieldError(
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + most} tokens "
+            f"({prompt} in the {what}, {most} in the completion). Please reduce the length of the {what} or "
+            "completion.", what, "too_long",
+        )  # fmt: skip
 
 
 def _templated(intake: Intake, parsed: wire.ChatRequest) -> list[int]:

@@ -1,0 +1,157 @@
+"""A server's own models as the policy and the scorer of a search: what a search's thread asks, the event loop does.
+
+Each call is a part of the request that the search answers: its deadline, its key's share and its quotas count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from plaudit.config.search import StepsTable
+from plaudit.errors import PlauditError
+from plaudit.records import ItemError
+from plaudit.search.backends.policy import Ask, Ended, Step, step_text
+from plaudit.search.backends.scoring import Path, Scored, items_of, last_scores, whole_score
+from plaudit.serve.handle import ModelHandle
+from plaudit.serve.http.message import HttpError, Request
+from plaudit.serve.model import ServedModel
+from plaudit.serve.scoring import ScoringService
+from plaudit.serve.workers.frames import Sampling
+from plaudit.serve.workers.jobs import Answer, GenerateJob
+
+T = TypeVar("T")
+GONE = ("model_failed", "model_closed")
+
+
+class Interrupted(PlauditError):
+    """A search cannot go on. `cause` is what its client is told."""
+
+    def __init__(self, cause: HttpError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class LoopCalls:
+    """Calls from a search's thread to the loop, one at a time. Overload is waited out, as a client would."""
+
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+        self.request = request
+        self.stopped = threading.Event()
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._future: Future[Any] | None = None
+        self._context = contextvars.copy_context()  # the request's: it decides which version of a model answers
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        while True:
+            try:
+                return self._begun(make).result()
+            except CancelledError:
+                raise _gone() from None
+            except HttpError as error:
+                if error.type != "overloaded" or time.monotonic() >= self.request.deadline:
+                    raise Interrupted(error) from None
+                self.stopped.wait(min(error.retry_after or 1, max(0.0, self.request.deadline - time.monotonic())))
+
+    def stop(self) -> None:
+        """Nobody waits for the search any more. From any thread."""
+        with self._lock:
+            self.stopped.set()
+            if self._future is not None:
+                self._future.cancel()
+
+    def _begun(self, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        with self._lock:
+            if self.stopped.is_set():
+                raise _gone()
+            future = self._context.run(asyncio.run_coroutine_threadsafe, make(), self._loop)
+            self._future = future
+            return future
+
+
+class ServedPolicy:
+    """A causal LM of the server. It keeps the KV of paths by itself, as long as there is room."""
+
+    def __init__(self, calls: LoopCalls, scoring: ScoringService, served: ServedModel, steps: StepsTable) -> None:
+        self.steps = steps
+        self.generated = 0
+        self._calls = calls
+        self._scoring = scoring
+        self._served = served
+        self._tokenizer = served.intake().tokenizer
+
+    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
+        jobs = [GenerateJob([*ask.prompt, *ask.response_ids], self._sampling(ask)) for ask in asks]
+        request = self._calls.request
+        _, answers = self._calls.call(lambda: self._scoring.read(request, self._served, jobs))
+        return [self._steps(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+
+    def release(
+        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """The worker forgets by itself what is not asked for again."""
+
+    def close(self) -> None:
+        """The model is the server's."""
+
+    def _sampling(self, ask: Ask) -> Sampling:
+        steps = self.steps
+        return Sampling(
+            max_tokens=min(steps.max_step_tokens, max(1, steps.max_tokens - len(ask.response_ids))), n=ask.count,
+            temperature=0.0 if ask.greedy else steps.temperature, top_p=1.0 if ask.greedy else steps.top_p,
+            stop=(steps.stop,), seed=ask.seed,
+        )  # fmt: skip
+
+    def _steps(self, ask: Ask, answer: Answer) -> list[Step]:
+        if isinstance(answer, ItemError):
+            if answer.type in GONE:
+                raise Interrupted(HttpError(503, answer.type, answer.message))
+            return [Step(error=f"generation failed: {answer.message}")] * ask.count
+        assert isinstance(answer, list)
+        steps = []
+        for sample in answer:
+            text = step_text(self._tokenizer, ask, sample.tokens)
+            ended: Ended = "length" if sample.finish == "length" else "step" if self.steps.stop in text else "end"
+            logprob = sum(sample.logprobs) / max(1, len(sample.tokens))
+            steps.append(Step(tuple(sample.tokens), text, ended, logprob))
+            self.generated += len(sample.tokens)
+        return steps
+
+
+class ServedJudge:
+    """A reward of the server: a process model, or for whole responses any other kind."""
+
+    computed = 0
+
+    def __init__(self, calls: LoopCalls, scoring: ScoringService, served: ModelHandle) -> None:
+        self.whole = served.kind != "process"
+        self._calls = calls
+        self._scoring = scoring
+        self._served = served
+
+    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
+        assert not hidden, "a server's searches have clusters by text"
+        request = self._calls.request
+        scored = self._calls.call(lambda: self._scoring.score(request, self._served, items_of(paths)))
+        for result in scored.results:
+            if result.error is not None and result.error.type in GONE:
+                raise Interrupted(HttpError(503, result.error.type, result.error.message))
+        return [*map(whole_score, scored.results)] if self.whole else last_scores(paths, scored.results)
+
+    def release(
+        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """The worker forgets by itself what is not asked for again."""
+
+    def close(self) -> None:
+        """The model is the server's."""
+
+
+def _gone() -> Interrupted:
+    return Interrupted(HttpError(499, "disconnected", "the client went away"))

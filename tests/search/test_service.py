@@ -1,0 +1,198 @@
+"""Searches on a real server: the answers of the library, streams, limits, keys, many clients, disconnects."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+import plaudit
+from tests.serve.process import ServerProcess
+
+KEY = "key-of-the-searcher"
+QUESTION = "7+8+4+9+2+6+3+5="
+STEPS = {"answer_after": "#", "max_step_tokens": 24, "max_tokens": 180}
+WAIT = 120.0  # seconds, for what must come
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    names = ("sums-policy", "sums-steps", "sums")
+    tree = {
+        "models": {name: {"path": name} for name in names}, "api_keys": {"holder": KEY},
+        "search": {"max_width": 32, "concurrent": 40, "max_generated": 20_000},
+    }  # fmt: skip
+    with ServerProcess(tree) as server:
+        server.http.headers["authorization"] = f"Bearer {KEY}"
+        yield server
+
+
+def body(question: str = QUESTION, **search: Any) -> dict[str, Any]:
+    return {"prompt": question, "seed": 1, "search": {"method": "rebase", "width": 8, "steps": STEPS, **search}}
+
+
+def asked(server: ServerProcess, content: dict[str, Any], path: str = "/v1/search") -> dict[str, Any]:
+    reply = server.http.post(path, json=content)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def events(reply: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("method", ["best-of-n", "rebase", "ets"])
+def test_the_answer_is_that_of_the_library(server: ServerProcess, method: str) -> None:
+    (outcome,) = plaudit.search(
+        [QUESTION], engine="sums-policy", prm="sums-steps", rule=method, width=8, seed=1, threads=1, stop=";",
+        answer=r"#(\d+)$", options={"clusters": "text"}, max_step_tokens=24, max_tokens=180,
+    )  # fmt: skip
+    found = asked(server, body(method=method))
+    assert outcome.answer is not None
+    assert (found["answer"], found["stopped"]) == (outcome.answer.text, "done")
+    assert found["response"] == outcome.tree.response(outcome.answer.node)
+    costs = outcome.driver.costs
+    assert (found["rounds"], found["calls"], found["kv_tokens"]) == (costs.rounds, costs.calls, costs.kv_tokens)
+    prompt = len(outcome.question.prompt_ids)
+    assert found["usage"] == {
+        "prompt_tokens": prompt, "completion_tokens": costs.generated, "total_tokens": prompt + costs.generated,
+    }  # fmt: skip
+    assert (found["model"], found["prm"], found["method"], found["seed"]) == ("sums-policy", "sums-steps", method, 1)
+    assert sum(each["votes"] for each in found["votes"]) == pytest.approx(sum(a.weight for a in outcome.answers))
+
+
+def test_an_outcome_model_judges_best_of_n(server: ServerProcess) -> None:
+    steps = {**STEPS, "stop": ";"}  # an outcome model has no steps of its own
+    found = asked(server, {**body(method="best-of-n", vote="best", steps=steps), "prm": "sums"})
+    assert (found["prm"], found["stopped"]) == ("sums", "done")
+    assert found["answer"] is not None
+    reply = server.http.post("/v1/search", json={**body(), "prm": "sums"})
+    assert reply.status_code == 422
+    assert "best-of-n" in reply.json()["error"]["message"]
+
+
+def test_a_stream_tells_every_round(server: ServerProcess) -> None:
+    whole = asked(server, body())
+    with server.http.stream("POST", "/v1/search", json={**body(), "stream": True}) as reply:
+        assert reply.headers["content-type"] == "text/event-stream"
+        *rounds, result = events(reply)
+    assert [each["object"] for each in rounds] == ["search.progress"] * len(rounds)
+    assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
+    assert len(rounds) in (whole["rounds"], whole["rounds"] - 1), "the last look finds nothing to expand"
+    assert rounds[-1]["generated"] == whole["usage"]["completion_tokens"]
+    assert rounds[-1]["leading"] == whole["answer"]
+    assert {key: value for key, value in result.items() if key != "id"} == {
+        key: value for key, value in whole.items() if key != "id"
+    }
+
+
+def test_a_chat_whose_answer_was_searched_for(server: ServerProcess) -> None:
+    """As `client.chat.completions.create(..., extra_body={"search": ...})` sends it."""
+    search = {"method": "rebase", "width": 8, "steps": STEPS}
+    content = {"messages": [{"role": "user", "content": QUESTION}], "seed": 1, "search": search}
+    whole = asked(server, {"messages": content["messages"], "seed": 1, "search": search})
+    for path in ("/v1/chat/completions", "/openai/v1/chat/completions"):
+        found = asked(server, {"model": "sums-policy", **content}, path)
+        assert found["choices"] == [
+            {
+                "index": 0, "message": {"role": "assistant", "content": whole["response"], "refusal": None},
+                "logprobs": None, "finish_reason": "stop",
+            }
+        ]  # fmt: skip
+        assert (found["object"], found["usage"]) == ("chat.completion", whole["usage"])
+        assert found["search"]["answer"] == whole["answer"]
+    streamed = {**content, "stream": True, "stream_options": {"include_usage": True}}
+    with server.http.stream("POST", "/v1/chat/completions", json=streamed) as reply:
+        chunks = events(reply)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    assert text == whole["response"]
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    plain = asked(server, {"messages": content["messages"], "max_tokens": 8}, "/v1/chat/completions")
+    assert "search" not in plain, "a chat without a search is as ever"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"search": {"width": 33}}, 422, "search.width is 33; this server searches at most 32"),
+        ({"search": {"metod": "ets"}}, 422, "unknown field search.metod; did you mean 'method'"),
+        ({"search": {"method": "dfs"}}, 422, "dfs"),
+        ({"search": {"steps": {"answer": "(a+)+$"}}}, 422, "unknown field search.steps.answer"),
+        ({"search": {"clusters": "encoder"}}, 422, "unknown field search.clusters"),
+        ({"search": {"steps": {"max_tokens": 10**6}}}, 400, "maximum context length"),
+        ({"search": {"budget": {"generated": 0}}}, 422, "budget.generated"),
+        ({"search": 3}, 422, "search is a int"),
+        ({"prompt": None}, 422, "either prompt, a text, or messages"),
+        ({"model": "sums"}, 422, "writes no text"),
+        ({"prm": "sums-policy"}, 422, "gives no score"),
+        ({"prm": "nobody"}, 404, "no model 'nobody'"),
+        ({"seed": -1}, 422, "seed is -1"),
+    ],
+)
+def test_what_is_wrong_is_said(server: ServerProcess, change: dict[str, Any], status: int, words: str) -> None:
+    reply = server.http.post("/v1/search", json={**body(), **change})
+    assert reply.status_code == status, reply.text
+    assert words in reply.json()["error"]["message"]
+
+
+def test_errors_of_a_chat_are_openais(server: ServerProcess) -> None:
+    content = {"messages": [{"role": "user", "content": QUESTION}], "n": 2, "search": {}}
+    reply = server.http.post("/v1/chat/completions", json=content)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    none = {**content, "n": 1, "search": {"width": 2, "steps": {**STEPS, "answer_after": "nowhere"}}}
+    reply = server.http.post("/v1/chat/completions", json=none)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "no_answer")
+    assert "ended without an answer" in reply.json()["error"]["message"]
+
+
+def test_a_key_is_needed(server: ServerProcess) -> None:
+    for path in ("/v1/search", "/v1/chat/completions"):
+        reply = httpx.post(f"{server.url}{path}", json=body(), timeout=WAIT)
+        assert reply.status_code == 401
+
+
+def test_budgets_and_deadlines(server: ServerProcess) -> None:
+    found = asked(server, body(method="best-of-n", width=32, budget={"generated": 100}))
+    assert found["stopped"] == "budget: generated"
+    reply = server.http.post("/v1/search", json=body(), headers={"x-deadline": "0.000001"})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (504, "deadline")
+
+
+def test_many_clients_at_once_and_none_lost(server: ServerProcess) -> None:
+    """Each gets the answer that it gets alone, whatever else is searched; in between others go away."""
+    questions = [f"{a}+{b}+{a + 1}+{9 - b}+7+8=" for a in range(1, 5) for b in range(1, 5)]
+    alone = {question: asked(server, body(question, width=4)) for question in questions[:4]}
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            content = json.dumps(body(method="best-of-n", width=32)).encode()
+            with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT) as leaving:
+                head = f"POST /v1/search HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {KEY}\r\n"
+                leaving.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            stop.wait(0.05)
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    try:
+        with ThreadPoolExecutor(16) as clients:
+            found = list(clients.map(lambda question: asked(server, body(question, width=4)), questions))
+    finally:
+        stop.set()
+        disturbing.join(WAIT)
+    assert all(each["answer"] is not None for each in found)
+    for question, each in zip(questions, found, strict=True):
+        if question in alone:
+            assert (each["response"], each["usage"]) == (alone[question]["response"], alone[question]["usage"])
