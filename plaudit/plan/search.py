@@ -201,6 +201,11 @@ class Search:
         """The first that fits of nothing recomputed, all recomputed, the optimizer offloaded, with its seconds."""
         thrift = self.thrift if self.training is None else ((layout.recompute, layout.park, layout.offload_optimizer),)
         nearest: tuple[Shortage, Plan] | None = None
+        if self.ours:  # what our trainer lacks for the first, it lacks for all: thrift only asks for more
+            recompute, park, offload = thrift[0]
+            cut = replace(layout, recompute=recompute, park=park, offload_optimizer=offload)
+            if missing(self.workload, Plan(placement, trainers, trainers, GenerationLayout(), cut, "ipc", 0)):
+                return None
         for recompute, park, offload in thrift:
             if (offload or park) and placement == "swapped" and self.training is None:
                 continue
