@@ -21,10 +21,12 @@ from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.memory import blocks_for
 from plaudit.core.model.readouts import Read
 from plaudit.core.proof.support import inspect
+from plaudit.core.recurrent import keep_states, refuse_handover
 from plaudit.core.runner import Runner
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.scoring import read_rows
 from plaudit.core.sequence import Request, Update
+from plaudit.core.states import EVERY
 from plaudit.core.stats import Stats
 from plaudit.errors import RequestError
 from plaudit.records import NEXT, ItemError, Sample
@@ -46,12 +48,14 @@ class Engine:
     seed         gives requests without a seed of their own theirs, by submission number
     channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
     exact        on a GPU in half precision: the same bits in any batch and in the learner, slower for few rows
+    state_every  of a model with recurrent layers: tokens between two states that are kept, a multiple of the block; a
+                 prefix is found again as far as the last of them
     """
 
     def __init__(
         self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None,
         budget: int | None = None, max_running: int | None = None, look_every: int | None = None, seed: int = 0,
-        version: int = 0, channel: RankGroups | None = None, exact: bool = True,
+        version: int = 0, channel: RankGroups | None = None, exact: bool = True, state_every: int = EVERY,
     ) -> None:  # fmt: skip
         self.decoder = inspect(module)
         self.tokenizer = tokenizer
@@ -66,7 +70,8 @@ class Engine:
         if not 1 <= max_running <= budget:
             raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
         self.budget = budget
-        blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running, self.backend.spare)
+        max_running, held = keep_states(self.backend, kv_bytes, max_running, state_every)
+        blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running, self.backend.spare, held)
         self._runner = Runner(
             self.decoder, self.backend, blocks, budget=budget, max_running=max_running, look_every=look_every,
             window=window, tokenizer=tokenizer,
@@ -224,12 +229,14 @@ class Engine:
 
     def give_kv(self, prompt: Sequence[int], salt: str = "") -> Handover:
         """What this engine has computed of a prompt, for another one of the same weights to go on from."""
+        refuse_handover(self.decoder)
         with torch.inference_mode():
             return self._runner.give(self._key(), self._intake.tokens(prompt), salt)
 
     def take_kv(self, handover: Handover) -> int:
         """KV of another engine; how many of its tokens there was room for. The rest will be computed."""
         self._ready()
+        refuse_handover(self.decoder)
         with torch.inference_mode():
             return self._runner.take_in(self._key(), handover)
 
@@ -356,7 +363,7 @@ class Engine:
         self._runner.scheduler.budget = self.budget
 
     def stats(self) -> Stats:
-        runner, scheduler = self._runner, self._runner.scheduler
+        runner, scheduler, states = self._runner, self._runner.scheduler, self.backend.states
         private = sum(max(0, s.computed - sum(len(n.tokens) for n in s.chain.nodes)) for s in scheduler.running)
         return Stats(
             tokens_computed=runner.tokens_computed + self._extra_computed,
@@ -364,11 +371,15 @@ class Engine:
             tokens_resident=runner.tree.tokens + private,
             blocks_in_use=runner.pool.in_use,
             blocks_total=runner.pool.blocks,
-            kv_bytes=runner.pool.blocks * self.backend.block_size * self.decoder.token_bytes(),
+            kv_bytes=runner.pool.blocks * self.backend.block_size * self.decoder.token_bytes()
+            + (states.slots * self.decoder.state_bytes() if states else 0),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             preemptions=scheduler.preemptions,
             evictions=runner.tree.evictions,
+            states_in_use=states.in_use if states else 0,
+            states_total=states.slots if states else 0,
+            states_dropped=states.dropped if states else 0,
             steps=runner.steps,
             version=runner.version,
         )

@@ -11,14 +11,14 @@ import torch
 
 from plaudit.core.device.backend import Backend, DecodeBatch, Decoded, Span
 from plaudit.core.kv import handover
-from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.kv.handover import Handover
-from plaudit.core.kv.prefix import Chain, PrefixTree
+from plaudit.core.kv.prefix import Chain
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send
 from plaudit.core.model.readouts import Reading, take
+from plaudit.core.recurrent import scheduler_for
 from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes
-from plaudit.core.scheduler import Chunk, Plan, Scheduler
+from plaudit.core.scheduler import Chunk, Plan
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.sequence import Update
 from plaudit.core.transaction import Books, transaction
@@ -36,11 +36,10 @@ class Runner(Books):
         super().__init__()
         self.decoder = decoder
         self.backend = backend
-        self.pool = BlockPool(blocks)
-        self.tree = PrefixTree(self.pool, backend.block_size)
-        self.scheduler = Scheduler(
-            self.pool, self.tree, budget=budget, max_running=max_running, look_every=look_every, window=window
+        self.scheduler = scheduler_for(
+            backend, blocks, budget=budget, max_running=max_running, look_every=look_every, window=window
         )
+        self.pool, self.tree = self.scheduler.pool, self.scheduler.tree
         self.tokenizer = tokenizer
         self.version = 0
         self.tokens_computed = 0
@@ -112,7 +111,8 @@ class Runner(Books):
         match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
         have = len(match.nodes) * size + match.partial_tokens
         room = self.pool.free > len(scheduler.running) and len(scheduler.running) < scheduler.max_running
-        if have < sequence.shareable or not room:
+        state = self.backend.states is None or match.partial is None  # in a partial block it is another's
+        if have < sequence.shareable or not room or not state:
             return
         for node in match.nodes:
             self.pool.retain(node.block)

@@ -19,5 +19,8 @@ class Stats:
     waiting: int
     preemptions: int
     evictions: int
+    states_in_use: int  # of recurrent layers
+    states_total: int
+    states_dropped: int  # that were kept for others, to make room
     steps: int
     version: int

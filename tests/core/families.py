@@ -39,6 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         name: {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
         for name in ("musicgen", "musicgen_melody")
     },
+    "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
@@ -47,9 +48,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}, "n_layers": LAYERS},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    **{name: {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)} for name in ("lfm2", "lfm2_moe")},
     "nemotron": {"head_dim": HEAD, "num_key_value_heads": 8},
+    **{name: {"text_config": {"num_hidden_layers": LAYERS}} for name in ("qwen3_5", "qwen3_5_moe")},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True},
@@ -58,7 +62,6 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 # Sizes that must fit each other: heads of a recurrent layer make up its width, which is twice the model's.
 FITTED: dict[str, dict[str, Any]] = {
-    **{name: {"mamba_n_heads": 8, "mamba_d_head": 2 * WIDTH // 8} for name in ("bamba", "granitemoehybrid")},
     "mamba2": {"num_heads": 8, "head_dim": 2 * WIDTH // 8},
     "perceiver": {"d_latents": WIDTH, "num_latents": 8, "num_self_attends_per_block": 1},
     "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (16, 16)},

@@ -105,13 +105,13 @@ def test_one_bad_prompt_keeps_the_others_out() -> None:
     [
         (
             MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2),
-            r"\(mamba\) mixes tokens with recurrent layers",
+            r"\(mamba\) mixes tokens with recurrent layers that the core does not know: MambaMixer",
         ),
         (
             RecurrentGemmaConfig(
                 vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, lru_width=16
             ),
-            "recurrent layers",
+            r"\(recurrent_gemma\) mixes tokens with recurrent layers .* RecurrentGemmaDecoderLayer",
         ),
     ],
 )

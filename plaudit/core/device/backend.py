@@ -17,6 +17,7 @@ from torch import Tensor
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed
 from plaudit.core.sampling.sampler import Sampler
+from plaudit.core.states import StateBooks
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Backend(ABC):
     look_every: int
     window: int  # most decode steps without a look, where nobody waits for one
     exact: bool = True  # see Engine
+    states: StateBooks | None = None  # of a model with recurrent layers
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.device.cpu_decode import DecodeWindow
+from plaudit.core.device.mixing import Mixing, Walk
 from plaudit.core.device.paged import PagedBackend, PagedLayout
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, packed_layout
@@ -35,7 +36,10 @@ class CpuBackend(PagedBackend):
 
     def kv_bytes(self, reached: int) -> int:
         # Zeros that nobody has written over take no memory on the host.
-        return 0 if self._cache is None else reached * self.block_size * self.decoder.token_bytes()
+        if self._cache is None:
+            return 0
+        states = self.states.reached * self.decoder.state_bytes() if self.states else 0
+        return reached * self.block_size * self.decoder.token_bytes() + states
 
     def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._window = None
@@ -46,12 +50,17 @@ class CpuBackend(PagedBackend):
         step = self.arrange(spans, copies)
         plain = packed_layout(step.shapes, step.slots, "cpu")
         layout = PagedLayout(plain.groups, plain.restore, cache=self.cache, slots=step.new, copies=step.copies)
+        if self.states is not None:
+            layout.mixing = Mixing(self.states, self.bank, spans, copies)
         return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         window = self._window
         if window is None or not window.goes_on(batch, steps):
             window = self._window = DecodeWindow(self.cache, batch, steps, self.block_size)
+            if self.states is not None:
+                at = batch.positions.tolist()  # which are the tokens before each row's last
+                window.walk = Walk(self.states, self.bank, batch.tables.tolist(), at)
         sampler = batch.sampler
         at_once = max(1, NOISE // (len(batch.lengths) * self.decoder.vocab_size * 4))
         noted = []
@@ -64,6 +73,8 @@ class CpuBackend(PagedBackend):
             drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
             noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
             batch.advance(drawn.tokens)
+            if window.walk is not None:
+                window.walk.advance(noted[-1][3], batch.alive)
             if not bool(batch.alive.any()):
                 break
         window.store()

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from plaudit.core.device.backend import DecodeBatch
+from plaudit.core.device.mixing import Walk
 from plaudit.core.device.paged import KVCache
 from plaudit.core.model.attention import Layout, Rule, attend_group, row_mask
+from plaudit.core.model.mixers import Mixer
 
 WORKSPACE = 64 * 2**20  # bytes
 ROOM = 64  # columns for steps: so many are taken before the KV is laid out again
@@ -43,6 +45,7 @@ class DecodeWindow(Layout):
         self.block_size = block_size
         self.room = max(ROOM, steps)
         self.batch = batch
+        self.walk: Walk | None = None  # of a model with recurrent layers
         self._sampler = batch.sampler
         self._lengths = batch.lengths
         self._groups, self._back = _grouped(batch.lengths, block_size, self.room)
@@ -62,6 +65,8 @@ class DecodeWindow(Layout):
         if not same or self._stored + steps > self.room:
             return False
         self.batch = batch
+        if self.walk is not None:
+            self.walk.tables = batch.tables.tolist()
         return True
 
     def next(self) -> None:
@@ -69,6 +74,10 @@ class DecodeWindow(Layout):
         self._step += 1
         self._noted.append((self.batch.positions, self.batch.alive))
         self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        assert self.walk is not None
+        return self.walk.mix(mixer, hidden)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if layer not in self._laid:
@@ -95,7 +104,9 @@ class DecodeWindow(Layout):
         return out if self._back is None else out.index_select(0, self._back)
 
     def store(self) -> None:
-        """Bring what the steps since the last call computed into the blocks."""
+        """Bring what the steps since the last call computed into the blocks, and the states to where they stand."""
+        if self.walk is not None:
+            self.walk.store(range(len(self._lengths)))
         positions, alive = (torch.stack(each) for each in zip(*self._noted, strict=True))  # (steps, B)
         slots = _slots(self.batch.tables, positions, self.block_size)
         stored = self._step + 1

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from plaudit.core.device.backend import Backend, Copy, Span
+from plaudit.core.device.mixing import Mixing
 from plaudit.core.model.attention import Layout
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.last_layer import WantedRows
+from plaudit.core.model.mixers import Mixer
 from plaudit.core.model.packing import send
+from plaudit.core.states import StateBank, StateBooks
 
 
 @dataclass
@@ -32,6 +35,11 @@ class PagedLayout(Layout):
     cache: KVCache | None = None
     slots: Tensor | None = None  # (T,) where each new token goes
     copies: tuple[Tensor, Tensor] | None = None  # source and target slots
+    mixing: Mixing | None = None  # of a model with recurrent layers
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        assert self.mixing is not None
+        return self.mixing.mix(mixer, hidden)
 
     def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         assert self.cache is not None
@@ -64,6 +72,8 @@ class PagedBackend(Backend):
         super().__init__(decoder)
         self.wanted = WantedRows(decoder)
         self._cache: KVCache | None = None
+        self._bank: StateBank | None = None
+        self.states = StateBooks(self.block_size) if decoder.states else None
 
     @property
     def cache(self) -> KVCache:
@@ -83,9 +93,16 @@ class PagedBackend(Backend):
             [made(layer.kv_heads, layer.key_dim) for layer in layers],
             [made(layer.kv_heads, layer.value_dim) for layer in layers],
         )
+        self._bank = StateBank(self.decoder.states, self.states.slots, device) if self.states else None
+
+    @property
+    def bank(self) -> StateBank:
+        if self._bank is None:
+            raise RuntimeError("there is no memory for states: the KV cache is closed")
+        return self._bank
 
     def close(self) -> None:
-        self._cache = None
+        self._cache = self._bank = None
 
     def kv_bytes(self, reached: int) -> int:
         if self._cache is None:

@@ -15,28 +15,33 @@ DEFAULT_PART = 0.4  # of a GPU's free memory
 
 
 def blocks_for(
-    decoder: Decoder, block_size: int, kv_bytes: int | float | None, max_running: int, spare: int = 0
+    decoder: Decoder, block_size: int, kv_bytes: int | float | None, max_running: int, spare: int = 0, states: int = 0
 ) -> int:
     """Blocks that fit in `kv_bytes` (a whole number: bytes; below 1: that part of the free memory; None: a default,
-    less where a full house of the longest sequences needs less), without those that the back end keeps."""
-    block_bytes = decoder.token_bytes() * block_size
+    less where a full house of the longest sequences needs less), without those that the back end keeps, and without
+    the bytes that states take."""
+    size, block_bytes = pool_bytes(decoder, kv_bytes) - states, decoder.token_bytes() * block_size
     if kv_bytes is None:
         full_house = -(-decoder.max_positions // block_size) * max_running
-        on_gpu = decoder.device.type == "cuda"
-        default = int(DEFAULT_PART * free_bytes(decoder.device)) if on_gpu else DEFAULT_BYTES
-        return max(1, min(default // block_bytes - spare, full_house))
-    if isinstance(kv_bytes, float) and 0 < kv_bytes < 1:
-        size = int(kv_bytes * free_bytes(decoder.device))
-    elif kv_bytes >= 1 and kv_bytes == int(kv_bytes):
-        size = int(kv_bytes)
-    else:
-        raise RequestError(f"kv_bytes is {kv_bytes}, and must be a whole number of bytes or a fraction between 0 and 1")
+        return max(1, min(size // block_bytes - spare, full_house))
     needed = (1 + spare) * block_bytes
     if size < needed:
         raise RequestError(
             f"kv_bytes gives {size} bytes and one block of {block_size} tokens needs {needed}: raise kv_bytes"
         )
     return size // block_bytes - spare
+
+
+def pool_bytes(decoder: Decoder, kv_bytes: int | float | None) -> int:
+    """What `kv_bytes` comes to."""
+    if kv_bytes is None:
+        on_gpu = decoder.device.type == "cuda"
+        return int(DEFAULT_PART * free_bytes(decoder.device)) if on_gpu else DEFAULT_BYTES
+    if isinstance(kv_bytes, float) and 0 < kv_bytes < 1:
+        return int(kv_bytes * free_bytes(decoder.device))
+    if kv_bytes >= 1 and kv_bytes == int(kv_bytes):
+        return int(kv_bytes)
+    raise RequestError(f"kv_bytes is {kv_bytes}, and must be a whole number of bytes or a fraction between 0 and 1")
 
 
 def free_bytes(device: torch.device) -> int:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from plaudit.core.model.mixers import Mixer, mix_whole, pack_mixers
 from plaudit.core.model.operations import Rotation
 
 ATTENTION = "plaudit"
@@ -67,10 +69,14 @@ class Layout:
     """Which packed tokens attend to which.
 
     restore   for each packed token, its place in the concatenated, flattened groups
+    extents   of each sequence its first row, its own tokens, and those before them; for recurrent layers
+    rows_of   of each sequence the row of every token
     """
 
     groups: tuple[Group, ...]
     restore: Tensor
+    extents: Sequence[tuple[int, int, int]] = ()
+    rows_of: Sequence[np.ndarray] = ()
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -121,6 +127,10 @@ class Layout:
                 out[some] = attend_group(query[some][:, None], k, v, mask, rule)[:, 0]
             start += size
         return out
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """A recurrent layer's mixer over the row: (1, T, width) -> the same."""
+        return mix_whole(mixer, hidden, self.extents, self.rows_of)
 
     def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What `Group.keys` points into: here the row itself, in a paged layout the cache."""
@@ -247,6 +257,7 @@ AttentionInterface.register(ATTENTION, packed_attention)
 def use_packed_attention(model: nn.Module) -> None:
     if model.config._attn_implementation != ATTENTION:  # type: ignore[union-attr]
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        pack_mixers(model)
 
 
 def group_spans(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from plaudit.algo.tokens.logprobs import head_logits, kernel_logprobs, on_kernel
 from plaudit.core.model.attention import Layout, use_packed_attention
 from plaudit.core.model.lean import LeanTrunk
+from plaudit.core.model.mixers import StateShapes, told
 from plaudit.core.model.packing import trunk
 from plaudit.errors import RequestError
 
@@ -36,10 +37,13 @@ NOTHING = LayerShape(0, 0, 0)  # a layer of another stage
 class Decoder:
     """Holds no weights of its own: every call reads the module as it is now."""
 
-    def __init__(self, module: nn.Module, kind: Kind, layers: Sequence[LayerShape] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, kind: Kind, layers: Sequence[LayerShape] = (), states: StateShapes | None = None
+    ) -> None:  # fmt: skip
         self.module = module
         self.kind = kind
         self.layers = tuple(layers)
+        self.states: StateShapes = states or {}  # of its recurrent layers
         config: Any = module.config
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.trunk = trunk(module)
@@ -70,6 +74,11 @@ class Decoder:
         width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return width * self.dtype.itemsize
 
+    def state_bytes(self) -> int:
+        """Of one state of a sequence, over all recurrent layers."""
+        parts = [part for layer in self.states.values() for part in layer.values()]
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in parts)
+
     def last_position(self, tokens: Sequence[int]) -> int:
         """Where a whole sequence is read: a sequence classifier of transformers reads the last token that is not its
         padding, so that with pad = eos it is the token before an end-of-text."""
@@ -97,8 +106,9 @@ class Decoder:
             return lean.hidden(input_ids, position_ids, layout)
         use_packed_attention(self.module)
         out = self.trunk(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout
-        )
+            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False,
+            **told(self.trunk, layout),
+        )  # fmt: skip
         rows: Tensor = out.last_hidden_state[0]
         return rows
 

@@ -48,7 +48,8 @@ class WantedRows:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.last = len(decoder.layers) - 1
-        self.layer = _last_layer(decoder)
+        # What a recurrent layer makes of a row depends on the rows before it.
+        self.layer = None if decoder.states else _last_layer(decoder)
         self._narrowing: _Narrow | None = None
         self._tried = decoder.lean is None
         with torch.inference_mode():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.core.model.attention import ATTENTION, Group, Layout, group_spans, use_packed_attention
+from plaudit.core.model.mixers import told
 from plaudit.core.model.varlen import VarlenLayout
 
 __all__ = ["ATTENTION", "Packed", "PackedTree", "hidden_rows", "pack", "pack_tree", "trunk", "use_packed_attention"]
@@ -140,7 +141,7 @@ def grouped_layout(
         alone = slice(start, start + length) if lone and whole and len(members) == 1 else None
         groups.append(Group(queries, at, positions, whole, alone))
         done += len(members) * longest
-    return Layout(tuple(groups), torch.from_numpy(restore).to(device))
+    return Layout(tuple(groups), torch.from_numpy(restore).to(device), spans, rows)
 
 
 def send(values: np.ndarray, device: torch.device | str) -> Tensor:
@@ -159,7 +160,7 @@ def hidden_rows(model: nn.Module, packed: Packed) -> Tensor:
     """Final hidden states of every packed token, (T, hidden)."""
     out = trunk(model)(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
-        layout=packed.layout,
+        **told(trunk(model), packed.layout),
     )  # fmt: skip
     hidden: Tensor = out.last_hidden_state[0]
     return hidden

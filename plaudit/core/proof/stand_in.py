@@ -98,6 +98,29 @@ def _shrink(config: Any) -> None:
     if "qk_rope_head_dim" in values and values.get("head_dim") is not None:  # one of the sizes of a compressed head
         known = ("qk_rope_head_dim", "qk_head_dim", "qk_nope_head_dim", "v_head_dim")
         config.head_dim = getattr(config, next((n for n in known if values["head_dim"] == values.get(n)), "head_dim"))
+    if values.get("attention_hidden_size") == 2 * values.get("hidden_size", 0) > 0:  # attends to two rows side by side
+        config.attention_hidden_size = 2 * config.hidden_size
+        config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
+    _shrink_mamba(config, values)
+
+
+def _shrink_mamba(config: Any, values: dict[str, Any]) -> None:
+    """Heads of a Mamba layer make up its width, which is a multiple of the model's; 64 tokens cross several chunks."""
+    if not any(name in values for name in ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads")):
+        return
+    width = config.hidden_size * int(values.get("mamba_expand") or 2)
+    sizes = [
+        (2 * HEADS, ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads")), (width, ("mamba_d_ssm",)),
+        (width // (2 * HEADS), ("mamba_d_head", "mamba_headdim", "mamba_head_dim")),
+        (EDGE, ("mamba_chunk_size", "chunk_size")), (HEADS, ("mamba_d_state", "ssm_state_size")),
+    ]  # fmt: skip
+    for size, names in sizes:
+        for name in names:
+            if isinstance(values.get(name), int):
+                setattr(config, name, size)
+    for name in ("mamba_n_groups", "mamba_ngroups"):
+        if isinstance(values.get(name), int):
+            setattr(config, name, min(2, values[name]))
 
 
 def _shrunk_value(name: str, value: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plaudit.core.model.decoder import NOTHING, Decoder, Kind, kind_of
 from plaudit.core.model.lean import LeanTrunk
+from plaudit.core.model.mixers import mixers_of
 from plaudit.core.model.packing import Packed, pack, use_packed_attention
 from plaudit.core.proof.own import own_outputs, own_rows
 from plaudit.core.proof.stand_in import stand_in
@@ -20,11 +21,10 @@ from plaudit.core.proof.trial import Refused, Trial, Watch, lean_fits, operation
 from plaudit.core.proof.verdict import Verdict, keep, key_of, recall
 from plaudit.errors import ModelError, one_line
 
-RECURRENT = frozenset({
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
-})  # fmt: skip
+# Families with recurrent layers that do not keep their state where mixers do (model/mixers.py), or have no attention.
+RECURRENT = frozenset(
+    {"falcon_mamba", "mamba", "mamba2", "minimax", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm"}
+)
 SHIFTING_ROPE = frozenset({"dynamic", "longrope"})
 SEEDS = (0, 1)  # of a stand-in's weights: experts whose scores are equal to the rounding may go either way once
 
@@ -39,6 +39,7 @@ def inspect(module: nn.Module) -> Decoder:
     if config is None:
         raise ModelError(f"{type(base).__name__} is not a transformers model: it has no config")
     _refuse_by_name(type(base).__name__, config)
+    _refuse_layers(base, config)
     kind = kind_of(base)
     if kind is None:
         raise ModelError(f"{type(base).__name__} has no head to read: load it as a causal LM or a classifier")
@@ -86,8 +87,6 @@ def _refuse_by_name(name: str, config: Any) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     family = text.model_type
     layers = set(getattr(text, "layer_types", None) or ())
-    if family in RECURRENT or any("mamba" in t or "linear" in t or "conv" in t or "recurrent" in t for t in layers):
-        raise ModelError(f"{name} ({family}) mixes tokens with recurrent layers; the core runs attention decoders only")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} ({family}) attends in both directions; the core runs causal decoders only")
     if not hasattr(text, "vocab_size"):
@@ -101,6 +100,26 @@ def _refuse_by_name(name: str, config: Any) -> None:
             f"{name} uses {shifting.pop()!r} rotary positions, which change with the longest sequence of a batch; "
             "the core needs positions that do not"
         )
+
+
+def _refuse_layers(base: nn.Module, config: Any) -> None:
+    """A model with recurrent layers must have them all as mixers, and runs on a CPU."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = [kind for kind in getattr(text, "layer_types", None) or () if _recurrent(kind)]
+    mixers, name = mixers_of(base), f"{type(base).__name__} ({text.model_type})"
+    if text.model_type in RECURRENT or (kinds and not mixers):
+        lists = [part for part in base.modules() if isinstance(part, nn.ModuleList) and len(part)]
+        layer = type(mixers[0] if mixers else lists[0][0]).__name__
+        raise ModelError(f"{name} mixes tokens with recurrent layers that the core does not know: {layer}")
+    if mixers and next(base.parameters()).device.type != "cpu":
+        raise ModelError(
+            f"{name} has recurrent layers ({type(mixers[0]).__name__}), which the core runs on a CPU alone: load it "
+            "with device = 'cpu'"
+        )
+
+
+def _recurrent(kind: str) -> bool:
+    return any(word in kind for word in ("mamba", "linear", "conv", "recurrent"))
 
 
 # The real weights, in their own dtype. That the core computes what the classes do is proved; this finds weights that
@@ -120,7 +139,8 @@ def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
         _check_finite(decoder, said)
         _compare(decoder, ours, said, "does something to its logits that is not known")
     layers = max(len(watch.shapes), decoder.config.num_hidden_layers)
-    checked = Decoder(decoder.module, decoder.kind, [watch.shapes.get(i, NOTHING) for i in range(layers)])
+    shapes = [watch.shapes.get(i, NOTHING) for i in range(layers)]
+    checked = Decoder(decoder.module, decoder.kind, shapes, watch.states)
     use_packed_attention(decoder.module)
     if verdict.lean:
         checked.lean = _lean(checked, packed, together, watch)

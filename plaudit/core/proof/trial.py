@@ -19,8 +19,9 @@ from transformers import AttentionInterface
 from plaudit.core.device.backend import Backend, DecodeBatch, Span
 from plaudit.core.device.choose import backend_of
 from plaudit.core.model.attention import Layout, Rule, packed_attention
-from plaudit.core.model.decoder import Decoder, Kind, LayerShape
+from plaudit.core.model.decoder import NOTHING, Decoder, Kind, LayerShape
 from plaudit.core.model.lean import LeanTrunk
+from plaudit.core.model.mixers import Carry, Mixer, mixers_of, pack_mixers, shapes_of, told
 from plaudit.core.model.operations import Operations
 from plaudit.core.model.packing import Packed, pack
 from plaudit.core.proof.own import own_outputs, own_rows, own_steps
@@ -34,7 +35,15 @@ TOLERANCE = 1e-3  # of the largest number; float32 rounds to 1e-5 of it in model
 LENGTHS = (LENGTH, 37, 5)
 PROMPT, STEPS = 40, 8  # of the longest sequence: what is computed first, and what is decoded one by one
 # What attention is told and may leave unread: it says nothing about who attends to whom that the layout does not.
-KNOWN = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
+KNOWN = {
+    "position_ids",
+    "cache_position",
+    "seq_idx",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "is_causal",
+}
 
 
 T = TypeVar("T")
@@ -51,9 +60,15 @@ class Watch(Layout):
     inner: Layout = field(kw_only=True)
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     rules: dict[int, Rule] = field(default_factory=dict)
+    states: dict[int, Any] = field(default_factory=dict)  # StateShapes
     calls: dict[int, int] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
     masked: bool = False
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        mixer(hidden[:, :1], carry := Carry())
+        self.states[mixer.layer] = shapes_of(carry)
+        return self.inner.mix(mixer, hidden)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
@@ -83,9 +98,10 @@ def watched(decoder: Decoder, packed: Packed) -> tuple[Tensor, Watch]:
     """The trunk's rows of a packed row, computed with the core's attention, and what came to it."""
     layout = Watch(packed.layout.groups, packed.layout.restore, inner=packed.layout)
     decoder.module.set_attn_implementation(WATCHED)  # type: ignore[operator]
+    pack_mixers(decoder.module)
     out = decoder.trunk(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
-        layout=layout,
+        **told(decoder.trunk, layout),
     )  # fmt: skip
     return out.last_hidden_state[0], layout
 
@@ -128,13 +144,23 @@ class Trial:
         layers = max(len(watch.shapes), decoder.config.num_hidden_layers)  # a decoder of two stacks counts one of them
         if any(count > 1 for count in watch.calls.values()):
             raise Refused("calls attention twice in a layer, and the KV cache has one place for each")
-        if sorted(watch.shapes) != list(range(layers)):
+        if (mixers := mixers_of(self.module)) and len(watch.states) < len(mixers):
+            raise Refused(
+                f"does not hand to its recurrent layers ({type(mixers[0]).__name__}) what the model is called with, so "
+                "that they cannot run packed"
+            )
+        if not set(watch.shapes) <= set(range(layers)):
+            raise Refused("uses an attention layer in several places, and the KV cache has one place for each")
+        if watch.states and not watch.shapes:
+            raise Refused("has recurrent layers and none that attends; the core runs models that have both")
+        if not watch.states and sorted(watch.shapes) != list(range(layers)):
             raise Refused("has layers outside transformers' attention registry; the core needs all of them in it")
         self._same(rows, torch.cat(self.rows), lambda: _feature(decoder, watch))
         self._heads(decoder)
         if self.kind == "causal":
             self._own_steps()
-        decoder.layers = tuple(watch.shapes[i] for i in range(layers))
+        decoder.layers = tuple(watch.shapes.get(i, NOTHING) for i in range(layers))
+        decoder.states = watch.states
         operations = operations_for(decoder.device)
         if operations is not None and lean_fits(decoder, watch):
             decoder.lean = LeanTrunk(decoder.trunk, [watch.rules[i] for i in range(layers)], operations)

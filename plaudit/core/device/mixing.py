@@ -1,0 +1,154 @@
+"""How states go through a step: which rows belong together, from which slot they go on, where they leave a state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plaudit.core.device.backend import Copy, Span
+from plaudit.core.model.mixers import Carry, Mixer
+from plaudit.core.states import StateBank, StateBooks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one sequence between two states."""
+
+    first: int
+    tokens: int
+    source: int | None  # a slot; None: the sequence begins here
+    target: int
+
+
+@dataclass(frozen=True)
+class PieceGroup:
+    """Pieces of one length that need nothing of each other, as one call of a mixer."""
+
+    rows: Tensor  # (B, L)
+    sources: Tensor | None  # (B,)
+    targets: Tensor  # (B,)
+
+
+class Mixing:
+    """A step of prompts in pieces."""
+
+    def __init__(self, books: StateBooks, bank: StateBank, spans: Sequence[Span], copies: Sequence[Copy]) -> None:
+        self.bank = bank
+        copied = {(c.target, c.first + c.tokens): c.source for c in copies}
+        pieces: list[Piece] = []
+        row = 0
+        for span in spans:
+            pieces += _pieces(books, span, row, copied)
+            row += len(span.tokens)
+        self.groups = _grouped(pieces)
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """(1, T, width) -> the same."""
+        out = torch.empty_like(hidden[0])
+        for group in self.groups:
+            carry = Carry() if group.sources is None else self.bank.take(mixer.layer, group.sources)
+            at = group.rows.flatten()
+            mixed = mixer(hidden[0].index_select(0, at).view(*group.rows.shape, -1), carry)
+            out.index_copy_(0, at, mixed.flatten(0, 1))
+            self.bank.put(mixer.layer, group.targets, carry)
+        return out[None]
+
+
+def _pieces(books: StateBooks, span: Span, row: int, copied: dict[tuple[int, int], int]) -> list[Piece]:
+    start, end = span.start, span.start + len(span.tokens)
+    source = _source(books, span, copied) if start else None
+    stops = [(p, books.find(books.name(span.blocks, p))) for p in books.promised(span.blocks, start, end)]
+    if not stops or stops[-1][0] != end:
+        stops.append((end, books.stand(books.name(span.blocks, end))))
+    pieces, at = [], start
+    for stop, target in stops:
+        assert target is not None
+        pieces.append(Piece(row + at - start, stop - at, source, target))
+        at, source = stop, target
+    return pieces
+
+
+def _source(books: StateBooks, span: Span, copied: dict[tuple[int, int], int]) -> int:
+    """The slot a span goes on from: in its own block, or in the one of which it gets a copy in this step."""
+    name = books.name(span.blocks, span.start)
+    slot = books.find(name)
+    if slot is not None:
+        books.leave(name)
+    elif name in copied:
+        slot = books.find((copied[name], name[1]))
+    if slot is None:
+        raise RuntimeError(f"no state after {span.start} tokens in block {name[0]}")
+    return slot
+
+
+def _grouped(pieces: Sequence[Piece]) -> list[PieceGroup]:
+    """In an order in which a state is there before it is needed."""
+    levels: dict[int, int] = {}  # of the slots that this step fills
+    members: dict[tuple[int, int, bool], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        level = 0 if piece.source is None else levels.get(piece.source, -1) + 1
+        levels[piece.target] = level
+        members[level, piece.tokens, piece.source is None].append(piece)
+    groups = []
+    for level, tokens, fresh in sorted(members):
+        some = members[level, tokens, fresh]
+        rows = torch.tensor([piece.first for piece in some])[:, None] + torch.arange(tokens)
+        sources = None if fresh else torch.tensor([piece.source for piece in some])
+        groups.append(PieceGroup(rows, sources, torch.tensor([piece.target for piece in some])))
+    return groups
+
+
+class Walk:
+    """The states of a decode batch, side by side in one tensor a layer, for as long as its rows go on together."""
+
+    def __init__(self, books: StateBooks, bank: StateBank, tables: Sequence[Sequence[int]], at: Sequence[int]) -> None:
+        self.books, self.bank = books, bank
+        self.tables = tables
+        self.at = list(at)  # tokens that each row's state has seen
+        self._stored = list(at)  # and the one in its slot
+        slots = [books.find(books.name(table, seen)) for table, seen in zip(tables, at, strict=True)]
+        if None in slots:
+            raise RuntimeError(f"no state after {at[slots.index(None)]} tokens of a row that decodes")
+        self._slots = torch.tensor(slots)
+        self._carries: dict[int, Carry] = {}
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        carry = self._carries.get(mixer.layer)
+        if carry is None:
+            carry = self._carries[mixer.layer] = self.bank.take(mixer.layer, self._slots)
+        return mixer(hidden[0][:, None], carry).transpose(0, 1)
+
+    def advance(self, before: Tensor, after: Tensor) -> None:
+        """A step is over. `before` and `after` it these rows were alive: one that has ended is stored where it ended,
+        for its tensors go on with the others."""
+        ended, kept = [], []
+        for row, (was, is_) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
+            self.at[row] += was
+            if was and not is_:
+                ended.append(row)
+            elif was and self.at[row] % self.books.every == 0:
+                kept.append(row)
+        self.store(ended)
+        names = {row: self.books.name(self.tables[row], self.at[row]) for row in kept}
+        self._put({row: slot for row, name in names.items() if (slot := self.books.keep(name)) is not None})
+
+    def store(self, rows: Sequence[int]) -> None:
+        """Bring the states of these rows to where they stand."""
+        slots = {}
+        for row in rows:
+            table, stored = self.tables[row], self._stored[row]
+            if stored != self.at[row]:
+                name = self.books.name(table, self.at[row])
+                slots[row] = self.books.stand(name, self.books.name(table, stored))
+                self._stored[row] = self.at[row]
+        self._put(slots)
+
+    def _put(self, slots: dict[int, int]) -> None:
+        if slots:
+            rows, to = torch.tensor(list(slots)), torch.tensor(list(slots.values()))
+            for layer, carry in self._carries.items():
+                self.bank.put(layer, to, carry, rows)

@@ -1,0 +1,63 @@
+"""Blocks and prefix tree of a model with recurrent layers: a prefix is found as far as the last state of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.kv.prefix import Chain, Match, Node, PrefixTree
+from plaudit.core.states import StateBooks
+
+
+class StatefulPool(BlockPool):
+    """A block that nobody holds has no state."""
+
+    def __init__(self, blocks: int, states: StateBooks) -> None:
+        self.states = states
+        super().__init__(blocks)
+
+    def reset(self) -> None:
+        super().reset()
+        self.states.reset()
+
+    def release(self, block: int) -> None:
+        super().release(block)
+        if self.refs[block] == 0:
+            self.states.forget(block)
+
+
+class StatefulTree(PrefixTree):
+    def __init__(self, pool: StatefulPool, block_size: int) -> None:
+        super().__init__(pool, block_size)
+        self.states = pool.states
+
+    def match(self, key: Hashable, tokens: Sequence[int], limit: int) -> Match:
+        found = super().match(key, tokens, limit)
+        path = [(node, self.block_size) for node in found.nodes]
+        if found.partial is not None:
+            path.append((found.partial, found.partial_tokens))
+        while path:
+            node, tokens_here = path.pop()
+            fill = self.states.longest(node.block, tokens_here)
+            nodes = [each for each, _ in path]
+            if fill == self.block_size:
+                return Match([*nodes, node])
+            if fill:
+                return Match(nodes, node, fill)
+        return Match([])
+
+    def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
+        own = list(chain.blocks)
+        held = own[len(chain.nodes) :]  # which may be given back for others with the same tokens
+        for block in held:
+            self.pool.retain(block)
+        super().extend(key, chain, tokens, upto, stored=stored)
+        for before, after in zip(own, chain.blocks, strict=True):
+            if before != after:
+                self.states.move(before, after)
+        for block in held:
+            self.pool.release(block)
+
+    def check(self) -> None:
+        super().check()
+        self.states.check(lambda block: self.pool.refs[block] > 0)

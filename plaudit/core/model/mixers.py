@@ -1,0 +1,156 @@
+"""Recurrent and convolution layers on a packed row: transformers' own modules, called sequence by sequence.
+
+A mixer is a part of a layer that carries a state from token to token: the tail of a convolution, the matrix of a delta
+rule or of Mamba. It is known by its shape (a number of its layer, a convolution, a cache among its arguments), and it
+runs unchanged; only what it is given differs. `layout.mix` says which rows belong together and where their states are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+CACHES = ("cache_params", "past_key_values")  # what mixers call the argument that has their state
+PACKED = "packed_mixers"  # on a model and its trunk: its mixers take packed rows
+
+State = dict[tuple[str, int], Tensor]
+"""A layer's state of some sequences: ("conv" or "recurrent", which of them) -> (sequences, ...)."""
+StateShapes = Mapping[int, Mapping[tuple[str, int], tuple[torch.Size, torch.dtype]]]
+"""Per layer, what it keeps of one sequence."""
+
+
+class Carry:
+    """What a mixer takes for its cache: the state of its own layer, of the sequences of one call. A mixer reads
+    `layers[its number]`, which is this object again. Without a state the sequences begin here."""
+
+    record_past = False  # of transformers' caches: states are not rolled back
+
+    def __init__(self, state: State | None = None) -> None:
+        state = state or {}
+        self.conv_states = {i: tensor for (kind, i), tensor in state.items() if kind == "conv"}
+        self.recurrent_states = {i: tensor for (kind, i), tensor in state.items() if kind == "recurrent"}
+
+    @property
+    def layers(self) -> Carry:
+        return self
+
+    def __getitem__(self, layer: int) -> Carry:
+        return self
+
+    @property
+    def state(self) -> State:
+        conv = {("conv", i): tensor for i, tensor in self.conv_states.items()}
+        return conv | {("recurrent", i): tensor for i, tensor in self.recurrent_states.items()}
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.conv_states)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int | None = None, state_idx: int = 0,
+        conv_kernel_size: int | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """Keep the last columns of (B, channels, L), and give all that the convolution sees."""
+        width = conv_kernel_size or conv_states.shape[-1]
+        before = self.conv_states.get(state_idx)
+        if before is not None:
+            conv_states = torch.cat([before, conv_states], dim=-1)
+        elif conv_states.shape[-1] < width:
+            conv_states = F.pad(conv_states, (width - conv_states.shape[-1], 0))
+        self.conv_states[state_idx] = conv_states[..., -width:].contiguous()
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int | None = None, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+def shapes_of(carry: Carry) -> dict[tuple[str, int], tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in carry.state.items()}
+
+
+class Mixer:
+    """One mixer as a layout calls it."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+        self.layer: int = part.layer_idx  # type: ignore[assignment]
+
+    def __call__(self, rows: Tensor, carry: Carry | None = None) -> Tensor:
+        """(B, L, width) of B sequences -> the same. `carry` has their states before, and after it those at the end."""
+        forward: Any = type(self.part).forward
+        states = {} if carry is None else {str(_cache_name(type(self.part))): carry}
+        mixed: Tensor = forward(self.part, rows, **states)
+        return mixed
+
+
+def mixers_of(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if _is_mixer(part)]
+
+
+def _is_mixer(part: nn.Module) -> bool:
+    convolves = any(isinstance(child, nn.Conv1d) for child in part.children())
+    return convolves and isinstance(getattr(part, "layer_idx", None), int) and _cache_name(type(part)) is not None
+
+
+def _cache_name(kind: Any) -> str | None:
+    parameters = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
+
+
+def pack_mixers(module: nn.Module) -> None:
+    """Let a model's mixers take packed rows where they are called with a layout. A bound method and no closure: a copy
+    of the module gets its own."""
+    parts = mixers_of(module)
+    for part in parts:
+        part.forward = MethodType(_packed_forward, part)
+    if parts:
+        for model in module.modules():
+            if isinstance(model, PreTrainedModel):  # the module or, inside a wrapper, the model and its trunk
+                setattr(model, PACKED, True)
+
+
+def told(trunk: nn.Module, layout: Any) -> dict[str, Any]:
+    """How a trunk is called so that its layers hear of the layout. Some hand to their mixers only what transformers
+    has for packed rows, `seq_idx`."""
+    return {"layout": layout, "seq_idx": layout} if getattr(trunk, PACKED, False) else {"layout": layout}
+
+
+def _packed_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    layout: Any = kwargs.get("layout", kwargs.get("seq_idx"))
+    if not hasattr(layout, "mix"):
+        forward: Any = type(self).forward
+        alone: Tensor = forward(self, hidden_states, *args, **kwargs)
+        return alone
+    mixed: Tensor = layout.mix(Mixer(self), hidden_states)
+    return mixed
+
+
+def mix_whole(
+    mixer: Mixer, hidden_1TW: Tensor, spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray]
+) -> Tensor:  # fmt: skip
+    """Every sequence from its first token, without states: gradients are those of the module itself. Where sequences
+    share rows, the mixer goes over them once for each. `spans` and `rows` as in `packed_layout`."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for i, tokens in enumerate(rows):
+        by_length[len(tokens)].append(i)
+    outputs, places = [], []
+    for members in by_length.values():
+        at = torch.from_numpy(np.stack([rows[i] for i in members])).to(hidden_1TW.device)
+        mixed = mixer(hidden_1TW[0].index_select(0, at.flatten()).view(*at.shape, -1))
+        for i, own in zip(members, mixed, strict=True):
+            first, new, before = spans[i]
+            outputs.append(own[before:])
+            places.append(np.arange(first, first + new))
+    back = torch.from_numpy(np.argsort(np.concatenate(places))).to(hidden_1TW.device)
+    return torch.cat(outputs).index_select(0, back)[None]

@@ -1,0 +1,82 @@
+"""The scheduler of a model with recurrent layers: it says which states a step keeps, before the step is computed, so
+that what is planned behind a prompt can go on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from plaudit.core.device.backend import Backend
+from plaudit.core.device.lockstep import Leader
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.kv.memory import pool_bytes
+from plaudit.core.kv.prefix import PrefixTree
+from plaudit.core.kv.stateful import StatefulPool, StatefulTree
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.scheduler import Chunk, Plan, Scheduler
+from plaudit.core.sequence import Sequence
+from plaudit.core.states import RUNNING, Name, StateBooks, slots_for
+from plaudit.errors import RequestError
+
+
+def keep_states(backend: Backend, kv_bytes: int | float | None, max_running: int, every: int) -> tuple[int, int]:
+    """Give the states of recurrent layers their part of the pool: how many sequences may run with it, and its bytes."""
+    decoder, block_size = backend.decoder, backend.block_size
+    if not decoder.states:
+        return max_running, 0
+    if isinstance(backend, Leader):
+        raise RequestError(
+            f"{decoder.name} has recurrent layers, whose states ranks do not share: set tensor_parallel = 1 and "
+            "pipeline_parallel = 1"
+        )
+    size, each = pool_bytes(decoder, kv_bytes), decoder.state_bytes()
+    slots = slots_for(each, size, block_size * decoder.token_bytes(), max_running)
+    max_running = min(max_running, slots // RUNNING)
+    backend.states = StateBooks(block_size, slots, every, max_running)
+    return max_running, slots * each
+
+
+def refuse_handover(decoder: Decoder) -> None:
+    if decoder.states:
+        raise RequestError(
+            f"{decoder.name} has recurrent layers, whose states are not handed over with the KV: let the engine that "
+            "reads the prompts also generate"
+        )
+
+
+def scheduler_for(backend: Backend, blocks: int, **limits: Any) -> Scheduler:
+    """With its blocks and its tree; `limits` as the scheduler's."""
+    if backend.states is None:
+        pool = BlockPool(blocks)
+        return Scheduler(pool, PrefixTree(pool, backend.block_size), **limits)
+    stateful = StatefulPool(blocks, backend.states)
+    return RecurrentScheduler(stateful, StatefulTree(stateful, backend.block_size), **limits)
+
+
+class RecurrentScheduler(Scheduler):
+    def __init__(self, pool: StatefulPool, tree: StatefulTree, **limits: Any) -> None:
+        super().__init__(pool, tree, **limits)
+        self.states: StateBooks = pool.states
+
+    def plan(self, key: Hashable, alone: bool = False) -> Plan:
+        self.states.begin({self._name(s, s.computed) for s in self.running if s.computed})
+        return super().plan(key, alone)
+
+    def _name(self, sequence: Sequence, position: int) -> Name:
+        return self.states.name(sequence.chain.blocks, position)
+
+    def _enter(self, key: Hashable, chunk: Chunk) -> None:
+        super()._enter(key, chunk)
+        sequence, every = chunk.sequence, self.states.every
+        start, end = sequence.computed, sequence.computed + chunk.tokens
+        # Where the samples of a prompt part, or where the same reading begins again.
+        parting = min(sequence.shareable, sequence.prompt_len - 1)
+        for position in sorted({parting, *range(every * (start // every + 1), end + 1, every)}):
+            if start < position <= end and sequence.cacheable:
+                self.states.keep(self._name(sequence, position))
+
+    def _share(self, sequence: Sequence, key: Hashable, plan: Plan, reserve: int) -> bool:
+        copied = super()._share(sequence, key, plan, reserve)
+        if sequence.computed and not copied and self.states.find(self._name(sequence, sequence.computed)) is None:
+            self._unshare(sequence, plan, copied)  # the state is in a block of which there is no room for a copy
+        return copied

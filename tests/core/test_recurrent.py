@@ -1,0 +1,256 @@
+"""Models with recurrent or convolution layers beside attention: equal to plain transformers, states and all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config, Qwen3NextConfig
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.model.packing import hidden_rows, pack_tree, use_packed_attention
+from plaudit.core.states import StateBooks
+from plaudit.errors import RequestError
+from plaudit.models.heads.value_head import ValueModel
+from plaudit.train.optim.sharding import packed_rows
+from tests.core import tiny
+
+LINEAR = ["linear_attention", "full_attention"]
+CONFIGS: dict[str, Any] = {
+    "lfm2": Lfm2Config(**tiny.GROUPED, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "qwen3_next": Qwen3NextConfig(
+        **tiny.GROUPED, head_dim=16, layer_types=LINEAR, linear_num_value_heads=4, linear_num_key_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0, mlp_only_layers=[0, 1],
+    ),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **tiny.GROUPED, layer_types=LINEAR, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8,
+        num_local_experts=0, shared_intermediate_size=48,
+    ),
+}  # fmt: skip
+FAMILIES = sorted(CONFIGS)
+BLOCK = 16
+MADE: dict[str, nn.Module] = {}
+
+
+def model(family: str) -> Any:
+    if family not in MADE:
+        torch.manual_seed(7)
+        MADE[family] = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]), attn_implementation="eager")
+        MADE[family].eval()
+    return MADE[family]
+
+
+def engine_of(module: nn.Module, **options: Any) -> Engine:
+    return Engine(module, **{"state_every": BLOCK, **options})
+
+
+def right(module: nn.Module, samples: Any) -> None:
+    """The log-probs that samples were drawn with are the model's own."""
+    for sample in samples:
+        whole = [*sample.prompt_ids, *sample.token_ids]
+        close(np.array(sample.raw_logprobs), tiny.plain_logprobs(module, whole)[len(sample.prompt_ids) - 1 :])
+
+
+def close(got: np.ndarray, expected: np.ndarray) -> None:
+    error = np.abs(got - expected).max() / max(np.abs(expected).max(), 1.0)
+    assert error < 1e-4, f"relative error {error}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_alone_batched_and_cached(family: str) -> None:
+    module = model(family)
+    engine = engine_of(module, budget=48)  # so that prompts are read in pieces
+    ids = tiny.sequences(1, 6, 2, 70)
+    expected = [tiny.plain_logprobs(module, s) for s in ids]
+    cached = (engine.logprobs(ids, cache=True) for _ in range(2))
+    for got in (engine.logprobs(ids), *cached, [engine.logprobs([s])[0] for s in ids]):
+        for g, e in zip(got, expected, strict=True):
+            close(g, e)
+    engine.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_is_found_at_every_block_border_and_the_rest_is_computed(family: str) -> None:
+    module = model(family)
+    whole = tiny.sequences(2, 1, 50, 50)[0]
+    engine = engine_of(module)
+    engine.score([whole], columns=[5], cache=True)
+    for shared in range(1, 50, 7):
+        branch = [*whole[:shared], *tiny.sequences(shared, 1, 20, 20)[0]]
+        before = engine.stats().tokens_computed
+        got = engine.score([branch], columns=[5, 11], logprobs=True, cache=True)[0]
+        close(got, torch.log_softmax(tiny.plain(module, branch)[-1].float(), -1)[[5, 11]].numpy())
+        assert engine.stats().tokens_computed - before == len(branch) - shared // BLOCK * BLOCK
+    engine.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_of_a_prompt_compute_it_once(family: str) -> None:
+    module = model(family)
+    engine = engine_of(module, state_every=64)
+    prompts = tiny.sequences(3, 4, 37, 37)
+    samples = engine.generate(prompts, SamplingParams(n=4, max_tokens=1, seed=1, ignore_eos=True))
+    stats = engine.stats()
+    assert stats.tokens_computed == 4 * 37 + 4 * 3  # a prompt once, and its last token for each of the other three
+    right(module, samples)
+    right(module, engine.generate(prompts, SamplingParams(n=4, max_tokens=30, seed=2, ignore_eos=True)))
+    assert engine.stats().tokens_computed - stats.tokens_computed == 16 * 30  # nothing of the prompts but their ends
+    engine.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    module = model(family)
+    prompts = tiny.sequences(4, 5, 1, 40)
+    expected = [tiny.plain_greedy(module, p, 24) for p in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    engine = engine_of(module)
+    for _ in range(2):  # the second time from the tree
+        assert [list(s.token_ids) for s in engine.generate(prompts, greedy)] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_sequences_go_on_as_if_nothing_had_happened(family: str) -> None:
+    module = model(family)
+    shape = engine_of(module).decoder
+    each, block = shape.state_bytes(), BLOCK * shape.token_bytes()
+    small = engine_of(module, kv_bytes=max(16 * each, 8 * each + 10 * block), budget=32, max_running=4)
+    samples = small.generate(tiny.sequences(4, 5, 5, 20), SamplingParams(max_tokens=80, seed=6, ignore_eos=True))
+    assert small.stats().preemptions > 0
+    right(module, samples)
+    small.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_has_ended_goes_on_from_its_state(family: str) -> None:
+    module = model(family)
+    engine = engine_of(module, state_every=64)
+    first = engine.generate([tiny.sequences(5, 1, 21, 21)[0]], SamplingParams(max_tokens=9, seed=3, ignore_eos=True))[0]
+    before = engine.stats().tokens_computed
+    talk = [*first.prompt_ids, *first.token_ids, 7, 8]
+    right(module, engine.generate([talk], SamplingParams(max_tokens=5, seed=4, ignore_eos=True)))
+    assert engine.stats().tokens_computed - before == 3 + 4  # the last token of the answer was never stored
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_a_packed_tree_are_the_modules_own(family: str) -> None:
+    module = copy.deepcopy(model(family)).train()
+    prompt = tiny.sequences(6, 1, 20, 20)[0]
+    ids = sorted([*prompt, *tail] for tail in [[5], [5, 9, 4], *tiny.sequences(7, 2, 5, 9)])
+    module.set_attn_implementation("eager")
+    own = torch.cat([module.model(input_ids=torch.tensor([s])).last_hidden_state[0] for s in ids])
+    weights = torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
+    (own * weights).sum().backward()
+    expected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    use_packed_attention(module)
+    tree = pack_tree(ids, lone=False)
+    rows = packed_rows(module, tree.packed)
+    assert len(rows) < sum(map(len, ids))  # shared
+    read = torch.cat([rows[torch.from_numpy(at)] for at in tree.rows])
+    assert float((read - own).detach().abs().max() / own.detach().abs().max()) < 1e-5
+    (read * weights).sum().backward()
+    for name, parameter in module.named_parameters():
+        if name in expected:
+            assert parameter.grad is not None
+            scale = expected[name].abs().max().clamp(min=1e-6)
+            assert float((parameter.grad - expected[name]).abs().max() / scale) < 1e-5, name
+
+
+def test_a_copy_of_a_packed_module_computes_with_its_own_weights() -> None:
+    module = copy.deepcopy(model("lfm2"))
+    use_packed_attention(module)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    ids = tiny.sequences(8, 2, 5, 9)
+    with torch.inference_mode():
+        assert float(hidden_rows(twin, pack_tree(sorted(ids)).packed).abs().max()) > 0.1
+
+
+def test_step_scores_of_a_value_model() -> None:
+    torch.manual_seed(3)
+    value = ValueModel(copy.deepcopy(model("lfm2")).model).eval()
+    engine = engine_of(value)
+    ids = tiny.sequences(9, 3, 8, 40)
+    positions = [[2, len(s) - 1] for s in ids]
+    with torch.inference_mode():
+        value.trunk.set_attn_implementation("eager")
+        said = [value(input_ids=torch.tensor([s]))[0].numpy().reshape(-1) for s in ids]
+    expected = [values[at] for values, at in zip(said, positions, strict=True)]
+    for cache in (False, True):
+        for got, e in zip(engine.score(ids, positions=positions, cache=cache), expected, strict=True):
+            close(got.reshape(-1), e)
+
+
+def test_a_pool_too_small_for_a_state_is_refused_with_the_arithmetic() -> None:
+    engine = engine_of(model("lfm2"))
+    each, block = engine.decoder.state_bytes(), BLOCK * engine.decoder.token_bytes()
+    with pytest.raises(RequestError, match=rf"2 × {each} \+ {block} = {2 * each + block}; raise kv_bytes"):
+        engine_of(model("lfm2"), kv_bytes=each)
+    smallest = engine_of(model("lfm2"), kv_bytes=2 * each + 2 * block)
+    right(model("lfm2"), smallest.generate(tiny.sequences(1, 2, 5, 5), SamplingParams(n=2, max_tokens=9, seed=1)))
+    assert smallest.stats().kv_bytes <= 2 * each + 2 * block
+
+
+def test_spacing_that_is_no_multiple_of_the_block_is_refused() -> None:
+    with pytest.raises(RequestError, match="state_every is 10 tokens, and must be a multiple of the block of 16"):
+        engine_of(model("lfm2"), state_every=10)
+
+
+def test_states_are_counted_in_the_memory() -> None:
+    engine = engine_of(model("lfm2"))
+    assert engine.kv_held() == 0
+    engine.generate(tiny.sequences(1, 1, 20, 20), SamplingParams(max_tokens=1, seed=1))
+    states = engine.backend.states
+    assert states is not None
+    assert engine.stats().states_in_use == 3  # at 16, at 19 where samples would part, and at its end
+    block = BLOCK * engine.decoder.token_bytes()
+    assert engine.kv_held() == 2 * block + states.reached * engine.decoder.state_bytes()
+    engine.sleep()
+    assert engine.kv_held() == 0
+
+
+def test_a_state_is_not_handed_over() -> None:
+    engine = engine_of(model("lfm2"))
+    with pytest.raises(RequestError, match="states are not handed over with the KV"):
+        engine.give_kv([3, 4, 5])
+
+
+def test_new_weights_make_states_unreachable() -> None:
+    module = copy.deepcopy(model("lfm2"))
+    engine = engine_of(module)
+    prompts = tiny.sequences(2, 2, 40, 40)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine.generate(prompts, greedy)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.1)
+    engine.new_version()
+    assert engine.stats().states_in_use == 0
+    assert [list(s.token_ids) for s in engine.generate(prompts, greedy)] == [
+        tiny.plain_greedy(module, p, 6) for p in prompts
+    ]
+
+
+def test_kept_states_make_room_for_those_that_run() -> None:
+    books = StateBooks(BLOCK, slots=6, every=BLOCK, running=2)
+    pool = BlockPool(8)
+    blocks = [pool.take() for _ in range(4)]
+    books.begin(set())
+    kept = [books.keep((block, BLOCK)) for block in blocks]
+    assert kept.count(None) == 2  # two are to spare beside two for each that runs
+    books.begin(set())
+    slots = {books.stand((100 + i, 3)) for i in range(4)}
+    assert len(slots) == 4
+    books.begin({(100 + i, 3) for i in range(4)})
+    assert books.keep((7, BLOCK)) is not None
+    assert books.keep((8, BLOCK)) is not None
+    assert books.in_use == 6
+    assert books.dropped == 2
