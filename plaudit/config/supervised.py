@@ -141,6 +141,8 @@ class TrainTable(Table):
     weight_decay: NonNegative = 0.0
     betas: tuple[Share, Share] = (0.9, 0.95)
     clip_norm: Positive = 1.0
+    deterministic: bool = True
+    """On a GPU: gradients with the same bits each time. false lets torch add up in any order."""
     threads: PositiveInt | None = None
     """CPU threads; torch's own choice without it. Small models train no faster with more than one."""
     eval_every: PositiveInt = 200

@@ -316,9 +316,11 @@ def test_varlen_attention(
     ends = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in (new, whole)]
     tiles = torch.from_numpy(kernels.query_tiles(new)).to(DEVICE)
     spans = (ends[0], ends[1][:-1], ends[1].diff())
+    sums = torch.full((heads, sum(new)), float("nan"), device=DEVICE)
     found = kernels.varlen_attention(
-        query, keys, values, *spans, tiles, scale=0.3, window=window, key_rows=rows, softcap=softcap, sinks=sinks
-    )
+        query, keys, values, *spans, tiles, scale=0.3, window=window, key_rows=rows, softcap=softcap, sinks=sinks,
+        sums=sums,
+    )  # fmt: skip
     for i, (count, total) in enumerate(zip(new, whole, strict=True)):
         at = torch.arange(int(ends[1][i]), int(ends[1][i + 1]), device=DEVICE)
         at = at if rows is None else rows[at]
@@ -336,6 +338,8 @@ def test_varlen_attention(
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, count, 1)], -1)
         expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :total], v).to(dtype)
+        logs = sums[:, int(ends[0][i]) : int(ends[0][i + 1])]
+        torch.testing.assert_close(logs, scores.logsumexp(-1), atol=2e-2 if dtype != torch.float32 else 1e-4, rtol=1e-3)
         close(found[int(ends[0][i]) : int(ends[0][i + 1])], expected)
 
 

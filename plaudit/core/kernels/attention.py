@@ -281,9 +281,13 @@ def _varlen_attention(
         v = tl.load(values + v_at, mask=in_range[:, None] & (at_d < D)[None, :], other=0.0)
         gathered = gathered * keep[:, None] + tl.dot(chance.to(v.dtype), v)
         peak = higher
-    result = gathered / tl.where(total == 0.0, 1.0, total)[:, None]  # rows past the end have seen nothing
+    total = tl.where(total == 0.0, 1.0, total)  # rows past the end have seen nothing
+    result = gathered / total[:, None]
     o_at = ((q_begin + row).to(tl.int64)[:, None] * H + head) * D + at_d[None, :]
     tl.store(out + o_at, result.to(out.dtype.element_ty), mask=inside)
+    if SUMS:  # natural, as torch's flash attention has them
+        logs = (peak + tl.log2(total)) * 0.6931471805599453
+        tl.store(sums + head.to(tl.int64) * tokens + q_begin + row, logs, mask=row < q_count)
 
 
 def query_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:

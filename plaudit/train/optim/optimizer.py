@@ -80,8 +80,8 @@ class Optimizer:
             if key == "master":
                 with torch.no_grad():
                     master.copy_(value)
-            else:  # Adam counts its steps on the CPU
-                self.adam.state[master][key] = value if key == "step" else value.to(master.device)
+            else:
+                self.adam.state[master][key] = value.to(master.device)
 
     def save(self, path: Path) -> None:
         save_file(self.state(), path)

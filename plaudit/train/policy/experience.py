@@ -38,6 +38,10 @@ class Experience:
     """(T,) with the KL, where it is in the reward."""
     kept: Tensor | None = None
     """(T,) bool: where a correction masks, the tokens that it leaves. The others count in no denominator."""
+    old_is_engines: bool = False
+    """`old` is `behaviour`, so it says nothing about how far learner and engine are apart."""
+    unmoved: bool = False
+    """No update since the samples were drawn: a forward pass gives the learner's own log-probs of then."""
 
     @property
     def lengths(self) -> list[int]:
@@ -57,7 +61,7 @@ class Experience:
             np.concatenate([np.arange(ends[i] - len(self.samples[i].token_ids), ends[i]) for i in indices])
         )
         chosen = {name: values[rows] for name, values in self._arrays()}
-        return replace(self, samples=tuple(self.samples[i] for i in indices), **chosen)
+        return replace(self, samples=tuple(self.samples[i] for i in indices), **chosen)  # type: ignore[arg-type]
 
     def on(self, device: torch.device) -> Experience:
         """The same with its arrays on a device, which the host does not wait for."""

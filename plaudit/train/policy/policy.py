@@ -139,8 +139,15 @@ class Policy:
             loss = loss - algorithm.entropy * (weights * entropy).sum()
         if self.value_head is not None:
             loss = loss + self.value_coef * self._value_loss(part, responses, hidden, value_weights, tally)
-        seen = (terms._replace(loss=terms.loss.detach()), logp.detach(), old, behaviour, entropy.detach(), mask)
-        return loss, lambda: self._note(tally, *seen)
+        seen = (terms._replace(loss=terms.loss.detach()), logp.detach(), old, entropy.detach(), mask)
+        learners = old if not part.old_is_engines else logp.detach() if part.unmoved else None
+
+        def note() -> None:
+            self._note(tally, *seen)
+            if learners is not None:
+                note_mismatch(tally, learners, behaviour, mask)
+
+        return loss, note
 
     def _value_loss(self, part: Experience, responses: Any, hidden: Tensor, weights: Tensor, tally: Tally) -> Tensor:
         assert self.value_head is not None
@@ -152,9 +159,7 @@ class Policy:
         return loss
 
     @staticmethod
-    def _note(
-        tally: Tally, terms: PolicyTerms, logp: Tensor, old: Tensor, behaviour: Tensor, entropy: Tensor, mask: Tensor
-    ) -> None:
+    def _note(tally: Tally, terms: PolicyTerms, logp: Tensor, old: Tensor, entropy: Tensor, mask: Tensor) -> None:
         ratio = terms.ratio.detach()
         tally.mean("policy/entropy", entropy, mask)
         tally.mean("policy/ratio_mean", ratio, mask)
@@ -164,9 +169,12 @@ class Policy:
         tally.mean("policy/clip_low", terms.clipped_low.float(), mask)
         tally.mean("policy/clip_high", terms.clipped_high.float(), mask)
         tally.mean("policy/clip_dual", terms.clipped_dual.float(), mask)
-        own = int(mask.sum())
-        for name, value in mismatch(old, behaviour, mask).items():
-            if name == "abs_max":
-                tally.largest(f"mismatch/{name}", torch.full_like(logp, value), mask)
-            else:
-                tally.weighted(f"mismatch/{name}", value, own)
+
+
+def note_mismatch(tally: Tally, learners: Tensor, behaviour: Tensor, mask: Tensor) -> None:
+    own = int(mask.sum())
+    for name, value in mismatch(learners, behaviour, mask).items():
+        if name == "abs_max":
+            tally.largest(f"mismatch/{name}", torch.full_like(learners, value), mask)
+        else:
+            tally.weighted(f"mismatch/{name}", value, own)

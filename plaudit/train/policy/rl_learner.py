@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from plaudit.config import RlRecipe
 from plaudit.errors import RunError
 from plaudit.records import Batch, Sample
 from plaudit.train.optim.optimizer import NotFinite, Optimizer
+from plaudit.train.optim.repeatable import repeatable
 from plaudit.train.policy.advantages import estimate, shaped, usable
 from plaudit.train.policy.critic import Critic
 from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens
+from plaudit.train.policy.old_logprobs import OldLogprobs
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.reference import Reference
 from plaudit.train.policy.tally import Tally
@@ -42,6 +45,7 @@ class RlLearner:
         kl = recipe.algorithm.kl
         self.kl = AdaptiveKl(kl.coef, kl.target, kl.horizon)
         self.norm = RunningNorm() if recipe.algorithm.shaping.normalise else None
+        self.old = OldLogprobs(recipe, policy, clock, reference is not None and kl.where == "reward")
 
     def update(self, batch: Batch, step: int) -> tuple[dict[str, float], Experience | None]:
         """Metrics, and what was learned from; nothing where no sample could teach anything."""
@@ -55,16 +59,20 @@ class RlLearner:
         train = self.recipe.train
         for epoch in range(train.epochs):
             for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} {epoch}"):
-                seen.merge(self._minibatch(experience.select(indices), step))
+                part = experience.select(indices)
+                seen.merge(self._minibatch(part if updates else self.old.first(part), step))
                 updates += 1
         metrics |= {"policy/updates": float(updates), **seen.metrics(updates)}
+        self.old.compared(metrics)
         return metrics, experience
 
     def state(self) -> dict[str, Any]:
-        return {"kl": self.kl.state(), "norm": None if self.norm is None else self.norm.state()}
+        norm = None if self.norm is None else self.norm.state()
+        return {"kl": self.kl.state(), "norm": norm, "exact": self.old.exact}
 
     def load(self, state: dict[str, Any]) -> None:
         self.kl.load(state["kl"])
+        self.old.exact = state.get("exact", False)
         if self.norm is not None and state["norm"] is not None:
             self.norm.load(state["norm"])
 
@@ -72,7 +80,8 @@ class RlLearner:
         samples, algorithm = batch.samples, self.algorithm
         rewards = shaped(algorithm.shaping, samples, self.recipe.sampling.max_tokens, self.norm)
         own = own_tokens(samples)
-        old = self._old(batch, step)
+        behaviour, kept = flat(samples, "logprobs"), None
+        old = self.old.of(batch, step, behaviour, own)
         reference = values = after = None
         if self.reference is not None:
             with self.clock("reference"):
@@ -89,40 +98,20 @@ class RlLearner:
         if algorithm.mask_truncated:
             ended = torch.tensor([sample.finish_reason != "length" for sample in samples])
             mask = own & repeat(ended, lengths)
-        behaviour, kept = flat(samples, "logprobs"), None
         if (c := algorithm.correction).mode == "mask":
             assert old is not None
             _, kept = importance_weights(old, behaviour, mask, lengths, c.mode, c.level, c.cap, c.floor)
         experience = Experience(
             samples, mask, behaviour, estimated.advantages, old, reference, values, estimated.returns,
-            estimated.token_rewards, kept,
+            estimated.token_rewards, kept, old_is_engines=old is behaviour,
         )  # fmt: skip
         return experience, self._describe(experience, rewards, own)
-
-    def _old(self, batch: Batch, step: int) -> Tensor | None:
-        """π_old, where one forward pass does not already give it: the first update's ratio is then 1 by construction.
-
-        Taken in the first epoch's own micro-batches, so that it is equal to the bit to what that epoch computes."""
-        train, samples = self.recipe.train, batch.samples
-        if self.algorithm.old_logprobs == "engine":
-            return flat(samples, "logprobs")
-        in_reward = self.reference is not None and self.algorithm.kl.where == "reward"
-        masked = self.algorithm.correction.mode == "mask"  # what it leaves is the denominator of the whole batch
-        if train.epochs * train.minibatches == 1 and not in_reward and not masked:
-            return None
-        with self.clock("old"):
-            ends = torch.tensor([len(sample.token_ids) for sample in samples]).cumsum(0).tolist()
-            old = torch.empty(ends[-1])
-            for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} 0"):
-                rows = [torch.arange(ends[i] - len(samples[i].token_ids), ends[i]) for i in indices]
-                old[torch.cat(rows)] = self.policy.logprobs([samples[i] for i in indices])
-            return old
 
     def _minibatch(self, experience: Experience, step: int) -> Tally:
         seen = Tally()
         learn = self.recipe.critic is None or step >= self.recipe.critic.warmup
         try:
-            with self.clock("update"):
+            with self.clock("update"), self.repeatable():
                 self.optimizer.zero()
                 if learn:
                     seen = self.policy.gradient(experience, self.kl.coef)
@@ -138,7 +127,7 @@ class RlLearner:
                     seen = self.policy.value_gradient(experience)
                     self.optimizer.step(step)
             if self.critic is not None:
-                with self.clock("critic"):
+                with self.clock("critic"), self.repeatable():
                     seen.merge(self.critic.update(experience, step))
         except NotFinite as error:
             if self.recipe.train.non_finite == "halt":
@@ -146,6 +135,9 @@ class RlLearner:
             seen = Tally()
             seen.add("dropped/updates", torch.tensor(1.0))
         return seen
+
+    def repeatable(self) -> AbstractContextManager[None]:
+        return repeatable(self.policy.decoder.device, self.recipe.train.deterministic)
 
     def _describe(self, experience: Experience, rewards: Tensor, own: Tensor) -> dict[str, float]:
         metrics = {

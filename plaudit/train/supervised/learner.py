@@ -10,16 +10,21 @@ from torch import nn
 
 from plaudit.errors import RunError
 from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.repeatable import repeatable
 from plaudit.train.supervised.examples import Example, micro_batches, token_count
 from plaudit.train.supervised.objectives import Objective
 
 
 class Learner:
-    def __init__(self, model: nn.Module, objective: Objective, optimizer: Optimizer, micro_batch_tokens: int) -> None:
+    def __init__(
+        self, model: nn.Module, objective: Objective, optimizer: Optimizer, micro_batch_tokens: int,
+        deterministic: bool = True,
+    ) -> None:  # fmt: skip
         self.model = model
         self.objective = objective
         self.optimizer = optimizer
         self.micro_batch_tokens = micro_batch_tokens
+        self.deterministic = deterministic
 
     def gradient(self, examples: Sequence[Example]) -> float:
         """Fill the gradients with those of the batch's mean loss; returns the loss."""
@@ -29,8 +34,9 @@ class Learner:
         micros = micro_batches(examples, self.micro_batch_tokens)
         self.objective.begin(self.model, micros)
         for micro in micros:
-            part = self.objective.loss(self.model, micro) / count
-            part.backward()  # type: ignore[no-untyped-call]
+            with repeatable(next(self.model.parameters()).device, self.deterministic):
+                part = self.objective.loss(self.model, micro) / count
+                part.backward()  # type: ignore[no-untyped-call]
             loss += part.item()
         return loss
 

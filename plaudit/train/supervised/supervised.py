@@ -67,7 +67,10 @@ class SupervisedTraining:
         use_packed_attention(self.loaded.module)
         self.loaded.module.train()
         self.optimizer = Optimizer(self.loaded.module, recipe.train)
-        self.learner = Learner(self.loaded.module, _objective(recipe), self.optimizer, recipe.train.micro_batch_tokens)
+        table = recipe.train
+        self.learner = Learner(
+            self.loaded.module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic
+        )
         config: Any = self.loaded.module.config
         if names := _label_names(recipe):
             config.id2label = dict(enumerate(names))

@@ -1,0 +1,98 @@
+"""π_old: engine log-probs with the learner's bits save its pass, and the mismatch is measured anyway."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plaudit.records import Batch, Sample
+from plaudit.rl.loop import RlTraining
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.run.clock import Clock
+from plaudit.train.run.run import Run
+from tests.train.rl_world import Silent, made_up, policy, recipe, tiny
+
+
+def learner(**algorithm: Any) -> RlLearner:
+    keys = {"name": "grpo", "kl": {"coef": 0.0}, **algorithm}
+    tree = recipe(algorithm=keys, train={"steps": 3, "minibatches": 2, "warmup": 0})
+    module = tiny()
+    return RlLearner(tree, policy(module, keys), Optimizer(module, tree.train), None, None, Clock())
+
+
+def drawn(by: RlLearner) -> Batch:
+    """Samples with the learner's own log-probs, as an exact engine gives them."""
+    samples = [replace(s, reward=float(i % 2), versions=(0,) * len(s.token_ids)) for i, s in enumerate(made_up())]
+    ends = iter(by.policy.logprobs(samples).split([len(s.token_ids) for s in samples]))
+    return Batch(tuple(replace(s, logprobs=tuple(next(ends).tolist())) for s in samples), 0)
+
+
+def weights(by: RlLearner) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in by.policy.module.parameters()]
+
+
+def test_an_exact_engine_saves_the_pass_and_changes_no_weight() -> None:
+    passes, skips = learner(), learner()
+    skips.old.exact = True
+    batch = drawn(passes)
+    expected, _ = passes.update(batch, 0)
+    seen, _ = skips.update(batch, 0)
+    assert all(map(torch.equal, weights(passes), weights(skips)))
+    assert skips.old.exact
+    assert seen["mismatch/abs_max"] == expected["mismatch/abs_max"] == 0
+    assert "time/old" in passes.clock.split()
+    assert "time/old" not in skips.clock.split()
+    assert not passes.old.exact  # nothing is promised on a CPU
+
+
+def test_one_token_that_differs_brings_the_pass_back() -> None:
+    by = learner()
+    by.old.exact = True
+    batch = drawn(by)
+    moved = [nudged(sample) for sample in batch.samples]
+    seen, _ = by.update(Batch(tuple(moved), 0), 0)
+    assert seen["mismatch/abs_max"] > 0
+    assert not by.old.exact
+    assert by.state()["exact"] is False
+
+
+def test_samples_of_older_weights_are_never_taken_for_the_learners() -> None:
+    by = learner()
+    by.old.exact = True
+    batch = drawn(by)
+    by.update(Batch(batch.samples, 1), 0)
+    assert not by.old.exact
+    assert "time/old" in by.clock.split()
+
+
+def test_a_ratio_that_starts_from_the_engine_still_shows_the_mismatch() -> None:
+    by = learner(old_logprobs="engine")
+    batch = drawn(by)
+    seen, _ = by.update(Batch(tuple(nudged(sample, 0.25) for sample in batch.samples), 0), 0)
+    assert seen["mismatch/abs_mean"] == pytest.approx(0.25, rel=1e-5)
+
+
+def nudged(sample: Sample, by: float = 1e-6) -> Sample:
+    own = zip(sample.logprobs, sample.mask, strict=True)
+    return replace(sample, logprobs=tuple(value - by if mine else value for value, mine in own))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_run_on_a_gpu_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path) -> None:
+    def fitted(name: str, steps: int, resume: bool = False) -> list[torch.Tensor]:
+        tree = recipe(
+            algorithm={"name": "grpo"}, model={"device": "cuda"}, engine={"kv_bytes": 1 << 25},
+            train={"steps": steps, "minibatches": 2, "schedule": "constant", "checkpoint": {"every": 2}},
+        )  # fmt: skip
+        with Run(tmp_path / name, tree, resume=resume, chosen=["train.steps"] if resume else []) as run:
+            training = RlTraining(tree, run, Silent())
+            training.fit()
+        return [p.detach().cpu() for p in training.loaded.module.parameters()]
+
+    straight = fitted("straight", 4)
+    fitted("resumed", 2)
+    assert all(map(torch.equal, fitted("resumed", 4, resume=True), straight))
