@@ -70,6 +70,7 @@ class AdvantageTable(Table):
     return         the discounted rewards that follow, without a baseline
     group          the reward less its group's mean
     leave-one-out  the reward less the mean of the others in its group
+    none           nothing: the reward is measured, and what is learned is the teachers'
     """
 
     estimator: Annotated[str, _one_of(estimators)] = "group"
@@ -140,6 +141,41 @@ class DynamicTable(Table):
     """Give up, and train on what there is, after this many draws of prompts_per_step."""
 
 
+class TeacherTable(Table):
+    """A model that rates what the policy has written, for on-policy distillation."""
+
+    path: str | None = None
+    """A model directory, read in this process with the policy's dtype and device."""
+    url: str | None = None
+    """A server of its log-probs in place of that: `plaudit serve`, or SGLang."""
+    model: str | None = None
+    """url: the name of the model there; without it the first causal LM."""
+    key_env: str | None = None
+    """url: the environment variable that holds the server's key."""
+    patience: Positive = 600.0
+    """url: seconds to wait for an answer, or for a server that is away, before the run ends."""
+    weight: Positive = 1.0
+    """Of the KL to this teacher; the reward's advantage has weight 1."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: the KL is estimated by the sampled token. Above: it is computed over so many tokens, the teacher's likeliest,
+    and all others taken as one."""
+
+    @model_validator(mode="after")
+    def _one_home(self) -> Self:
+        if (self.path is None) == (self.url is None):
+            raise ValueError("a teacher has one home: give path, a model directory, or url, a server of log-probs")
+        if self.url is None:
+            for name in ("model", "key_env"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name} = {value!r} is for a teacher behind url: leave it out, or give url")
+        elif self.top_k:
+            raise ValueError(
+                f"top_k = {self.top_k} needs the teacher's likeliest tokens, and {self.url} gives the log-prob of the "
+                "sampled one: leave top_k out, or give path"
+            )
+        return self
+
+
 class RlAlgorithm(Table):
     name: str
     loss: Annotated[str, _one_of(losses)] = "clip"
@@ -166,6 +202,8 @@ class RlAlgorithm(Table):
     """"none": off, also under a name that turns it on."""
     old_logprobs: Literal["learner", "engine"] = "learner"
     """Whose log-probs the ratio starts from."""
+    teachers: Mapping[str, TeacherTable] = {}
+    """Models that the policy is drawn towards, by a name of your choice: docs/distillation.md."""
 
     @model_validator(mode="before")
     @classmethod
@@ -178,6 +216,15 @@ class RlAlgorithm(Table):
     def _named(self) -> Self:
         if self.name not in METHODS:
             raise ValueError(f"name = {self.name!r} is no algorithm; there are {', '.join(METHODS)}")
+        return self
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if self.advantage.estimator == "none" and not self.teachers:
+            raise ValueError(
+                'advantage.estimator = "none" learns from teachers alone, and there are none: give one, such as '
+                '[algorithm.teachers.NAME] with path = "runs/sums-grpo/final"'
+            )
         return self
 
     @model_validator(mode="after")
@@ -197,6 +244,14 @@ class RlAlgorithm(Table):
     def grouped(self) -> bool:
         """Whether a response is compared with the others to its prompt."""
         return estimators()[self.advantage.estimator].grouped
+
+    def by_token(self) -> list[float]:
+        """The weights of the teachers that rate the sampled token."""
+        return [teacher.weight for teacher in self.teachers.values() if not teacher.top_k]
+
+    def by_top_k(self) -> list[tuple[int, float]]:
+        """Of the others, how many tokens each rates, and its weight."""
+        return [(teacher.top_k, teacher.weight) for teacher in self.teachers.values() if teacher.top_k]
 
     @property
     def needs_critic(self) -> bool:

@@ -238,6 +238,15 @@ class RlRecipe(BaseRecipe):
 
     @model_validator(mode="before")
     @classmethod
+    def _only_taught(cls, recipe: Any) -> Any:
+        """What learns from teachers alone needs no reward: without one every response has 0."""
+        algorithm = recipe.get("algorithm")
+        if "reward" in recipe or not isinstance(algorithm, Mapping) or not algorithm.get("teachers"):
+            return recipe
+        return {**recipe, "reward": {"rule": "regex", "pattern": "", "right": 0.0}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _correct_staleness(cls, recipe: Any) -> Any:
         """Stale samples are corrected for, unless the recipe says otherwise: without it learning breaks down sooner or
         later (docs/log/stale-samples.md)."""
@@ -314,10 +323,26 @@ class RlRecipe(BaseRecipe):
                     f"resources.timeout = {self.resources.timeout:g} s is not more than reward.patience = "
                     f"{self.reward.patience:g} s: the other ranks would give up before the one that waits for rewards"
                 )
+        self._can_be_taught()
         self._can_be_placed()
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.needs_critic:
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self
+
+    def _can_be_taught(self) -> None:
+        for name, teacher in self.algorithm.teachers.items():
+            if teacher.url is None:
+                continue
+            if self.sampling.temperature != 1:
+                raise ValueError(
+                    f"sampling.temperature = {self.sampling.temperature:g}, and the server of algorithm.teachers."
+                    f"{name} gives log-probs at 1: set it to 1, or give the teacher's path"
+                )
+            if self.resources.ranks > 1:
+                raise ValueError(
+                    f"algorithm.teachers.{name}.url is asked by one rank, and resources name {self.resources.ranks}: "
+                    "give the teacher's path, and it is shared out as the policy is"
+                )
 
     def scored_here(self) -> list[RewardTable | Mapping[str, Any]]:
         """The rewards of this process: those that are learned from, and the truth."""

@@ -49,6 +49,8 @@ def residents_of(stage: PlacementContext, engine: Engine) -> dict[str, Resident]
     }
     if (frozen := reference_module(trainee.reference)) is not None:
         residents["reference"] = parked(frozen, frozen=True)
+    if trainee.teachers is not None and trainee.teachers.modules:
+        residents["teachers"] = parked(*trainee.teachers.modules, frozen=True)
     if isinstance(trainee.critic, LocalCritic):
         residents["critic"] = parked(trainee.critic.model)
         residents["critic optimizer"] = learning(trainee.critic.optimizer)
@@ -73,6 +75,7 @@ def needs_of(stage: PlacementContext) -> dict[str, set[str]]:
         "evaluate": {"kv", *rewards},
         "old": set(),
         "reference": {"reference"},
+        "teachers": {"teachers"},
         "values": {"critic"},
         "update": policy,
         "critic": critic,

@@ -11,8 +11,8 @@ from plaudit.report.finding import percent, size
 # From the bottom of the picture to its top; owners that are not named here follow.
 ORDER = (
     "program", "unaccounted", "policy weights", "policy shards", "policy masters", "policy optimizer",
-    "policy gradients", "reference weights", "critic weights", "critic masters", "critic optimizer",
-    "critic gradients", "reward weights", "channel buffers", "KV", "activations",
+    "policy gradients", "reference weights", "teacher weights", "critic weights", "critic masters",
+    "critic optimizer", "critic gradients", "reward weights", "channel buffers", "KV", "activations",
 )  # fmt: skip
 _NOBODY = {"program": "are the program itself", "unaccounted": "have no owner that is known"}
 NOBODY = tuple(_NOBODY)
@@ -26,6 +26,7 @@ _WORK = {
     "reward": ("reward",),
     "old": ("policy weights", "policy shards"),
     "reference": ("reference",),
+    "teachers": ("teacher",),
     "values": ("critic weights",),
     "update": ("policy",),
     "critic": ("critic",),

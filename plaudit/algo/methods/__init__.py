@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plaudit.algo.method import Estimator, Loss, Method
-from plaudit.algo.methods import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce, reinforce_plus, rloo
+from plaudit.algo.methods import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce, reinforce_plus, rloo
 
 METHODS: dict[str, Method] = {
     "ppo": ppo.METHOD,
@@ -16,6 +16,7 @@ METHODS: dict[str, Method] = {
     "dapo": dapo.METHOD,
     "gspo": gspo.METHOD,
     "cispo": cispo.METHOD,
+    "distill": distill.METHOD,
 }
 
 

@@ -62,7 +62,8 @@ def _apply(
     return result
 
 
-def _chunks(rows: int, head: Tensor) -> list[slice]:
+def chunks(rows: int, head: Tensor) -> list[slice]:
+    """Rows whose logits are held at once."""
     vocabulary = head.shape[0]
     size = max(1, LOGIT_ELEMENTS // vocabulary)
     if head.device.type == "cpu":
@@ -108,7 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows = hidden.shape[0]
         logp, normaliser, entropies = (hidden.new_zeros(rows, dtype=_wide(head)) for _ in range(3))
-        for part in _chunks(rows, head):
+        for part in chunks(rows, head):
             logits = head_logits(hidden[part], head, bias)
             if finish is not None:
                 logits = finish(logits)
@@ -141,7 +142,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets, bias, normaliser, entropies = ctx.saved_tensors
         needs_hidden, needs_head, _, needs_bias = ctx.needs_input_grad[:4]
-        parts = _chunks(hidden.shape[0], head)
+        parts = chunks(hidden.shape[0], head)
         # Sums over several chunks are held in float32, whatever the head is in.
         sum_dtype = _wide(head) if len(parts) > 1 else head.dtype
         to_hidden = torch.empty_like(hidden) if needs_hidden else None

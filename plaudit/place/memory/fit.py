@@ -56,6 +56,8 @@ def owners(recipe: RlRecipe, device: str) -> BytesByOwner:
         sizes |= _learning("policy", count, dtype)
         if recipe.algorithm.kl.coef:
             sizes["reference weights"] = count * dtype.itemsize
+    if paths := [teacher.path for teacher in recipe.algorithm.teachers.values() if teacher.path is not None]:
+        sizes["teacher weights"] = sum(map(parameters, paths)) * dtype.itemsize
     critic = recipe.critic
     if critic is not None and not critic.shared and critic.url is None:
         count = parameters(critic.path or recipe.model.path)

@@ -100,6 +100,8 @@ def holdings_of(trainee: Trainee, engine: object, scorer: object) -> Holdings:
     holdings.add_optimizer("policy", trainee.optimizer)
     if (frozen := reference_module(trainee.reference)) is not None:
         holdings.add_module("reference weights", frozen)
+    if trainee.teachers is not None and trainee.teachers.modules:
+        holdings.add_module("teacher weights", *trainee.teachers.modules)
     if isinstance(trainee.critic, LocalCritic):
         holdings.add_module("critic weights", trainee.critic.model)
         holdings.add_optimizer("critic", trainee.critic.optimizer)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.algo.aggregate import token_weights
 from plaudit.algo.methods.ppo import value_clipped, value_loss
-from plaudit.core.model.packing import use_packed_attention
+from plaudit.core.model.packing import send, use_packed_attention
 from plaudit.models import ValueModel, save
 from plaudit.records import Sample
 from plaudit.train.optim.optimizer import Optimizer
@@ -107,7 +108,24 @@ class SharedCritic:
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         return self.policy.values(samples)
 
+    def gradient(self, experience: Experience) -> Tally:
+        """That of the head alone: the trunk, which is the policy's, has none."""
+        policy = self.policy
+        use_packed_attention(policy.module)
+        tally, device = Tally(), policy.decoder.device
+        weights = token_weights(experience.mask, experience.lengths, "token")
+        for batch in micro_batches(experience.samples, policy.micro_batch_tokens, policy.group):
+            rows = experience.rows(batch.indices[0], batch.indices[-1])
+            responses = pack_responses([experience.samples[i] for i in batch.indices], device)
+            with torch.no_grad():
+                hidden = hidden_of(policy.module, responses)
+            part = experience.select(batch.indices).on(device)
+            loss = policy.value_loss(part, responses, hidden, send(weights[rows].numpy(), device), tally)
+            (policy.value_coef * loss).backward()  # type: ignore[no-untyped-call]
+        return tally
+
     def update(self, experience: Experience, step: int) -> Tally:
+        """Nothing is left to do: it learns with the policy."""
         return Tally()
 
     def save(self, directory: Path) -> None:

@@ -14,7 +14,10 @@ from torch import Tensor
 from plaudit.core.model.packing import send
 from plaudit.records import Sample
 
-FIELDS = ("mask", "behaviour", "advantages", "old", "reference", "values", "returns", "token_rewards", "kept")
+FIELDS = (
+    "mask", "behaviour", "advantages", "old", "reference", "values", "returns", "token_rewards", "kept", "taught",
+    "likely", "likely_logp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ class Experience:
     """(T,) with the KL, where it is in the reward."""
     kept: Tensor | None = None
     """(T,) bool: where a correction masks, the tokens that it leaves. The others count in no denominator."""
+    taught: Tensor | None = None
+    """(T, M) log-probs of M teachers that rate the tokens themselves."""
+    likely: Tensor | None = None
+    """(T, K) the likeliest tokens of the teachers with `top_k`, side by side,"""
+    likely_logp: Tensor | None = None
+    """(T, K) and what these teachers give them."""
     old_is_engines: bool = False
     """`old` is `behaviour`, so it says nothing about how far learner and engine are apart."""
     unmoved: bool = False

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plaudit.algo.tokens.columns import column_logprobs, likeliest
 from plaudit.algo.tokens.logprobs import token_logprobs_and_entropy
 from plaudit.core.model.attention import rows_at
 from plaudit.core.model.decoder import Decoder
@@ -64,6 +65,34 @@ def logprobs_and_entropy(
     )  # fmt: skip
     zeros = torch.zeros(len(responses.targets), device=logp.device)
     return zeros.index_put((own,), logp), zeros.index_put((own,), entropy)
+
+
+def column_logprobs_of(
+    decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, columns: Tensor
+) -> Tensor:
+    """(T, K): the log-probs of the tokens `columns` (T, K) in place of each response token, 0 where it is not the
+    policy's."""
+    own, head = responses.own, decoder.module.get_output_embeddings()  # type: ignore[operator]
+    logp = column_logprobs(
+        rows_at(hidden, responses.before[own]), head.weight, columns[own], head.bias, temperature,
+        None if decoder.plain_logits else decoder.finish,
+    )  # fmt: skip
+    return torch.zeros(columns.shape, device=logp.device).index_put((own,), logp)
+
+
+def likeliest_of(
+    decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, count: int, among: int
+) -> tuple[Tensor, Tensor]:
+    """(T, count) each: the likeliest tokens in place of each response token, of the first `among` of the vocabulary,
+    and their log-probs; 0 where it is not the policy's."""
+    own, head = responses.own, decoder.module.get_output_embeddings()  # type: ignore[operator]
+    tokens, logp = likeliest(
+        rows_at(hidden, responses.before[own]), head.weight, count, among, head.bias, temperature,
+        None if decoder.plain_logits else decoder.finish,
+    )  # fmt: skip
+    shape = (len(responses.targets), count)
+    ids = torch.zeros(shape, dtype=torch.long, device=logp.device).index_put((own,), tokens)
+    return ids, torch.zeros(shape, device=logp.device).index_put((own,), logp)
 
 
 def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[Tensor, Tensor]:

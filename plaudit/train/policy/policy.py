@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.algo.aggregate import token_weights
-from plaudit.algo.correction import importance_weights, mismatch
+from plaudit.algo.correction import importance_weights
 from plaudit.algo.kl import kl_loss
 from plaudit.algo.method import Drawn, PolicyTerms
 from plaudit.algo.methods import losses
+from plaudit.algo.methods.distill import top_k_kl, towards
 from plaudit.algo.methods.ppo import ratio_of, value_loss
 from plaudit.config import RlAlgorithm
 from plaudit.core.model.decoder import Decoder
@@ -21,6 +22,7 @@ from plaudit.records import Sample
 from plaudit.train.optim.sharding import let_go
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.forward import (
+    column_logprobs_of,
     hidden_of,
     logprobs_and_entropy,
     micro_batches,
@@ -91,21 +93,6 @@ class Policy:
             note()
         return tally.gathered(self.group)
 
-    def value_gradient(self, experience: Experience) -> Tally:
-        """Of a critic that shares the trunk, that of its head alone: the trunk, which is the policy's, has none."""
-        use_packed_attention(self.module)
-        tally, device = Tally(), self.decoder.device
-        weights = token_weights(experience.mask, experience.lengths, "token")
-        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
-            rows = experience.rows(batch.indices[0], batch.indices[-1])
-            responses = pack_responses([experience.samples[i] for i in batch.indices], device)
-            with torch.no_grad():
-                hidden = hidden_of(self.module, responses)
-            part = experience.select(batch.indices).on(device)
-            loss = self._value_loss(part, responses, hidden, send(weights[rows].numpy(), device), tally)
-            (self.value_coef * loss).backward()  # type: ignore[no-untyped-call]
-        return tally
-
     def _loss(
         self, part: Experience, weights: Tensor, value_weights: Tensor, kl_coef: float, tally: Tally
     ) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
@@ -119,7 +106,10 @@ class Policy:
         )
         mask, behaviour = part.mask, part.behaviour
         old = logp.detach() if part.old is None else part.old
-        terms = self.loss(Drawn(logp, old, part.advantages, mask, part.lengths), algorithm.clip)
+        advantages = part.advantages
+        if part.taught is not None:
+            advantages = advantages + towards(part.taught, old, algorithm.by_token())
+        terms = self.loss(Drawn(logp, old, advantages, mask, part.lengths), algorithm.clip)
         per_token = terms.loss
         if (c := algorithm.correction).mode != "none":
             correction, kept = importance_weights(old, behaviour, mask, part.lengths, c.mode, c.level, c.cap, c.floor)
@@ -135,21 +125,26 @@ class Policy:
             kl = (weights * kl_loss(logp, part.reference, how, through, ratio)).sum()
             loss = loss + kl_coef * kl
             tally.add("kl/loss", kl)
+        if part.likely is not None:
+            student = column_logprobs_of(self.decoder, responses, hidden, self.temperature, part.likely)
+            kls = top_k_kl(student, part.likely_logp, algorithm.by_top_k(), self.decoder.vocab_size)
+            loss = loss + (weights * kls).sum()
+            tally.mean("teacher/kl_top_k", kls.detach(), mask)
         if algorithm.entropy:
             loss = loss - algorithm.entropy * (weights * entropy).sum()
         if self.value_head is not None:
-            loss = loss + self.value_coef * self._value_loss(part, responses, hidden, value_weights, tally)
+            loss = loss + self.value_coef * self.value_loss(part, responses, hidden, value_weights, tally)
         seen = (terms._replace(loss=terms.loss.detach()), logp.detach(), old, entropy.detach(), mask)
         learners = old if not part.old_is_engines else logp.detach() if part.unmoved else None
 
         def note() -> None:
             self._note(tally, *seen)
             if learners is not None:
-                note_mismatch(tally, learners, behaviour, mask)
+                tally.mismatch(learners, behaviour, mask)
 
         return loss, note
 
-    def _value_loss(self, part: Experience, responses: Any, hidden: Tensor, weights: Tensor, tally: Tally) -> Tensor:
+    def value_loss(self, part: Experience, responses: Any, hidden: Tensor, weights: Tensor, tally: Tally) -> Tensor:
         assert self.value_head is not None
         assert part.values is not None
         assert part.returns is not None
@@ -166,15 +161,5 @@ class Policy:
         tally.largest("policy/ratio_max", ratio, mask)
         tally.smallest("policy/ratio_min", ratio, mask)
         tally.mean("policy/kl_old", old - logp, mask)
-        tally.mean("policy/clip_low", terms.clipped_low.float(), mask)
-        tally.mean("policy/clip_high", terms.clipped_high.float(), mask)
-        tally.mean("policy/clip_dual", terms.clipped_dual.float(), mask)
-
-
-def note_mismatch(tally: Tally, learners: Tensor, behaviour: Tensor, mask: Tensor) -> None:
-    own = int(mask.sum())
-    for name, value in mismatch(learners, behaviour, mask).items():
-        if name == "abs_max":
-            tally.largest(f"mismatch/{name}", torch.full_like(learners, value), mask)
-        else:
-            tally.weighted(f"mismatch/{name}", value, own)
+        for name in ("low", "high", "dual"):
+            tally.mean(f"policy/clip_{name}", getattr(terms, f"clipped_{name}").float(), mask)

@@ -8,10 +8,7 @@ that a critic with another history refuses. A checkpoint holds the name of the c
 from __future__ import annotations
 
 import json
-import os
-import random
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -29,12 +26,10 @@ from plaudit.serve.protocols.triton.request import HEADER, TritonReply, read_rep
 from plaudit.train.optim.optimizer import NotFinite
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.tally import Tally
-from plaudit.train.run.overdue import Warn, nobody, overdue
-from plaudit.train.run.signals import leave_on_signal, patience_left
+from plaudit.train.run.overdue import Warn, nobody
+from plaudit.train.run.patient import PatientHttp, error_of
 
 FILE = "critic.json"
-AGAIN = (408, 429, 503, 504)  # what time may mend
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between attempts
 ROWS = 512  # sequences in one request for values
 
 
@@ -47,17 +42,11 @@ class RemoteCritic:
         """`clip` and `vocabulary` are this run's, which the server must agree with. `warn` hears of a server that is
         waited for."""
         assert table.url is not None
-        self.warn = warn
-        self.url = table.url.rstrip("/")
-        self.patience = table.patience
-        headers = {}
-        if table.key_env is not None:
-            key = os.environ.get(table.key_env)
-            if key is None:
-                raise ConfigError(f"critic.key_env names {table.key_env}, which is not set: export {table.key_env}=…")
-            headers["Authorization"] = f"Bearer {key}"
-        # The address is the recipe's: redirects are not followed, and proxies of the environment not used.
-        self._http = httpx.Client(headers=headers, follow_redirects=False, trust_env=False)
+        self._http = PatientHttp(
+            "the critic", "critic", table.url, key_env=table.key_env, patience=table.patience,
+            cure="start `plaudit critic` there", warn=warn, failed=CriticFailed, refused=self._refused,
+        )  # fmt: skip
+        self.url = self._http.url
         self._run = secrets.token_hex(8)
         self._sent = 0
         try:
@@ -149,7 +138,7 @@ class RemoteCritic:
 
     def _infer(self, model: str, tensors: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> TritonReply:
         body, headers = write_request(tensors, parameters)
-        reply = self._send("POST", f"/v2/models/{model}/infer", body, headers)
+        reply = self._http.send("POST", f"/v2/models/{model}/infer", body, headers)
         try:
             return read_reply(reply.content, reply.headers.get(HEADER))
         except BadReply as error:
@@ -157,48 +146,14 @@ class RemoteCritic:
 
     def _json(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
         body = b"" if content is None else msgspec.json.encode(content)
-        reply = self._send(method, path, body, {"Content-Type": "application/json"})
+        reply = self._http.send(method, path, body, {"Content-Type": "application/json"})
         try:
             return msgspec.json.decode(reply.content, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise CriticFailed(f"{self.url}{path} is no JSON: is `plaudit critic` what listens there?") from None
 
-    def _send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
-        patience = patience_left(self.patience)
-        with leave_on_signal(), overdue("the critic", [self.url], patience, "critic.patience", self.warn):
-            return self._answered(method, path, body, headers, patience)
-
-    def _answered(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], patience: float
-    ) -> httpx.Response:
-        until = time.monotonic() + patience
-        pause = FIRST_PAUSE
-        while True:
-            left = until - time.monotonic()
-            try:
-                reply = self._http.request(
-                    method, self.url + path, content=body, headers={**headers, "X-Deadline": f"{left:.3f}"},
-                    timeout=httpx.Timeout(left, connect=min(left, 10.0)),
-                )  # fmt: skip
-                if reply.status_code == 200:
-                    return reply
-                why = _reason(reply)
-                if reply.status_code not in AGAIN:
-                    raise self._refused(reply, path, why)
-            except httpx.TransportError as error:
-                why = str(error) or type(error).__name__
-            except httpx.InvalidURL as error:
-                raise ConfigError(f"critic.url {self.url!r} is no address: {error}") from None
-            if time.monotonic() + pause >= until:
-                raise CriticFailed(
-                    f"the critic at {self.url} did not answer within {patience:g} s (critic.patience): {why}; "
-                    "start `plaudit critic` there, then --resume"
-                )
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE)
-
     def _refused(self, reply: httpx.Response, path: str, why: str) -> RunError:
-        if _type(reply) == "not_finite":
+        if error_of(reply).get("type") == "not_finite":
             return NotFinite(why)
         cure = {
             401: "set critic.key_env", 403: "set critic.key_env to the admin key's variable",
@@ -235,20 +190,3 @@ def _expected(reply: TritonReply, name: str, shape: tuple[int, ...]) -> np.ndarr
         got = "nothing" if values is None else f"shape {values.shape}, or numbers that are not finite"
         raise CriticFailed(f"the critic was asked for {name} of shape {shape} and gave {got}")
     return values
-
-
-def _error(reply: httpx.Response) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(reply.content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return {}
-    return body if isinstance(body, dict) else {}
-
-
-def _reason(reply: httpx.Response) -> str:
-    error = _error(reply).get("error", f"HTTP status {reply.status_code}")
-    return str(error.get("message")) if isinstance(error, dict) else str(error)
-
-
-def _type(reply: httpx.Response) -> str:
-    return str(_error(reply).get("type", ""))

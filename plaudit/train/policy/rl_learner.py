@@ -21,19 +21,20 @@ from plaudit.records import Batch, Sample
 from plaudit.train.optim.optimizer import NotFinite, Optimizer
 from plaudit.train.optim.repeatable import repeatable
 from plaudit.train.policy.advantages import estimate, shaped, usable
-from plaudit.train.policy.critic import Critic
+from plaudit.train.policy.critic import Critic, SharedCritic
 from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens
 from plaudit.train.policy.old_logprobs import OldLogprobs
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.reference import Reference
 from plaudit.train.policy.tally import Tally
+from plaudit.train.policy.teachers import Taught, Teachers
 from plaudit.train.run.clock import Clock
 
 
 class RlLearner:
     def __init__(
         self, recipe: RlRecipe, policy: Policy, optimizer: Optimizer, critic: Critic | None,
-        reference: Reference | None, clock: Clock,
+        reference: Reference | None, clock: Clock, teachers: Teachers | None = None,
     ) -> None:  # fmt: skip
         self.recipe = recipe
         self.algorithm = recipe.algorithm
@@ -41,6 +42,7 @@ class RlLearner:
         self.optimizer = optimizer
         self.critic = critic
         self.reference = reference
+        self.teachers = teachers
         self.clock = clock
         kl = recipe.algorithm.kl
         self.kl = AdaptiveKl(kl.coef, kl.target, kl.horizon)
@@ -86,6 +88,10 @@ class RlLearner:
         if self.reference is not None:
             with self.clock("reference"):
                 reference = self.reference.logprobs(samples)
+        taught = Taught()
+        if self.teachers is not None:
+            with self.clock("teachers"):
+                taught = self.teachers.read(samples)
         if self.critic is not None:
             with self.clock("values"):
                 values, after = self.critic.values(samples)
@@ -103,9 +109,9 @@ class RlLearner:
             _, kept = importance_weights(old, behaviour, mask, lengths, c.mode, c.level, c.cap, c.floor)
         experience = Experience(
             samples, mask, behaviour, estimated.advantages, old, reference, values, estimated.returns,
-            estimated.token_rewards, kept, old_is_engines=old is behaviour,
+            estimated.token_rewards, kept, *taught.arrays, old_is_engines=old is behaviour,
         )  # fmt: skip
-        return experience, self._describe(experience, rewards, own)
+        return experience, self._describe(experience, rewards, own) | taught.figures
 
     def _minibatch(self, experience: Experience, step: int) -> Tally:
         seen = Tally()
@@ -123,8 +129,8 @@ class RlLearner:
                         )
                     for name, value in self.optimizer.step(step).items():
                         seen.weighted(f"policy/{name}", value, 1)
-                elif self.policy.value_head is not None:  # the head alone learns while the policy waits
-                    seen = self.policy.value_gradient(experience)
+                elif isinstance(self.critic, SharedCritic):  # the head alone learns while the policy waits
+                    seen = self.critic.gradient(experience)
                     self.optimizer.step(step)
             if self.critic is not None:
                 with self.clock("critic"), self.repeatable():

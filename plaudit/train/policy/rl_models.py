@@ -1,11 +1,13 @@
-"""The models of an RL run: the policy, the reference it is held near, the critic."""
+"""The models of an RL run: the policy, the reference it is held near, its teachers, the critic."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from plaudit.config import RlRecipe
 from plaudit.config.supervised import PolicyModelTable
@@ -21,6 +23,8 @@ from plaudit.train.policy.critic import Critic, LocalCritic, SharedCritic
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.reference import Reference, WithoutAdapter
 from plaudit.train.policy.remote_critic import RemoteCritic
+from plaudit.train.policy.served_teacher import ServedTeacher
+from plaudit.train.policy.teachers import LocalTeacher, Teacher, Teachers, check_vocabulary
 from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.overdue import Warn
 from plaudit.train.run.ranks import Ranks
@@ -54,13 +58,47 @@ def new_reference(recipe: RlRecipe, policy: Policy, ranks: Ranks) -> Reference |
     if recipe.model.lora is not None:
         return WithoutAdapter(policy)
     assert recipe.model.path is not None
-    frozen = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device)).module
-    frozen.requires_grad_(False)
-    use_packed_attention(frozen)
+    loaded = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device))
+    return _frozen(loaded.module, recipe, ranks)
+
+
+def new_teachers(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, warn: Warn) -> Teachers | None:
+    """None without any. `tokenizer` is the policy's."""
+    tables = recipe.algorithm.teachers
+    if not tables:
+        return None
+    found: dict[str, Teacher] = {}
+    with ExitStack() as undo:
+        for name, table in tables.items():
+            if table.path is None:
+                found[name] = ServedTeacher(name, table, tokenizer, warn)
+            else:
+                found[name] = _local_teacher(name, table.path, table.top_k, recipe, tokenizer, ranks)
+            undo.callback(found[name].close)
+        undo.pop_all()
+    return Teachers(found, {name: table.top_k for name, table in tables.items()})
+
+
+def _local_teacher(
+    name: str, path: str, top_k: int, recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, ranks: Ranks
+) -> LocalTeacher:
+    loaded = load_policy(path, recipe.model.dtype, choose_device(recipe.model.device))
+    check_vocabulary(name, path, loaded.tokenizer, tokenizer)
+    if top_k > len(tokenizer):
+        raise ConfigError(
+            f"algorithm.teachers.{name}.top_k = {top_k}, and the vocabulary has {len(tokenizer)} tokens: take fewer"
+        )
+    return LocalTeacher(_frozen(loaded.module, recipe, ranks), len(tokenizer))
+
+
+def _frozen(module: nn.Module, recipe: RlRecipe, ranks: Ranks) -> Policy:
+    """A model that is read as the policy is, and learns nothing."""
+    module.requires_grad_(False)
+    use_packed_attention(module)
     if ranks.mesh is not None:
-        Shards(frozen, ranks)
+        Shards(module, ranks)
     return Policy(
-        Decoder(frozen, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
+        Decoder(module, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
         max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens, group=ranks.data,
     )  # fmt: skip
 

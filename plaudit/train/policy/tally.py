@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from plaudit.algo.correction import mismatch
 from plaudit.train.run.ranks import Group
 
 
@@ -34,6 +35,14 @@ class Tally:
 
     def largest(self, name: str, values: Tensor, mask: Tensor) -> None:
         self._highest.setdefault(name, []).append(torch.where(mask, values, -torch.inf).max())
+
+    def mismatch(self, learners: Tensor, behaviour: Tensor, mask: Tensor) -> None:
+        """How far the learner's log-probs and the engine's are apart."""
+        for name, value in mismatch(learners, behaviour, mask).items():
+            if name == "abs_max":
+                self.largest(f"mismatch/{name}", torch.full_like(learners, value), mask)
+            else:
+                self.weighted(f"mismatch/{name}", value, int(mask.sum()))
 
     def sum(self, name: str) -> float:
         return sum(part.item() for part in self._sums.get(name, ()))

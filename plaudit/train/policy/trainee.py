@@ -1,4 +1,4 @@
-"""What learns, in this process: the policy with its optimizer, the critic, the reference, and the learner over them."""
+"""What learns, in this process: policy and optimizer, critic, reference, teachers, and the learner over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from plaudit.train.policy import lora
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.remote_critic import RemoteCritic
 from plaudit.train.policy.rl_learner import RlLearner
-from plaudit.train.policy.rl_models import load_trained, new_critic, new_reference, value_head
+from plaudit.train.policy.rl_models import load_trained, new_critic, new_reference, new_teachers, value_head
+from plaudit.train.policy.teachers import Teachers
 from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.overdue import Warn
@@ -52,9 +53,13 @@ class Trainee:
             module.requires_grad_(False)
             self.optimizer = ShardedOptimizer(self.shards, recipe.train)
         self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), ranks, checkpoint, warn)
+        self.teachers: Teachers | None = None
         try:
             self.reference = new_reference(recipe, self.policy, ranks)
-            self.learner = RlLearner(recipe, self.policy, self.optimizer, self.critic, self.reference, clock)
+            self.teachers = new_teachers(recipe, self.loaded.tokenizer, ranks, warn)
+            self.learner = RlLearner(
+                recipe, self.policy, self.optimizer, self.critic, self.reference, clock, self.teachers
+            )
             if checkpoint is not None:
                 self._restore(checkpoint)
         except BaseException:
@@ -102,3 +107,5 @@ class Trainee:
     def close(self) -> None:
         if isinstance(self.critic, RemoteCritic):
             self.critic.close()
+        if self.teachers is not None:
+            self.teachers.close()

@@ -1,0 +1,137 @@
+"""The teachers of on-policy distillation: what they think of the tokens that the policy has written.
+
+A teacher that gives no finite number for a token ends the run: a missing rating is never taken for 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from plaudit.core.model.packing import use_packed_attention
+from plaudit.errors import ConfigError, RunError
+from plaudit.records import Sample
+from plaudit.train.optim.sharding import let_go
+from plaudit.train.policy.experience import flat, own_tokens
+from plaudit.train.policy.forward import hidden_of, likeliest_of, micro_batches, pack_responses
+from plaudit.train.policy.policy import Policy
+
+
+class Teacher(Protocol):
+    @property
+    def module(self) -> nn.Module | None:
+        """Its weights, where they are in this process."""
+
+    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        """(T,) of the response tokens, at the temperature of the sampling."""
+
+    def likeliest(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor]:
+        """(T, count) each: the tokens that it would rather write there, and their log-probs."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What an `Experience` has of teachers, in its order, and figures of it."""
+
+    arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class Teachers:
+    """By name; `top_k` has how many tokens each rates, 0 for the sampled one."""
+
+    def __init__(self, teachers: Mapping[str, Teacher], top_k: Mapping[str, int]) -> None:
+        self.teachers = teachers
+        self.top_k = top_k
+
+    def read(self, samples: Sequence[Sample]) -> Taught:
+        rated: list[Tensor] = []
+        tokens: list[Tensor] = []
+        logps: list[Tensor] = []
+        figures = {}
+        own, drawn = own_tokens(samples), flat(samples, "logprobs")
+        for name, teacher in self.teachers.items():
+            if count := self.top_k[name]:
+                likely, logp = teacher.likeliest(samples, count)
+                tokens.append(likely)
+                logps.append(_sound(name, logp))
+            else:
+                logp = _sound(name, teacher.logprobs(samples))
+                rated.append(logp)
+                figures[f"teacher/{name}/kl"] = (drawn - logp)[own].mean().item()
+        return Taught(
+            (
+                torch.stack(rated, -1) if rated else None, torch.cat(tokens, -1) if tokens else None,
+                torch.cat(logps, -1) if logps else None,
+            ),
+            figures,
+        )  # fmt: skip
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The weights that are in this process."""
+        return [teacher.module for teacher in self.teachers.values() if teacher.module is not None]
+
+    def close(self) -> None:
+        for teacher in self.teachers.values():
+            teacher.close()
+
+
+class LocalTeacher:
+    """A model of this process that learns nothing."""
+
+    def __init__(self, policy: Policy, vocabulary: int) -> None:
+        """`policy` reads it; `vocabulary` is how many tokens there are to choose among, which a head may exceed."""
+        self.policy = policy
+        self.module = policy.module
+        self.vocabulary = vocabulary
+
+    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        return self.policy.logprobs(samples)
+
+    @torch.no_grad()
+    def likeliest(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor]:
+        policy = self.policy
+        use_packed_attention(policy.module)
+        tokens, logps = [], []
+        for batch in micro_batches(samples, policy.micro_batch_tokens, policy.group):
+            responses = pack_responses([samples[i] for i in batch.indices], policy.decoder.device)
+            hidden = hidden_of(policy.module, responses)
+            likely, logp = likeliest_of(
+                policy.decoder, responses, hidden, policy.temperature, count, self.vocabulary
+            )  # fmt: skip
+            if batch.counts:
+                tokens.append(likely.flatten())  # what ranks put together is flat
+                logps.append(logp.flatten())
+        let_go(policy.module)
+        return tuple(policy.group.concatenate(parts).view(-1, count) for parts in (tokens, logps))  # type: ignore[return-value]
+
+    def close(self) -> None: ...
+
+
+def check_vocabulary(name: str, path: str, theirs: PreTrainedTokenizerFast, ours: PreTrainedTokenizerFast) -> None:
+    """A teacher rates token ids: each must be the same token to both."""
+    mine, others = ({id: token for token, id in of.get_vocab().items()} for of in (ours, theirs))
+    for id in sorted(mine.keys() | others.keys()):
+        if mine.get(id) != others.get(id):
+            raise ConfigError(
+                f"algorithm.teachers.{name}: {path} has another vocabulary, of {len(others)} tokens to the policy's "
+                f"{len(mine)}: token {id} is {others.get(id)!r} there and {mine.get(id)!r} here; a teacher rates the "
+                "policy's own tokens: take one with the policy's tokenizer"
+            )
+
+
+def _sound(name: str, logp: Tensor) -> Tensor:
+    if not logp.isfinite().all():
+        raise RunError(
+            f"the teacher {name} gave log-probs that are no finite numbers: check algorithm.teachers.{name}, then "
+            "--resume"
+        )
+    return logp
