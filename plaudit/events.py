@@ -33,6 +33,7 @@ Kind = Literal["metric", "span", "memory", "sample", "note", "plan", "proof"]
 Event = dict[str, Any]
 
 START, RESUME, CHANGED, WARNING, END = "start", "resume", "changed", "warning", "end"
+VERIFIED = "verified.json"  # beside the log: what `plaudit verify` said last
 
 
 class EventLog:

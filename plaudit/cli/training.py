@@ -174,10 +174,12 @@ def verify(
     """Make steps of a run again from its last checkpoint before them, and compare every bit with its log."""
     from tempfile import TemporaryDirectory
 
+    from plaudit.rl.verify import keep
     from plaudit.rl.verify import verify as make_again
 
     with TemporaryDirectory(prefix="plaudit-verify-") as scratch:
         verdict = make_again(run, Path(scratch), step)
+    keep(verdict, run)
     typer.echo(f"{run.name}: {verdict.text}")
     raise typer.Exit(0 if verdict.equal else 1)
 

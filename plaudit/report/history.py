@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plaudit.events import CHANGED, END, START, Event
+from plaudit.report.certificate import proof, verdict_of
 from plaudit.report.curve import Curve
 from plaudit.report.memory import Timeline, timelines
 from plaudit.report.source import run_events
@@ -62,6 +63,8 @@ class History:
     """Settings with which a resumed run went on, other than those it was begun with."""
     finished: bool = False
     """Whether its last process came to the end; else it is at work still, or was stopped."""
+    proof: Sequence[str] = ()
+    """Its hashes, and what `plaudit verify` said, in sentences."""
 
     @property
     def steps(self) -> int:
@@ -148,7 +151,9 @@ class History:
 
 
 def read_history(run: Path) -> History:
-    return history_of(run.resolve().name, run_events(run))
+    history = history_of(run.resolve().name, run_events(run))
+    verified = verdict_of(run)
+    return replace(history, proof=[*history.proof, verified]) if verified else history
 
 
 def history_of(name: str, events: Sequence[Event]) -> History:
@@ -191,4 +196,5 @@ def history_of(name: str, events: Sequence[Event]) -> History:
         evaluation=plan.get("evaluation", {}),
         changes=changes,
         finished=finished,
+        proof=[words] if (words := proof(events, curves.get("mismatch/abs_max"))) else (),
     )

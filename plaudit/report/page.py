@@ -73,6 +73,7 @@ def _run(run: History) -> dict[str, Any]:
         "seconds": run.seconds,
         "severity": severity,
         "verdict": summary,
+        "proof": run.proof,
         "findings": [asdict(finding) for finding in findings],
         "curves": {name: _points(run, name) for name in run.curves},
         "times": run.time_split(),

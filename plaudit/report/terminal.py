@@ -117,6 +117,8 @@ def _print_diagnosis(run: History, console: Console) -> None:
     findings = diagnose(run)
     severity, summary = verdict(run, findings)
     console.print(Text.assemble(f"{run.name}: ", (summary, COLOURS[severity])), soft_wrap=True)
+    for sentence in run.proof:
+        console.print(Text(f"  {sentence}", "dim"), soft_wrap=True)
     for finding in findings:
         if finding.severity != "fine":
             heading = (f"  {finding.rule}: ", COLOURS[finding.severity])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from plaudit.config import RlRecipe
 from plaudit.config.recipe import parse_recipe
 from plaudit.config.table import read_toml
 from plaudit.errors import BadCheckpoint, RunError
-from plaudit.events import read_events
+from plaudit.events import VERIFIED, read_events
+from plaudit.output import write_atomically
 from plaudit.records import Item, Sample, Score
 from plaudit.reward.reward import Result
 from plaudit.rl.follower import NoViewer
@@ -62,6 +64,12 @@ def verify(directory: Path, out: Path, step: int | None = None) -> Verdict:
     origin = "the start" if start is None else start.path.name
     span = f"step {target}" if first == target else f"steps {first} to {target}"
     return Verdict(True, f"equal to the bit: {span}, made again from {origin}: {', '.join([*parts, numbers])}; {by}")
+
+
+def keep(verdict: Verdict, directory: Path) -> None:
+    """Beside the run, for its report."""
+    kept = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "text": verdict.text}
+    write_atomically(directory / VERIFIED, json.dumps(kept, indent=1) + "\n")
 
 
 def _recipe(directory: Path) -> RlRecipe:

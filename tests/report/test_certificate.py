@@ -1,0 +1,51 @@
+"""A run's proof in its report: hashes, agreement of engine and learner, and the last word of `plaudit verify`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from plaudit.events import VERIFIED, EventLog
+from plaudit.report.history import read_history
+from plaudit.report.page import render_page
+from plaudit.report.terminal import print_report
+from plaudit.rl.verify import Verdict, keep
+
+
+def made(directory: Path, *, apart: float, hashed: bool = True) -> Path:
+    directory.mkdir()
+    events = EventLog(directory)
+    for step in (1, 2):
+        events.metric({"reward/mean": 0.5, "mismatch/abs_max": apart * step}, step=step)
+        if hashed:
+            events.write("proof", step=step, hashes={"weights": f"abc{step}", "by": "x86_64"})
+    events.close()
+    return directory
+
+
+def test_the_report_shows_hashes_agreement_and_the_verdict(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", apart=0.0)
+    line = (
+        "Proof: 2 steps hashed; weights abc2 at step 2; log-probs of engine and learner equal to the bit in every step"
+    )
+    assert read_history(run).proof == [line]
+    keep(Verdict(True, "equal to the bit: step 2, made again from the start"), run)
+    history = read_history(run)
+    assert history.proof[1].startswith("verified 20")
+    assert history.proof[1].endswith(": equal to the bit: step 2, made again from the start")
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_report([history], console)
+    shown = console.export_text()
+    page = render_page([history])
+    assert all(sentence in shown and sentence in page for sentence in history.proof)
+
+
+def test_what_differs_is_said_with_its_size_and_what_is_missing_is_left_out(tmp_path: Path) -> None:
+    (words,) = read_history(made(tmp_path / "cpu", apart=1e-7)).proof
+    assert words.endswith("log-probs of engine and learner apart by at most 2.0e-07 a token")
+    bare = made(tmp_path / "bare", apart=0.0, hashed=False)
+    assert not read_history(bare).proof
+    (bare / VERIFIED).write_text("{")
+    assert read_history(bare).proof == [f"{VERIFIED} cannot be read; `plaudit verify {bare}` writes it anew"]
