@@ -45,15 +45,15 @@ class ServedTeacher:
             raise
 
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        found: list[float] = []
+        logps: list[float] = []
         for at in range(0, len(samples), ROWS):
             part = samples[at : at + ROWS]
             rows = [[*sample.prompt_ids, *sample.token_ids] for sample in part]
-            # The first entry belongs to the prompt's last token, and is empty: nothing is asked before it.
+            # The first entry belongs to the prompt's last token, and is empty: nothing is read before it.
             starts = [len(sample.prompt_ids) - 1 for sample in part]
             for sample, entries in zip(part, self._entries(rows, starts), strict=True):
-                found += [entry[0] for entry in self._checked(entries[1:], sample.token_ids)]
-        return torch.where(own_tokens(samples), torch.tensor(found, dtype=torch.float32), 0.0)
+                logps += [entry[0] for entry in self._checked(entries[1:], sample.token_ids)]
+        return torch.where(own_tokens(samples), torch.tensor(logps, dtype=torch.float32), 0.0)
 
     def likeliest(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("TeacherTable refuses top_k for a server")
@@ -89,9 +89,9 @@ class ServedTeacher:
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """By the texts of tokens spread over the vocabulary: a server has no list of all."""
         size = len(tokenizer)
-        asked = sorted({i * (size - 1) // (PROBES * PROBE_TOKENS - 1) for i in range(PROBES * PROBE_TOKENS)})
-        # The first entry of a row is empty: each row begins with a token that is not asked for.
-        rows = [[0, *asked[at : at + PROBE_TOKENS]] for at in range(0, len(asked), PROBE_TOKENS)]
+        probed = sorted({i * (size - 1) // (PROBES * PROBE_TOKENS - 1) for i in range(PROBES * PROBE_TOKENS)})
+        # The first entry of a row is empty: each row begins with a token that is not compared.
+        rows = [[0, *probed[at : at + PROBE_TOKENS]] for at in range(0, len(probed), PROBE_TOKENS)]
         for row, entries in zip(rows, self._entries(rows, [0] * len(rows), named=True), strict=True):
             for token, (_, _, text) in zip(row[1:], self._checked(entries[1:], row[1:]), strict=True):
                 if text != (mine := tokenizer.decode([token])):
