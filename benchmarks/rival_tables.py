@@ -1,4 +1,4 @@
-"""The tables of docs/ that show a rival's figures, made of the files in benchmarks/results.
+"""The tables of README and docs/ that show a rival's figures, made of the files in benchmarks/results.
 
     python benchmarks/rival_tables.py [--write]
 
@@ -16,6 +16,7 @@ from typing import Any
 from search_tables import read, table, throughput
 
 DOCS = Path(__file__).parents[1] / "docs"
+README = DOCS.parent / "README.md"
 Record = dict[str, Any]
 NAMES = {
     "fastapi": "FastAPI", "pytriton": "PyTriton", "transformers": "transformers", "trl": "TRL", "vllm": "vLLM",
@@ -216,6 +217,31 @@ def encoders(record: Record) -> str:
     return table(heads, rows)
 
 
+def front() -> str:
+    """README's four numbers."""
+    seeds = [seed["heldout"] for seed in read("smollm2-grpo.json")["seeds"].values()]
+    before, after = (sum(curve[at][2] for curve in seeds) / len(seeds) for at in (0, -1))
+    seconds = max(curve[-1][1] for curve in seeds)
+    here = [x for x in read("rl_vs_trl.json")["rows"] if x["part"] == "throughput" and x["threads"] == 2]
+    rate = {x["side"]: x["samples_per_second"] for x in here}
+    served: dict[str, float] = {}
+    for x in read("serving.json")["rows"]:
+        if x["load"] == "groups":
+            served[x["server"]] = max(served.get(x["server"], 0.0), x["samples/s"])
+    apart = read("exact_training_gpu.json")["results"]["smollm2-grpo"]
+    rows = [
+        (f"{percent(before)} → {percent(after)} right answers in {seconds:.0f} s",
+         "SmolLM2-135M, GRPO, 100 steps on one H200, three seeds ([how](docs/benchmarks/smollm2.md))"),
+        (f"{rate['plaudit'] / rate['trl']:.1f} × the samples/s of TRL",
+         "the same GRPO step on two CPU cores, losses and gradients equal ([how](docs/benchmarks/rl.md))"),
+        (f"{served['plaudit'] / served['pytriton']:.1f} × the samples/s of PyTriton",
+         "a reward model, eight responses to a prompt, two CPU cores ([how](docs/benchmarks/serving.md))"),
+        (f"{apart['mismatch_max']:g} between engine and trainer",
+         f"largest difference of a log-prob in {apart['steps']} steps of that GRPO, bf16 ([proof](docs/proof.md))"),
+    ]  # fmt: skip
+    return table(("measured", "with"), rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file: the page, what makes the table
     "core_gpu": ("benchmarks/core.md", core_gpu),
     "core_ablation_cuda": ("benchmarks/core.md", core_ablation),
@@ -259,7 +285,7 @@ def pages() -> dict[Path, str]:
     for name, (page, make) in TABLES.items():
         record, path = read(f"{name}.json"), DOCS / page
         made[path] = put(made.get(path) or path.read_text(), f"{make(record)}\n{source(name, record)}")
-    return made
+    return made | {README: put(README.read_text(), front())}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
