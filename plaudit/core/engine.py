@@ -70,8 +70,10 @@ class Engine:
         if not 1 <= max_running <= budget:
             raise RequestError(f"max_running {max_running} must be from 1 to the budget of {budget} tokens a step")
         self.budget = budget
-        max_running, held = keep_states(self.backend, kv_bytes, max_running, state_every)
-        blocks = blocks_for(self.decoder, self.backend.block_size, kv_bytes, max_running, self.backend.spare, held)
+        max_running, state_bytes = keep_states(self.backend, kv_bytes, max_running, state_every)
+        blocks = blocks_for(
+            self.decoder, self.backend.block_size, kv_bytes, max_running, self.backend.spare, state_bytes
+        )
         self._runner = Runner(
             self.decoder, self.backend, blocks, budget=budget, max_running=max_running, look_every=look_every,
             window=window, tokenizer=tokenizer,

@@ -16,11 +16,11 @@ SIZE, TOLERANCE = 256, 1e-3  # relative; TF32 has ten bits
 
 
 def devices() -> Iterator[Finding]:
-    found = f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+    detail = f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
     if _product_is_right("cpu"):
-        yield ok("devices", f"{found}, products on the CPU are right")
+        yield ok("devices", f"{detail}, products on the CPU are right")
     else:
-        yield failed("devices", f"{found}: a product on the CPU is wrong", "install torch anew, or test the memory")
+        yield failed("devices", f"{detail}: a product on the CPU is wrong", "install torch anew, or test the memory")
     gpus = gpus_here()
     if not gpus.there and any(Path(driver).exists() for driver in DRIVERS):
         why = f"this torch is built for CUDA {gpus.cuda}" if gpus.cuda else "this torch is built without CUDA"
@@ -42,14 +42,14 @@ def _gpu(index: int) -> Finding:
         return failed("devices", str(error), "set CUDA_VISIBLE_DEVICES to others")
     except RuntimeError as error:
         return failed("devices", f"{device} ({gpu.name}): {str(error).splitlines()[0]}", "nvidia-smi shows its state")
-    found = f"{device} ({gpu.name}), {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
+    detail = f"{device} ({gpu.name}), {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
     if not right:
         return failed(
-            "devices", f"{found}: a product is wrong", "leave it out with CUDA_VISIBLE_DEVICES, and have it seen to"
+            "devices", f"{detail}: a product is wrong", "leave it out with CUDA_VISIBLE_DEVICES, and have it seen to"
         )
     if free < whole / 2:
-        return warning("devices", found, "another process holds the rest: nvidia-smi names it")
-    return ok("devices", f"{found}, products are right")
+        return warning("devices", detail, "another process holds the rest: nvidia-smi names it")
+    return ok("devices", f"{detail}, products are right")
 
 
 def _product_is_right(device: str) -> bool:

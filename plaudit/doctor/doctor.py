@@ -109,13 +109,13 @@ def _told(name: str, probe: Probe, seconds: float) -> Iterator[Finding]:
 
 def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
     """Those of torchrun, of which this process is one; else as many as there are GPUs, and two at least."""
-    told = {SECONDS: str(seconds), LOCAL: json.dumps([asdict(each) for each in local])}
+    settings = {SECONDS: str(seconds), LOCAL: json.dumps([asdict(each) for each in local])}
     with tempfile.TemporaryDirectory(prefix="plaudit-doctor-") as scratch:
         if "RANK" in os.environ:
-            probes = {os.environ["RANK"]: Probe.start("plaudit.doctor.rank", environment=told)}
+            probes = {os.environ["RANK"]: Probe.start("plaudit.doctor.rank", environment=settings)}
         else:
             world = max(2, _gpus())
-            place = {**told, STORE: str(Path(scratch) / "store"), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+            place = {**settings, STORE: str(Path(scratch) / "store"), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
             probes = {
                 rank: Probe.start("plaudit.doctor.rank", environment={**place, "RANK": rank, "LOCAL_RANK": rank})
                 for rank in map(str, range(world))
@@ -123,7 +123,7 @@ def _ranks(seconds: float, local: Sequence[Finding]) -> Iterator[Finding]:
         finish(list(probes.values()), seconds)
     for rank, probe in probes.items():
         said = [json.loads(line) for line in probe.lines]
-        yield from (Finding(**found) for each in said for found in each.get("findings", ()))
+        yield from (Finding(**finding) for each in said for finding in each.get("findings", ()))
         stages = [each["stage"] for each in said]
         done = stages[-1:] == ["done"]
         if probe.late and not done:

@@ -18,7 +18,7 @@ class Finding:
 
     check: str
     status: Status
-    found: str
+    detail: str
     cure: str = ""
     host: str = ""
 
@@ -33,16 +33,16 @@ class Finding:
     def line(self) -> str:
         where = f"on {self.host}: " if self.host else ""
         cure = f"; {self.cure}" if self.cure else ""
-        return f"{self.status:<8} {self.check:<9} {where}{self.found}{cure}"
+        return f"{self.status:<8} {self.check:<9} {where}{self.detail}{cure}"
 
 
-def ok(check: str, found: str) -> Finding:
-    return Finding(check, "ok", found)
+def ok(check: str, detail: str) -> Finding:
+    return Finding(check, "ok", detail)
 
 
-def warning(check: str, found: str, cure: str) -> Finding:
-    return Finding(check, "warning", found, cure)
+def warning(check: str, detail: str, cure: str) -> Finding:
+    return Finding(check, "warning", detail, cure)
 
 
-def failed(check: str, found: str, cure: str) -> Finding:
-    return Finding(check, "failed", found, cure)
+def failed(check: str, detail: str, cure: str) -> Finding:
+    return Finding(check, "failed", detail, cure)

@@ -26,12 +26,12 @@ BLOCK = os.urandom(2**20)
 
 
 def versions() -> Iterator[Finding]:
-    found = f"plaudit {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    detail = f"plaudit {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     if sys.version_info[:2] in PYTHONS:
-        yield ok("versions", found)
+        yield ok("versions", detail)
     else:
         named = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        yield failed("versions", found, f"make an environment with Python {named}")
+        yield failed("versions", detail, f"make an environment with Python {named}")
     if sys.platform != "linux":
         yield warning("versions", f"{platform.system()} is not Linux", "docs/platforms.md says what runs here")
     try:
@@ -75,11 +75,11 @@ def _version(package: str) -> str | None:
 def memory() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free, why = _free_memory()
-    found = f"{cores} CPU core(s)" + ("" if free is None else f", {_size(free)} of memory free{why}")
+    detail = f"{cores} CPU core(s)" + ("" if free is None else f", {_size(free)} of memory free{why}")
     if free is not None and free < LEAST_MEMORY:
-        yield warning("memory", found, f"end other programs: the smallest recipes need {_size(LEAST_MEMORY)}")
+        yield warning("memory", detail, f"end other programs: the smallest recipes need {_size(LEAST_MEMORY)}")
     else:
-        yield ok("memory", found)
+        yield ok("memory", detail)
 
 
 def _free_memory() -> tuple[int | None, str]:
@@ -113,12 +113,12 @@ def disk() -> Iterator[Finding]:
             yield failed("disk", f"{where}: {error.strerror or error}", cure)
             continue
         free = shutil.disk_usage(directory).free
-        found = f"{where}: written and read, {_size(free)} free"
+        detail = f"{where}: written and read, {_size(free)} free"
         # Shared memory holds one copy of the weights, which is small for small models.
         if free < (LEAST_DISK if what != "shared memory" else 2**28):
-            yield warning("disk", found, "free some space: checkpoints and models are written there")
+            yield warning("disk", detail, "free some space: checkpoints and models are written there")
         else:
-            yield ok("disk", found)
+            yield ok("disk", detail)
 
 
 def _write_and_read(directory: Path) -> None:

@@ -56,12 +56,12 @@ def _compare(everyone: Group) -> Iterator[Finding]:
     """What the ranks say of themselves, and their clocks."""
     local = [Finding(**each) for each in json.loads(os.environ.get(LOCAL, "[]"))]
     versions = f"plaudit {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    told = everyone.gather_values((socket.gethostname(), versions, local), tuple[str, str, list[Finding]])
-    hosts = [host for host, _, _ in told]
-    if other := [rank for rank, (_, version, _) in enumerate(told) if version != told[0][1]]:
-        named = ", ".join(f"rank {rank} on {hosts[rank]} has {told[rank][1]}" for rank in other)
-        yield failed("ranks", f"rank 0 has {told[0][1]}; {named}", "install the same versions on all machines")
-    for rank, (host, _, findings) in enumerate(told):
+    answers = everyone.gather_values((socket.gethostname(), versions, local), tuple[str, str, list[Finding]])
+    hosts = [host for host, _, _ in answers]
+    if other := [rank for rank, (_, version, _) in enumerate(answers) if version != answers[0][1]]:
+        named = ", ".join(f"rank {rank} on {hosts[rank]} has {answers[rank][1]}" for rank in other)
+        yield failed("ranks", f"rank 0 has {answers[0][1]}; {named}", "install the same versions on all machines")
+    for rank, (host, _, findings) in enumerate(answers):
         if rank:
             yield from (replace(each, host=host) for each in findings if each.status != "ok")
     offsets = _clock_offsets(everyone)
@@ -78,9 +78,9 @@ def _clock_offsets(everyone: Group) -> list[float]:
         for _ in range(REPEATS):
             if everyone.index == 0:
                 asked = time.time()
-                told = _exchange(torch.zeros(1, dtype=torch.float64), other, first=True)
+                theirs = _exchange(torch.zeros(1, dtype=torch.float64), other, first=True)
                 answered = time.time()
-                tries.append((answered - asked, float(told) - (asked + answered) / 2))
+                tries.append((answered - asked, float(theirs) - (asked + answered) / 2))
             elif everyone.index == other:
                 dist.recv(now := torch.zeros(1, dtype=torch.float64), 0)
                 dist.send(now.fill_(time.time()), 0)
@@ -149,7 +149,7 @@ def _exchange(value: Tensor, other: int, *, first: bool, group: Any = None) -> T
 
 
 def _judged(check: str, everyone: Group, mine: Rates, hosts: Sequence[str], of: int | None = None) -> Iterator[Finding]:
-    rates = [each for told in everyone.gather_values(mine, list[tuple[int, int, float]]) for each in told]
+    rates = [each for answers in everyone.gather_values(mine, list[tuple[int, int, float]]) for each in answers]
     yield from judged(check, rates, hosts, of or everyone.size)
 
 

@@ -26,8 +26,8 @@ def test_findings_are_lines_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyP
         line.split()[:2] in (["ok", "disk"], ["ok", "clock"], ["warning", "disk"]) for line in done.stdout.splitlines()
     )
     told = json.loads(plaudit_here("doctor", "versions", "--json", "--timeout", "240").stdout)["findings"]
-    assert f"Python {sys.version.split()[0]}" in told[0]["found"]
-    assert [each for each in told if each["check"] == "versions" and "torch 2" in each["found"]]
+    assert f"Python {sys.version.split()[0]}" in told[0]["detail"]
+    assert [each for each in told if each["check"] == "versions" and "torch 2" in each["detail"]]
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
 
@@ -42,25 +42,25 @@ def test_a_check_that_hangs_is_given_up_and_said_so(tmp_path: Path, monkeypatch:
     (tmp_path / "hangs.py").write_text("import threading; threading.Event().wait()")
     probe = Probe.start("hangs")
     finish([probe], 1.0)
-    (found,) = doctor._told("disk", probe, 1.0)
-    assert (found.check, found.status) == ("disk", "failed")
-    assert found.found == "no answer within 1 s"
-    assert "--timeout" in found.cure
+    (finding,) = doctor._told("disk", probe, 1.0)
+    assert (finding.check, finding.status) == ("disk", "failed")
+    assert finding.detail == "no answer within 1 s"
+    assert "--timeout" in finding.cure
     assert probe.process.returncode is not None, "it was ended"
 
 
 def test_a_check_that_breaks_is_a_failure_with_its_last_words() -> None:
     probe = Probe.start("plaudit.doctor.probe", "none")
     finish([probe], 240)
-    (found,) = doctor._told("none", probe, 240)
-    assert (found.status, found.found) == ("failed", "the check itself failed: KeyError: 'none'")
+    (finding,) = doctor._told("none", probe, 240)
+    assert (finding.status, finding.detail) == ("failed", "the check itself failed: KeyError: 'none'")
 
 
 def test_a_port_in_use_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(machine, "SERVE_PORT", taken.getsockname()[1])
-        (found,) = [each for each in machine.ports() if str(taken.getsockname()[1]) in each.found]
-    assert (found.status, found.cure) == ("warning", "plaudit serve --port takes another")
+        (finding,) = [each for each in machine.ports() if str(taken.getsockname()[1]) in each.detail]
+    assert (finding.status, finding.cure) == ("warning", "plaudit serve --port takes another")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -72,15 +72,15 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
-    (found,) = [each for each in machine.disk() if each.status == "failed"]
-    assert "No such file or directory" in found.found
-    assert found.cure == "set TMPDIR to a directory that can be written"
+    (finding,) = [each for each in machine.disk() if each.status == "failed"]
+    assert "No such file or directory" in finding.detail
+    assert finding.cure == "set TMPDIR to a directory that can be written"
 
 
 def _is_refused() -> None:
-    (found,) = [each for each in machine.disk() if each.status == "failed"]
-    assert "Permission denied" in found.found
-    assert "--out" in found.cure
+    (finding,) = [each for each in machine.disk() if each.status == "failed"]
+    assert "Permission denied" in finding.detail
+    assert "--out" in finding.cure
 
 
 def test_packages_that_miss_or_are_too_old_are_named() -> None:
@@ -123,12 +123,12 @@ def test_slow_and_broken_links_are_named() -> None:
     hosts = ["a", "a", "b", "b"]
     rates = [(0, 1, 9e9), (2, 3, 9e9), (0, 2, 1e9), (0, 3, 1e9), (1, 2, 0.2e9), (1, 3, 1e9)]
     findings = list(judged("gloo", rates, hosts, 4))
-    assert [(each.status, each.found) for each in findings] == [
+    assert [(each.status, each.detail) for each in findings] == [
         ("warning", "between rank 1 on a and rank 2 on b 0.20 GB/s, under half of 1.00 GB/s of others"),
         ("ok", "4 rank(s) on 2 machine(s): 6 pair(s), the slowest 1-2 at 0.20 GB/s"),
     ]
     broken = list(judged("nccl", [(0, 1, 0.0)], hosts[:2], 2))
-    assert broken[0].found == "between rank 0 on a and rank 1 on a bytes are changed on the way"
+    assert broken[0].detail == "between rank 0 on a and rank 1 on a bytes are changed on the way"
     assert "NCCL_SOCKET_IFNAME" in next(judged("nccl", rates, hosts, 4)).cure
 
 

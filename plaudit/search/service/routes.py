@@ -23,8 +23,8 @@ from plaudit.search.questions.equivalence import open_equivalence
 from plaudit.search.questions.questions import Question
 from plaudit.search.questions.reading import AnswerReading
 from plaudit.search.runner import Outcome
-from plaudit.search.service.asked import SearchAsk, read_search, read_searched_chat, recipe_of
 from plaudit.search.service.running import RunningSearch
+from plaudit.search.service.search_request import SearchRequest, read_search, read_searched_chat, recipe_of
 from plaudit.search.service.served_models import LoopCalls, ServedJudge, ServedPolicy
 from plaudit.serve.handle import ModelHandle
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
@@ -58,9 +58,9 @@ class SearchRoutes:
         return [native, chat]
 
     async def search(self, request: Request) -> Reply:
-        ask = read_search(request.fields())
-        search, about = await self._begin(request, ask)
-        if ask.stream:
+        wanted = read_search(request.fields())
+        search, about = await self._begin(request, wanted)
+        if wanted.stream:
             return await _stream(self._events(request, search, about))
         try:
             return Reply.json(self._result(request, search, await search.outcome(), about))
@@ -68,11 +68,11 @@ class SearchRoutes:
             search.calls.stop()
 
     async def chat(self, request: Request) -> Reply:
-        ask = read_searched_chat(request.fields())
-        search, about = await self._begin(request, ask)
-        if ask.stream:
-            assert ask.chat is not None
-            return await _stream(self._chunks(request, search, about, ask.chat.with_usage))
+        wanted = read_searched_chat(request.fields())
+        search, about = await self._begin(request, wanted)
+        if wanted.stream:
+            assert wanted.chat is not None
+            return await _stream(self._chunks(request, search, about, wanted.chat.with_usage))
         try:
             result = self._result(request, search, await search.outcome(), about)
         finally:
@@ -82,16 +82,16 @@ class SearchRoutes:
         head = _chat_head(request, result, "chat.completion")
         return Reply.json({**head, "choices": [choice], "usage": result["usage"], "search": _details(result)})
 
-    async def _begin(self, request: Request, ask: SearchAsk) -> tuple[RunningSearch, dict[str, Any]]:
+    async def _begin(self, request: Request, wanted: SearchRequest) -> tuple[RunningSearch, dict[str, Any]]:
         """The search, begun, and what its reply says of it."""
-        served, intake = find_writer(self.scoring, ask.model)
-        judge = self._judge(ask.prm)
-        question = await _question(request, ask, served, intake)
+        served, intake = find_writer(self.scoring, wanted.model)
+        judge = self._judge(wanted.prm)
+        question = await _question(request, wanted, served, intake)
         prompt = len(question.prompt_ids)
         judging = judge.reading if isinstance(judge, ServedModel) else None
         split = judging.format.split if isinstance(judging, ProcessReading) else "\n\n"
-        recipe = recipe_of(ask, self.table, split, intake.limit - prompt)
-        check_room(prompt, recipe.steps.max_tokens, intake.limit, "prompt" if ask.chat is None else "messages")
+        recipe = recipe_of(wanted, self.table, split, intake.limit - prompt)
+        check_room(prompt, recipe.steps.max_tokens, intake.limit, "prompt" if wanted.chat is None else "messages")
         if self._open >= self.table.concurrent:
             self.scoring.models.metrics.rejected.labels("overload").inc()
             raise HttpError(
@@ -204,14 +204,14 @@ class SearchRoutes:
             search.calls.stop()
 
 
-async def _question(request: Request, ask: SearchAsk, served: ServedModel, intake: Intake) -> Question:
-    if ask.chat is not None:
-        tokens = await chat_tokens(request, ask.chat, served, intake)
-        return Question(0, tuple(dict(message) for message in ask.chat.messages), "", tuple(tokens))
-    assert ask.prompt is not None
+async def _question(request: Request, wanted: SearchRequest, served: ServedModel, intake: Intake) -> Question:
+    if wanted.chat is not None:
+        tokens = await chat_tokens(request, wanted.chat, served, intake)
+        return Question(0, tuple(dict(message) for message in wanted.chat.messages), "", tuple(tokens))
+    assert wanted.prompt is not None
     try:
-        intake.refuse_huge(Item(text=ask.prompt))
-        return Question(0, ask.prompt, ask.prompt, tuple(intake.prompt(ask.prompt)))
+        intake.refuse_huge(Item(text=wanted.prompt))
+        return Question(0, wanted.prompt, wanted.prompt, tuple(intake.prompt(wanted.prompt)))
     except Refused as error:
         raise HttpError(422, error.type, str(error)) from None
 

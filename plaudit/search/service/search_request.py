@@ -1,4 +1,4 @@
-"""What a request asks for: how to search, as a recipe within the server's limits."""
+"""The body of a search request, and the recipe that it becomes within the server's limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_SEEDS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class SearchAsk:
+class SearchRequest:
     """prompt    a text; None where `chat` has messages
     options   the object `search`: keys of a recipe's [search], and below `steps` and `budget` those of these tables
     """
@@ -39,7 +39,7 @@ class SearchAsk:
     stream: bool
 
 
-def read_search(fields: Mapping[str, Any]) -> SearchAsk:
+def read_search(fields: Mapping[str, Any]) -> SearchRequest:
     """The body of /v1/search."""
     _known(fields, FIELDS, "")
     prompt, messages = fields.get("prompt"), fields.get("messages")
@@ -51,13 +51,13 @@ def read_search(fields: Mapping[str, Any]) -> SearchAsk:
     if stream is not None and not isinstance(stream, bool):
         raise _wrong(f"stream is {stream!r}; expected true or false"[:200])
     chat = None if messages is None else wire.read_chat({"messages": messages})
-    return SearchAsk(
+    return SearchRequest(
         _name(fields, "model"), _name(fields, "prm"), prompt, chat, _object(fields, "search"),
         _seed(fields.get("seed")), bool(stream),
     )  # fmt: skip
 
 
-def read_searched_chat(fields: Mapping[str, Any]) -> SearchAsk:
+def read_searched_chat(fields: Mapping[str, Any]) -> SearchRequest:
     """A chat completion that asks for a search. What it says of sampling is said of the steps."""
     chat = wire.read_chat(fields)
     if chat.n not in (None, 1):
@@ -73,14 +73,14 @@ def read_searched_chat(fields: Mapping[str, Any]) -> SearchAsk:
     said = {"temperature": chat.temperature, "top_p": chat.top_p, "max_tokens": chat.most}
     steps = {name: value for name, value in said.items() if value is not None}
     options["steps"] = {**steps, **_object(options, "steps")}
-    return SearchAsk(chat.model, prm, None, chat, options, _seed(chat.seed), bool(chat.stream))
+    return SearchRequest(chat.model, prm, None, chat, options, _seed(chat.seed), bool(chat.stream))
 
 
-def recipe_of(ask: SearchAsk, table: SearchServiceTable, stop: str, room: int) -> SearchRecipe:
+def recipe_of(wanted: SearchRequest, table: SearchServiceTable, stop: str, most_tokens: int) -> SearchRecipe:
     """stop   what ends a step in the process model's format
     room   tokens of the policy's positions that the prompt leaves
     """
-    options = ask.options
+    options = wanted.options
     _known(options, (*RULE, "steps", "budget"), "search.")
     steps, budget = dict(_object(options, "steps", "search.")), dict(_object(options, "budget", "search."))
     _known(steps, STEPS, "search.steps.")
@@ -89,12 +89,12 @@ def recipe_of(ask: SearchAsk, table: SearchServiceTable, stop: str, room: int) -
     if "stop" not in table.steps.model_fields_set:
         defaults["stop"] = stop
     if "max_tokens" not in steps:
-        defaults["max_tokens"] = max(1, min(defaults["max_tokens"], room))
+        defaults["max_tokens"] = max(1, min(defaults["max_tokens"], most_tokens))
     if (mark := steps.pop("answer_after", None)) is not None:
         steps["answer"] = _after(mark)
     rule = {name: value for name, value in options.items() if name in RULE}
     tree = {
-        "seed": ask.seed, "model": {"path": "policy"}, "data": {"path": "request"}, "prm": {"path": "prm"},
+        "seed": wanted.seed, "model": {"path": "policy"}, "data": {"path": "request"}, "prm": {"path": "prm"},
         "search": {**table.rule.model_dump(), **rule, "clusters": "text", "encoder": None},
         "steps": {**defaults, **steps}, "budget": budget,
     }  # fmt: skip
