@@ -2,7 +2,7 @@
 
     python benchmarks/exact_training_gpu.py [--cases smollm2-grpo,placements,...] [--steps N] [--out FILE]
 
-smollm2-grpo   the shipped recipe, 100 steps; then the same again from its seed, and its last steps by `plaudit verify`
+smollm2-grpo   the shipped recipe, 100 steps; then the same again from its seed
 smollm2-ppo    the same task by PPO with a critic and four minibatches a step, 20 steps
 placements     GRPO of a random Llama of 1B, 64 × (128 → 256), 5 steps in each placement of one process
 free           smollm2-grpo with train.deterministic = false, for what determinism costs

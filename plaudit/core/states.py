@@ -134,11 +134,11 @@ class StateBooks:
 
     def promised(self, blocks: Sequence[int] | np.ndarray, start: int, end: int) -> list[int]:
         """Positions after `start` up to `end` at which a state is to be stored."""
-        found = []
+        positions: list[int] = []
         for at in range(start // self.block_size, (end - 1) // self.block_size + 1):
             fills = self._fills.get(int(blocks[at]), ())
-            found += [at * self.block_size + fill for fill in sorted(fills)]
-        return [position for position in found if start < position <= end]
+            positions += [at * self.block_size + fill for fill in sorted(fills)]
+        return [position for position in positions if start < position <= end]
 
     def forget(self, block: int) -> None:
         """The block is free: so are its states."""

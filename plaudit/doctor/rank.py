@@ -77,10 +77,10 @@ def _clock_offsets(everyone: Group) -> list[float]:
         tries = []
         for _ in range(REPEATS):
             if everyone.index == 0:
-                asked = time.time()
+                sent = time.time()
                 theirs = _exchange(torch.zeros(1, dtype=torch.float64), other, first=True)
                 answered = time.time()
-                tries.append((answered - asked, float(theirs) - (asked + answered) / 2))
+                tries.append((answered - sent, float(theirs) - (sent + answered) / 2))
             elif everyone.index == other:
                 dist.recv(now := torch.zeros(1, dtype=torch.float64), 0)
                 dist.send(now.fill_(time.time()), 0)

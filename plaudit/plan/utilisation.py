@@ -114,9 +114,9 @@ def _load(question: Question, place: Cluster, best: Prediction, server: Server, 
 
 def _server(question: Question, place: Cluster) -> Server | None:
     """The engines with the most tokens per second of all layouts that fit."""
-    found = [server for layout in generation_layouts(question.workload, place)
-             if (server := _with_layout(question, place, layout))]  # fmt: skip
-    return max(found, key=lambda server: server.tokens_per_second(server.most), default=None)
+    fitting = [server for layout in generation_layouts(question.workload, place)
+               if (server := _with_layout(question, place, layout))]  # fmt: skip
+    return max(fitting, key=lambda server: server.tokens_per_second(server.most), default=None)
 
 
 def _with_layout(question: Question, place: Cluster, layout: GenerationLayout) -> Server | None:

@@ -34,11 +34,11 @@ def likeliest(
     finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(R, count) each: the likeliest of the first `among` tokens of the vocabulary, and their log-probs."""
-    found = [
+    top = [
         _log_softmax(hidden[part], head, bias, temperature, finish)[:, :among].topk(count)
         for part in chunks(len(hidden), head)
     ]
-    return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
+    return torch.cat([each.indices for each in top]), torch.cat([each.values for each in top])
 
 
 def _log_softmax(

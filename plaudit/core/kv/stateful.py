@@ -32,10 +32,10 @@ class StatefulTree(PrefixTree):
         self.states = pool.states
 
     def match(self, key: Hashable, tokens: Sequence[int], limit: int) -> Match:
-        found = super().match(key, tokens, limit)
-        path = [(node, self.block_size) for node in found.nodes]
-        if found.partial is not None:
-            path.append((found.partial, found.partial_tokens))
+        cached = super().match(key, tokens, limit)
+        path = [(node, self.block_size) for node in cached.nodes]
+        if cached.partial is not None:
+            path.append((cached.partial, cached.partial_tokens))
         while path:
             node, tokens_here = path.pop()
             fill = self.states.longest(node.block, tokens_here)
@@ -48,14 +48,14 @@ class StatefulTree(PrefixTree):
 
     def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
         own = list(chain.blocks)
-        held = own[len(chain.nodes) :]  # which may be given back for others with the same tokens
-        for block in held:
+        unshared = own[len(chain.nodes) :]  # which may be given back for others with the same tokens
+        for block in unshared:
             self.pool.retain(block)
         super().extend(key, chain, tokens, upto, stored=stored)
         for before, after in zip(own, chain.blocks, strict=True):
             if before != after:
                 self.states.move(before, after)
-        for block in held:
+        for block in unshared:
             self.pool.release(block)
 
     def check(self) -> None:

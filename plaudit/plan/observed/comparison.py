@@ -75,8 +75,8 @@ class Comparison:
         *phases, step = self.rows
         assert step.factor is not None
         line = f"A step took {step.measured:.3g} s, {step.factor:.2f} times the {step.planned:.3g} s planned"
-        known = [row for row in phases if row.measured is not None]
-        far = max(known, key=lambda row: abs((row.measured or 0.0) - row.planned))
+        logged = [row for row in phases if row.measured is not None]
+        far = max(logged, key=lambda row: abs((row.measured or 0.0) - row.planned))
         if abs((far.measured or 0.0) - far.planned) < CLOSE * step.measured:  # type: ignore[operator]
             return f"{line}: no phase deviates by a twentieth of the step"
         times = f", {far.factor:.2f} times as long" if far.factor else ""

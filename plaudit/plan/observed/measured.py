@@ -147,8 +147,8 @@ def _measured(dialect: Dialect, steps: list[Step], path: Path) -> Measured:
         return statistics.median(sum(_seconds(dialect, step, name) for name in names) for step in steps)
 
     def mean(name: str) -> float | None:
-        found = [step[name] for step in steps if name in step]
-        return statistics.fmean(found) if found else None
+        values = [step[name] for step in steps if name in step]
+        return statistics.fmean(values) if values else None
 
     known = {name for step in steps for name in step}
     phases = {phase: middle(names) for phase, names in dialect.phases.items() if known & {*names}}

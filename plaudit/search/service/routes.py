@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -155,12 +155,8 @@ class SearchRoutes:
     async def _events(
         self, request: Request, search: RunningSearch, about: dict[str, Any]
     ) -> AsyncGenerator[bytes, None]:  # fmt: skip
-        """Nothing first, after the first round: what fails before it has the status of its error."""
         try:
-            rounds = search.rounds()
-            progress = await anext(rounds, None)
-            if progress is None:
-                await search.outcome()
+            rounds, progress = await _first_round(search)
             yield b""
             try:
                 while progress is not None:
@@ -179,10 +175,7 @@ class SearchRoutes:
     ) -> AsyncGenerator[bytes, None]:
         """A stream as OpenAI's clients read it: rounds are comments, which keep the connection up."""
         try:
-            rounds = search.rounds()
-            progress = await anext(rounds, None)
-            if progress is None:
-                await search.outcome()
+            rounds, progress = await _first_round(search)
             yield b""
             head = _chat_head(request, about, "chat.completion.chunk")
             chunk = {**head, **({"usage": None} if with_usage else {})}
@@ -202,6 +195,15 @@ class SearchRoutes:
                 yield wire.event(wire.error_body(error)) + wire.DONE
         finally:
             search.calls.stop()
+
+
+async def _first_round(search: RunningSearch) -> tuple[AsyncIterator[dict[str, Any]], dict[str, Any] | None]:
+    """Its rounds, and the first of them: what fails before it has the status of its error, and no stream begins."""
+    rounds = search.rounds()
+    progress = await anext(rounds, None)
+    if progress is None:
+        await search.outcome()
+    return rounds, progress
 
 
 async def _question(request: Request, wanted: SearchRequest, served: ServedModel, intake: Intake) -> Question:

@@ -32,8 +32,7 @@ class OldLogprobs:
 
         Taken in the first epoch's own micro-batches, so that they are equal to the bit to what that epoch computes."""
         train, samples = self.recipe.train, batch.samples
-        fresh = all(version == batch.version for sample in samples for version in sample.versions)
-        self.exact = self.exact and fresh
+        self.exact = self.exact and _fresh(batch)
         if self.recipe.algorithm.old_logprobs == "engine":
             return behaviour
         if not self.needed:
@@ -47,7 +46,7 @@ class OldLogprobs:
                 rows = [torch.arange(ends[i] - len(samples[i].token_ids), ends[i]) for i in indices]
                 old[torch.cat(rows)] = self.policy.logprobs([samples[i] for i in indices])
         promised = self.policy.decoder.device.type == "cuda"  # elsewhere it would be chance
-        self.exact = promised and fresh and torch.equal(old[own], behaviour[own])
+        self.exact = promised and _fresh(batch) and torch.equal(old[own], behaviour[own])
         return old
 
     def first(self, part: Experience) -> Experience:
@@ -59,3 +58,8 @@ class OldLogprobs:
     def compared(self, metrics: Mapping[str, float]) -> None:
         """One token that differs brings the pass back."""
         self.exact = self.exact and metrics.get("mismatch/abs_max", 0.0) == 0
+
+
+def _fresh(batch: Batch) -> bool:
+    """Whether all tokens were drawn with the weights of now."""
+    return all({*sample.versions} <= {batch.version} for sample in batch.samples)

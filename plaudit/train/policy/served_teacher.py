@@ -55,9 +55,6 @@ class ServedTeacher:
                 logps += [entry[0] for entry in self._checked(entries[1:], sample.token_ids)]
         return torch.where(own_tokens(samples), torch.tensor(logps, dtype=torch.float32), 0.0)
 
-    def likeliest(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("TeacherTable refuses top_k for a server")
-
     def close(self) -> None:
         self._http.close()
 

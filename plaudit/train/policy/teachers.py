@@ -30,9 +30,6 @@ class Teacher(Protocol):
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
         """(T,) of the response tokens, at the temperature of the sampling."""
 
-    def likeliest(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor]:
-        """(T, count) each: the tokens that it would rather write there, and their log-probs."""
-
     def close(self) -> None: ...
 
 
@@ -59,6 +56,7 @@ class Teachers:
         own, drawn = own_tokens(samples), flat(samples, "logprobs")
         for name, teacher in self.teachers.items():
             if count := self.top_k[name]:
+                assert isinstance(teacher, LocalTeacher)  # TeacherTable refuses top_k for a server
                 likely, logp = teacher.likeliest(samples, count)
                 tokens.append(likely)
                 logps.append(_sound(name, logp))
@@ -98,6 +96,7 @@ class LocalTeacher:
 
     @torch.no_grad()
     def likeliest(self, samples: Sequence[Sample], count: int) -> tuple[Tensor, Tensor]:
+        """(T, count) each: the tokens that it would rather write there, and their log-probs."""
         policy = self.policy
         use_packed_attention(policy.module)
         tokens, logps = [], []
