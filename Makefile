@@ -37,31 +37,34 @@ smollm2-ppo-rm smollm2-search: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym
 	@PLAUDIT="$(BIN)/plaudit" plaudit/recipes/$@.sh
 endif
 
-# One test process per core and one thread in each: the models of the tests are too small for more. A file's tests stay
-# together, for they share what they trained; tests/conftest.py says which files begin.
+# One thread in each test process: the models of the tests are too small for more. One process more than there are cores
+# (four at most), for many tests wait for another process. A file's tests stay together, for they share what they
+# trained; tests/conftest.py says which files begin.
+PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 3 ? n + 1 : 4)))
 FILES := --dist loadfile --no-loadscope-reorder
 RAY := tests/place/test_ray.py tests/serve/test_ray.py
 
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n auto --maxprocesses 4 $(FILES)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not interop" -n $(PROCESSES) $(FILES)
 
 # Ray's clusters have the machine for themselves.
 slow: slow-parallel slow-ray
 
 slow-parallel: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.encoder
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 -n auto --maxprocesses 2 $(FILES) $(RAY:%=--ignore %)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 -n 3 $(FILES) $(RAY:%=--ignore %)
 
 slow-ray: $(INSTALLED) $(VENV)/.ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 $(RAY)
 
 interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed .venv-docs/.installed
-	@$(BIN)/python -m pytest -m interop -rs tests/interop
+	@$(BIN)/python -m pytest -m interop --timeout 900 -rs tests/interop
 
 soak: $(INSTALLED) $(VENV)/.ray
 	@PLAUDIT_SOAK=1000 $(BIN)/python -m pytest tests/core/test_pressure.py tests/core/test_interruption.py --timeout 7200
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/core/test_families.py --timeout 600
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py tests/serve/test_ranks.py tests/serve/test_replicas.py tests/serve/test_ray.py tests/train/test_struck.py
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/train/test_embedded.py --timeout 3600
+	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/interop/test_pins.py --timeout 1200
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest -rs -m "gpu" tests

@@ -25,7 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.model.packing import pack
-from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes
+from plaudit.core.sampling.noise import row_key, token_hashes
+from plaudit.core.sampling.sampler import Sampler
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -5,6 +5,10 @@
 smollm2-grpo   the shipped recipe, 100 steps; then the same again from its seed
 smollm2-ppo    the same task by PPO with a critic and four minibatches a step, 20 steps
 placements     GRPO of a random Llama of 1B, 64 × (128 → 256), 5 steps in each placement of one process
+shapes         the same, colocated, of Qwen3, Mistral (a window of 128) and Gemma 2 (windows and soft caps) shapes
+kinds          the same of the Llama: PPO with a critic, async at staleness 0, layers recomputed with the optimizer on
+               the host, and without deterministic updates
+verify         the colocated run once more with dumps, and what `plaudit verify` says of it
 free           smollm2-grpo with train.deterministic = false, for what determinism costs
 
 Each run's largest and mean mismatch, the share of its steps without any, seconds a step by phase, and the hash of its
@@ -17,6 +21,8 @@ import argparse
 import json
 import random
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -68,17 +74,68 @@ def smollm2(out: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     return figures(out)
 
 
-def placed(out: Path, models: Path, placement: str, steps: int) -> dict[str, Any]:
-    recipe = {
-        "task": "rl", "seed": 1, "model": {"path": str(models / "policy"), "device": "cuda", "dtype": "bfloat16"},
+def placed(
+    out: Path, models: Path, placement: str, steps: int, model: str = "policy", tables: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    recipe: dict[str, Any] = {
+        "task": "rl", "seed": 1, "model": {"path": str(models / model), "device": "cuda", "dtype": "bfloat16"},
         "data": {"path": str(models / "prompts.jsonl")},
         "algorithm": {"name": "grpo"}, "placement": {"name": placement},
         "train": {"steps": steps, "prompts_per_step": 8, "samples_per_prompt": 8, "lr": 1e-6, "warmup": 1,
                   "minibatches": 2, "micro_batch_tokens": 32768, "eval_every": 1000, "checkpoint": {"every": 1000}},
         "sampling": {"max_tokens": 256},
     }  # fmt: skip
+    for name, table in (tables or {}).items():
+        recipe[name] = {**recipe.get(name, {}), **table}
     plaudit.train(recipe, reward=even, out=out, fresh=True, quiet=True)
     return figures(out)
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "PPO": ("colocated", {"algorithm": {"name": "ppo"}, "critic": {"lr": 1e-5}}),
+    "async, staleness 0": ("async", {"placement": {"name": "async", "staleness": 0}}),
+    "recomputed, optimizer on the host": (
+        "colocated",
+        {"model": {"recompute": True}, "train": {"offload_optimizer": True}},
+    ),
+    "free": ("colocated", {"train": {"deterministic": False}}),
+}
+
+
+def verified(root: Path, steps: int) -> dict[str, Any]:
+    tables = {"train": {"dump": True, "checkpoint": {"every": 2}}}
+    row = placed(root / "verify", root / "models", "colocated", steps, tables=tables)
+    command = [sys.executable, "-m", "plaudit", "verify", str(root / "verify"), "--step", str(steps - 1)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return row | {"verify": (done.stdout + done.stderr).strip().splitlines()[-4:], "status": done.returncode}
+
+
+def make_shapes(directory: Path) -> None:
+    """Random models of the Llama's size, with its tokenizer."""
+    from transformers import (
+        AutoTokenizer,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )  # fmt: skip
+
+    from plaudit.models import save
+
+    tokenizer = AutoTokenizer.from_pretrained(directory / "policy")
+    common = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "intermediate_size": 8192, "max_position_embeddings": 1024, "head_dim": 128,
+              "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
+    for name, config, kind in (
+        ("qwen3", Qwen3Config(**common), Qwen3ForCausalLM),
+        ("mistral", MistralConfig(**common, sliding_window=128), MistralForCausalLM),
+        ("gemma2", Gemma2Config(**common, sliding_window=128, query_pre_attn_scalar=128), Gemma2ForCausalLM),
+    ):
+        torch.manual_seed(1)
+        with torch.device("cuda"):
+            save(kind(config).to(torch.bfloat16), tokenizer, directory / name)
 
 
 def make_model(directory: Path) -> None:
@@ -105,6 +162,19 @@ def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
         make_model(root / "models")
         for name in ("colocated", "swapped", "hybrid"):
             works[f"1B {name}"] = lambda name=name: placed(root / name, root / "models", name, steps or 5)
+    if {"shapes", "kinds", "verify"} & {*chosen} and "placements" not in chosen:
+        make_model(root / "models")
+    if "shapes" in chosen:
+        make_shapes(root / "models")
+        for name in ("qwen3", "mistral", "gemma2"):
+            works[f"1B {name}"] = lambda name=name: placed(root / name, root / "models", "colocated", steps or 5, name)
+    if "kinds" in chosen:
+        for name, (placement, tables) in KINDS.items():
+            works[f"1B {name}"] = lambda name=name, placement=placement, tables=tables: placed(
+                root / name.replace(" ", "-"), root / "models", placement, steps or 5, tables=tables
+            )
+    if "verify" in chosen:
+        works["1B verify"] = lambda: verified(root, steps or 5)
     return works
 
 
@@ -126,7 +196,11 @@ def main() -> None:
         root = arguments.runs or Path(scratch)
         for name, work in cases(arguments.cases.split(","), root, arguments.steps).items():
             begin = time.monotonic()
-            row = kept[name] = work() | {"wall": round(time.monotonic() - begin, 1)}
+            try:
+                row = kept[name] = work() | {"wall": round(time.monotonic() - begin, 1)}
+            except Exception as error:  # the others go on
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+                continue
             times = row["seconds"]
             table.add_row(
                 name, str(row["steps"]), str(row["exact_steps"]), f"{row['mismatch_max']:.1e}", f"{times['step']:.3f}",

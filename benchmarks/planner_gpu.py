@@ -128,7 +128,7 @@ def recipe(here: Path, name: str, shape: tuple[Any, ...], options: argparse.Name
 def measured(run: Path) -> dict[str, Any]:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     steps = [e["values"] for e in events if e["kind"] == "metric" and "time/step" in e["values"]][1:]
-    names = {name for step in steps for name in step if name.startswith(("time/", "length/"))}
+    names = {name for step in steps for name in step if name.startswith(("time/", "length/", "mismatch/"))}
     found: dict[str, Any] = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in sorted(names)}
     memory = [e for e in events if e["kind"] == "memory" and e.get("step")]
     fullest = max(memory, key=lambda e: sum(e["bytes"].values()))

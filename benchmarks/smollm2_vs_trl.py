@@ -61,7 +61,7 @@ def theirs(python: str, given: dict[str, Any]) -> dict[str, Any]:
 def question(recipe: Any, steps: int) -> dict[str, Any]:
     """The recipe's prompts and settings, as the other side takes them."""
     from plaudit.models import load_tokenizer, resolve
-    from plaudit.train.data.prompts import open_prompts
+    from plaudit.train.rollouts.sources import open_prompts
 
     prompts = open_prompts(recipe.data, load_tokenizer(recipe.model.path), recipe.seed)
     drawn = prompts.train(range(steps * recipe.train.prompts_per_step))

@@ -116,14 +116,14 @@ def digest(tensors: Any) -> list[int]:
 
 
 def held_by(training: Any) -> dict[str, list[Any]]:
-    from plaudit.place.memory.owners import copies_of, moments_of, reward_engines
+    from plaudit.place.memory.owners import reward_engines
 
     trainee = training.trainee
     return {
         "policy weights": list(trainee.loaded.module.parameters()),
-        "policy optimizer": [*copies_of(trainee.optimizer), *moments_of(trainee.optimizer)],
+        "policy optimizer": [*trainee.optimizer.copies(), *trainee.optimizer.moments()],
         "critic weights": list(trainee.critic.model.parameters()),
-        "critic optimizer": [*copies_of(trainee.critic.optimizer), *moments_of(trainee.critic.optimizer)],
+        "critic optimizer": [*trainee.critic.optimizer.copies(), *trainee.critic.optimizer.moments()],
         "reference weights": list(trainee.reference.module.parameters()),
         "reward weights": [p for e in reward_engines(training.scorer) for p in e.decoder.module.parameters()],
     }

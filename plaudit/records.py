@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NEXT = -1  # among the tokens whose log-probs are read: the one that follows
+Likely = tuple[tuple[int, float], ...]  # token ids and their log-probs, the best first
 Z_95 = 1.96  # standard errors to either side of a mean: its 95 % interval
 
 
@@ -74,10 +75,13 @@ class Item:
 class Sample:
     """One response of a policy, token for token as it was sampled; nothing is ever re-tokenised.
 
-    logprobs      under the distribution that was sampled (temperature, top-p, ... applied)
-    raw_logprobs  under the model's own distribution (temperature 1, nothing applied)
-    versions      the weight version that produced each token
-    mask          1 = the policy's token, 0 = a tool's or the environment's
+    logprobs           under the distribution that was sampled (temperature, top-p, ... applied)
+    raw_logprobs       under the model's own distribution (temperature 1, nothing applied)
+    versions           the weight version that produced each token
+    mask               1 = the policy's token, 0 = a tool's or the environment's
+    tempered_logprobs  where more than a temperature was applied: under the whole softmax at that temperature
+    top_logprobs       where asked for: the likeliest tokens in place of each, best first, under the model's own
+    prompt_logprobs, prompt_top_logprobs   as raw_logprobs and top_logprobs, of the prompt after its first token
     """
 
     prompt_ids: tuple[int, ...]
@@ -94,16 +98,25 @@ class Sample:
     error: ItemError | None = None
     token_rewards: tuple[float, ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    tempered_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[Likely, ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+    prompt_top_logprobs: tuple[Likely, ...] | None = None
 
     def __post_init__(self) -> None:
-        tokens, rewards = len(self.token_ids), self.token_rewards
+        tokens, rewards, tempered = len(self.token_ids), self.token_rewards, self.tempered_logprobs
         if len(self.logprobs) == len(self.raw_logprobs) == len(self.versions) == len(self.mask) == tokens and (
-            rewards is None or len(rewards) == tokens
+            (rewards is None or len(rewards) == tokens) and (tempered is None or len(tempered) == tokens)
         ):
             return
-        names = ("token_ids", "logprobs", "raw_logprobs", "versions", "mask", "token_rewards")
+        names = ("token_ids", "logprobs", "raw_logprobs", "versions", "mask", "token_rewards", "tempered_logprobs")
         counts = {name: len(values) for name in names if (values := getattr(self, name)) is not None}
         raise ValueError(f"a Sample needs one entry per token in every list, got {counts}")
+
+    @property
+    def behaviour(self) -> tuple[float, ...]:
+        """What a learner computes again: the log-probs under the whole softmax at the temperature of sampling."""
+        return self.logprobs if self.tempered_logprobs is None else self.tempered_logprobs
 
 
 @dataclass(frozen=True, slots=True)

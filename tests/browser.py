@@ -9,12 +9,13 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium")
 PATIENCE = 30_000  # milliseconds; only a page that hangs takes as long
@@ -42,3 +43,11 @@ def expect(what: Any) -> Any:
     from playwright.sync_api import expect as expects
 
     return expects(what)
+
+
+def layout_faults(page: Page) -> list[str]:
+    """What is wrong with a page in its window: texts over each other, more width than there is, a first screen without
+    its headline or without a picture."""
+    page.evaluate("scrollTo(0, 0)")
+    faults: list[str] = page.evaluate(Path(__file__).with_name("layout.js").read_text(encoding="utf-8"))
+    return faults

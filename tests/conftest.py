@@ -1,6 +1,7 @@
 """What holds for all tests: how random they are, in which order their files begin, how Triton runs without a GPU."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.browser import MISSING
+# Many processes import the same files: what one has compiled the others read, whatever the environment says.
+KEEPS_BYTECODE = not sys.dont_write_bytecode
+sys.dont_write_bytecode = False
+
+from tests.browser import MISSING  # noqa: E402
 
 if not torch.cuda.is_available():  # set before anything imports Triton: its kernels are interpreted
     os.environ["TRITON_INTERPRET"] = "1"
@@ -23,16 +28,27 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 settings.register_profile("plaudit", deadline=None, derandomize=True)
 settings.load_profile("plaudit")
 
-# Begun last, one of these would run on alone while the other processes have nothing left to do.
+# Longest first, those of the slow stage before those of the fast one. Begun last, one of these would run on alone while
+# the other processes have nothing left to do.
 LONGEST = (
-    "train/test_embedded.py", "serve/test_faults.py", "serve/test_critic.py", "serve/test_security.py",
-    "train/test_rl.py", "train/test_ranks.py", "train/test_remote_critic.py", "train/test_supervised.py",
+    "train/test_ranks.py", "models/test_gguf_import.py", "place/test_placements.py", "tests/test_docs_slow.py",
+    "tests/test_chains.py", "place/test_rollout_faults.py", "serve/test_ranks.py", "train/test_embedded.py",
+    "place/test_served.py", "serve/test_faults.py", "serve/test_critic.py", "train/test_rl.py",
+    "serve/test_security.py", "train/test_remote_critic.py", "serve/test_overload.py", "train/test_supervised.py",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`--no-loadscope-reorder` keeps this order where several processes share the files."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+    items.sort(key=lambda item: next((n for n, file in enumerate(LONGEST) if _is(item, file)), len(LONGEST)))
+
+
+def _is(item: pytest.Item, file: str) -> bool:
+    return item.path.as_posix().endswith(file)
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = not KEEPS_BYTECODE
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

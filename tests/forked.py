@@ -1,6 +1,7 @@
-"""`plaudit`, or a module, in a process of its own that is forked from one which has imported everything already.
+"""`plaudit`, a module or some code in a process of its own, forked from one which has imported everything already.
 
-What depends on how Python itself starts (another environment for its libraries, sitecustomize) needs a new process.
+What depends on how Python itself starts (another environment for its libraries), or asks what is imported, needs a new
+process.
 """
 
 from __future__ import annotations
@@ -11,27 +12,41 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import CompletedProcess
 
+# What commands import when they run: here once, and not in every fork.
+import plaudit.critic.server
+import plaudit.place.build
+import plaudit.report.live
+import plaudit.rl.follower
+import plaudit.rl.loop
+import plaudit.search.service.routes
+import plaudit.serve.server
+import plaudit.train.supervised.supervised  # noqa: F401
 from plaudit.cli import main as command
 from plaudit.process.spawn import spawn
+from tests.serve import injected
 
 RUN_SECONDS = 600.0
 
 
 class ForkedCommand:
-    """As `subprocess.Popen`: `plaudit ARGUMENTS`, or `-m MODULE ARGUMENTS`. All its output goes to a file;
-    it has a process group of its own."""
+    """As `subprocess.Popen`: `plaudit ARGUMENTS`, `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS`. All its output goes to
+    a file, or errors to another one; it has a process group of its own."""
 
     def __init__(
-        self, arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None
+        self, arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None,
+        errors: Path | None = None, cwd: Path | None = None,
     ) -> None:  # fmt: skip
         self.child, sock = spawn("tests.forked", environment)
         self.pid = self.child.pid
         with sock:
-            sock.sendall(json.dumps([str(output), *arguments]).encode() + b"\n")
+            paths = (output, errors or output, cwd or Path.cwd())
+            sock.sendall(json.dumps([*map(str, paths), *arguments]).encode() + b"\n")
             assert sock.recv(1) == b"!", "the forked command did not start"
 
     @property
@@ -60,19 +75,37 @@ def main(fd: int) -> None:
     """In the fork."""
     os.setpgid(0, 0)
     with socket.socket(fileno=fd) as sock, sock.makefile() as lines:
-        output, *arguments = json.loads(lines.readline())
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
+        output, errors, cwd, *arguments = json.loads(lines.readline())
+        for stream, path in ((1, output), (2, "/dev/full" if os.environ.get("PLAUDIT_FULL_DISK") else errors)):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, stream)
+            os.close(file)
+        os.chdir(cwd)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the nursery ignores it
         sock.sendall(b"!")
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__")
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = ["plaudit", *arguments]
         command()
+
+
+def run_forked(
+    *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> CompletedProcess[str]:  # fmt: skip
+    """Such a command to its end, as `subprocess.run` does it."""
+    with tempfile.TemporaryDirectory() as directory:
+        output, errors = Path(directory, "output"), Path(directory, "errors")
+        child = ForkedCommand(arguments, output, environment, errors, cwd)
+        try:
+            code = child.wait(RUN_SECONDS)
+        finally:
+            child.kill()
+        return CompletedProcess(arguments, code, output.read_text(), errors.read_text())
 
 
 def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequence[Mapping[str, str]]) -> None:
@@ -86,3 +119,11 @@ def run_all(commands: Sequence[Sequence[str]], outputs: Path, environments: Sequ
         for child in children:
             child.kill()
             child.wait()
+
+
+if "plaudit.process.nursery" in sys.orig_argv:  # the process whose forks all of these and their workers are
+    injected.install()
+
+if __name__ == "__main__":  # where nothing is forked: on a machine with GPUs, and on other systems than Linux
+    injected.install()
+    main(int(sys.argv[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from plaudit.reward import load_reward
 from plaudit.score import Tally, score, scored_lines
 from plaudit.train.data.rows import Row
 from tests.command import plaudit_here
+from tests.forked import run_forked
 from tests.serve.process import free_port
 from tests.serve.scripted import Answer, Asked, Scripted, right
 
@@ -45,9 +45,7 @@ def read(text: str) -> list[dict[str, Any]]:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "plaudit", "score", *arguments], capture_output=True, text=True, timeout=200
-    )
+    return run_forked("score", *arguments)
 
 
 def options(**given: Any) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield f"{before}{name}"
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, model):
                 yield from keys(kind, f"{before}{name}.")
 
 

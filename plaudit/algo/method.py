@@ -50,6 +50,9 @@ class Drawn(NamedTuple):
     advantages: Tensor
     mask: Tensor
     lengths: Sequence[int]
+    reference: Tensor | None = None
+    """(T,) of the policy as it was at first, where `kl.coef` is not 0."""
+    kl_coef: float = 0.0
 
 
 class Clip(Protocol):
@@ -91,6 +94,8 @@ class Loss:
     name: str
     """`loss` in a recipe."""
     compute: Callable[[Drawn, Clip], PolicyTerms]
+    pairs: bool = False
+    """It is given samples two by two, the best and the worst of a group, and no others."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plaudit.cli.app import Out, Sets, app
+from plaudit.cli.app import Out, Sets, app, resolve_model
+from plaudit.cli.live import shown_live
 from plaudit.cli.tracking import tracked
+from plaudit.models.catalog import PACKAGED
 
 if TYPE_CHECKING:
-    from plaudit.config import RlRecipe
+    from plaudit.config import Recipe, RlRecipe
     from plaudit.train.supervised.supervised import SupervisedRecipe
 
 
@@ -37,6 +39,9 @@ def train(
     track: Annotated[
         str | None, typer.Option(metavar="TRACKER", help="Send metrics while it trains: tensorboard, wandb or trackio.")
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Open a page of the run in the browser, with its curves, pause and stop.")
+    ] = False,
 ) -> None:
     """Train a model: SFT, preferences, reward model, process reward model or RL, as the recipe says."""
     from plaudit.config import RlRecipe, load_recipe, to_toml
@@ -66,6 +71,8 @@ def train(
 
     if is_rank():
         guard_rank()
+    else:
+        _first_words(tree, directory, resume)
     if isinstance(tree, RlRecipe) and tree.resources.ray is not None and not is_rank():
         from plaudit.place.ray.launch import launch_on_ray
 
@@ -75,13 +82,27 @@ def train(
             raise ConfigError(f"--rollout-only is for one process, and resources name {tree.resources.ranks} ranks")
         if not is_rank():
             raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
-    with tracked(directory, track) as begun:
+    ranks = tree.resources.ranks if isinstance(tree, RlRecipe) else 1
+    with tracked(directory, track) as begin_tracking, shown_live(directory, live, ranks) as begin_page:
+
+        def begun() -> None:
+            begin_tracking()
+            begin_page()
+
         if isinstance(tree, RlRecipe):
             outcome = _train_rl(tree, directory, resume, fresh, rollout_only, train_only, _keys(sets), begun)
         else:
             outcome = _train_supervised(tree, directory, resume, fresh, _keys(sets), begun)
     if outcome is not None:
         _say_outcome(directory, *outcome)
+
+
+def _first_words(tree: Recipe, directory: Path, resume: bool) -> None:
+    """Before torch is imported, which takes seconds: whether the model is there, and what is about to happen."""
+    if tree.model.path not in (None, PACKAGED) and not resume:
+        resolve_model(tree.model.path)
+    if sys.stderr.isatty():  # elsewhere an error stays the one line that is written
+        typer.echo(f"plaudit train: {tree.task}, {tree.train.steps} steps, into {directory}", err=True)
 
 
 def _train_rl(

@@ -53,7 +53,7 @@ class _Silent(_TryAgain):
 
 class AsyncRewardClient:
     """urls       one server, or several of the same model: each request goes to the one with the fewest under way;
-               http, https, or unix:PATH
+               http, https, unix:PATH, or grpc and grpcs, which need grpcio and the port of --grpc-port
     model      its name; the first that the server serves, if left out
     timeout    seconds that one `score` may take, waiting and retries included; None: as long as it takes
     retries    attempts after the first for each request of a call
@@ -342,10 +342,12 @@ def _checked_urls(urls: str | Sequence[str]) -> list[str]:
             parts = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise ConfigError(f"{url!r} is not a URL: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.host:
+        if parts.scheme not in ("http", "https", "grpc", "grpcs") or not parts.host:
             raise ConfigError(f"{url!r} is not the URL of a server; expected one such as {DEFAULT_URL}")
         if parts.userinfo:
             raise ConfigError(f"the URL of {parts.host} holds a password, which messages would show; use api_key")
+        if parts.scheme.startswith("grpc") and (parts.port is None or parts.path != "/"):
+            raise ConfigError(f"{url!r} is not the address of gRPC; expected one such as grpc://127.0.0.1:8001")
     return [url.rstrip("/") for url in addresses]
 
 

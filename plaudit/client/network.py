@@ -1,4 +1,4 @@
-"""HTTP to the servers of a client: over TCP, TLS or a unix socket, as their URLs say."""
+"""HTTP to the servers of a client: over TCP, TLS, a unix socket or gRPC, as their URLs say."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from plaudit.client.grpc_transport import SCHEMES, GrpcTransport
 from plaudit.errors import ConfigError, RewardUnavailable
 
 UNIX = "unix:"
@@ -26,9 +27,9 @@ class Network:
         client_cert: StrPath | None, transport: httpx.AsyncBaseTransport | None,
     ) -> None:  # fmt: skip
         limits = httpx.Limits(max_connections=2 * connections, max_keepalive_connections=connections)  # and probes
-        verify = _context(
-            ca_file or os.environ.get("PLAUDIT_CA_FILE"), client_cert or os.environ.get("PLAUDIT_CLIENT_CERT")
-        )
+        ca_file = ca_file or os.environ.get("PLAUDIT_CA_FILE")
+        client_cert = client_cert or os.environ.get("PLAUDIT_CLIENT_CERT")
+        verify = _context(ca_file, client_cert)
 
         def opened(transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
             # The addresses are the caller's: redirects are not followed, and proxies of the environment not used.
@@ -38,17 +39,21 @@ class Network:
             )  # fmt: skip
 
         shared = opened(transport)
-        self._clients = {
-            url: opened(httpx.AsyncHTTPTransport(uds=url.removeprefix(UNIX), limits=limits))
-            if _is_unix(url)
-            else shared
-            for url in urls
-        }
+
+        def reached(url: str) -> httpx.AsyncClient:
+            if _is_unix(url):
+                return opened(httpx.AsyncHTTPTransport(uds=url.removeprefix(UNIX), limits=limits))
+            if url.startswith(SCHEMES):
+                files = (None if file is None else str(file) for file in (ca_file, client_cert))
+                return opened(GrpcTransport(url, *files))
+            return shared
+
+        self._clients = {url: reached(url) for url in urls}
 
     async def send(self, method: str, url: str, path: str, **options: Any) -> httpx.Response:
         """httpx.RequestError if there is no reply, RewardUnavailable if there will never be one."""
         try:
-            base = "http://localhost" if _is_unix(url) else url
+            base = "http://localhost" if _is_unix(url) or url.startswith(SCHEMES) else url
             return await self._clients[url].request(method, f"{base}{path}", **options)
         except httpx.RequestError as error:
             if _untrusted(error):

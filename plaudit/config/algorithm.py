@@ -34,7 +34,8 @@ class KlTable(Table):
 
     coef: NonNegative = 0.0
     """0: no reference is held and none is computed."""
-    where: Literal["reward", "loss"] = "loss"
+    where: Literal["reward", "loss", "pairs"] = "loss"
+    """pairs: coef is the β of loss = "dpo", which measures its log-ratios from the reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     straight_through: bool = False
     """loss: the value of the estimator with the gradient of k2, the only right one on the policy's own samples."""
@@ -49,8 +50,10 @@ class KlTable(Table):
     def _consistent(self) -> Self:
         if self.target is not None and self.coef == 0:
             raise ValueError("kl.target adapts kl.coef by factors, and coef = 0 stays 0: set coef above 0")
-        if self.where == "reward" and (self.straight_through or self.importance):
-            raise ValueError('straight_through and importance shape a gradient; kl.where = "reward" has none')
+        if self.where != "loss" and (self.straight_through or self.importance):
+            raise ValueError(
+                f'straight_through and importance shape the gradient of a KL loss; kl.where = "{self.where}" has none'
+            )
         return self
 
 
@@ -70,6 +73,7 @@ class AdvantageTable(Table):
     return         the discounted rewards that follow, without a baseline
     group          the reward less its group's mean
     leave-one-out  the reward less the mean of the others in its group
+    best-worst     1 for the best of the group, -1 for the worst, 0 for the others and where all are equal
     none           nothing: the reward is measured, and what is learned is the teachers'
     """
 
@@ -179,7 +183,8 @@ class TeacherTable(Table):
 class RlAlgorithm(Table):
     name: str
     loss: Annotated[str, _one_of(losses)] = "clip"
-    """clip: PPO's. plain: the policy gradient. gspo: clipped by the sequence's ratio. cispo: a clipped weight."""
+    """clip: PPO's. plain: the policy gradient. gspo: clipped by the sequence's ratio. cispo: a clipped weight.
+    dpo: that of the best response to a prompt over the worst."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens; over each response's tokens, then responses; or a sum over `constant` per response."""
     constant: Positive | None = None
@@ -228,6 +233,35 @@ class RlAlgorithm(Table):
         return self
 
     @model_validator(mode="after")
+    def _compares(self) -> Self:
+        """What a loss of pairs needs, and what it has no place for."""
+        if not self.paired:
+            if self.kl.where == "pairs":
+                raise ValueError(f'kl.where = "pairs" is for loss = "dpo", and loss = "{self.loss}": set it to "loss"')
+            return self
+        if self.advantage.estimator != "best-worst" or self.advantage.whiten:
+            raise ValueError(
+                f'loss = "{self.loss}" compares the best response with the worst: set advantage.estimator = '
+                '"best-worst" and advantage.whiten = false'
+            )
+        if self.kl.where != "pairs" or self.kl.coef == 0:
+            raise ValueError(
+                f'kl.where = "{self.kl.where}", kl.coef = {self.kl.coef:g}: loss = "{self.loss}" needs its β, set '
+                'kl.where = "pairs" and kl.coef above 0'
+            )
+        if self.aggregate != "sequence":
+            raise ValueError(f'aggregate = "{self.aggregate}": a pair is one item, set "sequence"')
+        for key, given in (
+            ("mask_truncated", self.mask_truncated), ("teachers", bool(self.teachers)),
+            ("correction.mode", self.correction.mode != "none"),
+        ):  # fmt: skip
+            if given:
+                raise ValueError(
+                    f'{key} acts on single responses or tokens, and loss = "{self.loss}" on pairs: leave it out'
+                )
+        return self
+
+    @model_validator(mode="after")
     def _settles(self) -> Self:
         """A critic that learns from its own value behind n tokens has the target r + gamma^n V."""
         if self.bootstrap and self.gamma == 1:
@@ -244,6 +278,11 @@ class RlAlgorithm(Table):
     def grouped(self) -> bool:
         """Whether a response is compared with the others to its prompt."""
         return estimators()[self.advantage.estimator].grouped
+
+    @property
+    def paired(self) -> bool:
+        """Whether the best response to a prompt and the worst are learned from, and no others."""
+        return losses()[self.loss].pairs
 
     def by_token(self) -> list[float]:
         """The weights of the teachers that rate the sampled token."""

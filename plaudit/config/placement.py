@@ -26,6 +26,9 @@ class PlacementTable(Table):
     name: Literal["colocated", "swapped", "hybrid", "disaggregated", "async"] = "colocated"
     channel: Literal["disk", "collective", "shared"] | None = None
     """How weights reach rollout processes. Default: shared."""
+    delta: bool = False
+    """disk, collective: once a process has all weights, only values that have changed travel, bit for bit. The trainer
+    keeps one more copy of the policy in host memory."""
     staleness: Annotated[int, Field(ge=0)] = STALENESS
     """async: how many versions older than the learner's the oldest token of a sample may be. 0 is synchronous; else
     algorithm.correction.mode is "truncate" unless it is given."""
@@ -37,7 +40,7 @@ class PlacementTable(Table):
     concurrency: PositiveInt | None = None
     """async: prompts at work at a time. Default: as many as staleness allows."""
     deadline: Positive = 120.0
-    """Seconds in which new weights must reach every rollout process."""
+    """Seconds in which new weights must reach every rollout process, and the ranks of an engine each other."""
 
 
 class EngineTable(Table):
@@ -46,6 +49,8 @@ class EngineTable(Table):
 
     name: Literal["core", "vllm", "sglang"] = "core"
     kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    state_every: PositiveInt = 256
+    """core, of a model with recurrent layers: tokens between two states that are kept (docs/core.md)."""
     url: str | tuple[str, ...] | None = None
     """vllm, sglang: servers that run already."""
     python: str | None = None
@@ -95,9 +100,18 @@ class RolloutTable(Table):
     cores: tuple[int, ...] | None = None
     """CPUs that they are pinned to."""
     devices: tuple[str, ...] | None = None
-    """One per process, such as "cuda:1". Default: the CPU, or the GPUs that the learner leaves free."""
+    """One per rank of each, such as "cuda:1". Default: the CPU, or the GPUs that the learner leaves free."""
     prefill: Annotated[int, Field(ge=0)] = 0
     """How many of them only read prompts and hand over their KV to the others, which only go on from there."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks of each engine that share each matrix: one process each, and on CUDA one GPU each."""
+    pipeline_parallel: PositiveInt = 1
+    """Stages of each engine that share its layers, each of so many ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class RewardPoolTable(Table):

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, TypeAdapter, field_validator, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, field_validator, model_validator
 
 from plaudit.config.formats import PLAIN, Format
-from plaudit.config.table import NonNegative, Positive, Table, check, read_toml
+from plaudit.config.table import NonNegative, Positive, Share, Table, check, read_toml
 from plaudit.errors import ConfigError, nearest
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -280,3 +280,80 @@ def checked_regex(pattern: str) -> str:
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
     return pattern
+
+
+class RlRewardTable(Table):
+    """Where rewards come from: a server (url), or any reward of docs/rewards.md, run in this process.
+
+    [reward]                                   [reward]              [reward]
+    url = "http://127.0.0.1:5555"              path = "sums"         rule = "exact"
+    model = "sums"                                                   answer = "#(\\\\d+)$"
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    url: str | tuple[str, ...] | None = None
+    model: str | None = None
+    """url: the name of the model there; the first one without it."""
+    key_env: str | None = None
+    """url: the environment variable that holds the API key."""
+    on_error: Literal["mask", "halt"] = "mask"
+    """A response that could not be scored is left out and counted, or ends the run."""
+    max_errors: Share = 0.5
+    """mask: end the run if more than this part of a step's responses has no score."""
+    patience: Positive = 600.0
+    """url: seconds to wait for a server that is away, before the run saves its state and ends."""
+    members: Mapping[str, Mapping[str, Any]] | None = None
+    """Several rewards as one: a table each, with its `weight`."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys that describe a reward of this process."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        sources = [name for name in ("url", "members") if getattr(self, name) is not None]
+        sources += [name for name in ("path", "rule", "template") if name in self.own]
+        if len(sources) != 1:
+            raise ValueError(f"give one of url, path, rule, template and members; found {sources or 'none'}")
+        if self.url is None and self.model is not None:
+            raise ValueError("model names a reward of a server: give its url, or path for a model run here")
+        try:
+            self.tables()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def tables(self) -> dict[str, RewardTable | Mapping[str, Any]]:
+        """The rewards of this process by name: whole tables, or of a model the keys that its directory completes."""
+        if self.url is not None:
+            return {}
+        if self.members is None:
+            return {"reward": _table(self.own, "reward")}
+        if not self.members:
+            raise ConfigError("reward.members is empty: name at least one")
+        return {
+            name: _table({k: v for k, v in table.items() if k != "weight"}, f"reward.members.{name}")
+            for name, table in self.members.items()
+        }
+
+    def blend(self) -> RewardTable | None:
+        """How the members become one."""
+        if self.members is None:
+            return None
+        weights = {name: table.get("weight", 1.0) for name, table in self.members.items()}
+        return parse_reward({"kind": "blend", "members": weights, **self.own}, "reward")
+
+
+def _table(keys: Mapping[str, Any], source: str) -> RewardTable | Mapping[str, Any]:
+    kind = "rule" if "rule" in keys else "judge" if "template" in keys else keys.get("kind")
+    if kind in ("rule", "judge"):
+        return parse_reward({"kind": kind, **keys}, source)
+    allowed = {*OutcomeTable.model_fields, *ProcessTable.model_fields}
+    for key in keys:
+        if key not in allowed:
+            raise ConfigError(f"unknown key {key!r}; {nearest(key, {*allowed, *RlRewardTable.model_fields})}")
+    if "path" not in keys:
+        raise ConfigError(f"{source} has neither path, rule nor template; kinds of reward are {', '.join(KINDS)}")
+    return dict(keys)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
+from plaudit.algo.methods import METHODS
 from plaudit.config.algorithm import RlAlgorithm
 from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, ResourcesTable
 from plaudit.config.prompting import AskingTable
-from plaudit.config.reward import KINDS, OutcomeTable, ProcessTable, RewardTable, RuleTable, parse_reward
+from plaudit.config.reward import RewardTable, RlRewardTable, RuleTable
 from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable
-from plaudit.config.table import NonNegative, Positive, Share, Table
+from plaudit.config.table import NonNegative, Positive, Table
 from plaudit.config.world import World
-from plaudit.errors import ConfigError, nearest
 
 
 class RlDataTable(AskingTable):
-    """Prompts, from one of three sources.
+    """Prompts, from one of three sources, or from several in `sources`.
 
     world  a built-in task, which knows the truth
     path   a .jsonl or .parquet file of {"prompt"} or {"messages"}, with what the rule needs under `truth`
@@ -34,13 +34,45 @@ class RlDataTable(AskingTable):
     limit: PositiveInt | None = None
     eval_items: PositiveInt = 200
     sums: SumsTable = SumsTable()
+    measured: str | None = None
+    """A run with rollouts of these prompts: mean rewards there are pass rates. Prompts without one are left out."""
+    keep: tuple[float, float] | None = None
+    """measured: learn from prompts whose pass rate is within, both ends included."""
+    order: Literal["shuffled", "easy-first", "hard-first"] = "shuffled"
+    """measured: the first epoch goes by pass rate; all others are shuffled."""
+    sources: Mapping[str, SourceTable] = {}
+    """Several in place of one, by a name of your choice, each with a `weight` and keys of its own."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        sources = [name for name in ("world", "path", "gym") if getattr(self, name) is not None]
+        sources = [name for name in ("world", "path", "gym", "sources") if getattr(self, name)]
         if len(sources) != 1:
-            raise ValueError(f"give one of data.world, data.path and data.gym; found {sources or 'none'}")
+            raise ValueError(f"give one of data.world, data.path, data.gym and data.sources; found {sources or 'none'}")
+        if self.sources:
+            if any(table.sources for table in self.sources.values()):
+                raise ValueError("a source has no sources of its own: name them all in data.sources")
+            for name, field in type(self).model_fields.items():
+                if name not in ("sources", "weight") and getattr(self, name) != field.get_default():
+                    raise ValueError(
+                        f"data.{name} beside data.sources: give it to the sources, such as data.sources.a.{name}"
+                    )
+        if self.measured is None and (self.keep is not None or self.order != "shuffled"):
+            raise ValueError(
+                "data.keep and data.order go by measured pass rates: give data.measured, a run with rollouts"
+            )
+        if self.measured is not None and self.path is None and self.limit is None:
+            raise ValueError("data.measured looks at all prompts, and a world or a gym has no end: give data.limit")
+        if self.keep is not None and self.keep[0] > self.keep[1]:
+            raise ValueError(f"data.keep = [{self.keep[0]:g}, {self.keep[1]:g}] must be [lowest, highest]")
         return self
+
+    def parts(self) -> list[RlDataTable]:
+        return list(self.sources.values()) or [self]
+
+
+class SourceTable(RlDataTable):
+    weight: Positive = 1.0
+    """Its share of the prompts, of the sum of all weights."""
 
 
 class EnvironmentTable(Table):
@@ -55,83 +87,6 @@ class EnvironmentTable(Table):
     """Environments that are asked at the same time."""
     options: Mapping[str, Any] = {}
     """What the class is made with."""
-
-
-class RlRewardTable(Table):
-    """Where rewards come from: a server (url), or any reward of docs/rewards.md, run in this process.
-
-    [reward]                                   [reward]              [reward]
-    url = "http://127.0.0.1:5555"              path = "sums"         rule = "exact"
-    model = "sums"                                                   answer = "#(\\\\d+)$"
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-
-    url: str | tuple[str, ...] | None = None
-    model: str | None = None
-    """url: the name of the model there; the first one without it."""
-    key_env: str | None = None
-    """url: the environment variable that holds the API key."""
-    on_error: Literal["mask", "halt"] = "mask"
-    """A response that could not be scored is left out and counted, or ends the run."""
-    max_errors: Share = 0.5
-    """mask: end the run if more than this part of a step's responses has no score."""
-    patience: Positive = 600.0
-    """url: seconds to wait for a server that is away, before the run saves its state and ends."""
-    members: Mapping[str, Mapping[str, Any]] | None = None
-    """Several rewards as one: a table each, with its `weight`."""
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """The keys that describe a reward of this process."""
-        return dict(self.model_extra or {})
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        sources = [name for name in ("url", "members") if getattr(self, name) is not None]
-        sources += [name for name in ("path", "rule", "template") if name in self.own]
-        if len(sources) != 1:
-            raise ValueError(f"give one of url, path, rule, template and members; found {sources or 'none'}")
-        if self.url is None and self.model is not None:
-            raise ValueError("model names a reward of a server: give its url, or path for a model run here")
-        try:
-            self.tables()
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-    def tables(self) -> dict[str, RewardTable | Mapping[str, Any]]:
-        """The rewards of this process by name: whole tables, or of a model the keys that its directory completes."""
-        if self.url is not None:
-            return {}
-        if self.members is None:
-            return {"reward": _table(self.own, "reward")}
-        if not self.members:
-            raise ConfigError("reward.members is empty: name at least one")
-        return {
-            name: _table({k: v for k, v in table.items() if k != "weight"}, f"reward.members.{name}")
-            for name, table in self.members.items()
-        }
-
-    def blend(self) -> RewardTable | None:
-        """How the members become one."""
-        if self.members is None:
-            return None
-        weights = {name: table.get("weight", 1.0) for name, table in self.members.items()}
-        return parse_reward({"kind": "blend", "members": weights, **self.own}, "reward")
-
-
-def _table(keys: Mapping[str, Any], source: str) -> RewardTable | Mapping[str, Any]:
-    kind = "rule" if "rule" in keys else "judge" if "template" in keys else keys.get("kind")
-    if kind in ("rule", "judge"):
-        return parse_reward({"kind": kind, **keys}, source)
-    allowed = {*OutcomeTable.model_fields, *ProcessTable.model_fields}
-    for key in keys:
-        if key not in allowed:
-            raise ConfigError(f"unknown key {key!r}; {nearest(key, {*allowed, *RlRewardTable.model_fields})}")
-    if "path" not in keys:
-        raise ConfigError(f"{source} has neither path, rule nor template; kinds of reward are {', '.join(KINDS)}")
-    return dict(keys)
 
 
 class CriticTable(Table):
@@ -212,6 +167,12 @@ class SamplingTable(Table):
     stop: tuple[str, ...] = ()
     eval: EvalSamplingTable | None = None
 
+    @property
+    def truncation(self) -> str:
+        """What cuts the distribution that is learned from, in words; "" where nothing does."""
+        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "top_k": self.top_k or None}
+        return " and ".join(f"sampling.{name} = {cut:g}" for name, cut in cuts.items() if cut is not None)
+
     def evaluating(self) -> SamplingTable:
         """As this, with what `eval` says otherwise."""
         own = {} if self.eval is None else self.eval.model_dump(exclude_none=True)
@@ -255,6 +216,8 @@ class RlRecipe(BaseRecipe):
             return recipe
         stale = placement.get("name") == "async" and placement.get("staleness", STALENESS) != 0
         correction = algorithm.get("correction", {})
+        if algorithm.get("name") in METHODS and METHODS[algorithm["name"]].loss.pairs:
+            return recipe  # a preference holds whoever wrote the pair
         if not stale or not isinstance(correction, Mapping) or "mode" in correction:
             return recipe
         return {**recipe, "algorithm": {**algorithm, "correction": {**correction, "mode": "truncate"}}}
@@ -299,6 +262,11 @@ class RlRecipe(BaseRecipe):
             estimator = algorithm.advantage.estimator
             raise ValueError(f'advantage.estimator = "{estimator}" needs a [critic] table; an empty one will do')
         if self.resources.ranks > 1:
+            if train.offload_optimizer:
+                raise ValueError(
+                    f"train.offload_optimizer is for one rank, and resources name {self.resources.ranks}, which share "
+                    "the optimizer out among them already: leave one of them out"
+                )
             if self.model.lora is not None:
                 raise ValueError(
                     f"model.lora trains on one rank, and resources name {self.resources.ranks}: leave one of them out"
@@ -395,11 +363,25 @@ class RlRecipe(BaseRecipe):
                 f"resources.rollout.prefill = {rollout.prefill} of {count} process(es) read prompts, and others must "
                 'go on: set fewer, in placement.name = "disaggregated" or "async" with the core\'s own engines'
             )
-        if rollout.devices is not None and len(rollout.devices) != count:
+        if rollout.devices is not None and len(rollout.devices) != count * rollout.ranks:
+            each = "" if rollout.ranks == 1 else f" of {rollout.ranks} ranks"
             raise ValueError(
-                f"resources.rollout.devices names {len(rollout.devices)} device(s) for {count} process(es): one each"
+                f"resources.rollout.devices names {len(rollout.devices)} device(s) for {count} process(es){each}: one "
+                "each"
             )
+        self._can_have_ranks()
         self._can_be_on_ray()
+        if placement.delta and (
+            placement.channel not in ("disk", "collective")
+            or self.engine.name != "core"
+            or self.model.lora is not None
+            or name not in ("disaggregated", "async")
+        ):
+            raise ValueError(
+                "placement.delta sends what has changed of all weights to engines of the core: set "
+                'placement.channel = "disk" or "collective" and placement.name = "disaggregated" or "async", without '
+                "model.lora; or leave delta out"
+            )
         if name == "hybrid" and placement.channel not in (None, "shared"):
             raise ValueError(
                 f'placement.channel = "{placement.channel}" copies weights, and in placement.name = "hybrid" they are '
@@ -414,6 +396,28 @@ class RlRecipe(BaseRecipe):
                 'algorithm.dynamic draws prompts until enough groups tell something, and placement.name = "async" has '
                 "drawn them ahead: leave one of them out"
             )
+
+    def _can_have_ranks(self) -> None:
+        """Engines of several ranks."""
+        rollout = self.resources.rollout
+        if rollout.ranks == 1:
+            return
+        named = (
+            f"resources.rollout.tensor_parallel = {rollout.tensor_parallel} × pipeline_parallel = "
+            f"{rollout.pipeline_parallel} is an engine of {rollout.ranks} ranks"
+        )
+        reasons = {
+            f'placement.name = "{self.placement.name}" generates on the learner\'s tensors: set "disaggregated" or '
+            '"async"': self.placement.name not in ("disaggregated", "async"),
+            f'engine.name = "{self.engine.name}" has options of its own for that: leave it out here':
+                self.engine.name != "core",
+            "model.lora needs engines of one: leave one of them out": self.model.lora is not None,
+            "resources.rollout.prefill hands over KV, of which each rank has a part: drop one": rollout.prefill > 0,
+            "resources.ray starts engines of one: leave one of them out": self.resources.ray is not None,
+        }  # fmt: skip
+        for why, true in reasons.items():
+            if true:
+                raise ValueError(f"{named}, and {why}")
 
     def _can_be_on_ray(self) -> None:
         resources = self.resources
@@ -446,7 +450,8 @@ class RlRecipe(BaseRecipe):
 
     def _fits_the_data(self, reward: RewardTable | Mapping[str, Any]) -> None:
         rule = reward.rule if isinstance(reward, RuleTable) else None
-        if self.data.gym is not None and rule in ("exact", "math"):
+        gyms = [part.gym is not None for part in self.data.parts()]
+        if any(gyms) and rule in ("exact", "math"):
             raise ValueError(f'a gym task checks its own answers: set rule = "gym" in place of rule = "{rule}"')
-        if self.data.gym is None and rule == "gym":
+        if not all(gyms) and rule == "gym":
             raise ValueError('rule = "gym" asks the task that set the prompt: give data.gym, or take another rule')

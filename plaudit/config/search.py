@@ -46,16 +46,23 @@ class QuestionsTable(AskingTable):
 
 
 class PrmTable(Table):
-    """What scores steps: a model of this process, or one that `plaudit serve` serves."""
+    """What scores steps: a model of this process, or of a server."""
 
     path: str | None = None
+    """Its directory. With a protocol other than plaudit's: where its configuration and its tokenizer are, by which its
+    input is put together; weights need not be there."""
     url: str | tuple[str, ...] | None = None
+    protocol: Literal["plaudit", "vllm", "sglang", "openai"] = "plaudit"
+    """url: what the server speaks. plaudit: `plaudit serve`. vllm: /pooling, or of an outcome model /classify. sglang:
+    /v1/score with the format's tokens, or /classify. openai: log-probs of /v1/completions."""
     model: str | None = None
     """url: the model's name there; the first one without it."""
     key_env: str | None = None
     """url: the environment variable that holds the API key."""
     timeout: Positive = 120.0
-    """url: seconds for the scores of a level, retries included."""
+    """url: seconds for the scores of a level, or with another protocol for one request, retries included."""
+    concurrency: PositiveInt = 64
+    """Requests under way at the same time, with a protocol other than plaudit's."""
     format: str | Mapping[str, Any] | None = None
     """path: how steps are written, where the model's directory does not say it."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -64,9 +71,36 @@ class PrmTable(Table):
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if (self.path is None) == (self.url is None):
-            raise ValueError("give either prm.path or prm.url, and not both")
+        if self.protocol == "plaudit" and (self.path is None) == (self.url is None):
+            raise ValueError("give either path or url, and not both")
+        if self.protocol != "plaudit" and not isinstance(self.url, str):
+            raise ValueError(f'protocol = "{self.protocol}" needs the url of one server')
+        if self.protocol != "plaudit" and self.path is None and self.reads_tokens:
+            raise ValueError(f'protocol = "{self.protocol}" needs a path: where the model\'s tokenizer is')
         return self
+
+    @property
+    def reads_tokens(self) -> bool:
+        return True
+
+
+class OrmTable(PrmTable):
+    """What scores finished responses."""
+
+    pairs: bool = False
+    """vllm: question and response go as two texts to /score, as to a reranker, and no path is needed."""
+
+    @model_validator(mode="after")
+    def _asked(self) -> Self:
+        if self.protocol == "openai":
+            raise ValueError('protocol = "openai" gives log-probs, and an outcome model has a head: use vllm or sglang')
+        if self.pairs and self.protocol != "vllm":
+            raise ValueError(f'pairs is for protocol = "vllm", and this is "{self.protocol}"')
+        return self
+
+    @property
+    def reads_tokens(self) -> bool:
+        return not self.pairs
 
 
 class GenerationTable(Table):
@@ -83,6 +117,8 @@ class GenerationTable(Table):
     concurrency: PositiveInt = 64
     """Requests under way at the same time."""
     kv_bytes: PositiveInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    state_every: PositiveInt = 256
+    """core, of a model with recurrent layers: tokens between two states that are kept (docs/core.md)."""
 
     @model_validator(mode="after")
     def _place(self) -> Self:
@@ -139,6 +175,8 @@ class SearchRuleTable(Table):
     """Paths that are searched at once."""
     keep: PositiveInt | None = None
     """beam: leaves kept; dvts: subtrees. Default: the root of the width."""
+    distinct: bool = False
+    """beam: leaves that repeat each other word for word count as one among those kept."""
     lookahead: Annotated[int, Field(ge=0)] = 0
     """dvts: greedy steps that are tried, scored and thrown away before a leaf is judged."""
     branch: PositiveInt = 4
@@ -188,8 +226,9 @@ class BudgetTable(Table):
     """Summed over levels, as the summary counts them."""
     calls: PositiveInt | None = None
     seconds: Positive | None = None
-    lead: bool = False
-    """Whether a question ends once the paths still open cannot overturn the vote."""
+    lead: bool | Annotated[float, Field(gt=0, lt=1)] = False
+    """true: a question ends once the paths still open cannot overturn the vote. A number such as 0.95: once they will
+    not with at least that probability, judged by the votes so far."""
 
 
 class SearchRecipe(Table):
@@ -205,7 +244,9 @@ class SearchRecipe(Table):
     """CPU threads; torch's own choice without it."""
     model: PolicyTable
     data: QuestionsTable
-    prm: PrmTable
+    prm: PrmTable | None = None
+    orm: OrmTable | None = None
+    """What gives finished responses their weight in the vote. Without [prm] it is all there is, and for best-of-n."""
     engine: GenerationTable = GenerationTable()
     steps: StepsTable = StepsTable()
     search: SearchRuleTable = SearchRuleTable()
@@ -213,12 +254,18 @@ class SearchRecipe(Table):
 
     @property
     def groups(self) -> int:
-        served = self.engine.name != "core" and self.prm.url is not None
+        judges = [table for table in (self.prm, self.orm) if table is not None]
+        served = self.engine.name != "core" and all(table.url is not None for table in judges)
         return min(self.concurrent, self.lanes or (self.concurrent if served else 1))
 
     @model_validator(mode="after")
     def _can_work(self) -> Self:
-        if self.search.clustered and self.search.clusters == "hidden" and self.prm.url is not None:
+        if self.prm is None and self.orm is None:
+            raise ValueError("give [prm], which scores steps, or [orm], which scores finished responses, or both")
+        if self.prm is None and self.search.method != "best-of-n":
+            raise ValueError(f"search.method = {self.search.method!r} chooses among steps: it needs a [prm]")
+        hidden = self.search.clustered and self.search.clusters == "hidden"
+        if hidden and self.prm is not None and self.prm.url is not None:
             raise ValueError(
                 'search.clusters = "hidden" reads the PRM\'s own states, and prm.url names a server: set it to "text", '
                 '"encoder" or "served", or search.cluster_weight = 0'

@@ -143,6 +143,9 @@ class TrainTable(Table):
     clip_norm: Positive = 1.0
     deterministic: bool = True
     """On a GPU: gradients with the same bits each time. false lets torch add up in any order."""
+    offload_optimizer: bool = False
+    """Adam's moments and the float32 weights wait in host memory and pass through the GPU piece by piece in each step:
+    12 bytes a weight less there. The same bits."""
     threads: PositiveInt | None = None
     """CPU threads; torch's own choice without it. Small models train no faster with more than one."""
     eval_every: PositiveInt = 200

@@ -132,7 +132,8 @@ def _dotted_keys(table: type[BaseModel], before: str = "") -> Iterator[str]:
     for name, field in table.model_fields.items():
         yield before + name
         for nested in _tables_in(field.annotation):
-            yield from _dotted_keys(nested, f"{before}{name}.")
+            if not issubclass(nested, table):  # a table of tables of its own kind has the same keys
+                yield from _dotted_keys(nested, f"{before}{name}.")
 
 
 def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:

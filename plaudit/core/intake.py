@@ -10,7 +10,8 @@ from typing import Any
 
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.readouts import Read
-from plaudit.core.sampling.sampler import mix64
+from plaudit.core.sampling.constraint import Constraints
+from plaudit.core.sampling.noise import mix64
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.core.sequence import Request
 from plaudit.core.sequence import Sequence as Seq
@@ -28,6 +29,7 @@ class Intake:
         self.seed = seed
         self._numbers = count()
         self.end_tokens = _end_tokens(decoder.module, tokenizer)
+        self.constraints = Constraints(tokenizer, decoder.vocab_size, self.end_tokens)
 
     def generation(
         self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False,
@@ -50,13 +52,16 @@ class Intake:
         number = next(self._numbers)
         request = Request(
             number, tuple(ids), params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens),
-            max_tokens=most, group=group, deadline=_deadline(params),
+            stop_ids=self._stop_ids(params), max_tokens=most, group=group, deadline=_deadline(params),
         )  # fmt: skip
+        self._read_prompt(request, begun)
         if begun is None:
             request.sequences = [Seq(request, index, list(ids)) for index in range(params.n)]
         else:
             request.sequences = [self._begun(request, sample) for sample in begun]
+        if (constraint := self.constraints.of(params)) is not None:
+            for sequence in request.sequences:
+                sequence.constraint = constraint.copy()
         request.open = {sequence.index for sequence in request.sequences}
         for sequence in request.sequences:
             if self.tokenizer is not None and (stream or params.stop):
@@ -75,8 +80,20 @@ class Intake:
             )
         return Seq(
             request, sample.index, [*request.prompt_ids, *sample.token_ids], logprobs=list(sample.logprobs),
-            raw_logprobs=list(sample.raw_logprobs), versions=list(sample.versions), seen=len(sample.token_ids),
+            raw_logprobs=list(sample.raw_logprobs), tempered=list(sample.tempered_logprobs or ()),
+            tops=list(sample.top_logprobs or ()), versions=list(sample.versions), seen=len(sample.token_ids),
         )  # fmt: skip
+
+    @staticmethod
+    def _read_prompt(request: Request, begun: Sequence[Sample] | None) -> None:
+        if (count := request.params.prompt_logprobs) is None:
+            return
+        if begun:
+            request.prompt_logprobs, request.prompt_tops = begun[0].prompt_logprobs, begun[0].prompt_top_logprobs
+        elif len(request.prompt_ids) == 1:
+            request.prompt_logprobs, request.prompt_tops = (), () if count else None
+        else:
+            request.prompt_read = Read("logprobs", tuple(range(len(request.prompt_ids) - 1)), (NEXT,), likeliest=count)
 
     def scoring(self, ids: list[int], read: Read, params: SamplingParams) -> Request:
         self._check_pool(len(ids), f"a sequence of {len(ids)} tokens")
@@ -134,14 +151,25 @@ class Intake:
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab = self.decoder.vocab_size
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            for token in ids:
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids"):
+            for token in getattr(params, name) or ():
                 if not 0 <= token < vocab:
                     raise RequestError(f"{name} has token id {token}, outside the vocabulary 0..{vocab - 1}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the engine has none: use stop_token_ids")
-        if params.top_k > vocab:
-            raise RequestError(f"top_k {params.top_k} is more than the vocabulary of {vocab} tokens")
+        for name in ("top_k", "top_logprobs", "prompt_logprobs"):
+            if (count := getattr(params, name) or 0) > vocab:
+                raise RequestError(f"{name} {count} is more than the vocabulary of {vocab} tokens")
+        if params.allowed_token_ids is not None:
+            barred = {*params.bad_words_ids, *(self._stop_ids(params) if params.min_tokens else ())}
+            if not {*params.allowed_token_ids} - barred:
+                raise RequestError(
+                    f"allowed_token_ids leaves no token: {len(params.allowed_token_ids)} are allowed, and "
+                    "bad_words_ids or min_tokens forbid all of them; allow another"
+                )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens)
 
     def _check_pool(self, tokens: int, what: str) -> None:
         if tokens > self.pool_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from plaudit.core.device.backend import Backend, DecodeBatch, Decoded, Span
+from plaudit.core.draws import by_row, note_prompt
 from plaudit.core.kv import handover
 from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.prefix import Chain
@@ -17,10 +19,11 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send
 from plaudit.core.model.readouts import Reading, take
 from plaudit.core.recurrent import scheduler_for
-from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes
+from plaudit.core.sampling.noise import row_key, token_hashes
+from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.scheduler import Chunk, Plan
+from plaudit.core.sequence import Draws, Update
 from plaudit.core.sequence import Sequence as Seq
-from plaudit.core.sequence import Update
 from plaudit.core.transaction import Books, transaction
 from plaudit.records import ItemError
 
@@ -193,20 +196,21 @@ class Runner(Books):
             sequence = chunk.sequence
             sequence.computed += chunk.tokens
             self.tokens_computed += chunk.tokens
-            if not span.wanted:
-                continue
-            if sequence.request.read is not None:
-                positions = [span.start + w for w in span.wanted]
-                readings.append((sequence, Reading(sequence.request.read, sequence.tokens, positions)))
-                read_rows += range(at, at + len(span.wanted))
-            else:
-                drawing.append((sequence, at))
+            draws = int(sequence.request.read is None and sequence.pending == 0)  # by the last of the wanted rows
+            if (count := len(span.wanted) - draws) and (read := sequence.reading) is not None:
+                positions = [span.start + w for w in span.wanted[:count]]
+                readings.append((sequence, Reading(read, sequence.tokens, positions)))
+                read_rows += range(at, at + count)
+            if draws:
+                drawing.append((sequence, at + count))
             at += len(span.wanted)
         if readings:
             chosen = rows[send(np.array(read_rows, dtype=np.int64), rows.device)]
             readout = take(self.decoder, chosen, [r for _, r in readings])
             for (sequence, _), value in zip(readings, readout.arrays(), strict=True):
                 sequence.values.append(value)
+                if sequence.request.read is None:
+                    note_prompt(sequence)
         if drawing:
             self._draw([s for s, _ in drawing], rows[send(np.array([i for _, i in drawing]), rows.device)])
 
@@ -214,21 +218,22 @@ class Runner(Books):
         sampler = self._sampler_of(sequences)
         drawn_before = send(np.array([s.generated for s in sequences]), rows.device)
         drawn = sampler.draw(self.decoder.logits(rows), drawn_before)
-        columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.raw_logprobs.tolist())
-        for sequence, token, logprob, raw in zip(sequences, *columns, strict=True):
-            self._accept(sequence, [token], [logprob], [raw])
+        decoded = Decoded.of([(drawn, torch.ones_like(drawn.tokens, dtype=torch.bool))])
+        for sequence, draws in zip(sequences, by_row(sequences, decoded), strict=True):
+            self._accept(sequence, draws)
 
     def _sampler_of(self, sequences: list[Seq]) -> Sampler:
-        if self._sampler is not None and self._sampler[0] == sequences:
-            return self._sampler[1]
-        sampler = Sampler(
-            [s.request.params for s in sequences],
-            [row_key(s.request.seed, s.index) for s in sequences],
-            [s.request.stop_ids for s in sequences],
-            self._hashes,
-        )
-        self._sampler = (sequences, sampler)
-        return sampler
+        if self._sampler is None or self._sampler[0] != sequences:
+            sampler = Sampler(
+                [s.request.params for s in sequences],
+                [row_key(s.request.seed, s.index) for s in sequences],
+                [s.request.stop_ids for s in sequences],
+                self._hashes,
+            )
+            self._sampler = (sequences, sampler)
+        so_far = zip(*((s.tokens, s.prompt_len, s.constraint) for s in sequences), strict=True)
+        self._sampler[1].begin(*so_far)
+        return self._sampler[1]
 
     def _decode(self, plan: Plan, key: Hashable) -> None:
         sequences = [chunk.sequence for chunk in plan.chunks]
@@ -237,18 +242,11 @@ class Runner(Books):
             self._take(sequences, decoded, key)
 
     def _take(self, sequences: list[Seq], decoded: Decoded, key: Hashable) -> None:
-        counts = decoded.alive.numpy().sum(axis=0).tolist()
-        columns = (decoded.tokens, decoded.logprobs, decoded.raw_logprobs)
-        tokens, logprobs, raws = (np.ascontiguousarray(x.numpy().T).tolist() for x in columns)
-        sound, whole = bool(decoded.raw_logprobs.isfinite().all()), len(decoded.tokens)
-        for row, sequence in enumerate(sequences):
-            if (count := counts[row]) == 0 or sequence.finish is not None:
+        sound = bool(decoded.raw_logprobs.isfinite().all())
+        for sequence, draws in zip(sequences, by_row(sequences, decoded), strict=True):
+            if not draws.tokens or sequence.finish is not None:
                 continue
-            drawn = (tokens[row], logprobs[row], raws[row])
-            if count < whole:
-                drawn = tuple(each[:count] for each in drawn)
-            accept = self._accept_all if sound and sequence.plain else self._accept
-            accepted = accept(sequence, *drawn)
+            accepted = (self._accept_all if sound and sequence.plain else self._accept)(sequence, draws)
             if sequence not in self.scheduler.running:  # aborted by its own stop test
                 continue
             sequence.computed += accepted
@@ -280,30 +278,28 @@ class Runner(Books):
             lengths=lengths,
         )
 
-    def _accept_all(self, sequence: Seq, tokens: list[int], logprobs: list[float], raws: list[float]) -> int:
+    def _accept_all(self, sequence: Seq, draws: Draws) -> int:
         """The same for tokens that the back end has tested already, where nobody on the host has a say."""
-        sequence.tokens += tokens
-        sequence.logprobs += logprobs
-        sequence.raw_logprobs += raws
-        sequence.versions += [self.version] * len(tokens)
-        if tokens and tokens[-1] in sequence.request.stop_ids:
+        sequence.take(draws, self.version)
+        if draws.tokens[-1] in sequence.request.stop_ids:
             sequence.finish = "stop"
         elif sequence.remaining == 0:
             sequence.finish = "length"
-        return len(tokens)
+        return len(draws.tokens)
 
-    def _accept(self, sequence: Seq, tokens: list[int], logprobs: list[float], raws: list[float]) -> int:
+    def _accept(self, sequence: Seq, draws: Draws) -> int:
         """Add drawn tokens until one ends the sequence; returns how many were added."""
         request = sequence.request
-        for i, token in enumerate(tokens):
-            if raws[i] != raws[i]:
+        for i, token in enumerate(draws.tokens):
+            if math.isnan(draws.raw_logprobs[i]):
                 sequence.finish = "error"
                 sequence.error = ItemError("NotANumber", f"{self.decoder.name} gave logits that are not numbers")
                 return i
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprobs[i])
-            sequence.raw_logprobs.append(raws[i])
-            sequence.versions.append(self.version)
+            if sequence.stuck:
+                sequence.finish = "error"
+                sequence.error = ItemError("NoMatch", "no token of the vocabulary goes on as json_schema or regex asks")
+                return i
+            sequence.take(Draws(*(column[i : i + 1] for column in draws)), self.version)  # type: ignore[arg-type]
             stopped = token in request.stop_ids
             if sequence.stream is not None and not stopped:
                 stopped = sequence.stream.push(token)
@@ -312,7 +308,7 @@ class Runner(Books):
             if stopped or sequence.remaining == 0 or sequence.finish is not None:
                 sequence.finish = sequence.finish or ("stop" if stopped else "length")
                 return i + 1
-        return len(tokens)
+        return len(draws.tokens)
 
     def _ask(self, sequence: Seq) -> bool:
         assert sequence.request.stop_when is not None
@@ -354,7 +350,8 @@ class Runner(Books):
         sample = sequence.sample(self._text(sequence)) if finished else None
         piece = stream.piece(sequence.given, last=finished) if stream is not None else ""
         raws = tuple(sequence.raw_logprobs[sequence.seen :]) if stream is not None else ()
-        update = Update(request.number, sequence.index, new, piece, sample, raw_logprobs=raws)
+        tops = tuple(sequence.tops[sequence.seen :]) if stream is not None else ()
+        update = Update(request.number, sequence.index, new, piece, sample, raw_logprobs=raws, top_logprobs=tops)
         # Out before the sequence ends: one that had ended with nothing said would be lost to an interruption. And in
         # one statement, with no call in which Ctrl-C could come: what is out counts as seen.
         at, seen, given = len(self.outbox), sequence.generated, sequence.given + len(piece)
@@ -405,8 +402,8 @@ class Runner(Books):
 def _span(chunk: Chunk) -> Span:
     sequence = chunk.sequence
     start, end = sequence.computed, sequence.computed + chunk.tokens
-    if sequence.request.read is not None:
-        wanted = [p - start for p in sequence.request.read.within(start, end)]
-    else:
-        wanted = [chunk.tokens - 1] if end == len(sequence.tokens) else []
+    read = sequence.reading
+    wanted = [p - start for p in read.within(start, end)] if read is not None else []
+    if sequence.request.read is None and end == len(sequence.tokens):
+        wanted.append(chunk.tokens - 1)
     return Span(sequence.tokens[start:end], start, sequence.chain.blocks, wanted)

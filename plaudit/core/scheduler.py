@@ -138,7 +138,8 @@ class Scheduler:
             waited = self.step - s.since + PRIORITY_STEPS * s.request.params.priority
             return s.pending - waited * (self.budget // 4), s.order
 
-        return sorted([*(s for s in self.running if not s.decoding), *self.waiting], key=rank)
+        waiting = (s for s in self.waiting if s.ready)
+        return sorted([*(s for s in self.running if not s.decoding), *waiting], key=rank)
 
     def _enter(self, key: Hashable, chunk: Chunk) -> None:
         """Enter a chunk in the tree before it is computed: what is planned behind it in this step can share it."""

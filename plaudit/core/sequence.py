@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from plaudit.core.kv.prefix import Chain
 from plaudit.core.sampling.sampling_params import SamplingParams
-from plaudit.records import FinishReason, ItemError, Sample
+from plaudit.records import FinishReason, ItemError, Likely, Sample
 
 if TYPE_CHECKING:
     from plaudit.core.kv.prefix import Node
     from plaudit.core.model.readouts import Read
+    from plaudit.core.sampling.constraint import Constraint
     from plaudit.core.text import TextStream
 
 
@@ -29,6 +30,17 @@ class Update:
     sample: Sample | None = None
     values: np.ndarray | None = None  # of a scoring request, which has no sample
     raw_logprobs: tuple[float, ...] = ()  # of the tokens, as Sample has them; where text is streamed
+    top_logprobs: tuple[Likely, ...] = ()  # the same, where they are asked for
+
+
+class Draws(NamedTuple):
+    """The next tokens of a sequence, with an entry for each in every list that the request asks for."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    tempered: list[float]  # where its params reshape
+    tops: list[Likely]  # where top_logprobs are asked for
 
 
 @dataclass(eq=False)
@@ -46,6 +58,9 @@ class Request:
     on_update: Callable[[Update], None] | None = None
     stop_when: Callable[[list[int], str], bool] | None = None
     read: Read | None = None  # set for scoring: what to read instead of sampling
+    prompt_read: Read | None = None  # what to read of the prompt beside sampling, until it has been read
+    prompt_logprobs: tuple[float, ...] | None = None
+    prompt_tops: tuple[Likely, ...] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     open: set[int] = field(default_factory=lambda: {0})  # samples, or the score, that nobody has taken
 
@@ -61,8 +76,11 @@ class Sequence:
     chain: Chain[Node] = field(default_factory=Chain)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    tempered: list[float] = field(default_factory=list)  # where its params reshape
+    tops: list[Likely] = field(default_factory=list)  # where top_logprobs are asked for
     versions: list[int] = field(default_factory=list)
     stream: TextStream | None = None
+    constraint: Constraint | None = None
     finish: FinishReason | None = None
     error: ItemError | None = None
     values: list[np.ndarray] = field(default_factory=list)  # what scoring has read so far
@@ -81,10 +99,35 @@ class Sequence:
         if self.request.read is not None:
             return
         del self.tokens[self.prompt_len + self.seen :]
-        for column in (self.logprobs, self.raw_logprobs, self.versions):
+        for column in (self.logprobs, self.raw_logprobs, self.tempered, self.tops, self.versions):
             del column[self.seen :]
         if self.stream is not None:
             self.stream.rewind(self.tokens[self.prompt_len :])
+
+    def take(self, drawn: Draws, version: int) -> None:
+        columns = (self.tokens, self.logprobs, self.raw_logprobs, self.tempered, self.tops)
+        for mine, new in zip(columns, drawn, strict=True):
+            mine += new  # type: ignore[operator]
+        self.versions += [version] * len(drawn.tokens)
+
+    @property
+    def reading(self) -> Read | None:
+        """What is read of its rows: all of a sequence that is scored; of a prompt, by the first of its samples."""
+        request = self.request
+        if request.prompt_read is None or next((s for s in request.sequences if s.finish is None), None) is not self:
+            return request.read
+        return request.prompt_read
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may begin: a prompt that is read is read once, and the other samples then share its KV."""
+        return self.request.prompt_read is None or self.reading is not None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its constraint knew no token to go on with."""
+        constraint = self.constraint
+        return constraint is not None and constraint.stuck is not None and self.generated >= constraint.stuck
 
     @property
     def generated(self) -> int:
@@ -103,7 +146,7 @@ class Sequence:
     @property
     def plain(self) -> bool:
         """Only stop tokens and lengths end it, which the back end tests itself."""
-        return self.stream is None and self.request.stop_when is None
+        return self.stream is None and self.request.stop_when is None and self.constraint is None
 
     @property
     def unwatched(self) -> bool:
@@ -113,8 +156,8 @@ class Sequence:
     @property
     def shareable(self) -> int:
         """How many leading tokens may come from the tree: all that need no hidden row of their own."""
-        if self.request.read is not None:
-            return self.request.read.first_position
+        if (read := self.reading) is not None:
+            return read.first_position
         return len(self.tokens) - 1
 
     @property
@@ -140,4 +183,8 @@ class Sequence:
             group=self.request.group,
             index=self.index,
             error=self.error,
+            tempered_logprobs=tuple(self.tempered) if self.request.params.reshapes else None,
+            top_logprobs=tuple(self.tops) if self.request.params.top_logprobs else None,
+            prompt_logprobs=self.request.prompt_logprobs,
+            prompt_top_logprobs=self.request.prompt_tops,
         )

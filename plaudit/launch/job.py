@@ -52,7 +52,7 @@ class Job:
                 f'{nodes}: set placement.name = "colocated", or spread them with resources.ray'
             )
         ranks //= nodes
-        processes = ranks + tree.rollout_processes
+        processes = ranks + tree.rollout_processes * resources.rollout.ranks
         if gpus is None:
             gpus = 0 if tree.model.device == "cpu" else processes
         if 0 < gpus < ranks:

@@ -16,8 +16,9 @@ class Colocated:
         self.stage = stage
         recipe, trainee, ranks = stage.recipe, stage.trainee, stage.ranks
         self.engine = Engine(
-            trainee.loaded.module, trainee.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed
-        )
+            trainee.loaded.module, trainee.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed,
+            state_every=recipe.engine.state_every,
+        )  # fmt: skip
         self.learner = trainee.learner
         tokenizer, positions = trainee.loaded.tokenizer, trainee.decoder.max_positions
         player = new_player(recipe, self.engine, tokenizer, positions, stage.clock)

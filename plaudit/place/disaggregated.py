@@ -13,6 +13,7 @@ from typing import Literal
 from plaudit.errors import ConfigError
 from plaudit.place.channels.channel import Channel
 from plaudit.place.channels.collective import CollectiveChannel
+from plaudit.place.channels.delta import DeltaChannel
 from plaudit.place.channels.disk import DiskChannel
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
@@ -39,6 +40,8 @@ class Disaggregated:
         channel = new_channel(stage, paused=self.paused)
         self.engine: Fleet | ServerFleet
         if stage.recipe.engine.name == "core":
+            if stage.recipe.placement.delta:
+                channel = DeltaChannel(channel, new_channel(stage, paused=False, within="changes"))
             self.engine = new_fleet(stage, channel, self.keep)
         else:
             self.engine = new_served(stage, channel)
@@ -75,6 +78,7 @@ class Disaggregated:
             "publish/seconds": publication.seconds,
             "publish/bytes": float(publication.bytes),
             "publish/extra_bytes": float(publication.extra_bytes),
+            **({"publish/share": publication.share} if self.stage.recipe.placement.delta else {}),
             "rollout/restarts": float(self.engine.restarts),
             **(self.engine.probed if isinstance(self.engine, ServerFleet) else {}),
         }
@@ -96,7 +100,7 @@ def new_fleet(stage: PlacementContext, channel: Channel, keep: Literal["recomput
         size = Weights.of(trainee.loaded.module).nbytes
         tree = recipe.model_dump(mode="json", exclude_none=True)
         for index, seat in enumerate(rollout_seats(recipe, trainee.decoder.device, size, stage.cores)):
-            start = frames.Start(tree, seat.device, seat.threads, list(seat.cores), keep)
+            start = frames.Start(tree, list(seat.devices), seat.threads, list(seat.cores), keep)
             engines.append(RemoteEngine(f"rollout {index}", start, stage.host, news))
     readers = recipe.resources.rollout.prefill
     kind = Fleet if not readers else partial(SplitFleet, readers)

@@ -17,9 +17,9 @@ PROCESS_BYTES = 300 << 20  # that a rollout process has to itself once it has im
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where one rollout process runs."""
+    """Where one engine runs: a process, and a device, for each of its ranks."""
 
-    device: str
+    devices: tuple[str, ...]
     threads: int
     cores: tuple[int, ...]
 
@@ -39,17 +39,18 @@ def pin_learner(recipe: RlRecipe) -> tuple[int, ...]:
 def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: Collection[int]) -> list[Seat]:
     """`device` is the learner's, `weights` the bytes of the policy, `cores` what the run may use."""
     table, count = recipe.resources.rollout, recipe.rollout_processes
+    each = table.ranks
     threads = table.threads or torch.get_num_threads()
-    places = _devices(recipe, device, count)
+    places = _devices(recipe, device, count * each)
     if recipe.placement.channel == "collective" and device.type == "cuda" and str(device) in places:
         raise ConfigError(
             'placement.channel = "collective" is NCCL, for which trainer and rollouts need a GPU each; both '
             f'are on {device}: set channel = "shared"'
         )
     if device.type == "cpu":
-        _check_memory(recipe, count, weights)
+        _check_memory(recipe, count * each, weights // each)
     own = () if recipe.resources.ray is not None else table.cores or cores  # another node has others
-    return [Seat(place, threads, tuple(sorted(own))) for place in places]
+    return [Seat(tuple(some), threads, tuple(sorted(own))) for some in zip(*[iter(places)] * each, strict=True)]
 
 
 def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
@@ -65,12 +66,22 @@ def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
         return [str(device)] * count  # it maps the learner's own memory
     ranks, there = recipe.resources.ranks, torch.cuda.device_count()
     if ranks + count > there:
+        if table.ranks > 1:
+            raise ConfigError(
+                f'placement.name = "{recipe.placement.name}" needs {ranks} GPU(s) to train and {_shown(recipe)} = '
+                f"{count} to generate = {ranks + count}, and there are {there}: set fewer"
+            )
         raise ConfigError(
             f'placement.name = "{recipe.placement.name}" needs {ranks} GPU(s) to train and {count} to generate = '
             f'{ranks + count}, and there are {there}: set placement.name = "hybrid", or '
             f'resources.rollout.devices = ["cuda:0"{", …" if count > 1 else ""}] to share one'
         )
     return [f"cuda:{ranks + index}" for index in range(count)]
+
+
+def _shown(recipe: RlRecipe) -> str:
+    ranks = recipe.resources.rollout.ranks
+    return f"resources.rollout.processes = {recipe.rollout_processes}{'' if ranks == 1 else f' × {ranks} ranks'}"
 
 
 def _check_devices(devices: Sequence[str]) -> None:
@@ -91,7 +102,7 @@ def _check_memory(recipe: RlRecipe, count: int, weights: int) -> None:
     needed, there = count * (own + kv + PROCESS_BYTES), _available()
     if there is not None and needed > there:
         raise ConfigError(
-            f"resources.rollout.processes = {count} × ({own} bytes of weights + {kv} of engine.kv_bytes + "
+            f"{_shown(recipe)} × ({own} bytes of weights + {kv} of engine.kv_bytes + "
             f"{PROCESS_BYTES} of Python and torch) = {needed} bytes, and {there} are available: set fewer processes, "
             "or a smaller engine.kv_bytes"
         )

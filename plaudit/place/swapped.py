@@ -7,7 +7,7 @@ import torch
 from plaudit.core import Engine
 from plaudit.place.colocated import Colocated
 from plaudit.place.memory.meter import new_meter
-from plaudit.place.memory.owners import copies_of, moments_of, reference_module, reward_engines
+from plaudit.place.memory.owners import reference_module, reward_engines
 from plaudit.place.memory.residency import Dropped, Parked, Residency, Resident, Sleeping
 from plaudit.place.memory.stores import new_store
 from plaudit.place.placement import PlacementContext
@@ -39,8 +39,8 @@ def residents_of(stage: PlacementContext, engine: Engine) -> dict[str, Resident]
         return Parked(lambda: weights, new_store(weights[0].device, stage.directory), frozen=frozen)
 
     def learning(optimizer: Optimizer) -> Parked:
-        copies = copies_of(optimizer)
-        return Parked(lambda: [*copies, *moments_of(optimizer)], new_store(trainee.decoder.device, stage.directory))
+        copies = optimizer.copies()
+        return Parked(lambda: [*copies, *optimizer.moments()], new_store(trainee.decoder.device, stage.directory))
 
     residents: dict[str, Resident] = {
         "kv": Sleeping(engine),

@@ -38,16 +38,24 @@ def unsupported(workload: Workload) -> Mapping[str, str]:
 def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     """What Plaudit's own trainer lacks for this plan; empty where it runs it."""
     model, generation, training = workload.model, plan.generation, plan.training
+    several = generation.tp > 1 or generation.pp > 1
+    several_nodes = max(plan.cluster.nodes, plan.generation_cluster.nodes) > 1
+    several_nodes |= plan.devices > plan.cluster.accelerator.node  # two pools, a node each
+    several_nodes |= plan.generation_cluster.accelerator != plan.cluster.accelerator
     lacks = {
-        "pipeline parallelism": training.pp > 1 or generation.pp > 1,
+        "pipeline parallelism": training.pp > 1,
         "expert parallelism": training.ep > 1 or generation.ep > 1,
         "context parallelism": training.cp > 1,
-        "engine over several devices": generation.tp > 1,
+        "engine over several devices on those that train": several and plan.shared,
+        "engine over several devices in a run over several nodes": several and not plan.shared and several_nodes,
+        "engine that cuts experts": generation.tp > 1 and model.experts > 0,
+        "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,
+        "engine of an adapter over several devices": several and workload.lora_rank > 0,
         "data parallelism without FSDP": training.dp > 1 and training.zero < 3,
         "tensor parallelism of experts": training.tp > 1 and model.experts > 0,
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
         "LoRA over several ranks": workload.lora_rank > 0 and training.devices > 1,
-        "optimizer on the host": training.offload_optimizer,
+        "optimizer on the host over several ranks": training.offload_optimizer and training.devices > 1,
         "reference on the host": training.park,
         f"{plan.placement} over several ranks": plan.placement in ("swapped", "async") and plan.cluster.devices > 1,
         f"{plan.channel} channel": plan.channel not in CHANNELS,

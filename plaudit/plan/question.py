@@ -135,7 +135,7 @@ class Question:
             return f"it has no {self.channel} channel: take --channel {CHANNEL}"
         place, work = self.clusters[0], self.workload
         why = _nearest(own).removeprefix("; ")
-        if not self._one_device_holds_the_weights(place):
+        if not self._an_engine_holds_the_weights(place):
             size = self._engine(place).weight_bytes()
             why = (f"its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
                    f"{OWN_ENGINE_SHARE * place.accelerator.memory / 1e9:.1f} GB that it may use there")  # fmt: skip
@@ -153,8 +153,13 @@ class Question:
         ways += [roomier.name] if roomier else []
         return " or ".join(ways) or NONE
 
+    def _an_engine_holds_the_weights(self, place: Cluster) -> bool:
+        """On one device; or on several of a node, apart from those that train."""
+        several = place.nodes == 1 and place.devices > 2 and not set(self.placements) <= set(SHARED)
+        return several or self._one_device_holds_the_weights(place)
+
     def _engine(self, place: Cluster) -> Replica:
-        """On one device, as ours are."""
+        """On one device."""
         work = self.workload
         return Replica(work.model, place, GenerationLayout(), work.engine_dtype, work.kv_dtype, self.constants)
 

@@ -19,6 +19,7 @@ from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+PLANNED = ("processes", "devices", "tensor_parallel", "pipeline_parallel")  # of resources.rollout
 PROMPT, ANSWERED = 64.0, 0.5
 """Where the command line does not say: tokens of a prompt, and the part of max_tokens that a response takes."""
 
@@ -65,6 +66,7 @@ def layout_of(recipe: RlRecipe, work: Workload) -> TrainingLayout:
     return TrainingLayout(
         tp=ranks.tensor_parallel, dp=ranks.data_parallel, zero=3 if ranks.ranks > 1 else 0, plain=True,
         micro_tokens=work.micro_tokens, recompute="full" if recipe.model.recompute else "none",
+        offload_optimizer=recipe.train.offload_optimizer,
     )  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def recipe_for(recipe: RlRecipe, outcome: Outcome) -> tuple[str, Prediction]:
 
 def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> str:
     plan = prediction.plan
-    tables = recipe.model_dump(exclude_defaults=True)
+    tables = recipe.model_dump(exclude_unset=True)  # a default of ours may differ from the preset's of a method
     apart = not plan.shared
     placement = {**tables.get("placement", {}), "name": plan.placement}
     if apart and several_nodes:  # within a node the default, shared memory, is the fastest
@@ -95,13 +97,16 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
     resources = {**tables.get("resources", {}), "data_parallel": plan.training.dp, "tensor_parallel": plan.training.tp}
     if several_nodes:  # on one the command starts its processes itself
         resources.setdefault("ray", "auto")
-    rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in ("processes", "devices")}
+    rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in PLANNED}
     if apart:
-        rollout["processes"] = plan.replicas
+        cut = plan.generation
+        rollout |= {"processes": plan.replicas, "tensor_parallel": cut.tp, "pipeline_parallel": cut.pp}
     if rollout:
         resources["rollout"] = rollout
     model = {**tables["model"], "recompute": plan.training.recompute == "full"}
-    changed = RlRecipe.model_validate({**tables, "placement": placement, "resources": resources, "model": model})
+    train = {**tables["train"], "offload_optimizer": plan.training.offload_optimizer}
+    planned = {**tables, "placement": placement, "resources": resources, "model": model, "train": train}
+    changed = RlRecipe.model_validate(planned)
     note = (
         f"# Planned: {plan}\n# {prediction.step.value:.3g} s a step, {prediction.peak.value / 1e9:.3g} GB at the peak\n"
     )

@@ -17,6 +17,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -33,6 +34,8 @@ class Alive(msgspec.Struct, tag=True, array_like=True):
     """The process runs. `steps` that do not change while it has work are those of a worker that hangs."""
 
     steps: int
+    resident: int = 0  # bytes of memory
+    device: int = 0  # bytes of its GPU's
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -64,6 +67,10 @@ class SocketWorker(ABC, Generic[F]):
     def step(self) -> None:
         """Compute a little of what was taken, if anything waits, and send what is finished."""
 
+    def device_bytes(self) -> int:
+        """What it holds of a GPU's memory."""
+        return 0
+
     def send(self, frame: Any) -> None:
         with self._sending:
             self.sock.sendall(pack(frame))
@@ -77,7 +84,7 @@ class SocketWorker(ABC, Generic[F]):
     def _say_alive(self) -> None:
         while True:
             try:
-                self.send(Alive(self.steps))
+                self.send(Alive(self.steps, _resident_bytes(), self.device_bytes()))
             except OSError:
                 os._exit(0)  # the other end is gone, and what is being computed is for nobody
             time.sleep(ALIVE_EVERY)
@@ -92,6 +99,12 @@ class SocketWorker(ABC, Generic[F]):
                 self.take(frame)
             block = False
         return True
+
+
+def _resident_bytes() -> int:
+    with suppress(OSError):  # no descriptors, or no Linux
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def run_worker(

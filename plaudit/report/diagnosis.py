@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 from plaudit.report.finding import WORST_FIRST, Finding, Severity, count, number, percent
 from plaudit.report.history import History
-from plaudit.report.rules import examples, memory, policy, reward, sampling
+from plaudit.report.rules import examples, integrity, memory, policy, reward, sampling
 
 Rule = Callable[[History], Finding | None]
 
 # In the order in which findings of one severity are told.
 RULES: tuple[Rule, ...] = (
     policy.not_finite, policy.other_settings, reward.over_optimised, reward.over_optimised_held_out,
+    *integrity.GAMED,
     reward.equal_groups, reward.learning, reward.early_dip,
     examples.loss_falls, examples.overfitting, policy.entropy, policy.kl_without_reward, policy.gradient,
     reward.reward_errors, sampling.truncation, sampling.length_growth, reward.saturated, policy.first_ratio,

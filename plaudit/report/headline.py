@@ -37,6 +37,7 @@ _METHODS = {
     "reinforce": "REINFORCE",
     "reinforce++": "REINFORCE++",
     "dr-grpo": "Dr. GRPO",
+    "online-dpo": "online DPO",
     "simpo": "SimPO",
 }
 

@@ -13,8 +13,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from plaudit.report.curve import sparkline
+from plaudit.report.curve import Curve, sparkline
 from plaudit.report.finding import number, percent
+from plaudit.report.history import History
+from plaudit.report.rules.integrity import GAMED, WATCHED
 
 Metrics = Mapping[str, float]
 Seconds = Callable[[], float]
@@ -51,6 +53,7 @@ class LiveView:
         self._ticks: list[tuple[int, float]] = [(0, clock())]
         self._last_line = self._drawn = -math.inf
         self._live: Live | None = None
+        self._warned: set[str] = set()
 
     @contextmanager
     def bar(self, done: int, total: int) -> Iterator[None]:
@@ -73,6 +76,7 @@ class LiveView:
         for name, value in metrics.items():
             self._latest[name] = float(value)
             self._series.setdefault(name, []).append((step, float(value)))
+        self._watch()
         if step > self._ticks[-1][0]:
             self._ticks = [*self._ticks, (step, self.clock())][-_RECENT:]
         if not self.console.is_terminal and self.clock() - self._last_line >= SECONDS_PER_LINE:
@@ -89,6 +93,15 @@ class LiveView:
 
     def warn(self, message: str) -> None:
         self.console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
+
+    def _watch(self) -> None:
+        """Warn, once, of a reward that is being gamed."""
+        curves = {name: Curve(*zip(*points, strict=True)) for name in WATCHED if (points := self._series.get(name))}
+        for rule in GAMED:
+            found = rule(History(self.title, curves))
+            if found is not None and found.severity != "fine" and found.rule not in self._warned:
+                self._warned.add(found.rule)
+                self.warn(f"{found.rule}, since about step {found.step}: {found.says} {found.cure}")
 
     def rewind(self, step: int) -> None:
         """The run has gone back to this step: what came after it is void."""

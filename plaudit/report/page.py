@@ -26,12 +26,20 @@ _SAMPLE_FIELDS = (
 )  # fmt: skip
 _PER_TOKEN = ("token_rewards", "kl", "logprobs", "advantages")
 _TEMPLATE = Path(__file__).with_name("page.html")
-_DATA, _POLICY = "{{data}}", "{{script-hash}}"
+_DATA, _POLICY, _MAY_ASK = "{{data}}", "{{script-hash}}", "{{may-ask}}"
 
 
 def render_page(runs: Sequence[History]) -> str:
-    data = {"labels": FIGURES, "runs": [_run(run) for run in runs]}
-    return filled(_TEMPLATE.read_text(encoding="utf-8"), data)
+    return filled(_TEMPLATE.read_text(encoding="utf-8").replace(_MAY_ASK, ""), page_data(runs))
+
+
+def live_page() -> str:
+    """The page without a run: it asks the server it came from for one, and asks again."""
+    return filled(_TEMPLATE.read_text(encoding="utf-8").replace(_MAY_ASK, "; connect-src 'self'"), {"live": True})
+
+
+def page_data(runs: Sequence[History]) -> dict[str, Any]:
+    return {"labels": FIGURES, "runs": [_run(run) for run in runs]}
 
 
 def filled(template: str, data: Mapping[str, Any]) -> str:
@@ -43,8 +51,11 @@ def filled(template: str, data: Mapping[str, Any]) -> str:
 
 def _embedded(data: Mapping[str, Any]) -> str:
     """JSON that may stand in a script element: no character in it can end the element or begin another."""
-    text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return as_json(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(data), allow_nan=False, separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:
@@ -70,6 +81,7 @@ def _run(run: History) -> dict[str, Any]:
         "headlined": first.metric if first else None,
         "evaluated": run.evaluated(),
         "steps": run.steps,
+        "planned": run.planned_steps,
         "seconds": run.seconds,
         "severity": severity,
         "verdict": summary,

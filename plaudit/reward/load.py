@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,10 +29,11 @@ from plaudit.core.device.lockstep import RankGroups
 from plaudit.core.model.packing import trunk
 from plaudit.core.model.split import check_split, join, keep_part
 from plaudit.core.model.stages import RankPosition, connect
+from plaudit.core.proof.support import accepted
 from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
 from plaudit.models.catalog import CONFIG
-from plaudit.models.part import fill, outline
+from plaudit.models.part import Cut, fill, outline
 from plaudit.models.text import tokenizer_parts
 from plaudit.models.text_classifier import TextClassifier, looks_ahead
 from plaudit.reward.blend import BlendReward
@@ -136,7 +138,8 @@ def load_model(
             digest = model_digest(table, hashes, tokenizer_parts(loaded.tokenizer), str(classifier.limit))
             return classifier, _encoder_facts(classifier, table), loaded.tokenizer, digest
     else:
-        loaded, hashes, channel = load_part(table, ranks)
+        part = load_part(table, ranks)
+        loaded, hashes, channel = part.loaded, part.hashes, part.channel
     if isinstance(table, ProcessTable) and table.format.tiled:
         _check_tiled(loaded.module, table.format)
     engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, budget=table.budget, channel=channel)
@@ -144,21 +147,42 @@ def load_model(
     return engine, _facts(loaded, engine), loaded.tokenizer, digest
 
 
-def load_part(table: ReadByEngine, ranks: ModelRanks) -> tuple[Loaded, dict[str, str], RankGroups]:
-    """One rank's part of a model, and nothing else of it in memory; the hashes of the files that it read."""
+@dataclass(frozen=True)
+class LoadedPart:
+    """One rank's part of a model, and nothing else of it in memory.
+
+    whole    the model that it is a part of, without weights
+    cuts     where its smaller tensors lie in those of the whole
+    hashes   of the files that it read
+    channel  to the other ranks
+    """
+
+    loaded: Loaded
+    whole: nn.Module
+    cuts: Mapping[str, Cut]
+    hashes: dict[str, str]
+    channel: RankGroups
+
+
+def load_part(table: ReadByEngine, ranks: ModelRanks, *, replaced: bool = False) -> LoadedPart:
+    """`replaced`: other weights come before anything is computed, so that it does not matter what the files have."""
     place, whole = ranks.place, outline(table.path, table.dtype, ranks.device)
     module = deepcopy(whole.module)
     cuts = keep_part(module, place)
     fill(module, whole.read, cuts, ranks.device)
     # Rank 0 has looked at every file, and each of the others at those that its part comes from.
     files = model_files(whole.path) if place.rank == 0 else [*whole.files(module), whole.path / CONFIG]
+    if replaced:
+        files = [whole.path / CONFIG]
     hashes = file_hashes(files)
+    accepted(module)
     channel = ranks.meet(hashes)
     check_split(whole.module, place, whole.read, channel.tensors, ranks.device)
     join(module, channel.tensors)
     if channel.stages is not None:
         connect(trunk(module), place, channel.stages)
-    return Loaded(module, whole.tokenizer, whole.path, whole.kind), hashes, channel
+    loaded = Loaded(module, whole.tokenizer, whole.path, whole.kind)
+    return LoadedPart(loaded, whole.module, cuts, hashes, channel)
 
 
 def model_files(directory: Path) -> list[Path]:

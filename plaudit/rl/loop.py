@@ -32,13 +32,13 @@ from plaudit.place.memory.ledger import new_ledger
 from plaudit.place.placement import PlacementContext
 from plaudit.place.ray.reward import RayReward
 from plaudit.place.resources import pin_learner
+from plaudit.place.workers.rank import check_engine_ranks
 from plaudit.place.workers.remote_engine import Host, OwnProcess
 from plaudit.records import Batch, Sample
 from plaudit.rl.follower import Viewer
 from plaudit.rl.forecast import forecast
 from plaudit.rl.sample_events import failed_events, sample_events
 from plaudit.train.data.encoder import LengthLimits
-from plaudit.train.data.prompts import open_prompts
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.trainee import Trainee
 from plaudit.train.rollouts.batch_metrics import batch_metrics, staleness
@@ -46,9 +46,11 @@ from plaudit.train.rollouts.dump import Dump, DumpedRollouts
 from plaudit.train.rollouts.rollouts import RolloutSource, SampleScorer
 from plaudit.train.rollouts.scorer import RewardFailed, Scorer, Source
 from plaudit.train.rollouts.sharing import SharedScorer
+from plaudit.train.rollouts.sources import open_prompts
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.clock import Clock
+from plaudit.train.run.pause import PAUSE
 from plaudit.train.run.proof import step_proof
 from plaudit.train.run.ranks import ALONE, Ranks
 from plaudit.train.run.run import Run
@@ -84,6 +86,12 @@ class RlTraining:
                 f"the ranks would go on from steps {sorted(starts)}: {run.directory} must be the same for all"
             )
         check_fit(recipe)
+        check_engine_ranks(recipe)
+        if cuts := recipe.sampling.truncation:
+            self.warn(
+                f"{cuts} leaves out tokens that the loss gives a probability: rollout/truncated_mass is their share; "
+                "set top_p = 1 and top_k = 0 to learn from what is sampled"
+            )
         # Rewards first: what cannot be had is known before a model is loaded.
         pooled = recipe.resources.reward.processes > 0
         actors = RayReward(recipe, ranks.main, self.warn) if pooled else None
@@ -222,6 +230,10 @@ class RlTraining:
                 lost = error
             self.seconds = time.monotonic() - begin
             self._report(batch, metrics, experience)
+            if lost is None and self.ranks.everyone.size == 1:  # others would wait without knowing for what
+                paused = PAUSE.hold(stop)
+                begin += paused
+                self.clock.leave_out(paused)
             if lost is None and self.ranks.everyone.any(bool(stop)):
                 lost = Interrupted(f"stopped by {stop.came or 'another rank'}")
             if lost is not None:

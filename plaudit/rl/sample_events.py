@@ -37,7 +37,7 @@ def failed_events(tokenizer: Any, samples: Sequence[Sample], count: int) -> Iter
     for sample in failed[:count]:
         assert sample.error is not None
         error = {"type": sample.error.type, "message": sample.error.message}
-        yield _described(tokenizer, sample) | {"error": error, "logprobs": [round(x, 5) for x in sample.logprobs]}
+        yield _described(tokenizer, sample) | {"error": error, "logprobs": [round(x, 5) for x in sample.behaviour]}
 
 
 def _described(tokenizer: Any, sample: Sample) -> dict[str, Any]:

@@ -30,8 +30,9 @@ _BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
 
 
 def search(
-    questions: Sequence[str | Mapping[str, Any]], *, engine: str | Engine, prm: str | Mapping[str, Any],
-    rule: str = "ets", width: int = 16, seed: int = 1, concurrent: int = 64, threads: int | None = None,
+    questions: Sequence[str | Mapping[str, Any]], *, engine: str | Engine,
+    prm: str | Mapping[str, Any] | None = None, orm: str | Mapping[str, Any] | None = None, rule: str = "ets",
+    width: int = 16, seed: int = 1, concurrent: int = 64, threads: int | None = None,
     options: Mapping[str, Any] | None = None, **keys: Any,
 ) -> list[Outcome]:  # fmt: skip
     """An outcome for every question, in order. One without an answer says in `stopped` why.
@@ -39,7 +40,8 @@ def search(
     questions   texts, or {"prompt" or "messages"[, "answer": the right one]}
     engine      a model directory or name, or an Engine with its tokenizer
     prm         a process model's directory or name, the URL of `plaudit serve`, or the keys of a recipe's [prm] table,
-                such as {"url": ..., "model": ...}; with best-of-n an outcome model will do
+                such as {"url": ..., "protocol": "vllm", "path": ...}; with best-of-n an outcome model will do
+    orm         the same for an outcome model, which weighs the answers in the vote
     options     keys of a recipe's [search] table
     keys        of its tables [steps] and [budget]: stop, answer, max_tokens, ..., calls, lead
     """
@@ -52,7 +54,7 @@ def search(
         "concurrent": concurrent,
         "model": {"path": model},
         "data": {"path": "questions"},
-        "prm": {"url" if "://" in prm else "path": prm} if isinstance(prm, str) else dict(prm),
+        **{name: _judge(judge) for name, judge in (("prm", prm), ("orm", orm)) if judge is not None},
         "search": {"method": rule, "width": width, **(options or {})},
         "steps": {key: keys[key] for key in _STEPS if key in keys},
         "budget": {key: keys[key] for key in _BUDGET if key in keys},
@@ -71,3 +73,7 @@ def search(
         return sorted(opened.run(parsed), key=lambda outcome: outcome.question.index)
     finally:
         opened.close()
+
+
+def _judge(judge: str | Mapping[str, Any]) -> dict[str, Any]:
+    return {"url" if "://" in judge else "path": judge} if isinstance(judge, str) else dict(judge)

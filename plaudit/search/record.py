@@ -30,7 +30,8 @@ from plaudit.train.run.run_lock import locked
 
 # What does not decide the results; a run that goes on may change it.
 MAY_CHANGE = (
-    "concurrent", "lanes", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout", "model.device",
+    "concurrent", "lanes", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout",
+    "prm.concurrency", "orm.url", "orm.key_env", "orm.timeout", "orm.concurrency", "model.device",
 )  # fmt: skip
 NO_ANSWER = "no answer"  # how a question ended of which every path failed
 TREES_SHOWN = 12  # trees that go into the event log, for the report

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from plaudit.errors import PlauditError
 from plaudit.search.backends import cluster
 from plaudit.search.backends.embedding import Embedder
 from plaudit.search.backends.policy import Ask, Policy, Step, path_seed
-from plaudit.search.backends.scoring import Path, Scored, Scorer
+from plaudit.search.backends.scored import Path, Scored, Scorer
 from plaudit.search.drivers.driver import Driver, Expand
 from plaudit.search.drivers.lookahead import look_ahead
 from plaudit.search.questions.answers import Answer, as_odds, winner
@@ -67,12 +67,14 @@ class Runner:
         self, recipe: SearchRecipe, policy: Policy, scorer: Scorer, reading: AnswerReading,
         new_driver: Callable[[Question, Tree], Driver], embedder: Embedder | None = None,
         stopped: threading.Event | None = None, on_round: Callable[[Driver], None] | None = None,
+        outcome: Scorer | None = None,
     ) -> None:  # fmt: skip
         """`stopped`: once it is set, what is under way is left as it is. `on_round` is told of every question's
-        rounds."""
+        rounds. `outcome` scores finished responses for the vote, in place of `scorer`."""
         self.recipe = recipe
         self.policy = policy
         self.scorer = scorer
+        self.outcome = outcome
         self.embedder = embedder
         self.new_driver = new_driver
         self.reading = reading
@@ -275,12 +277,29 @@ class Runner:
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:
         driver, question = searched.driver, searched.question
-        answers = as_odds(driver.answers()) if self.scorer.whole else driver.answers()
+        answers = driver.answers()
+        if self.outcome is not None:
+            answers = self._weighed(searched, answers, self.outcome)
+        if self.scorer.whole or self.outcome is not None:
+            answers = as_odds(answers)
         if not answers and stopped == "done":
             stopped = f"no answer: {_why_none(driver.tree)}"
         answer = winner(answers, self.recipe.search.vote, self.reading.alike)
         right = question.right(None if answer is None else answer.text, self.reading.alike)
         return Outcome(question, driver.tree, driver, answers, answer, right, stopped)
+
+    def _weighed(self, searched: _Open, answers: Sequence[Answer], outcome: Scorer) -> list[Answer]:
+        """Answers with the outcome model's scores; one that has none does not vote."""
+        nodes = searched.tree.nodes
+        firsts = list(dict.fromkeys(nodes[answer.node].twin for answer in answers))
+        began = time.perf_counter()
+        scored = outcome.score([self._path(searched, nodes[id]) for id in firsts]) if firsts else []
+        self.phases["score"] += time.perf_counter() - began
+        for id, result in zip(firsts, scored, strict=True):
+            nodes[id].error = result.error
+        values = {id: result.value for id, result in zip(firsts, scored, strict=True)}
+        pairs = [(answer, values[nodes[answer.node].twin]) for answer in answers]
+        return [replace(answer, weight=value) for answer, value in pairs if value is not None]
 
 
 def _why_none(tree: Tree) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 from plaudit.config.search import SearchRecipe
 from plaudit.search.backends.embedding import open_embedder
 from plaudit.search.backends.policy import CorePolicy, Policy
-from plaudit.search.backends.scoring import Scorer, check_fits, open_scorer
+from plaudit.search.backends.scored import Scorer
+from plaudit.search.backends.scoring import check_fits, open_scorers
 from plaudit.search.drivers.driver import Driver
 from plaudit.search.drivers.methods import new_driver
 from plaudit.search.lanes import run_lanes
@@ -40,7 +41,7 @@ class Search:
         if policy is None:
             policy, tokenizer = open_policy(recipe)
         self.policy, self.tokenizer = policy, tokenizer
-        self.scorer = scorer or open_scorer(recipe.prm, recipe.threads, recipe.search.method)
+        self.scorer, self.outcome = (scorer, None) if scorer is not None else open_scorers(recipe)
         self.checker = GymChecker() if recipe.data.gym is not None else None
         self._begin(recipe)
 
@@ -75,7 +76,9 @@ class Search:
         def driver(question: Question, tree: Tree) -> Driver:
             return new_driver(tree, recipe.search, recipe.budget, reading, f"{recipe.seed} {question.index}")
 
-        return Runner(recipe, self.policy, self.scorer, reading, driver, self.embedder, self._stopped)
+        return Runner(
+            recipe, self.policy, self.scorer, reading, driver, self.embedder, self._stopped, outcome=self.outcome
+        )
 
     def _end(self) -> None:
         self.reading.close()
@@ -86,6 +89,8 @@ class Search:
         self._end()
         self.policy.close()
         self.scorer.close()
+        if self.outcome is not None:
+            self.outcome.close()
         if self.checker is not None:
             self.checker.close()
 
@@ -102,7 +107,8 @@ def open_policy(recipe: SearchRecipe) -> tuple[Policy, Any]:
     from plaudit.core import Engine
 
     loaded = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device))
-    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes)
+    table = recipe.engine
+    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, state_every=table.state_every)
     return CorePolicy(engine, recipe.steps), loaded.tokenizer
 
 

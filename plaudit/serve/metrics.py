@@ -95,6 +95,8 @@ class Metrics:
         self.replica_restarts = counter("replica_restarts_total", "Starts after a death", "model", "replica")
         self.replica_held = gauge("replica_held_tokens", "Tokens that a replica holds", "model", "replica")
         self.replica_ready = gauge("replica_ready", "1 if the replica computes", "model", "replica")
+        self.worker_resident = gauge("worker_resident_bytes", "Memory of a replica's worker", "model", "replica")
+        self.worker_device = gauge("worker_device_bytes", "Of a GPU, held by a replica's worker", "model", "replica")
         self.version = gauge("model_info", "1 for the version in service", "model", "version")
         self._of_versions: dict[tuple[str, str], VersionCounts] = {}
         by_version = ("model", "version")

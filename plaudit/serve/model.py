@@ -40,6 +40,7 @@ from plaudit.serve.handle import (
     WorkerStatus,
 )
 from plaudit.serve.http.message import ROUTE_KEY, TENANT, HttpError
+from plaudit.serve.http.traces import TRACE
 from plaudit.serve.judge import JudgeReading
 from plaudit.serve.step_path import Path
 from plaudit.serve.version import Canary, Reading, Scoring, Table, Version
@@ -158,7 +159,10 @@ class ServedModel:
         with deployment.in_use():
             began = time.perf_counter()
             works = await self._prepare(reading, items, ask)
-            self._resources.metrics.prepare_seconds.labels(self.name).observe(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._resources.metrics.prepare_seconds.labels(self.name).observe(seconds)
+            if (trace := TRACE.get()) is not None:
+                trace.prepared(seconds)
             sound = [work for work in works if not isinstance(work, ItemError)]
             tokens = sum(len(work.tokens) for work in sound)
             answers = await self._compute(deployment, sound, tokens, ask)
@@ -324,6 +328,8 @@ class ServedModel:
             raise
         finally:
             timer.cancel()
+            if (trace := TRACE.get()) is not None:
+                trace.computed(self.name, deployment.version, (job.times for job in ticket.jobs))
         return [answer for answer in ticket.answers if answer is not None]
 
 

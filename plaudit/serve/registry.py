@@ -229,16 +229,22 @@ class Models:
         return any(status.state != "failed" for status in self._of_workers())
 
     def update_gauges(self) -> None:
-        self.metrics.replica_held.clear()
-        self.metrics.replica_ready.clear()
+        metrics = self.metrics
+        of_replicas = {
+            "held_tokens": metrics.replica_held, "resident_bytes": metrics.worker_resident,
+            "device_bytes": metrics.worker_device,
+        }  # fmt: skip
+        for gauge in (metrics.replica_ready, *of_replicas.values()):
+            gauge.clear()
         for status in self._of_workers():
             for replica in status.replicas:
                 labels = (status.name, str(replica["replica"]))
-                self.metrics.replica_held.labels(*labels).set(replica["held_tokens"])
-                self.metrics.replica_ready.labels(*labels).set(replica["state"] == "ready")
-            self.metrics.queue_tokens.labels(status.name).set(status.queue_tokens)
-            self.metrics.queue_items.labels(status.name).set(status.queue_items)
-            self.metrics.held_tokens.labels(status.name).set(status.held_tokens)
+                metrics.replica_ready.labels(*labels).set(replica["state"] == "ready")
+                for name, gauge in of_replicas.items():
+                    gauge.labels(*labels).set(replica[name])
+            metrics.queue_tokens.labels(status.name).set(status.queue_tokens)
+            metrics.queue_items.labels(status.name).set(status.queue_items)
+            metrics.held_tokens.labels(status.name).set(status.held_tokens)
 
     def tick(self) -> None:
         """Every second."""

@@ -30,6 +30,7 @@ from plaudit.serve.http.key_file import KeySource
 from plaudit.serve.http.keys import Keys
 from plaudit.serve.http.listener import Listener
 from plaudit.serve.http.message import Limits, Route, Routes
+from plaudit.serve.http.traces import Traces, traces_of
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import ADMIN, Metrics
 from plaudit.serve.protocols.table import check_names, protocol_routes
@@ -126,6 +127,7 @@ class _Server:
         self._signals = 0
         self.metrics = Metrics()
         self.log = Log(self.metrics.log_failures.inc)
+        self.traces: Traces | None = traces_of(os.environ, self.log)
 
     async def run(self, sock: socket.socket) -> int:
         table, limits = self.table, self.table.limits
@@ -145,7 +147,7 @@ class _Server:
                 VALUES_PER_ITEM * limits.items,
             ),
             self.metrics, self.log,
-            log_requests=table.log == "requests",
+            log_requests=table.log == "requests", traces=self.traces,
         )  # fmt: skip
         grpc = None if table.grpc_port is None else _grpc(app, table, self.tls)
         listener = Listener(app, limits, None if self.tls is None else self.tls.context)
@@ -172,6 +174,8 @@ class _Server:
             await models.close()
             if live is not None:
                 live.shutdown()
+            if self.traces is not None:
+                await asyncio.to_thread(self.traces.close)
             self.log("stopped", code=code)
             self.log.close()
         return code

@@ -1,13 +1,11 @@
 """Every decoder family of the installed transformers, from disk: equal to plain transformers, or refused in one line.
 
 All of them run with PLAUDIT_SOAK set, which writes the table in docs/core.md; a tenth of them in the slow stage,
-another one every day (PLAUDIT_TENTH chooses it); a handful always. What a run finds must be what the table says.
+another one every day (tests/rotation.py); a handful always. What a run finds must be what the table says.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,9 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.core.proof.stand_in import tokens_for
 from plaudit.errors import ModelError
 from tests.core.families import BEGIN, END, MAPPINGS, PROVED, Case, cases, from_table, on_disk, reason, table
+from tests.rotation import DAY, SOAK, in_turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "core.md"
-SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
-TENTH = int(os.environ.get("PLAUDIT_TENTH") or datetime.datetime.now(datetime.UTC).toordinal()) % 10
 ALWAYS = {
     "causal diffllama", "causal doge", "causal ministral3", "causal qwen2_moe, use_sliding_window",
     "sequence modernbert-decoder", "sequence eurobert", "sequence qwen3",
@@ -36,13 +33,13 @@ def chosen() -> list[Any]:
     return [
         pytest.param(case, id=str(case), marks=() if SOAK or str(case) in ALWAYS else pytest.mark.slow)
         for i, case in enumerate(every)
-        if SOAK or str(case) in ALWAYS or i % 10 == TENTH
+        if str(case) in ALWAYS or in_turn(i, 10)
     ]
 
 
 @pytest.mark.parametrize("case", chosen())
 def test_equal_or_refused(case: Case, tmp_path: Path) -> None:
-    print(f"tenth {TENTH} of the families (PLAUDIT_TENTH={TENTH})")
+    print(f"a tenth of the families: PLAUDIT_DAY={DAY % 10}")
     warnings.simplefilter("ignore")
     directory = on_disk(case, tmp_path / "model")
     engine, outcome = loaded(case, directory)

@@ -22,7 +22,8 @@ from plaudit.core.model.kernel_operations import KernelOperations  # noqa: E402
 from plaudit.core.model.lean import LeanTrunk  # noqa: E402
 from plaudit.core.model.packing import pack  # noqa: E402
 from plaudit.core.proof.support import inspect  # noqa: E402
-from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes  # noqa: E402
+from plaudit.core.sampling.noise import row_key, token_hashes  # noqa: E402
+from plaudit.core.sampling.sampler import Sampler  # noqa: E402
 from plaudit.core.sampling.sampling_params import SamplingParams  # noqa: E402
 from tests.core import tiny  # noqa: E402
 
@@ -373,6 +374,7 @@ def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
     outputs = (
         torch.zeros(2, rows, dtype=torch.int64, device=DEVICE), torch.zeros(2, rows, device=DEVICE),
         torch.zeros(2, rows, device=DEVICE), torch.zeros(2, rows, dtype=torch.bool, device=DEVICE),
+        torch.zeros(2, rows, device=DEVICE),
     )  # fmt: skip
     step = torch.zeros((), dtype=torch.int64, device=DEVICE)
     inverse = sampler.inverse[:, 0].contiguous()
@@ -418,12 +420,14 @@ def _truncated(vocabulary: int, options: list[SamplingParams], logits: torch.Ten
     outputs = (
         torch.zeros(1, rows, dtype=torch.int64, device=DEVICE), torch.zeros(1, rows, device=DEVICE),
         torch.zeros(1, rows, device=DEVICE), torch.zeros(1, rows, dtype=torch.bool, device=DEVICE),
+        torch.zeros(1, rows, device=DEVICE),
     )  # fmt: skip
     step, stops = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.full((rows, 2), -1, device=DEVICE)
     kernels.sample(logits, sampler.keys, inverse, sampler.greedy, state, stops, step, outputs, truncation)
     assert torch.equal(outputs[0][0], expected.tokens)
     torch.testing.assert_close(outputs[1][0], expected.logprobs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(outputs[2][0], expected.raw_logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs[4][0], expected.tempered, rtol=1e-4, atol=1e-5)
 
 
 def truncated_ids(shaped: torch.Tensor, cut: int) -> set[int]:

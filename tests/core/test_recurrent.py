@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,20 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config, Qwen3NextConfig
 
+from plaudit.config.placement import EngineTable
+from plaudit.config.search import GenerationTable
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.model.packing import hidden_rows, pack_tree, use_packed_attention
-from plaudit.core.states import StateBooks
-from plaudit.errors import RequestError
+from plaudit.core.states import EVERY, StateBooks
+from plaudit.errors import ConfigError, RequestError
+from plaudit.models import load_policy
 from plaudit.models.heads.value_head import ValueModel
+from plaudit.rl.loop import RlTraining
 from plaudit.train.optim.sharding import packed_rows
+from plaudit.train.run.run import Run
 from tests.core import tiny
+from tests.train.rl_world import Silent, recipe
 
 LINEAR = ["linear_attention", "full_attention"]
 CONFIGS: dict[str, Any] = {
@@ -254,3 +261,21 @@ def test_kept_states_make_room_for_those_that_run() -> None:
     assert books.keep((8, BLOCK)) is not None
     assert books.in_use == 6
     assert books.dropped == 2
+
+
+def test_a_recipe_says_how_often_states_are_kept(tmp_path: Path) -> None:
+    tokenizer = load_policy("sums-policy").tokenizer
+    config = copy.deepcopy(CONFIGS["lfm2"])
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
+    tokenizer.save_pretrained(tmp_path / "hybrid")
+    tree = recipe(model={"path": str(tmp_path / "hybrid")}, engine={"state_every": 32})
+    with Run(tmp_path / "run", tree) as run:
+        training = RlTraining(tree, run, Silent())
+        training.close()
+    assert isinstance(training.engine, Engine)
+    assert training.engine.backend.states is not None
+    assert training.engine.backend.states.every == 32
+    assert EVERY == EngineTable().state_every == GenerationTable().state_every
+    with pytest.raises(ConfigError, match=r"engine\.state_every"):
+        recipe(engine={"state_every": 0})

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from plaudit.core.sampling.sampler import MASK64, Sampler, gumbel, mix64, row_key, token_hashes
+from plaudit.core.sampling.noise import MASK64, gumbel, mix64, row_key, token_hashes
+from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.sampling.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -97,3 +98,25 @@ def test_endings_are_barred_until_min_tokens() -> None:
     tokens = s.draw(logits, torch.tensor([2, 3])).tokens.tolist()
     assert tokens[0] != 0
     assert tokens[1] == 0
+
+
+def test_a_truncated_token_has_the_log_prob_of_the_whole_softmax_too() -> None:
+    """By hand: p = (0.5, 0.3, 0.2). At temperature 0.5 they are squared: (0.25, 0.09, 0.04) / 0.38."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(300, 3)
+    params = [SamplingParams(top_k=2), SamplingParams(temperature=0.5, top_k=2), SamplingParams(temperature=0.5)] * 100
+    drawn = sampler(params, 3).draw(logits, torch.zeros(300, dtype=torch.long))
+    assert drawn.tempered is not None
+    kept = [[0.5 / 0.8, 0.3 / 0.8, 0.0], [0.25 / 0.34, 0.09 / 0.34, 0.0], [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]] * 100
+    whole = [[0.5, 0.3, 0.2], [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38], [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]] * 100
+    for found, expected in ((drawn.logprobs, kept), (drawn.tempered, whole)):
+        chosen = torch.tensor(expected).gather(1, drawn.tokens[:, None])[:, 0]
+        torch.testing.assert_close(found.exp(), chosen, rtol=1e-5, atol=1e-6)
+    assert {*drawn.tokens[::3].tolist()} == {*drawn.tokens[1::3].tolist()} == {0, 1}
+    # what is left is the quotient of the two
+    left = (drawn.tempered - drawn.logprobs).exp()
+    torch.testing.assert_close(left[:3], torch.tensor([0.8, 0.34 / 0.38, 1.0]), rtol=1e-5, atol=1e-6)
+    # nothing but a temperature, or none: one number
+    assert (
+        sampler([SamplingParams(temperature=0.5)], 3).draw(logits[:1], torch.zeros(1, dtype=torch.long)).tempered
+        is None
+    )

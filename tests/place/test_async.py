@@ -14,7 +14,7 @@ from plaudit.place.async_rollouts import AsyncRollouts
 from plaudit.records import Prompt, Sample
 from plaudit.rl.loop import RlTraining
 from plaudit.train.data.encoder import LengthLimits
-from plaudit.train.data.prompts import open_prompts
+from plaudit.train.rollouts.sources import open_prompts
 from plaudit.train.run.clock import Clock
 from tests.place.rollout_host import RolloutHost
 from tests.place.runs import GRPO, Watched, samples, small, train

@@ -10,7 +10,7 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.events import EventLog, read_events
 from plaudit.place.memory.ledger import Ledger
 from plaudit.place.memory.meter import HostMeter, new_meter
-from plaudit.place.memory.owners import Holdings, copies_of, gradients_of, moments_of, reward_engines
+from plaudit.place.memory.owners import Holdings, reward_engines
 from plaudit.rl.loop import RlTraining
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.rollouts.scorer import Scorer
@@ -134,13 +134,13 @@ def test_the_parts_of_an_optimizer(tmp_path: Path) -> None:
     for dtype, copies in ((torch.float32, 0), (torch.bfloat16, 4 * count)):
         module = tiny().to(dtype)
         optimizer = Optimizer(module, recipe().train)
-        assert sum(t.nbytes for t in copies_of(optimizer)) == copies
-        assert gradients_of(optimizer) == moments_of(optimizer) == []
+        assert sum(t.nbytes for t in optimizer.copies()) == copies
+        assert optimizer.gradients() == optimizer.moments() == []
         out = module(input_ids=torch.arange(8)[None]).logits
         out.float().sum().backward()
-        assert sum(t.nbytes for t in gradients_of(optimizer)) == 4 * count
+        assert sum(t.nbytes for t in optimizer.gradients()) == 4 * count
         optimizer.step(0)
-        assert sum(t.nbytes for t in moments_of(optimizer)) == 8 * count
+        assert sum(t.nbytes for t in optimizer.moments()) == 8 * count
 
 
 def test_the_kv_that_is_taken() -> None:

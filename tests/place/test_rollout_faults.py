@@ -82,7 +82,7 @@ def remote(
     rollout_host: RolloutHost, keep: Literal["recompute", "continue"] = "recompute"
 ) -> tuple[RemoteEngine, Fleet, torch.nn.Module]:
     tree = recipe().model_dump(mode="json", exclude_none=True)
-    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], keep), rollout_host.start)
+    engine = RemoteEngine("rollout 0", frames.Start(tree, ["cpu"], 1, [], keep), rollout_host.start)
     module = load_policy("sums-policy").module
     return engine, Fleet([engine], SharedChannel(), lambda: Weights.of(module), engine.news, lambda _: None), module
 
@@ -171,7 +171,7 @@ def test_a_worker_that_dies_while_it_loads_is_started_again(rollout_host: Rollou
 
 def test_a_model_that_cannot_be_loaded_is_said(rollout_host: RolloutHost) -> None:
     tree = recipe(model={"path": "nowhere"}).model_dump(mode="json", exclude_none=True)
-    engine = RemoteEngine("rollout 0", frames.Start(tree, "cpu", 1, [], "recompute"), rollout_host.start)
+    engine = RemoteEngine("rollout 0", frames.Start(tree, ["cpu"], 1, [], "recompute"), rollout_host.start)
     with pytest.raises(EngineLost, match=r"rollout 0 failed: .*nowhere"):
         engine.start()
     engine.close()

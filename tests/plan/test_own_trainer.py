@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from plaudit.config.recipe import load_recipe
+from plaudit.config.rl import RlRecipe
 from plaudit.config.supervised import PolicyModelTable
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
@@ -37,6 +38,7 @@ def plan(placement: str, devices: int, engine: GenerationLayout, training: Train
 
 
 FSDP = TrainingLayout(dp=8, zero=3)
+HALF = TrainingLayout(dp=4, zero=3)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +48,18 @@ FSDP = TrainingLayout(dp=8, zero=3)
         ((), plan("colocated", 8, GenerationLayout(), TrainingLayout(tp=2, dp=4, zero=3))),
         ((), plan("disaggregated", 8, GenerationLayout(), FSDP, "broadcast")),
         ((), plan("swapped", 1, GenerationLayout(), TrainingLayout())),
-        (("engine over several devices",), plan("hybrid", 8, GenerationLayout(2), FSDP)),
+        (("engine over several devices on those that train",), plan("hybrid", 8, GenerationLayout(2), FSDP)),
+        ((), plan("disaggregated", 4, GenerationLayout(2, pp=2), HALF, "broadcast")),
+        (("engine over several devices in a run over several nodes",),
+         plan("disaggregated", 8, GenerationLayout(2), FSDP, "broadcast")),
+        (("engine that cuts key-value heads",), plan("disaggregated", 3, GenerationLayout(3), HALF, "broadcast")),
         (("async over several ranks",), plan("async", 8, GenerationLayout(), FSDP, "disk")),
         (("swapped over several ranks",), plan("swapped", 8, GenerationLayout(), FSDP)),
         (("reshard channel",), plan("disaggregated", 8, GenerationLayout(), FSDP, "reshard")),
         (("data parallelism without FSDP",), plan("hybrid", 8, GenerationLayout(), TrainingLayout(dp=8))),
         (("pipeline parallelism",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(pp=2))),
         (("context parallelism",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(cp=2))),
-        (("optimizer on the host", "reference on the host"),
+        (("optimizer on the host over several ranks", "reference on the host"),
          plan("hybrid", 8, GenerationLayout(), replace(FSDP, offload_optimizer=True, park=True))),
         (("tensor parallelism that cuts key-value heads",),
          plan("hybrid", 16, GenerationLayout(), TrainingLayout(tp=16))),
@@ -171,13 +177,47 @@ def test_every_runnable_plan_of_a_recipe_is_a_recipe(tmp_path: Path, recipe: str
         only = {place: replace(found, plans=(prediction,)) for place, found in outcome.results.items()}
         text, _ = recipe_for(own, replace(outcome, results=only))
         planned.write_text(text)
-        assert load_recipe(planned).task == "rl", index
+        written = load_recipe(planned)
+        assert isinstance(written, RlRecipe), index
+        # async has a correction of its own
+        same = written.algorithm.model_copy(update={"correction": own.algorithm.correction})
+        assert (same, written.sampling, written.data) == (own.algorithm, own.sampling, own.data)
 
 
 def test_no_recipe_is_written_that_cannot_be_run(none_runnable: Outcome) -> None:
     own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
     with pytest.raises(ConfigError, match=r"no recipe was written\. Plaudit's own trainer runs none of these plans"):
         recipe_for(own, none_runnable)
+
+
+def test_an_engine_over_two_devices_is_planned_and_its_recipe_reads(tmp_path: Path) -> None:
+    text = engine_of_two()
+    (tmp_path / "planned.toml").write_text(text)
+    recipe = read_recipe(tmp_path / "planned.toml")
+    rollout = recipe.resources.rollout
+    assert (rollout.processes, rollout.tensor_parallel, rollout.pipeline_parallel) == (1, 2, 1)
+    assert recipe.resources.ranks == 1
+
+
+@pytest.mark.slow
+def test_the_recipe_of_an_engine_over_two_devices_runs(tmp_path: Path) -> None:
+    planned = tmp_path / "planned.toml"
+    planned.write_text(engine_of_two())
+    small = ("train.steps=1", "train.prompts_per_step=2", "train.samples_per_prompt=2", "data.eval_items=1")
+    words = [word for item in small for word in ("--set", item)]
+    done = plaudit_here("train", str(planned), *words, "--set", "model.device=cpu", "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
+
+
+def engine_of_two() -> str:
+    own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
+    asked = ask(PlanOptions("smollm2-135m", "1x3xH100", placement=["disaggregated"]))
+    outcome = replace(asked, workload=work).answer()
+    only = next(p for p in outcome.runnable if p.plan.generation.tp == 2)
+    results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
+    return recipe_for(own, replace(outcome, results=results))[0]
 
 
 def test_a_reward_model_is_whole_on_every_rank_of_ours() -> None:

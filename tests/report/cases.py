@@ -13,16 +13,18 @@ from plaudit.report.curve import Curve
 from plaudit.report.diagnosis import diagnose
 from plaudit.report.history import History
 from plaudit.report.memory import timelines
-from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, Shape, history
+from tests.report.made_up import ASYNCHRONOUS, CRITIC, HEALTHY, HONEST, Shape, history
 
 STEPS, NOISE, SEEDS = (40, 120), (0.03, 0.1), range(3)
+WATCHED = {**HEALTHY, **HONEST}
 EVERYTHING = {**HEALTHY, **CRITIC, **ASYNCHRONOUS}
 EXAMPLES: Mapping[str, Shape] = {
     "loss": lambda x: 0.5 + 1.5 * math.exp(-4 * x), "grad_norm": lambda x: 0.8, "lr": lambda x: 1e-3,
     "heldout/heldout_loss": lambda x: 0.7 + 1.3 * math.exp(-4 * x),
 }  # fmt: skip
 CONTROLS: Mapping[str, Mapping[str, Shape]] = {
-    "GRPO": HEALTHY, "PPO": {**HEALTHY, **CRITIC}, "async": EVERYTHING, "on examples": EXAMPLES
+    "GRPO": HEALTHY, "GRPO with figures of integrity": WATCHED, "PPO": {**HEALTHY, **CRITIC}, "async": EVERYTHING,
+    "on examples": EXAMPLES,
 }  # fmt: skip
 
 
@@ -32,6 +34,11 @@ def flat(value: float) -> Shape:
 
 def spike(height: float) -> Shape:
     return lambda x: height if abs(x - 0.5) < 1e-9 else 0.5
+
+
+def gamed(x: float) -> float:
+    """From the middle of the run on, within a twelfth of it."""
+    return min(1.0, max(0.0, 12 * (x - 0.5)))
 
 
 class Case(NamedTuple):
@@ -93,6 +100,16 @@ CASES = (
     Case("over-optimisation", {"heldout__truth": lambda x: 0.4 + 0.8 * min(x, 1 - x)},
          {"heldout__truth": lambda x: 0.4 + 0.4 * min(x, 0.5)}, HELD_TRUTH, _truth),
     Case("reward without truth", {"accuracy": flat(0.4)}, {"accuracy": lambda x: 0.3 + 0.3 * x}),
+    Case("the reward pays for length",
+         {"length__mean": lambda x: 20 * (1 + gamed(x)), "reward__length_correlation": lambda x: 0.1 + 0.6 * gamed(x),
+          "accuracy": flat(0.4)},
+         {"length__mean": lambda x: 20 * (1 + gamed(x)), "reward__length_correlation": lambda x: 0.1 + 0.6 * gamed(x)},
+         WATCHED),
+    Case("the reward pays for repetition",
+         {"response__repetition": lambda x: 0.06 + 0.4 * gamed(x), "accuracy": flat(0.4)},
+         {"response__repetition": lambda x: 0.06 + 0.05 * gamed(x), "accuracy": flat(0.4)}, WATCHED),
+    Case("one answer for many prompts", {"response__common": lambda x: 0.05 + 0.6 * gamed(x), "accuracy": flat(0.4)},
+         {"response__common": lambda x: 0.05 + 0.08 * gamed(x), "accuracy": flat(0.4)}, WATCHED),
     Case("equal rewards within groups", {"reward__zero_std_groups": flat(0.65)},
          {"reward__zero_std_groups": flat(0.4)}),
     Case("nothing learned", {"reward__mean": flat(0.4)}, {"reward__mean": lambda x: 0.3 + 0.2 * x}),

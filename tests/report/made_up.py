@@ -72,6 +72,12 @@ EXACT = (
     "reward/min", "reward/max", "rollout/", "length/aborted", "progress/", "kl/coef", "advantage/mean",
 )  # fmt: skip
 
+# What tells a reward that is being gamed.
+HONEST: Mapping[str, Shape] = {
+    "reward/length_correlation": lambda x: 0.15,
+    "response/repetition": lambda x: 0.06,
+    "response/common": lambda x: 0.05,
+}
 CRITIC: Mapping[str, Shape] = {
     "value/mean": lambda x: 0.3 + 0.4 * x,
     "value/loss": lambda x: 0.2 - 0.12 * x,

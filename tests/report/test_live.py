@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,8 @@ from plaudit.errors import RunError
 from plaudit.events import RESUME, EventLog
 from plaudit.report.following import Following
 from plaudit.report.live import LiveView
+from tests.command import plaudit_here
+from tests.forked import ForkedCommand, run_forked
 from tests.report.made_up import HEALTHY, values_at, write_run
 
 SIZES = {"width": 120, "height": 40}
@@ -96,7 +96,7 @@ def test_a_view_without_anything_can_be_drawn() -> None:
 def test_a_run_that_is_over_is_shown_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "done"
     code = f"from pathlib import Path; from tests.report.made_up import write_run; write_run(Path({str(run)!r}))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert run_forked("-c", code).returncode == 0
     console, out = plain()
     Following(run, console, poll_seconds=0.01).show()
     lines = out.getvalue().splitlines()
@@ -110,12 +110,16 @@ def test_a_run_at_work_is_followed_until_it_ends(tmp_path: Path) -> None:
         "log = EventLog(Path(sys.argv[1]))\n"
         "for step in range(1, 21): log.metric({'reward/mean': step / 20}, step=step); time.sleep(0.02)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]):
+    writer = ForkedCommand(["-c", code, str(tmp_path)], tmp_path / "output")
+    try:
         while not (tmp_path / "events.jsonl").is_file():
             time.sleep(0.01)
         console, out = plain()
         following = Following(tmp_path, console, poll_seconds=0.02)
         following.show()
+    finally:
+        writer.kill()
+        writer.wait()
     assert out.getvalue().splitlines()[-1].endswith("step 20  reward 1")
 
 
@@ -150,10 +154,10 @@ def test_the_command_follows(tmp_path: Path) -> None:
     write_run(tmp_path / "run", steps=20)
     with (tmp_path / "run" / "events.jsonl").open("a") as file:
         file.write('{"t":9,"kind":"note","text":"end"}\n')
-    command = [sys.executable, "-m", "plaudit", "report", "--follow", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = ["report", "--follow", str(tmp_path / "run")]
+    done = run_forked(*command)
     assert done.returncode == 0, done.stderr
     assert "run step 20/20  reward 0.7" in done.stderr
-    refused = subprocess.run([*command, "--out", "x.html"], capture_output=True, text=True, timeout=60)
+    refused = plaudit_here(*command, "--out", "x.html")
     assert refused.returncode == 2
     assert "--follow watches one run" in refused.stderr

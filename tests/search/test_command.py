@@ -12,15 +12,13 @@ import pytest
 
 from plaudit.search.record import read_results
 from tests.command import plaudit_here
+from tests.forked import ForkedCommand, run_forked
 
 ROOT = Path(__file__).parents[2]
 
 
 def plaudit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "plaudit", *arguments], cwd=cwd, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return run_forked(*arguments, cwd=cwd)
 
 
 def test_a_search_prints_its_figures_and_writes_them(tmp_path: Path) -> None:
@@ -118,13 +116,7 @@ def test_what_cannot_be_is_one_line(arguments: list[str], told: str, tmp_path: P
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ["search", "--method", "rebase", "--width", "4", "--questions", "64", "--set", "concurrent=1"]
-    command = [sys.executable, "-m", "plaudit", *flags, "--out", str(run)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # Whoever runs the tests in the background of a shell ignores this signal, and children inherit that.
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    process = ForkedCommand([*flags, "--out", str(run)], tmp_path / "output", cwd=tmp_path)
     until = time.monotonic() + 120
     results = run / "results.jsonl"
     while time.monotonic() < until and not (results.exists() and results.stat().st_size):

@@ -10,7 +10,7 @@ from plaudit.errors import ConfigError
 from plaudit.search.questions.answers import Alike
 from plaudit.search.questions.equivalence import SameNumber
 from plaudit.search.questions.questions import GymChecker, Question, open_questions
-from plaudit.train.data.prompts import open_prompts
+from plaudit.train.rollouts.sources import open_prompts
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 SUMS: dict[str, Any] = {"gym": "chain_sum", "gym_options": {"max_digits": 1, "max_terms": 3}}

@@ -194,6 +194,9 @@ def test_beam_and_best_of_n() -> None:
     assert beam(Frontier(1, 4, 4, leaves)).counts == [0, 2, 0, 2]
     assert beam(Frontier(1, 5, 5, leaves), keep=2).counts == [0, 3, 0, 2]
     assert beam(Frontier(0, 16, 16, [Leaf(0, 1.0, ())])).counts == [16]
+    twins = [Leaf(1, 0.9, (0,)), Leaf(2, 0.9, (0,), twin=1), Leaf(3, 0.4, (0,)), Leaf(4, 0.5, (0,))]
+    assert beam(Frontier(1, 4, 4, twins)).counts == [2, 2, 0, 0]
+    assert beam(Frontier(1, 4, 4, twins), distinct=True).counts == [2, 0, 0, 2]
     assert best_of_n(Frontier(0, 16, 16, [Leaf(0, 1.0, ())])).counts == [16]
     assert best_of_n(Frontier(1, 4, 4, leaves)).counts == [1, 1, 1, 1]
 
@@ -247,6 +250,24 @@ def test_votes() -> None:
     assert decided(answers, "weighted", 0, alike)
     assert decided([Answer("7", 0.9, 1)] * 3, "weighted", 2, alike)
     assert not decided([Answer("7", 0.9, 1)] * 3, "weighted", 3, alike)
+
+
+def test_a_vote_that_is_all_but_decided() -> None:
+    """The votes to come are Beta-binomial. With 3 votes to 0 the leader's share is Beta(4, 1), and three more take
+    the lead away only all together: with B(4, 4) / B(1, 4) = 4 * 3! * 3! / 7! = 1 / 35."""
+
+    def alike(a: str, b: str) -> bool:
+        return a == b
+
+    votes = [Answer("7", 1.0, 1)] * 3
+    assert decided(votes, "majority", 3, alike, sure=0.97)
+    assert not decided(votes, "majority", 3, alike, sure=0.98)
+    halves = [Answer("7", 0.5, 1)] * 3  # what comes will weigh as what came
+    assert decided(halves, "weighted", 3, alike, sure=0.97)
+    assert not decided(halves, "weighted", 3, alike, sure=0.98)
+    assert not decided([*votes, *[Answer("8", 1.0, 2)] * 2], "majority", 8, alike, sure=0.9)
+    assert not decided([Answer("7", 0.0, 1)], "weighted", 3, alike, sure=0.5)
+    assert decided([], "majority", 0, alike, sure=0.5)
 
 
 def test_a_tree_counts_distinct_tokens() -> None:

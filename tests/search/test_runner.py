@@ -16,8 +16,9 @@ from plaudit.core import Engine
 from plaudit.core.device.cpu import CpuBackend
 from plaudit.errors import ConfigError, RunError, ServerError
 from plaudit.search.backends.policy import CorePolicy, Step
-from plaudit.search.backends.scoring import LocalScorer, Scored, Scorer, open_scorer
-from plaudit.search.backends.scoring import Path as StepPath
+from plaudit.search.backends.scored import Path as StepPath
+from plaudit.search.backends.scored import Scored, Scorer
+from plaudit.search.backends.scoring import LocalScorer, open_scorer
 from plaudit.search.questions.answers import AGGREGATES, Answer, as_odds, winner
 from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome

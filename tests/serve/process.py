@@ -26,8 +26,8 @@ READY_SECONDS = 240.0
 
 class ServerProcess:
     """`plaudit serve` on a free port. `tree` is a serve.toml as plain data; `environment` is added to the process's;
-    `launcher` are arguments to Python that start it in another way. Without those two it is forked, which saves the
-    seconds of its imports. It has a process group of its own, in which its workers are too."""
+    `launcher` are arguments to Python that start it in another way. Without them it is forked, which saves the seconds
+    of its imports. It has a process group of its own, in which its workers are too."""
 
     def __init__(
         self, tree: dict[str, Any] | None = None, *arguments: str, environment: dict[str, str] | None = None,
@@ -47,12 +47,13 @@ class ServerProcess:
     ) -> None:  # fmt: skip
         self.output = (Path(self.directory.name) / "output").open("w+b")
         self.process: ForkedCommand | subprocess.Popen[bytes]
-        if environment is None and not launcher:
-            self.process = ForkedCommand(words, Path(self.output.name), {"OMP_NUM_THREADS": "1"})
+        added = {"OMP_NUM_THREADS": "1", **(environment or {})}
+        if not launcher:
+            self.process = ForkedCommand(words, Path(self.output.name), added)
         else:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, "-m", "plaudit", *words], stdout=self.output, stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, process_group=0,
+                env={**os.environ, **added}, process_group=0,
             )  # fmt: skip
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=120)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from plaudit.errors import ConfigError
 from plaudit.models import load_tokenizer, load_value
 from plaudit.records import Item
 from plaudit.reward import load_reward
+from tests.forked import run_forked
 from tests.serve.critic_process import CriticProcess, lesson, padded
 from tests.serve.test_native import chains
 
@@ -382,11 +381,10 @@ def test_what_cannot_be_served_is_said_at_the_start(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=word):
             serve_critic(critic_table(**{"model": "sums-policy", "save_dir": str(tmp_path), **table}))
-    command = [sys.executable, "-m", "plaudit", "critic", "--port", "0", "--save-dir", str(tmp_path)]
     for arguments, word in (
         (["--model", "nobody"], "nobody"),
         (["--model", "sums-policy", "--reward", "sums-steps"], "outcome"),
     ):
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+        done = run_forked("critic", "--port", "0", "--save-dir", str(tmp_path), *arguments)
         assert done.returncode == 2, done.stderr
         assert word in done.stderr

@@ -24,6 +24,7 @@ class ScriptedWire:
     restarts = 0
     writable = True
     last_sign = last_result = 0.0
+    alive = frames.Alive(0)
 
     def __init__(self) -> None:
         self.hello: frames.Hello | None = None

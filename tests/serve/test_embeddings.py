@@ -19,6 +19,7 @@ from transformers import BertConfig, BertModel
 from plaudit.config.serve import parse_serve
 from plaudit.errors import ConfigError, ModelError
 from plaudit.models.encoder import load_encoder
+from tests.forked import run_forked
 from tests.models.builders import byte_tokenizer
 from tests.serve.process import ServerProcess
 
@@ -113,7 +114,8 @@ def test_what_goes_beyond_a_part_fails_there() -> None:
         "except RuntimeError as error:\n    assert 'allocate' in str(error), error\n"
         "else:\n    raise SystemExit('it was given')"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    done = run_forked("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from plaudit.client.client import RewardClient
+from plaudit.errors import RequestRefused
 from plaudit.models import load_tokenizer
 from tests.command import plaudit_here
 
@@ -28,7 +30,7 @@ if importlib.util.find_spec("grpc") is None:
 
 KEY, OTHER = "key-of-ann-0001", "key-of-bob-0002"
 LET_IN = {"authorization": f"Bearer {KEY}"}
-CLIENT = Path(__file__).with_name("grpc_client.py")
+CLIENT, REWARDS = (Path(__file__).with_name(name) for name in ("grpc_client.py", "grpc_rewards.py"))
 
 
 def port_of(server: ServerProcess) -> int:
@@ -47,6 +49,13 @@ def asked(port: int, *calls: dict[str, Any], **tls: str) -> list[Any]:
     done = subprocess.run([sys.executable, str(CLIENT)], input=given, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return list(json.loads(done.stdout))
+
+
+def rewards_of(port: int, items: list[Any], key: str | None, **tls: str) -> dict[str, Any]:
+    given = json.dumps({"port": port, "items": items, "key": key, **tls})
+    done = subprocess.run([sys.executable, str(REWARDS)], input=given, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +152,30 @@ def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> Non
     assert server.metric("plaudit_requests_total", protocol="triton", status="200", key="ann") >= 3
 
 
+def test_the_reward_client_gives_over_grpc_what_it_gives_over_http(server: ServerProcess) -> None:
+    items = [{"prompt": "7+8+4=", "responses": ["7+8=15;15+4=19;#19", "7+8=15;15+4=18;#18"]}, {"tokens": [10**9]}]
+    found = rewards_of(port_of(server), items, KEY)
+    with RewardClient(server.url, api_key=KEY) as client:
+        http = client.score(items)
+        assert found["scores"] == [[each.value, each.version, each.error and each.error.type] for each in http]
+        with pytest.raises(RequestRefused, match="not_a_process_model") as refused:
+            client.score(items, steps=True)
+    assert found["other"] == found["scores"]  # by the second of two servers
+    port = f"grpc://localhost:{port_of(server)}"
+    assert found["steps"] == ["RequestRefused", 422, str(refused.value).replace(server.url, port)]
+    errors = {name: found[name][:2] for name in ("unknown", "stranger", "large", "nowhere")}
+    assert errors == {
+        "unknown": ["RequestRefused", 404], "stranger": ["RequestRefused", 401], "large": ["RequestRefused", 413],
+        "nowhere": ["RewardUnavailable", None],
+    }  # fmt: skip
+    assert "did you mean 'sums'" in found["unknown"][2]
+    assert "after 2 attempt(s)" in found["nowhere"][2]
+    assert found["busy"] == [[1.5, "v", None]]
+    assert len(found["heard"]) == 1
+    assert "answered 503 (overloaded: too much waits)" in found["heard"][0]
+    assert found["modules"] == []
+
+
 def test_mutual_tls(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     cert, key = ours.give("server", ExtendedKeyUsageOID.SERVER_AUTH)
@@ -159,6 +192,13 @@ def test_mutual_tls(tmp_path: Path) -> None:
         assert refused["status"] == "UNAVAILABLE"
         (plain,) = asked(port, {**call, "wait": False})
         assert plain["status"] == "UNAVAILABLE"
+        (tmp_path / "both.pem").write_bytes(b"".join(Path(file).read_bytes() for file in client))
+        files = {"ca": ca, "cert": str(tmp_path / "both.pem"), "others": str(others.file)}
+        found = rewards_of(port, [{"prompt": "1+2=", "responses": ["#12"]}], None, **files)
+        assert [value for value, *_ in found["scores"]] == [1.0]
+        kind, _, message = found["untrusted"]
+        assert kind == "RewardUnavailable"
+        assert "certificate that is not trusted" in message
 
 
 def test_what_cannot_be_served_is_one_line(server: ServerProcess) -> None:

@@ -3,6 +3,8 @@ engine alone, streamed or not."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,63 @@ def test_samples_are_those_of_the_engine(server: ServerProcess, engine: Engine) 
     assert again["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+def test_likely_tokens_are_those_of_transformers_in_openais_shape(
+    server: ServerProcess, directory: Path, engine: Engine
+) -> None:
+    module, tokenizer = load_any(directory).module, engine.tokenizer
+    prompt = tokenizer.encode("7+8=")
+    options: dict[str, Any] = {"temperature": 0.9, "seed": 7, "max_tokens": 5, "frequency_penalty": 1.5, "n": 2}
+    options |= {"repetition_penalty": 1.2, "allowed_token_ids": list(range(3, 20))}
+    samples = engine.generate([prompt], SamplingParams(**{**options, "allowed_token_ids": tuple(range(3, 20))}))
+    body = {"prompt": prompt, "logprobs": 3, "prompt_logprobs": 2, **options}
+    choices = asked(server, "/v1/completions", **body)["choices"]
+    assert [choice["text"] for choice in choices] == [sample.text for sample in samples]
+    for choice, sample in zip(choices, samples, strict=True):
+        with torch.inference_mode():
+            rows = torch.log_softmax(module(torch.tensor([[*prompt, *sample.token_ids]])).logits[0].float(), dim=-1)
+        for i, token in enumerate(sample.token_ids):
+            row = rows[len(prompt) - 1 + i]
+            likely = {
+                tokenizer.decode([each]): float(row[each]) for each in [*row.topk(3).indices.tolist()[::-1], token]
+            }
+            assert choice["logprobs"]["top_logprobs"][i] == pytest.approx(likely, abs=1e-4)
+        assert choice["prompt_logprobs"][0] is None
+        for i, token in enumerate(prompt[1:]):
+            expected = {str(each): float(rows[i][each]) for each in [token, *rows[i].topk(2).indices.tolist()]}
+            assert {k: v["logprob"] for k, v in choice["prompt_logprobs"][1 + i].items()} == pytest.approx(
+                expected, abs=1e-4
+            )
+    told = {"logprobs": True, "top_logprobs": 4, "temperature": 0}
+    whole = chat(server, **told)["choices"][0]["logprobs"]["content"]
+    assert all(len(row["top_logprobs"]) == 4 and row["top_logprobs"][0]["token"] == row["token"] for row in whole)
+    pieces = streamed(server, "/v1/chat/completions", messages=CHAT, max_tokens=12, **told)
+    parts = [piece["choices"][0]["logprobs"] for piece in pieces if piece["choices"][0]["logprobs"]]
+    shown = [row["top_logprobs"] for part in parts for row in part["content"]]
+    assert [[r["token"] for r in row] for row in shown] == [[r["token"] for r in row["top_logprobs"]] for row in whole]
+    refused = server.http.post("/v1/completions", json={"model": "judge", **body, "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+def test_an_answer_keeps_to_its_response_format(server: ServerProcess) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}},
+        "required": ["n"],
+    }
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+    reply = chat(server, response_format=form, temperature=1, seed=4, max_tokens=120, n=2)
+    for choice in reply["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert 0 <= json.loads(choice["message"]["content"])["n"] <= 99
+    told = asked(server, "/v1/completions", prompt="x", guided_regex="[ab]{3}c", max_tokens=9)["choices"][0]["text"]
+    assert re.fullmatch("[ab]{3}c", told)
+    refused = server.http.post("/v1/completions", json={"model": "judge", "prompt": "x", "guided_regex": "(["})
+    assert refused.status_code == 400
+    assert "regex is none that can be matched" in refused.json()["error"]["message"]
+
+
 def test_a_streamed_chat_has_openais_chunks(server: ServerProcess) -> None:
     whole = chat(server)
     pieces = streamed(
@@ -163,11 +222,13 @@ def test_the_template_writes_tools_and_its_own_variables(server: ServerProcess, 
         ({"max_tokens": 0}, ">= 1"),
         ({"temperature": 3}, "<= 2"),
         ({"n": 129}, "<= 128"),
-        ({"logprobs": True, "top_logprobs": 5}, "top_logprobs is 5"),
-        ({"logprobs": True, "top_logprobs": 1, "temperature": 1}, "temperature 0 for 1"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True, "top_logprobs": 21}, "<= 20"),
+        ({"top_logprobs": 5}, "needs logprobs = true"),
+        ({"response_format": {"type": "grammar"}}, "expected a type of text, json_object"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is 'required'"),
-        ({"presence_penalty": 0.5}, "presence_penalty is 0.5"),
+        ({"presence_penalty": 2.5}, "<= 2"),
+        ({"allowed_token_ids": [9999]}, "outside the vocabulary"),
         ({"logit_bias": {"x": 1}}, "expected token ids"),
         ({"logit_bias": {"9999": 1}}, "outside the vocabulary"),
         ({"logit_bias": {"9" * 30: 1}}, "expected token ids"),
@@ -191,6 +252,16 @@ def test_what_cannot_be_is_refused_by_name(server: ServerProcess, fields: dict[s
 def test_models_keys_and_other_routes(server: ServerProcess) -> None:
     models = {model["id"]: model["kind"] for model in server.http.get("/v1/models").json()["data"]}
     assert models == {"sums": "outcome", "judge": "logprobs"}
+    listed = {model["id"]: model for model in server.http.get("/v1/models").json()["data"]}
+    for base in ("", "/openai", "/vllm"):
+        assert server.http.get(f"{base}/v1/models/judge").json() == listed["judge"]
+        missing = server.http.get(f"{base}/v1/models/jugde")
+        error = missing.json()["error"]
+        assert (missing.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "model_not_found")
+        assert "did you mean 'judge'" in error["message"]
+    assert server.http.get("/v1/models/reward_model").json() == listed["sums"]
+    assert server.http.delete("/v1/models/judge").status_code == 405
+    assert httpx.get(f"{server.url}/v1/models/judge", timeout=60).json()["error"]["code"] == "invalid_api_key"
     body = {"messages": CHAT, "max_tokens": 2}
     assert server.http.post("/v1/chat/completions", json=body).status_code == 200  # the one that writes
     unknown = server.http.post("/v1/chat/completions", json={**body, "model": "jugde"})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from plaudit.errors import RankLost
 from plaudit.records import Item
 from plaudit.reward import load_reward
 from plaudit.serve.workers.ranks import ranked_engine
+from tests.forked import ForkedCommand
 from tests.serve.process import ServerProcess, free_port
 from tests.serve.test_chaos import MALFORMED, content, until
 
@@ -33,7 +32,6 @@ CLIENTS = 64 if SOAK else 8
 MODEL = {"path": "sums", "rank_seconds": 4.0, "kv_bytes": 4 << 20}
 TREE = {"models": {"sums": {**MODEL, "tensor_parallel": 2}}}
 STAGED = {"models": {"sums": {**MODEL, "pipeline_parallel": 2}}}
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 EMBEDDED = Path(plaudit.__path__[0]) / "embedded"
 
 
@@ -192,32 +190,30 @@ def test_the_ranks_are_a_rollout_engine() -> None:
     assert not began.__exit__(RankLost, lost.value, None)
 
 
-def start(directory: Path, port: int, rank: int, *arguments: str, world: int = 2) -> subprocess.Popen[str]:
-    """One of several `plaudit serve`, as torchrun would start it."""
+def start(directory: Path, port: int, rank: int, *arguments: str, world: int = 2) -> tuple[ForkedCommand, Path]:
+    """One of several `plaudit serve`, as torchrun would start it, and where it says what is wrong."""
     places = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "plaudit", "serve", *arguments], cwd=directory, text=True, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, env={**ENV, **places, "MASTER_PORT": str(port)},
-    )  # fmt: skip
+    output, errors = (directory / f"{name}-{rank}" for name in ("output", "errors"))
+    environment = {**places, "MASTER_PORT": str(port)}
+    return ForkedCommand(["serve", *arguments], output, environment, errors, directory), errors
 
 
-def ended(child: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
+def ended(child: ForkedCommand, errors: Path, seconds: float = 120) -> tuple[int, str]:
     """Its exit code and what it said, without the log."""
     try:
-        _, said = child.communicate(timeout=seconds)
+        code = child.wait(seconds)
     finally:
-        for process in psutil.Process(child.pid).children(recursive=True) if child.poll() is None else []:
-            process.kill()
         child.kill()
+    said = errors.read_text()
     lines = [line for line in said.splitlines() if line and not line.startswith("{")]
     assert not any("Traceback" in line for line in lines), said
-    return child.returncode, "\n".join(lines)
+    return code, "\n".join(lines)
 
 
 def test_a_world_of_another_size_is_refused_on_every_rank(tmp_path: Path) -> None:
     children = [start(tmp_path, 1, rank, "--model", "sums", "--tensor-parallel", "2", world=3) for rank in (0, 1)]
     for child in children:
-        code, line = ended(child)
+        code, line = ended(*child)
         assert code == 2
         assert "WORLD_SIZE = 3 processes were started, and tensor_parallel = 2" in line
 
@@ -234,7 +230,7 @@ def test_ranks_with_other_weights_end_with_one_line_each(tmp_path: Path) -> None
     options = ("--model", "sums=model", "--tensor-parallel", "2", "--port", "0")
     children = [start(tmp_path / str(rank), port, rank, *options) for rank in (0, 1)]
     for rank, child in enumerate(children):
-        code, line = ended(child)
+        code, line = ended(*child)
         assert code == 2 if rank == 0 else code != 0
         assert "the ranks found different weights in" in line
         assert "copy the same model to every node" in line
@@ -257,7 +253,7 @@ def test_a_stage_with_damaged_weights_is_named(tmp_path: Path) -> None:
 def test_a_node_that_is_missing_is_named(tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('[models.sums]\npath = "sums"\ntensor_parallel = 2\njoin_seconds = 2.0\n')
-    code, line = ended(start(tmp_path, free_port(), 0, "--config", str(config), "--port", "0"))
+    code, line = ended(*start(tmp_path, free_port(), 0, "--config", str(config), "--port", "0"))
     assert code == 2
     assert "rank 1 of 2 did not join within 2 s: is its node up" in line
 

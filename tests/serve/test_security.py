@@ -9,8 +9,6 @@ import pickle
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from plaudit.serve.http.keys import Keys
+from tests.forked import run_forked
 from tests.serve.hostile import KNOWN, LEAK, Answer, Target, clean_error, clean_message, copied
 from tests.serve.process import ServerProcess
 
@@ -149,9 +148,9 @@ def test_the_host_header_opens_nothing(target: Target, host: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["//v1/models", "/v1//models", "/v1/models/", "/v1/models/.", "/health/live/../../v1/models", "/docs/../metrics",
+    ["//v1/models", "/v1//models", "/health/live/../../v1/models", "/docs/../metrics",
      "/health/%2e%2e/metrics", "/health/..%2fmetrics", "/%2fmetrics", "/metrics%00", "/metrics%20", "/metrics;x",
-     "/METRICS", "/metrics\\", "/v1/%6dodels%2f", "/v1/models%3f", "/%ff", "/admin", "/admin/", "/.", "/..%5cmetrics"],
+     "/METRICS", "/metrics\\", "/v1/models%3f", "/%ff", "/admin", "/admin/", "/.", "/..%5cmetrics"],
 )  # fmt: skip
 def test_other_forms_of_a_path_are_other_paths(target: Target, path: str) -> None:
     """D55: only the exact path is a route; nothing is taken out of it or put right."""
@@ -164,6 +163,8 @@ def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> N
     """D55: a path written with %-signs is the same route with the same lock, and only its own method is taken."""
     for path in ("/%6detrics", "/v1%2Fmodels", "/v1/%6D%6F%64els"):
         target.refused(target.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()), 401, "unauthorized")
+    for path in ("/v1/models/", "/v1/%6dodels%2f", "/v1/models/.", "/v1/models/sums"):  # errors as OpenAI writes them
+        assert target.raw(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()).status == 401
     with bare(target) as client:
         for path, taken in client.get("/openapi.json").json()["paths"].items():
             for method in ("HEAD", "OPTIONS", "DELETE", "PUT", "PATCH", "TRACE", "PROPFIND"):
@@ -210,8 +211,7 @@ def test_without_an_admin_key_admin_routes_are_closed() -> None:
 def test_an_address_that_others_reach_needs_a_key() -> None:
     """D53, D66: without a key the server does not start on such an address, and never listens there."""
     for host in ("0.0.0.0", "127.0.0.1.example.org"):
-        command = [sys.executable, "-m", "plaudit", "serve", "--host", host, "--port", "0"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = run_forked("serve", "--host", host, "--port", "0")
         assert done.returncode == 2
         assert "--api-key" in done.stderr
         loading, refusal = done.stderr.splitlines()

@@ -1,10 +1,12 @@
-"""OpenRLHF's and slime's clients, replayed: what each generation of them sends, and what it does with the reply."""
+"""OpenRLHF's, slime's and NeMo Gym's clients, replayed: what they send, and what they do with the reply; and what each
+protocol says to the mistakes that clients make."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +261,153 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return {name: _rounded(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+# NeMo Gym
+
+
+def verify(prompt: Any, *output: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"responses_create_params": {"input": prompt}, "response": {"id": "r", "output": list(output)}, **fields}
+
+
+def said(text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "role": "assistant", "status": "completed", "id": "m", "content": content}
+
+
+def test_nemo_gym_gets_its_request_back_with_the_reward_of_the_same_chat(server: ServerProcess) -> None:
+    thought = {"type": "reasoning", "id": "t", "summary": []}
+    for number, (prompt, response) in enumerate(chains(3)):
+        messages = [{"role": "user", "content": prompt}]
+        item = {"messages": [*messages, {"role": "assistant", "content": response}]}
+        (expected,) = server.rewards([item]).json()["items"][0]["scores"]
+        parts = [{"role": "user", "content": [{"type": "input_text", "text": prompt}]}]
+        for form in (prompt, messages, parts):
+            body = verify(form, thought, said(response), verifier_metadata={"row": number})
+            reply = server.http.post("/verify", json=body)
+            assert reply.status_code == 200, reply.text
+            content = reply.json()
+            assert content.pop("reward") == pytest.approx(expected, abs=5e-5)
+            assert content == body
+
+
+def test_a_session_of_nemo_gym_is_a_name_and_what_has_no_reward_is_an_error(server: ServerProcess) -> None:
+    assert server.http.post("/seed_session", json={}).json() == {}
+    seed = {"resources_session_id": "s1", "episode_id": "e", "task_id": "t", "task_data": {}}
+    assert server.http.post("/nemo-gym/seed_session", json=seed).json() == {"resources_session_id": "s1"}
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+    for body, words in (
+        ({}, "responses_create_params"),
+        (verify("1+2="), "assistant"),
+        (verify("1+2=", {"type": "web_search_call"}), "'web_search_call'"),
+        (verify([image], said("#3")), "input[0] has content that is not text"),
+    ):
+        reply = server.http.post("/verify", json=body)
+        assert reply.status_code == 422, reply.text
+        assert set(reply.json()) == {"detail"}
+        assert words in reply.json()["detail"]
+
+
+# Mistakes
+
+
+@dataclass(frozen=True)
+class Form:
+    """A protocol's request: its input is under `key`. `shape`: what its errors look like."""
+
+    path: str
+    body: dict[str, Any]
+    key: str
+    empty: Any
+    long: Any
+    shape: Callable[[Any], bool]
+    statuses: dict[str, int]
+
+
+LONG = "7+8=15;" * 300
+OWN = lambda error: set(error) == {"error"} and set(error["error"]) == {"type", "message", "request_id", "retryable"}  # noqa: E731
+LIKE_OPENAI = lambda error: set(error) == {"error"} and set(error["error"]) == {"message", "type", "param", "code"}  # noqa: E731
+ALL = {"method": 405, "path": 404, "gzip": 400}
+BROKEN = dict.fromkeys(("no body", "cut", "list"), 400)
+INVALID = {"missing": 422, "null": 422, "type": 422}
+
+
+def sentences(text: str) -> list[dict[str, Any]]:
+    return [{"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": [text]}]
+
+
+# Statuses as our server gives them; vLLM's are compared with vLLM case by case (interop/test_vllm_parity.py). 200: a
+# mistake that the protocol does not know, or that is an item's own error.
+FORMS = {
+    "native": Form(
+        "/v1/rewards", {"model": "sums", "items": [{"text": "#3"}]}, "items", [], [{"text": LONG}], OWN,
+        {**ALL, **BROKEN, **INVALID, "cut": 400, "list": 422, "empty": 422, "long": 200, "model": 404},
+    ),
+    "triton": Form(
+        "/v2/models/sums/infer", {"inputs": sentences("#3")}, "inputs", [], sentences(LONG),
+        lambda error: set(error) == {"error"} and isinstance(error["error"], str),
+        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 200, "model": 200},
+    ),
+    "openrlhf": Form(
+        "/get_reward", {"query": ["#3"]}, "query", [], [LONG], OWN,
+        {**ALL, **dict.fromkeys(BROKEN, 422), **INVALID, "empty": 200, "long": 422, "model": 200},
+    ),
+    "slime": Form(
+        "/remote_rm", {"prompt": "1+2=", "response": "#3", "label": ""}, "response", "", LONG, OWN,
+        {**ALL, **dict.fromkeys(BROKEN, 422), **INVALID, "empty": 200, "long": 422, "model": 200},
+    ),
+    "openr": Form(
+        "/worker_value_inference", {"input_str": "1+2=#3;"}, "input_str", [], LONG,
+        lambda error: set(error) == {"text", "error_code"},
+        {**ALL, **BROKEN, **INVALID, "empty": 422, "long": 422, "model": 200},
+    ),
+    "sglang": Form(
+        "/sglang/classify", {"text": "#3"}, "text", [], LONG, lambda error: set(error["error"]) == {"message"},
+        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 400, "model": 200},
+    ),
+    "tei": Form(
+        "/predict", {"inputs": "#3"}, "inputs", [], LONG, lambda error: set(error) == {"error", "error_type"},
+        {**ALL, **BROKEN, **INVALID, "empty": 400, "long": 413, "model": 200},
+    ),
+    "infinity": Form(
+        "/infinity/classify", {"model": "sums", "input": ["#3"]}, "input", [], [LONG], LIKE_OPENAI,
+        {**ALL, **BROKEN, **INVALID, "empty": 422, "long": 422, "model": 404},
+    ),
+    "vllm": Form(
+        "/vllm/classify", {"model": "sums", "input": ["#3"]}, "input", [], [LONG], LIKE_OPENAI,
+        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 400, "model": 404},
+    ),
+    "openai": Form(
+        "/v1/completions", {"model": "sums", "prompt": "1+2="}, "prompt", [], LONG, LIKE_OPENAI,
+        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 400, "model": 404},
+    ),
+    "nemo-gym": Form(
+        "/verify", verify("1+2=", said("#3")), "response", {"output": []}, {"output": [said(LONG)]},
+        lambda error: set(error) == {"detail"},
+        {**ALL, **BROKEN, **INVALID, "empty": 422, "long": 422, "model": 200},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_twelve_mistakes_have_the_protocols_own_errors(server: ServerProcess, name: str) -> None:
+    form, json_type = FORMS[name], {"content-type": "application/json"}
+
+    def posted(value: Any) -> httpx.Response:
+        return server.http.post(form.path, json={**form.body, form.key: value})
+
+    def raw(content: bytes, **headers: str) -> httpx.Response:
+        return server.http.post(form.path, content=content, headers={**json_type, **headers})
+
+    replies = {
+        "no body": raw(b""), "cut": raw(b"{"), "list": server.http.post(form.path, json=[1]),
+        "missing": server.http.post(form.path, json={k: v for k, v in form.body.items() if k != form.key}),
+        "type": posted(5), "null": posted(None), "empty": posted(form.empty), "long": posted(form.long),
+        "model": server.http.post(form.path, json={**form.body, "model": "nobody"}),
+        "gzip": raw(b"xx", **{"content-encoding": "gzip"}), "method": server.http.get(form.path),
+        "path": server.http.post(f"/{name}{form.path.removeprefix(f'/{name}')}x", json=form.body),
+    }  # fmt: skip
+    assert {mistake: reply.status_code for mistake, reply in replies.items()} == form.statuses
+    for mistake, reply in replies.items():
+        if reply.status_code != 200:
+            assert form.shape(reply.json()), (mistake, reply.text)

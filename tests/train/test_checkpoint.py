@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 
 from plaudit.errors import BadCheckpoint
 from plaudit.train.run.checkpoint import Checkpoints
+from tests.forked import run_forked
 
 # Saves step 1 in peace, then, in a forked child, step 2 with a system call that kills or a disk that is full.
 SAVER = """
@@ -20,6 +19,7 @@ import torch
 from plaudit.errors import StorageError
 from plaudit.models import new_llama, save
 from plaudit.train.run.checkpoint import Checkpoints
+from tests.forked import run_forked
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 root, fault = Path(sys.argv[1]), sys.argv[2]
@@ -34,7 +34,7 @@ def write(directory, step):
 def break_at(at):
     if fault == "full":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (at, at))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at, resource.RLIM_INFINITY))
         return
     calls = 0
     def counted(function):
@@ -58,6 +58,7 @@ for at in map(int, sys.argv[3:]):
             write(directory, 2)
             os._exit(0)
         except StorageError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # to say it
             print(at, error, flush=True)
             os._exit(3)
     print(at, "ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -66,10 +67,7 @@ for at in map(int, sys.argv[3:]):
 
 def break_saves(root: Path, fault: str, *points: int) -> tuple[dict[int, int], list[str]]:
     """Exit code of the save at each fault point, and what the failing ones said."""
-    command = [sys.executable, "-c", SAVER, str(root), fault, *map(str, points)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = run_forked("-c", SAVER, str(root), fault, *map(str, points))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     codes = {int(line.split()[0]): int(line.split()[2]) for line in lines if line.split()[1] == "ended"}

@@ -17,7 +17,6 @@ from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError
 from plaudit.models import encode, load_policy
 from plaudit.records import Batch, ItemError, Prompt, Sample, Turn
-from plaudit.train.data.prompts import open_prompts
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.policy.advantages import estimate, shaped, usable
 from plaudit.train.policy.experience import Experience, flat, own_tokens
@@ -30,6 +29,7 @@ from plaudit.train.rollouts.observation import ObservationEncoder
 from plaudit.train.rollouts.parallel_calls import Overdue, SideBySide
 from plaudit.train.rollouts.rollouts import Rollouts
 from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.rollouts.sources import open_prompts
 from plaudit.train.run.clock import Clock
 from plaudit.worlds.calculator import Calculator
 

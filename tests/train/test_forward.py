@@ -5,11 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from plaudit.config.supervised import PolicyModelTable
+from plaudit.core.model import varlen
 from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.records import Sample
+from plaudit.train.optim.repeatable import repeatable
 from plaudit.train.policy.experience import Experience, flat, own_tokens
 from plaudit.train.policy.forward import pack_responses
+from plaudit.train.policy.rl_models import prepare
 from tests.train.rl_world import gradients, made_up, policy, relative, tiny
 
 
@@ -100,3 +104,23 @@ def test_a_gpu_learns_by_fused_kernels_what_a_cpu_learns() -> None:
         return {name: gradient.float().cpu() for name, gradient in gradients(module).items()}
 
     assert relative(learn("cuda", torch.bfloat16), learn("cpu", torch.float32)) < 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_layers_that_are_computed_again_on_a_gpu_have_the_same_bits() -> None:
+    """They run on the fused kernels both times, the very first use of a kernel included."""
+    responses = pack_responses(cousins(), torch.device("cuda"))
+
+    def learn(recompute: bool) -> dict[str, torch.Tensor]:
+        varlen._backward_fits.cache_clear()
+        module = tiny().to("cuda", torch.bfloat16)
+        prepare(module, PolicyModelTable(path="tiny", recompute=recompute), 0, None)
+        use_packed_attention(module)
+        with repeatable(responses.packed.input_ids.device):
+            rows = fused_rows(module, responses.packed)
+            rows.float().square().sum().backward()
+        return {"rows": rows.detach(), **gradients(module)}
+
+    kept, again = learn(recompute=False), learn(recompute=True)
+    assert [name for name in kept if not torch.equal(kept[name], again[name])] == []

@@ -1,5 +1,6 @@
 """π_old: engine log-probs with the learner's bits save its pass, and the mismatch is measured anyway."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from plaudit.events import WARNING, read_events
 from plaudit.records import Batch, Sample
+from plaudit.report.history import read_history
 from plaudit.rl.loop import RlTraining
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.rollouts.dump import Dump
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, made_up, policy, recipe, tiny
@@ -57,6 +61,7 @@ def test_one_token_that_differs_brings_the_pass_back() -> None:
     assert seen["mismatch/abs_max"] > 0
     assert not by.old.exact
     assert by.state()["exact"] is False
+    assert by.state()["differed"]  # and it stays, however the next pass without gradients compares
 
 
 def test_samples_of_older_weights_are_never_taken_for_the_learners() -> None:
@@ -96,3 +101,21 @@ def test_a_run_on_a_gpu_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path) -
     straight = fitted("straight", 4)
     fitted("resumed", 2)
     assert all(map(torch.equal, fitted("resumed", 4, resume=True), straight))
+
+
+def test_truncated_samples_are_learned_from_by_the_whole_softmax(tmp_path: Path) -> None:
+    """The learner gives the engine's number again, the share that was cut off is a figure, and one line says so."""
+    tree = recipe(
+        train={"steps": 1, "prompts_per_step": 2, "dump": True}, data={"eval_items": 2},
+        sampling={"max_tokens": 24, "top_p": 0.7, "temperature": 0.8},
+    )  # fmt: skip
+    with Run(tmp_path, tree) as run:
+        RlTraining(tree, run, Silent()).fit()
+    curves = read_history(tmp_path).curves
+    samples, _ = Dump.find(tmp_path).read(1)
+    cut = [1 - math.exp(p - q) for s in samples for p, q in zip(s.tempered_logprobs or (), s.logprobs, strict=True)]
+    assert curves["rollout/truncated_mass"].values == (pytest.approx(sum(cut) / len(cut), abs=1e-9),)
+    assert 0.001 < sum(cut) / len(cut) < 0.3
+    assert curves["mismatch/abs_max"].values[0] < 1e-4
+    told = [event["message"] for event in read_events(tmp_path) if event.get("text") == WARNING]
+    assert [text.partition(" leaves")[0] for text in told] == ["sampling.top_p = 0.7"]

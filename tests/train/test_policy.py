@@ -323,7 +323,7 @@ def test_tokens_that_a_correction_rejects_are_in_no_denominator() -> None:
     told = [ours[end - len(s.token_ids) : end] for s, end in zip(samples, ends, strict=True)]
     told[1] = told[1] - 1.0  # the engine says that it was unlikely: a weight far above the cap
     drawn = [replace(s, logprobs=tuple(lp.tolist())) for s, lp in zip(samples, told, strict=True)]
-    experience, _ = learner._experience(Batch(tuple(drawn), 0), 0)
+    experience, _ = learner._experience(Batch(tuple(drawn), 0), torch.tensor([s.reward for s in drawn]), 0)
     assert experience.kept is not None
     for how in ("token", "sequence", "constant"):
         changed = {**algorithm, "aggregate": how}

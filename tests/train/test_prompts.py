@@ -12,12 +12,14 @@ import pytest
 
 from plaudit.config import RlRecipe
 from plaudit.config.recipe import parse_recipe
-from plaudit.config.rl import RlDataTable, RlRewardTable
+from plaudit.config.reward import RlRewardTable
+from plaudit.config.rl import RlDataTable
 from plaudit.errors import ConfigError, DataError
 from plaudit.records import Prompt, Sample
 from plaudit.train.data.encoder import LengthLimits
-from plaudit.train.data.prompts import Prompts, open_prompts
+from plaudit.train.data.prompts import Prompts
 from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.rollouts.sources import open_prompts
 from plaudit.worlds.tokenizer import sums_tokenizer
 
 TOKENIZER = sums_tokenizer()

@@ -13,11 +13,11 @@ from plaudit.core import Engine
 from plaudit.models import load_policy
 from plaudit.records import Item, Score
 from plaudit.rl.loop import RlTraining
-from plaudit.train.data.prompts import open_prompts
 from plaudit.train.policy.experience import flat
 from plaudit.train.rollouts.batch_metrics import batch_metrics
 from plaudit.train.rollouts.rollouts import Rollouts, SingleTurn
 from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.rollouts.sources import open_prompts
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.run import Run
 from tests.train.rl_world import Silent, made_up, recipe

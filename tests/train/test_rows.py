@@ -1,4 +1,5 @@
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow
@@ -165,3 +166,11 @@ def test_near_misses_are_for_training_and_for_a_figure_of_their_own() -> None:
     steps = [row.fields["labels"] for row in rows[0].near()]
     assert steps == [[1.0, 0.0, 0.0]] * 600
     assert [row.fields["labels"] for row in rows[0].near(back=0)] == [[1.0, 1.0, 0.0]] * 600
+
+
+@pytest.mark.skipif(find_spec("datasets") is not None, reason="the package is here: tests/interop/test_datasets.py")
+def test_a_data_set_of_the_hub_names_the_package_that_reads_it() -> None:
+    with pytest.raises(
+        DataError, match=r"hf:openai/gsm8k\?subset=main is read by the package datasets, .* pip install"
+    ):
+        read_rows(Path("hf:openai/gsm8k?subset=main"))

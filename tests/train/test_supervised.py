@@ -2,8 +2,6 @@
 
 import fcntl
 import json
-import os
-import resource
 import signal
 import subprocess
 import sys
@@ -20,9 +18,8 @@ from plaudit.events import read_events
 from plaudit.report.history import read_history
 from plaudit.train.run.run import Run
 from tests.command import plaudit_here
-from tests.forked import ForkedCommand
+from tests.forked import ForkedCommand, run_forked
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = [
     "model.new.hidden=32", "model.new.heads=2", "model.new.ffn=32", "train.batch=8", "train.warmup=2",
     "data.eval_items=12", "train.eval_every=4", "train.checkpoint.every=4",
@@ -169,16 +166,18 @@ def test_a_finished_run_may_be_given_more_steps(straight: Path, tmp_path: Path) 
     assert len(losses(run)) == 14
 
 
-def limited() -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+LIMITED = """
+import resource, signal
+from plaudit.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+main()
+"""
 
 
 def test_a_full_disk_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command("sums-sft", "--out", str(tmp_path / "run"), sets=[*TINY, "train.steps=12"]),
-        capture_output=True, text=True, timeout=240, env=ENV, preexec_fn=limited,
-    )  # fmt: skip
+    words = command("sums-sft", "--out", str(tmp_path / "run"), sets=[*TINY, "train.steps=12"])[3:]
+    done = run_forked("-c", LIMITED, *words)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("plaudit: cannot write the checkpoint")
     assert "Traceback" not in done.stderr

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from plaudit.algo.method import Estimator, Loss, Method
-from plaudit.algo.methods import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce, reinforce_plus, rloo
+from plaudit.algo.methods import (
+    cispo,
+    dapo,
+    distill,
+    dr_grpo,
+    grpo,
+    gspo,
+    online_dpo,
+    ppo,
+    reinforce,
+    reinforce_plus,
+    rloo,
+)  # fmt: skip
 
 METHODS: dict[str, Method] = {
     "ppo": ppo.METHOD,
@@ -16,6 +28,7 @@ METHODS: dict[str, Method] = {
     "dapo": dapo.METHOD,
     "gspo": gspo.METHOD,
     "cispo": cispo.METHOD,
+    "online-dpo": online_dpo.METHOD,
     "distill": distill.METHOD,
 }
 

@@ -41,11 +41,11 @@ def sequence_ratio(logp_T: Tensor, old_T: Tensor, mask_T: Tensor, lengths: Seque
 
 
 def _loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
-    return gspo(*drawn, clip.low, clip.high)
+    return gspo(*drawn[:5], clip.low, clip.high)
 
 
 def _token_loss(drawn: Drawn, clip: Clip) -> PolicyTerms:
-    return gspo_token(*drawn, clip.low, clip.high)
+    return gspo_token(*drawn[:5], clip.low, clip.high)
 
 
 METHOD = Method(

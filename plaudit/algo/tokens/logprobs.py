@@ -83,6 +83,12 @@ def head_logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(hidden, head, bias).to(_wide(head))
 
 
+def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(R, count) each: the likeliest tokens of rows (R, V), best first, and their log-probs."""
+    values, tokens = torch.log_softmax(logits, dim=1).topk(count, dim=1)
+    return tokens, values
+
+
 def on_kernel(logits: Tensor) -> bool:
     """Whether the sampler's own order of sums is to be had for them."""
     return logits.is_cuda and logits.dtype == torch.float32

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed
-from plaudit.core.sampling.sampler import Sampler
+from plaudit.core.sampling.sampler import Drawn, Sampler
 from plaudit.core.states import StateBooks
 
 
@@ -67,6 +67,7 @@ class DecodeBatch:
     def advance(self, tokens: Tensor) -> None:
         """Take the drawn tokens as the next input. Rows that end with them stay at their last token and position, so
         that they go on writing the same KV to the same place and never touch a block that is not theirs."""
+        self.sampler.note(tokens)
         ended = (self.stops == tokens[:, None]).any(dim=1)
         self.alive = self.alive & ~ended & (self.left > 1)
         step = self.alive.long()
@@ -84,6 +85,18 @@ class Decoded:
     logprobs: Tensor  # (steps, B)
     raw_logprobs: Tensor  # (steps, B)
     alive: Tensor  # (steps, B) bool: whether the row was alive before the step
+    tempered: Tensor | None = None  # (steps, B), see Drawn
+    top: tuple[Tensor, Tensor] | None = None  # (steps, B, N)
+
+    @classmethod
+    def of(cls, draws: Sequence[tuple[Drawn, Tensor]]) -> Decoded:
+        """On the host, from the draws of each step and who was alive before it."""
+        columns = zip(*((d.tokens, d.logprobs, d.raw_logprobs, alive) for d, alive in draws), strict=True)
+        tokens, logprobs, raws, alive = (torch.stack(column).cpu() for column in columns)
+        tempered = [d.tempered for d, _ in draws if d.tempered is not None]
+        tops = [d.top for d, _ in draws if d.top is not None]
+        top = tuple(torch.stack(column).cpu() for column in zip(*tops, strict=True)) if tops else None
+        return cls(tokens, logprobs, raws, alive, torch.stack(tempered).cpu() if tempered else None, top)  # type: ignore[arg-type]
 
 
 class Backend(ABC):

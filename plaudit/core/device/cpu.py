@@ -71,11 +71,11 @@ class CpuBackend(PagedBackend):
                 noise = sampler.noise(batch.drawn + ahead)
             hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
             drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
-            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
+            noted.append((drawn, batch.alive))
             batch.advance(drawn.tokens)
             if window.walk is not None:
-                window.walk.advance(noted[-1][3], batch.alive)
+                window.walk.advance(noted[-1][1], batch.alive)
             if not bool(batch.alive.any()):
                 break
         window.store()
-        yield Decoded(*(torch.stack(each) for each in zip(*noted, strict=True)))
+        yield Decoded.of(noted)

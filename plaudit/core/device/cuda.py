@@ -23,7 +23,7 @@ from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.operations import Rotation
 from plaudit.core.model.packing import Packed, grouped_layout
 from plaudit.core.model.varlen import VarlenLayout, supported
-from plaudit.core.sampling.sampler import Sampler
+from plaudit.core.sampling.sampler import Drawn, Sampler
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
@@ -109,6 +109,7 @@ class DecodeGraph:
         self.outputs = (
             torch.zeros(WINDOW, rows, dtype=torch.int64, device=device), torch.zeros(WINDOW, rows, device=device),
             torch.zeros(WINDOW, rows, device=device), torch.zeros(WINDOW, rows, dtype=torch.bool, device=device),
+            torch.zeros(WINDOW, rows, device=device),
         )  # fmt: skip
         self.results = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self.outputs)
         kv_heads = max(layer.kv_heads for layer in backend.decoder.layers)
@@ -234,21 +235,22 @@ class DecodeGraph:
 
     def _read(self, stretch: slice, event: torch.cuda.Event, rows: int) -> Decoded:
         event.synchronize()
-        return Decoded(*(each[stretch, :rows] for each in self.results))
+        tokens, logprobs, raws, alive, tempered = (each[stretch, :rows] for each in self.results)
+        return Decoded(tokens, logprobs, raws, alive, tempered)
 
     def run_slowly(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         """Options that the kernel does not know: the model on the device, the sampler in torch, a step at a time."""
         self.load(batch)
         rows = len(batch.lengths)
-        noted: list[tuple[Tensor, ...]] = []
+        noted: list[tuple[Drawn, Tensor]] = []
         for _ in range(steps):
             self.compute()
             drawn = batch.sampler.draw(self.logits[:rows], batch.drawn)
-            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
+            noted.append((drawn, batch.alive))
             batch.advance(drawn.tokens)
             self.tokens[:rows].copy_(batch.tokens)
             self.positions[:rows].copy_(batch.positions)
-        yield Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
+        yield Decoded.of(noted)
 
 
 class CudaBackend(PagedBackend):
@@ -301,7 +303,7 @@ class CudaBackend(PagedBackend):
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         graph = self._graph(len(batch.lengths))
-        if _on_device(batch.sampler) and batch.stops.shape[1] <= STOPS:
+        if batch.sampler.by_kernel and batch.stops.shape[1] <= STOPS:
             return graph.run(batch, min(steps, WINDOW))
         return graph.run_slowly(batch, min(steps, self.look_every))
 
@@ -314,8 +316,3 @@ class CudaBackend(PagedBackend):
         if bucket not in self._graphs:
             self._graphs[bucket] = DecodeGraph(self, bucket, self._table_width)
         return self._graphs[bucket]
-
-
-def _on_device(sampler: Sampler) -> bool:
-    """Temperature and truncation: what the sampling kernels know."""
-    return sampler.bias is None and sampler.endings is None

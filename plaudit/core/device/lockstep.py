@@ -31,8 +31,9 @@ from plaudit.core.model.stages import receive
 from plaudit.core.model.stages import send as send_rows
 from plaudit.errors import RankLost, RequestError, one_line
 
-OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END = range(6)
+OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END, WEIGHTS = range(7)
 HEARTBEAT_SECONDS = 1.0
+REPLY_BYTES = 1024  # of what a rank says of the weights that it took
 LEAST = 2048  # numbers of a message that travel at once; one longer than the room for it needs a second exchange
 
 
@@ -93,6 +94,15 @@ class RankGroups:
     def barrier(self) -> None:
         dist.barrier(self.messages)
 
+    def gathered(self, reply: bytes) -> list[bytes]:
+        """What every rank has to say, on every rank."""
+        own = torch.zeros(4 + REPLY_BYTES, dtype=torch.uint8)
+        own[: 4 + len(reply)] = torch.frombuffer(bytearray(len(reply).to_bytes(4, "little") + reply), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own, self.messages)
+        sent = (row.numpy().tobytes() for row in rows)
+        return [row[4 : 4 + int.from_bytes(row[:4], "little")] for row in sent]
+
 
 class Leader(Backend):
     """Rank 0's back end. Decoding is a forward pass a token, for the host of rank 0 samples; so a look at every step
@@ -139,6 +149,13 @@ class Leader(Backend):
         with self._together(END):
             pass
 
+    def take_weights(self, message: bytes, take: Callable[[], bytes]) -> list[bytes]:
+        """Every rank takes in what a message brings, this one by `take`; what each has to say of it, in
+        `REPLY_BYTES` at most."""
+        padded = np.frombuffer(message + bytes(-len(message) % 4), dtype=np.int32)
+        with self._together(WEIGHTS, np.array([len(message)]), padded):
+            return self.channel.gathered(take())
+
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         tokens = packed.input_ids[0].cpu().numpy()
         shapes = np.array([packed.starts, packed.lengths, packed.shared]).ravel()
@@ -157,11 +174,11 @@ class Leader(Backend):
             spans = [Span([token], place, table[: place // self.block_size + 1], [0]) for token, place, table in at]
             logits = self.decoder.logits(self.forward(spans, ()))
             drawn = batch.sampler.draw(logits, batch.drawn)
-            noted.append((drawn.tokens, drawn.logprobs, drawn.raw_logprobs, batch.alive))
+            noted.append((drawn, batch.alive))
             batch.advance(drawn.tokens)
             if not bool(batch.alive.any()):
                 break
-        yield Decoded(*(torch.stack(each).cpu() for each in zip(*noted, strict=True)))
+        yield Decoded.of(noted)
 
     @contextmanager
     def _together(self, kind: int, *parts: np.ndarray) -> Iterator[None]:
@@ -193,8 +210,9 @@ class Leader(Backend):
 
 
 @torch.inference_mode()
-def follow(decoder: Decoder, channel: RankGroups) -> None:
-    """Every other rank: compute what rank 0 says, until it says that it is over. The decoder is part of rank 0's."""
+def follow(decoder: Decoder, channel: RankGroups, take: Callable[[bytes], bytes] | None = None) -> None:
+    """Every other rank: compute what rank 0 says, until it says that it is over. The decoder is part of rank 0's;
+    `take` brings it new weights."""
     from plaudit.core.device.choose import backend_of
 
     backend = backend_of(decoder)
@@ -210,6 +228,9 @@ def follow(decoder: Decoder, channel: RankGroups) -> None:
             channel.returned(backend.rows(*_unpacked_rows(parts, decoder.device)))
         elif kind == HEARTBEAT:
             channel.barrier()
+        elif kind == WEIGHTS and take is not None:
+            with torch.inference_mode(False), torch.no_grad():  # weights are ordinary tensors
+                channel.gathered(take(parts[1].tobytes()[: int(parts[0][0])]))
         else:
             return
 

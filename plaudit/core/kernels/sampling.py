@@ -15,7 +15,7 @@ from plaudit.core.kernels.truncation import EVERYTHING, Truncation, packed_key
 
 @triton.jit
 def _uniform(step, token):
-    """The sampler's hash: 32 bits of noise for a token, as `plaudit.core.sampling.sampler` writes it down."""
+    """The sampler's hash: 32 bits of noise for a token, as `plaudit.core.sampling.noise` writes it down."""
     low = (step & 0xFFFFFFFF).to(tl.uint32)
     high = (step >> 32).to(tl.uint32)
     x = low ^ (token.to(tl.uint32) * 0x9E3779B1)
@@ -37,7 +37,7 @@ def _mix64(x):
 @triton.jit
 def _sample(
     logits, keys, inverse, greedy, tokens, positions, drawn, left, alive, stops, step, out_tokens, out_logprobs,
-    out_raw, out_alive, cuts, kept_peaks, kept_totals, rows, vocabulary, stop_count, STOPS: tl.constexpr,
+    out_raw, out_alive, out_tempered, cuts, kept_peaks, kept_totals, rows, vocabulary, stop_count, STOPS: tl.constexpr,
     BLOCK: tl.constexpr, TRUNCATED: tl.constexpr, EVERYTHING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -73,11 +73,12 @@ def _sample(
             peak, total = fold(peak, total, shaped)
     if scale == 1.0:
         peak, total = raw_peak, raw_sum
+    raw_logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32)
+    place = tl.load(step) * rows + row
+    tl.store(out_tempered + place, noise_scale * (raw_logit * scale - peak - tl.log(total)))
     if TRUNCATED:  # noqa: SIM102 (this is known when it compiles, the other is not)
         if cut != EVERYTHING:
             peak, total = tl.load(kept_peaks + row), tl.load(kept_totals + row)
-    raw_logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32)
-    place = tl.load(step) * rows + row
     was_alive = tl.load(alive + row)
     tl.store(out_tokens + place, chosen.to(tl.int64))
     tl.store(out_raw + place, raw_logit - raw_peak - tl.log(raw_sum))
@@ -103,7 +104,7 @@ def sample(
     """Draw a token for every row, note it at outputs[step], and advance the rows that live on.
 
     state       tokens, positions, drawn, left, alive of a DecodeBatch, changed in place
-    outputs     tokens, logprobs, raw_logprobs, alive of a Decoded
+    outputs     tokens, logprobs, raw_logprobs, alive, tempered of a Decoded
     truncation  what was kept of these logits; None: everything
     """
     rows, vocabulary = logits.shape

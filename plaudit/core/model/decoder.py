@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plaudit.algo.tokens.logprobs import head_logits, kernel_logprobs, on_kernel
+from plaudit.algo.tokens.logprobs import head_logits, kernel_logprobs, on_kernel, top_logprobs
 from plaudit.core.model.attention import Layout, use_packed_attention
 from plaudit.core.model.lean import LeanTrunk
 from plaudit.core.model.mixers import StateShapes, told
@@ -150,6 +150,12 @@ class Decoder:
             else:
                 parts.append(logits.gather(1, chosen) - torch.logsumexp(logits, dim=1, keepdim=True))
         return torch.cat(parts)
+
+    def likeliest(self, rows: Tensor, count: int) -> Tensor:
+        """(W, 2 * count): the likeliest tokens of each row, as floats (which hold every id), and their log-probs."""
+        step = max(1, LOGIT_BYTES // (self.vocab_size * 4))
+        parts = [top_logprobs(self.logits(rows[at : at + step]), count) for at in range(0, len(rows), step)]
+        return torch.cat([torch.cat([ids.to(values.dtype), values], dim=1) for ids, values in parts])
 
     def _vocabulary_head(self) -> nn.Linear:
         if self.kind != "causal":

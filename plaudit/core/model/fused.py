@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,22 +16,34 @@ if TYPE_CHECKING:
     from plaudit.core.model.fusion import Fusion
 
 _FUSIONS: WeakKeyDictionary[nn.Module, Fusion] = WeakKeyDictionary()
+_APPLIED: list[Fusion] = []
+"""Those of the forward passes under way."""
 
 
 def fused_rows(module: nn.Module, packed: Packed) -> Tensor:
     """Final hidden states of every packed token, (T, hidden)."""
     fusion = _fusion(module)
-    with nullcontext() if fusion is None else fusion.applied():
+    if fusion is None:
         return hidden_rows(module, packed)
+    _APPLIED.append(fusion)
+    try:
+        with fusion.applied():
+            return hidden_rows(module, packed)
+    finally:
+        _APPLIED.pop()
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `context_fn` of torch's checkpoint: a layer that is computed again in the backward pass, in a thread of
+    autograd's own, runs on the kernels of its forward pass."""
+    return nullcontext(), _APPLIED[-1].applied() if _APPLIED else nullcontext()
 
 
 def _fusion(module: nn.Module) -> Fusion | None:
     base = trunk(module)
-    # Sharded weights are whole inside their layer alone. Layers that compute themselves again in the backward pass do
-    # so out of reach of what holds in the forward pass.
     parameter = next(base.parameters())
-    again = any(getattr(part, "gradient_checkpointing", False) for part in base.modules())
-    if not parameter.is_cuda or parameter.dtype not in HALF or isinstance(parameter, DTensor) or again:
+    # Sharded weights are whole inside their layer alone.
+    if not parameter.is_cuda or parameter.dtype not in HALF or isinstance(parameter, DTensor):
         return None
     if module not in _FUSIONS:
         from plaudit.core.model.fusion import Fusion  # brings triton

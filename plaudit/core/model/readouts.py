@@ -22,12 +22,14 @@ class Read:
     positions   ascending; the rows of the sequence to read
     columns     vocabulary tokens; for log-probs also NEXT, the token that follows each position
     hidden      whether the hidden row itself follows what was read from it
+    likeliest   for log-probs: how many of the likeliest tokens follow, as ids and then as log-probs
     """
 
     what: Literal["head", "columns", "logprobs"]
     positions: tuple[int, ...]
     columns: tuple[int, ...] = ()
     hidden: bool = False
+    likeliest: int = 0
 
     @property
     def first_position(self) -> int:
@@ -69,10 +71,11 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Pending
     """Read each sequence's rows, which lie end to end in `rows`. Sequences that want the same share one product."""
     offsets = np.cumsum([0, *(len(r.positions) for r in readings)])
     parts: list[tuple[list[int], Tensor]] = []
-    wants: dict[tuple[str, tuple[int, ...], bool], list[int]] = {}
+    wants: dict[tuple[str, tuple[int, ...], bool, int], list[int]] = {}
     for i, reading in enumerate(readings):
-        wants.setdefault((reading.read.what, reading.read.columns, reading.read.hidden), []).append(i)
-    for (what, columns, hidden), members in wants.items():
+        read = reading.read
+        wants.setdefault((read.what, read.columns, read.hidden, read.likeliest), []).append(i)
+    for (what, columns, hidden, likeliest), members in wants.items():
         if len(wants) == 1:
             chosen = rows
         else:
@@ -81,6 +84,8 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Pending
         if len(chosen) == 0:
             continue
         values = _values(decoder, chosen, what, columns, [readings[i] for i in members])
+        if likeliest:
+            values = torch.cat([values, decoder.likeliest(chosen, likeliest)], dim=1)
         parts.append((members, torch.cat([values, chosen.to(values.dtype)], dim=1) if hidden else values))
     return PendingReadout(readings, parts)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from plaudit.core.model.attention import Layout, Rule
 
@@ -162,7 +163,8 @@ def _backward_fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, devi
     *inputs, grad = (torch.randn(75, n, dim, generator=generator, device=device).to(dtype) for n in sizes)
     layout = VarlenLayout([(0, 70, 0), (70, 5, 0)], [], device, lambda: layout, end_to_end=True)
     gradients: list[tuple[Tensor, ...]] = []
-    with torch.enable_grad():
+    # Hooks of its own: where the first use is in a layer that will be computed again, that layer's are not for this.
+    with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
         for attend in (_attention, _flash):
             query, keys, values = (x.clone().requires_grad_() for x in inputs)
             out = attend(query, keys, values, layout, Rule())

@@ -31,6 +31,19 @@ SEEDS = (0, 1)  # of a stand-in's weights: experts whose scores are equal to the
 
 def inspect(module: nn.Module) -> Decoder:
     """The module as a Decoder, or a ModelError that says why not."""
+    base, kind, verdict = accepted(module)
+    was_training = base.training
+    base.eval()
+    try:
+        with torch.inference_mode():
+            return _checked(Decoder(base, kind), verdict)
+    finally:
+        base.train(was_training)
+
+
+def accepted(module: nn.Module) -> tuple[nn.Module, Kind, Verdict]:
+    """What can be said without the module's own weights, which may take a trial; or a ModelError. Ranks that share a
+    module say it before they wait for each other."""
     if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
         raise ModelError(f"{type(module).__name__} puts learned tokens before every prompt, which the core does not do")
     inner: Any = getattr(module, "get_base_model", None)  # an adapter's layers live inside the model it adapts
@@ -46,13 +59,7 @@ def inspect(module: nn.Module) -> Decoder:
     verdict = verdict_of(base, kind)
     if verdict.refused is not None:
         raise ModelError(f"{type(base).__name__} ({_family(config)}) {verdict.refused}")
-    was_training = base.training
-    base.eval()
-    try:
-        with torch.inference_mode():
-            return _checked(Decoder(base, kind), verdict)
-    finally:
-        base.train(was_training)
+    return base, kind, verdict
 
 
 def verdict_of(module: nn.Module, kind: Kind) -> Verdict:

@@ -26,7 +26,8 @@ from plaudit.core.model.operations import Operations
 from plaudit.core.model.packing import Packed, pack
 from plaudit.core.proof.own import own_outputs, own_rows, own_steps
 from plaudit.core.proof.stand_in import LENGTH, POSITIONS, tokens_for
-from plaudit.core.sampling.sampler import Sampler, row_key, token_hashes
+from plaudit.core.sampling.noise import row_key, token_hashes
+from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.errors import one_line
 

@@ -1,19 +1,10 @@
 """Sampling: from logits to tokens, for a whole batch at once and for each row as if it were alone.
 
 A token is drawn by adding Gumbel noise to the log-probabilities and taking the largest. The noise is a pure function of
-(seed, sample index, output position, token id), written in integer arithmetic that any device repeats exactly:
+(seed, sample index, output position, token id), see `noise.py`. So a sample depends on nothing around it, and a
+preempted sequence goes on as if nothing had happened.
 
-    row   = mix64(mix64(seed) + index)
-    step  = mix64(row + (position + 1) * 0x9E3779B97F4A7C15)          # 64 bits, low and high half
-    x     = low(step) ^ (token * 0x9E3779B1)                          # 32 bits from here, shifts are logical
-    x     = (x ^ x >> 16) * 0x85EBCA6B;  x ^= high(step)
-    x     = (x ^ x >> 13) * 0xC2B2AE35;  x ^= x >> 16
-    u     = ((x & 0x7FFFFFFF) + 0.5) / 2**31, at most 1 - 2**-24
-    noise = -log(-log1p(-u))                                          # float32
-
-So a sample depends on nothing around it, and a preempted sequence goes on as if nothing had happened.
-
-Shapes: B rows, V vocabulary, E entries (row, token) of biases or endings, F rows that are filtered.
+Shapes: B rows, V vocabulary, F rows that are filtered.
 """
 
 from __future__ import annotations
@@ -24,56 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plaudit.algo.tokens.logprobs import kernel_logprobs, on_kernel
+from plaudit.algo.tokens.logprobs import kernel_logprobs, on_kernel, top_logprobs
+from plaudit.core.sampling.constraint import Constraint
+from plaudit.core.sampling.moves import Moves
+from plaudit.core.sampling.noise import gumbel
 from plaudit.core.sampling.sampling_params import SamplingParams
-
-MASK64 = (1 << 64) - 1
-GOLDEN64 = 0x9E3779B97F4A7C15
-
-
-def mix64(x: int) -> int:
-    """The finalizer of splitmix64."""
-    x &= MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-    return x ^ (x >> 31)
-
-
-def row_key(seed: int, index: int) -> int:
-    """The key of one sample, as a signed 64-bit number."""
-    return _signed(mix64(mix64(seed) + index), 64)
-
-
-def _signed(x: int, bits: int) -> int:
-    return x - (1 << bits) if x >> (bits - 1) else x
-
-
-def _mix64(x: Tensor) -> Tensor:
-    """`mix64` on int64 tensors, whose products wrap and whose shifts must be masked to be logical."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def token_hashes(vocab: int, device: torch.device) -> Tensor:
-    """token * 0x9E3779B1 as int32, (V,)."""
-    return (torch.arange(vocab, dtype=torch.int64, device=device) * 0x9E3779B1).to(torch.int32)
-
-
-def gumbel(keys: Tensor, positions: Tensor, hashes: Tensor) -> Tensor:
-    """keys (B,) int64, positions (..., B) int64, hashes (V,) int32 -> (..., B, V) float32 noise."""
-    step = _mix64(keys + (positions + 1) * _signed(GOLDEN64, 64))
-    low, high = step.to(torch.int32)[..., None], (step >> 32).to(torch.int32)[..., None]
-    x = low ^ hashes
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= _signed(0x85EBCA6B, 32)
-    x ^= high
-    x ^= (x >> 13).bitwise_and_(0x7FFFF)
-    x *= _signed(0xC2B2AE35, 32)
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    # -u in two steps: a power of two scales exactly, so this rounds as (x + 0.5) / 2**31 does
-    minus_u = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=2.0**-24 - 1)
-    return minus_u.log1p_().neg_().log_().neg_()
 
 
 def _argmax(x: Tensor) -> Tensor:
@@ -90,6 +36,8 @@ class Drawn:
     tokens: Tensor  # (B,) int64
     logprobs: Tensor  # (B,) float32, under the distribution that was sampled
     raw_logprobs: Tensor  # (B,) float32, temperature 1 and nothing applied
+    tempered: Tensor | None = None  # (B,) under the whole softmax at each row's temperature; None: all as `logprobs`
+    top: tuple[Tensor, Tensor] | None = None  # (B, N) the likeliest tokens and their raw log-probs, where asked for
 
 
 class Sampler:
@@ -108,37 +56,33 @@ class Sampler:
         self.any_greedy = any(t == 0 for t in temperatures)
         self.inverse = torch.tensor([1 / t if t > 0 else 1.0 for t in temperatures], device=device)[:, None]
         self.tempered = any(t not in (0, 1) for t in temperatures)
-        self.bias = self._bias(params)
-        self.minimum = torch.tensor([p.min_tokens for p in params], device=device)
-        self.endings = self._endings(params, stop_ids)
-        self.filtered = torch.tensor(
-            [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0], device=device
-        )
+        self.moves = Moves.of(params, stop_ids, hashes)
+        self.top = max((p.top_logprobs for p in params), default=0)
+        self.reshaped = torch.tensor([p.reshapes for p in params], device=device)
+        self.reshapes = any(p.reshapes for p in params)
+        self.filtered = torch.tensor([i for i, p in enumerate(params) if p.truncates], device=device)
         chosen = [params[i] for i in self.filtered.tolist()]
         vocab = len(hashes)
         self.top_k = torch.tensor([p.top_k or vocab for p in chosen], device=device)[:, None]
         self.top_p = torch.tensor([p.top_p for p in chosen], device=device)[:, None]
         self.min_p = torch.tensor([p.min_p for p in chosen], device=device)[:, None]
 
-    def _bias(self, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
-        entries = [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias.items()]
-        if not entries:
-            return None
-        rows, tokens, values = zip(*entries, strict=True)
-        device = self.hashes.device
-        return (
-            torch.tensor(rows, device=device), torch.tensor(tokens, device=device), torch.tensor(values, device=device)
-        )  # fmt: skip
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the sampling kernels know all of it: temperature and truncation."""
+        return self.moves is None and self.top == 0
 
-    def _endings(
-        self, params: Sequence[SamplingParams], stop_ids: Sequence[frozenset[int]]
-    ) -> tuple[Tensor, Tensor] | None:
-        """(row, token) pairs that must not come before the row's min_tokens."""
-        pairs = [(row, t) for row, p in enumerate(params) if p.min_tokens > 0 for t in sorted(stop_ids[row])]
-        if not pairs:
-            return None
-        rows, tokens = zip(*pairs, strict=True)
-        return torch.tensor(rows, device=self.hashes.device), torch.tensor(tokens, device=self.hashes.device)
+    def begin(
+        self, tokens: Sequence[Sequence[int]], prompts: Sequence[int], constraints: Sequence[Constraint | None]
+    ) -> None:  # fmt: skip
+        """What the rows have before the next draw: `tokens`, of which the first `prompts` are the prompt's."""
+        if self.moves is not None:
+            self.moves.begin(tokens, prompts, constraints)
+
+    def note(self, tokens_B: Tensor) -> None:
+        """What they have drawn since."""
+        if self.moves is not None:
+            self.moves.note(tokens_B)
 
     def noise(self, positions: Tensor) -> Tensor:
         """positions (..., B) -> what `draw` adds at these positions, (..., B, V). It does not depend on logits, so it
@@ -157,38 +101,34 @@ class Sampler:
             if self.any_greedy:
                 noisy_BV = torch.where(self.greedy[:, None], shaped_BV, noisy_BV)
         tokens_B = _argmax(noisy_BV)
-        fused = on_kernel(logits_BV)  # with the bits of a decode graph's draw
+        fused = on_kernel(logits_BV)  # with the bits of a decode graph's draw, and of a learner
         plain_B = torch.ones_like(self.inverse[:, 0])
-        picked_B = kernel_logprobs(logits_BV, tokens_B, plain_B)[0] if fused else _logprobs(logits_BV, tokens_B)
+        raw_B = kernel_logprobs(logits_BV, tokens_B, plain_B)[0] if fused else _logprobs(logits_BV, tokens_B)
+        top = top_logprobs(logits_BV, self.top) if self.top else None
         if self.all_greedy:
-            return Drawn(tokens_B, torch.zeros_like(picked_B), picked_B)
-        if shaped_BV is logits_BV:
-            return Drawn(tokens_B, picked_B, picked_B)
-        if fused and self.bias is None and self.endings is None and not len(self.filtered):
-            logprobs_B = kernel_logprobs(logits_BV, tokens_B, self.inverse[:, 0])[0]
+            return Drawn(tokens_B, torch.zeros_like(raw_B), raw_B, None, top)
+        if not self.tempered:
+            tempered_B = raw_B
+        elif fused:
+            tempered_B = kernel_logprobs(logits_BV, tokens_B, self.inverse[:, 0])[0]
         else:
-            logprobs_B = _logprobs(shaped_BV, tokens_B)
+            tempered_B = _logprobs(self._tempered(logits_BV) if self.reshapes else shaped_BV, tokens_B)
         if self.any_greedy:
-            logprobs_B = logprobs_B.masked_fill(self.greedy, 0.0)
-        return Drawn(tokens_B, logprobs_B, picked_B)
+            tempered_B = tempered_B.masked_fill(self.greedy, 0.0)
+        if not self.reshapes:
+            return Drawn(tokens_B, tempered_B, raw_B, None, top)
+        logprobs_B = torch.where(self.reshaped, _logprobs(shaped_BV, tokens_B), tempered_B)
+        return Drawn(tokens_B, logprobs_B, raw_B, tempered_B, top)
+
+    def _tempered(self, logits_BV: Tensor) -> Tensor:
+        return logits_BV * self.inverse.to(logits_BV.dtype) if self.tempered else logits_BV
 
     def _shaped(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
-        """Bias, forbidden endings, temperature and filters. Returns the logits themselves where none applies."""
-        shaped_BV = logits_BV
-        if self.bias is not None:
-            rows_E, tokens_E, values_E = self.bias
-            shaped_BV = shaped_BV.index_put((rows_E, tokens_E), values_E.to(shaped_BV.dtype), accumulate=True)
-        if self.endings is not None:
-            rows_E, tokens_E = self.endings
-            early_E = (positions_B < self.minimum)[rows_E]
-            barred_E = torch.where(early_E, float("-inf"), 0.0).to(shaped_BV.dtype)
-            shaped_BV = shaped_BV.index_put((rows_E, tokens_E), barred_E, accumulate=True)
-        if self.tempered:
-            shaped_BV = shaped_BV * self.inverse.to(shaped_BV.dtype)
+        """Moves, temperature and filters. Returns the logits themselves where none applies."""
+        shaped_BV = logits_BV if self.moves is None else self.moves.applied(logits_BV, positions_B)
+        shaped_BV = self._tempered(shaped_BV)
         if len(self.filtered):
             shaped_BV = shaped_BV.index_copy(0, self.filtered, self._kept(shaped_BV[self.filtered]))
-        if self.any_greedy and shaped_BV is logits_BV:
-            shaped_BV = logits_BV.clone()  # a new object: the caller must not take it for the raw distribution
         return shaped_BV
 
     def _kept(self, logits_FV: Tensor) -> Tensor:

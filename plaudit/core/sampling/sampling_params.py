@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from plaudit.errors import RequestError
 
+CORE_ONLY = {
+    "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "allowed_token_ids": None,
+    "bad_words_ids": (), "json_schema": None, "regex": None, "top_logprobs": 0, "prompt_logprobs": None,
+}  # fmt: skip
 COLDEST = 1e-30  # divided by less, logits leave the range of float32
 
 
@@ -23,6 +29,13 @@ class SamplingParams:
     max_tokens      None: as far as the model's positions reach
     min_tokens      no end-of-sequence or stop token before this many; stop strings count from there on too
     logit_bias      token id -> what is added to its logit
+    repetition_penalty    over the prompt and what was generated: divides positive logits, multiplies others
+    presence_penalty, frequency_penalty   over what was generated: taken off the logit, once or for each time
+    allowed_token_ids     only these may come; None: all
+    bad_words_ids         tokens that never come
+    json_schema, regex    what the response must match (extra `structured`); a schema may be a mapping or JSON
+    top_logprobs    how many of the likeliest tokens are told in place of each sampled one
+    prompt_logprobs None: nothing; else the log-prob of each prompt token, and this many of the likeliest in its place
     seed            None: from the engine's seed and the number of the request
     priority        higher goes first; waiting makes up for it, so that nothing starves
     deadline        seconds after submission at which the request is aborted
@@ -39,6 +52,15 @@ class SamplingParams:
     max_tokens: int | None = 256
     min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_ids: tuple[int, ...] = ()
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     seed: int | None = None
     ignore_eos: bool = False
     priority: int = 0
@@ -48,8 +70,40 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_words_ids", tuple(map(_single, self.bad_words_ids)))
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         self._check_numbers()
         self._check_conflicts()
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def constrained(self) -> bool:
+        return self.json_schema is not None or self.regex is not None
+
+    @property
+    def moves(self) -> bool:
+        """Whether single logits are moved before the temperature."""
+        forbids = self.min_tokens > 0 or self.allowed_token_ids is not None or bool(self.bad_words_ids)
+        return forbids or self.constrained or self.penalises or bool(self.logit_bias)
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether more than a temperature makes the distribution that is sampled."""
+        return self.temperature > 0 and (self.truncates or self.moves)
+
+    def core_only(self) -> list[str]:
+        """The options in use that engines of other projects are not told."""
+        return [name for name, off in CORE_ONLY.items() if getattr(self, name) != off]
 
     def _check_numbers(self) -> None:
         _need(self.n >= 1, "n", self.n, "at least 1")
@@ -63,13 +117,26 @@ class SamplingParams:
         _need(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         _need(self.deadline is None or self.deadline > 0, "deadline", self.deadline, "above 0 seconds")
         _need(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "from 0 to 2**63 - 1")
+        _need(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _need(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
+        _need(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "0 (none) or more")
+        asked = self.prompt_logprobs
+        _need(asked is None or asked >= 0, "prompt_logprobs", asked, "None, or 0 (their own) or more")
         for token, bias in self.logit_bias.items():
-            _need(math.isfinite(bias), f"logit_bias[{token}]", bias, "finite (use -100 to forbid a token)")
+            _need(math.isfinite(bias), f"logit_bias[{token}]", bias, "finite (bad_words_ids forbids a token)")
 
     def _check_conflicts(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower one or raise the other"
+            )
+        others = ("regex", "allowed_token_ids", "bad_words_ids", "min_tokens", "ignore_eos")
+        beside = [name for name in others[self.json_schema is None :] if getattr(self, name)]
+        if self.constrained and beside:
+            raise RequestError(
+                f"{' and '.join(beside)} cannot go with {'regex' if self.json_schema is None else 'json_schema'}, "
+                "which says itself which tokens come and where the end is: leave one of them out"
             )
         filters = [
             f"{name}={getattr(self, name)}"
@@ -81,6 +148,13 @@ class SamplingParams:
                 f"temperature 0 takes the most likely token, so {', '.join(filters)} cannot matter: leave it out, "
                 "or set a temperature above 0"
             )
+
+
+def _single(word: int | Sequence[int]) -> int:
+    ids = [word] if isinstance(word, int) else list(word)
+    if len(ids) != 1:
+        raise RequestError(f"bad_words_ids has {ids}: only single tokens can be forbidden, give each as one id")
+    return ids[0]
 
 
 def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from plaudit.errors import PlauditError, ReceiverLost, WeightsRefused
+from plaudit.errors import PlauditError, RankLost, ReceiverLost, WeightsRefused
 from plaudit.place.channels.messages import Body, WeightMessage, WeightReply, plain, typed
 from plaudit.place.channels.weights import Layout, Weights
 
@@ -29,9 +29,11 @@ class Wire(Protocol):
     """The control connection from the trainer to one receiver. What is told is answered in order.
 
     name   for errors: "rollout 0 (pid 4711)"
+    ranks  processes behind it, each of which takes in the weights: one answer is for all of them
     """
 
     name: str
+    ranks: int
 
     def tell(self, message: dict[str, Any]) -> None:
         """Plain data that MessagePack can write; raises ReceiverLost if the other end is gone."""
@@ -44,12 +46,14 @@ class Wire(Protocol):
 class Publication:
     """bytes         of the weights, each tensor once
     extra_bytes   memory that the channel took on both sides, beside the trainer's and the engines' own weights
+    share         of the bytes of all weights that travelled; less than 1 for changes alone
     """
 
     version: int
     seconds: float
     bytes: int
     extra_bytes: int
+    share: float = 1.0
 
 
 class Channel(Protocol):
@@ -191,9 +195,12 @@ def check_acknowledged(
 
 
 def answered(receiver: Receiver, data: dict[str, Any]) -> dict[str, Any]:
-    """The receiver's answer to a message, both as a wire carries them. A refusal is an answer too; a bug is not."""
+    """The receiver's answer to a message, both as a wire carries them. A refusal is an answer too; a bug is not, nor
+    the loss of a rank, which ends the engine."""
     message = typed(data, WeightMessage)
     try:
         return plain(receiver.receive(message))
+    except RankLost:
+        raise
     except PlauditError as error:
         return plain(WeightReply(message.exchange, error=str(error)))

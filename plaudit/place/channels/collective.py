@@ -104,10 +104,12 @@ class CollectiveChannel:
         self._drop_group()
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self.host, exchange.seconds)
-        invitation = self._rendezvous.invitation(self.backend, len(wires) + 1)
-        for rank, wire in enumerate(wires, 1):
+        invitation = self._rendezvous.invitation(self.backend, 1 + sum(wire.ranks for wire in wires))
+        rank = 1
+        for wire in wires:
             join = replace(invitation, rank=rank, seconds=exchange.left)
             exchange.tell([wire], layout, CollectivePrepare(join=join))
+            rank += wire.ranks
         try:
             if not exchange.lost:  # else nobody needs to wait for a group that cannot be
                 self._group = BroadcastGroup(invitation, 0, exchange.left, self._rendezvous.store)

@@ -36,7 +36,7 @@ SegmentHandle = CpuHandle | CudaHandle
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """To a group of ranks; of a receiver's, with its rank and the seconds it has to join."""
+    """To a group of ranks; of a receiver's, with its rank, or the first of its ranks, and the seconds to join."""
 
     host: str
     port: int

@@ -17,7 +17,8 @@ from plaudit.place.channels.messages import (
     WeightReply,
 )
 from plaudit.place.channels.shared import SharedSide
-from plaudit.place.channels.target import ModuleTarget
+from plaudit.place.channels.target import DeltaTarget, ModuleTarget, PartTarget
+from plaudit.place.channels.weights import Layout
 
 
 class WeightReceiver:
@@ -36,22 +37,37 @@ class WeightReceiver:
         self.target.check(message.layout)
         if message.layout.part and self.version is None:
             raise WeightsRefused("a part of the weights was published to an engine that has none: publish all of them")
+        if message.layout.since not in (None, self.version):
+            raise WeightsRefused(
+                f"changes since version {message.layout.since} were published to an engine that has version "
+                f"{self.version}: publish all weights"
+            )
         if isinstance(message.body, CollectivePrepare):
             return WeightReply(message.exchange, in_group=self._collective[message.layout.part].prepare(message.body))
+        target = self._target(message.layout)
         self.version = None  # until all of it has been checked: a failure leaves some tensors new and some old
-        received = self._take(message)
+        received = self._take(message, target)
         self.version, self._publisher = message.version, message.publisher
         return WeightReply(message.exchange, None, self.version, received.checksum, received.extra_bytes)
 
-    def _take(self, message: WeightMessage) -> Received:
+    def _target(self, layout: Layout) -> Target:
+        if not layout.packed:
+            return self.target
+        if not isinstance(self.target, ModuleTarget | PartTarget):
+            raise WeightsRefused(
+                "changes were published to an engine that takes whole tensors: set placement.delta = false"
+            )
+        return DeltaTarget(self.target, layout)
+
+    def _take(self, message: WeightMessage, target: Target) -> Received:
         part = message.layout.part
         match message.body:
             case DiskTake() as body:
-                return take_from_disk(body, message.layout, self.target)
+                return take_from_disk(body, message.layout, target)
             case SharedTake() as body:
-                return self._shared[part].take(body, message.publisher, message.layout, self.target)
+                return self._shared[part].take(body, message.publisher, message.layout, target)
             case CollectiveTake() as body:
-                return self._collective[part].take(body, message.layout, self.target)
+                return self._collective[part].take(body, message.layout, target)
             case _:
                 raise AssertionError(f"nothing is taken from {message.body}")
 

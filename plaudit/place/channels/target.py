@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from plaudit.errors import WeightsRefused, nearest
+from plaudit.models.part import Cut
+from plaudit.place.channels.packing import as_bits, unpack
 from plaudit.place.channels.weights import Entry, Layout, Weights, named_tensors
 
 
@@ -20,7 +23,7 @@ class ModuleTarget:
         self._places: dict[str, list[Tensor]] = {}
 
     def check(self, layout: Layout) -> None:
-        entries = {entry.name: entry for entry in layout.entries}
+        entries = {entry.name: layout.packed.get(entry.name, entry) for entry in layout.entries}
         tensors = named_tensors(self.module)
         coming = {**{name: name for name in entries}, **layout.aliases}
         if layout.part:
@@ -51,6 +54,12 @@ class ModuleTarget:
             for place in {place.data_ptr(): place for place in self._places[name]}.values():
                 place.detach().copy_(tensor)
 
+    @torch.no_grad()
+    def change(self, name: str, places: Tensor, numbers: Tensor, add: bool) -> None:
+        """Of some values of an entry, with `places` counted as if it were one row, change the bits."""
+        for place in {place.data_ptr(): place for place in self._places[name]}.values():
+            _change(place, places, numbers, add)
+
     @property
     def devices(self) -> set[torch.device]:
         return {tensor.device for places in self._places.values() for tensor in places}
@@ -60,6 +69,86 @@ class ModuleTarget:
         for name, tensor in tensors:
             for place in self._places[name]:
                 place.data = tensor
+
+
+class PartTarget:
+    """A rank's part of a module as the target of the whole module's weights: it takes its own of each tensor.
+
+    whole   the module that it is a part of, on the meta device
+    cuts    where its smaller tensors lie in those of the whole
+    """
+
+    def __init__(self, part: nn.Module, whole: nn.Module, cuts: Mapping[str, Cut]) -> None:
+        self.part = part
+        self.cuts = cuts
+        self._whole = ModuleTarget(whole)
+        self._places: dict[str, list[tuple[Tensor, Cut | None]]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def check(self, layout: Layout) -> None:
+        self._whole.check(layout)
+        self._places = {entry.name: [] for entry in layout.entries}
+        self._shapes = {e.name: layout.packed.get(e.name, e).shape for e in layout.entries}
+        seen: set[int] = set()
+        for name, tensor in named_tensors(self.part).items():
+            places = self._places.get(layout.aliases.get(name, name))  # none for a tensor that stays as it is
+            if places is not None and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                places.append((tensor.detach(), self.cuts.get(name)))
+
+    def home(self, name: str) -> Tensor | None:
+        match self._places[name]:
+            case [(tensor, None)] if tensor.is_contiguous():
+                return tensor
+        return None
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            for place, cut in self._places[name]:
+                place.copy_(tensor if cut is None else cut.of(tensor))
+
+    @torch.no_grad()
+    def change(self, name: str, places: Tensor, numbers: Tensor, add: bool) -> None:
+        shape = self._shapes[name]
+        for place, cut in self._places[name]:
+            _change(place, *((places, numbers) if cut is None else _within(cut, shape, places, numbers)), add)
+
+
+class DeltaTarget:
+    """A target of changes, which are written over what it has."""
+
+    def __init__(self, target: ModuleTarget | PartTarget, layout: Layout) -> None:
+        self.target = target
+        self.packed = layout.packed
+
+    def check(self, layout: Layout) -> None:
+        self.target.check(layout)
+
+    def home(self, name: str) -> Tensor | None:
+        return None if name in self.packed else self.target.home(name)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name in self.packed:
+                for places, numbers, add in unpack(tensor, self.packed[name]):
+                    self.target.change(name, places, numbers, add)
+            else:
+                self.target.load([(name, tensor)])
+
+
+def _change(tensor: Tensor, places: Tensor, numbers: Tensor, add: bool) -> None:
+    bits, places, numbers = as_bits(tensor), places.to(tensor.device), numbers.to(tensor.device)
+    bits[places] = bits[places] + numbers if add else numbers
+
+
+def _within(cut: Cut, shape: Sequence[int], places: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of a whole tensor that lie in a part of it, counted there, and their numbers."""
+    size, inner, kept = shape[cut.dim], prod(shape[cut.dim + 1 :]), cut.end - cut.start
+    at = places // inner % size
+    here = (at >= cut.start) & (at < cut.end)
+    outer = places // (inner * size)
+    return ((outer * kept + at - cut.start) * inner + places % inner)[here], numbers[here]
 
 
 def _check_names(coming: Iterable[str], mine: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -47,11 +47,15 @@ class Layout:
     """entries   tensors that are moved, in their order
     aliases   further names of them: name -> name of an entry
     part      others stay as the receiver has them: what a LoRA run has changed
+    since     the version that the receiver must have for it
+    packed    of entries that are changes of a tensor (delta.py): that tensor's own
     """
 
     entries: tuple[Entry, ...]
     aliases: Mapping[str, str]
     part: bool = False
+    since: int | None = None
+    packed: Mapping[str, Entry] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,8 @@ _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
 class SocketWire:
     """The trainer's end. `process`, if we started it, tells in errors how it ended."""
 
+    ranks = 1
+
     def __init__(self, name: str, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self.name = name
         self.connection = connection

@@ -74,7 +74,7 @@ def _places(stage: PlacementContext, stop_ids: Sequence[int]) -> list[EngineAddr
 
 def _starter(stage: PlacementContext, index: int, seat: Seat) -> Callable[[], EngineServer]:
     recipe, table = stage.recipe, stage.recipe.engine
-    kind, _, number = seat.device.partition(":")
+    kind, _, number = seat.devices[0].partition(":")
     if kind == "cuda":
         environment = {"CUDA_VISIBLE_DEVICES": number or "0"}
     else:

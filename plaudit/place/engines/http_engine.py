@@ -9,6 +9,7 @@ other weights.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -127,6 +128,8 @@ class HttpEngine(ABC):
             raise RequestError(f"{self.name} cannot go on with samples that another engine has begun: use the core")
         if len(prompts) != len(params):
             raise RequestError(f"{len(prompts)} prompts and {len(params)} SamplingParams: give one each")
+        for name in (name for option in params for name in option.core_only()):
+            raise RequestError(f"{name} is not passed on to {self.name}: leave it out, or use the core")
         version = self.version
         if version is None:
             raise StaleWeights(f"{self.name} has received no weights yet: publish before generating")
@@ -151,9 +154,11 @@ class HttpEngine(ABC):
         """Where weights have changed under way, all tokens count as the older version's: nobody can tell which are."""
         count = len(drawn.token_ids)
         logprobs, raw = self.logprobs_of(prompt, params, drawn)
+        known = params.reshapes and params.temperature == 1 and not any(map(math.isnan, raw))
         return Sample(
             tuple(prompt), tuple(drawn.token_ids), drawn.text, tuple(logprobs), tuple(raw), (version,) * count,
             (1,) * count, _finish_reason(drawn.finish_reason), group=group, index=index,
+            tempered_logprobs=tuple(raw) if known else None,
         )  # fmt: skip
 
     def healthy(self) -> bool:

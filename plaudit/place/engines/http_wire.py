@@ -13,6 +13,8 @@ from plaudit.errors import EngineError, ReceiverLost
 class HttpWire:
     """`call` brings a message to the engine and returns its answer; it raises EngineError if the engine is gone."""
 
+    ranks = 1
+
     def __init__(self, name: str, call: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.name = name
         self._call = call

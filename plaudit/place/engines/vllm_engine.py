@@ -160,5 +160,4 @@ class VllmEngine(HttpEngine):
 
 def _plain(params: SamplingParams) -> bool:
     """Whether the model's own distribution is sampled."""
-    applied = (params.top_p != 1, params.top_k, params.min_p, params.logit_bias, params.min_tokens)
-    return params.temperature == 1 and not any(applied)
+    return params.temperature == 1 and not params.reshapes

@@ -29,6 +29,7 @@ def check_fit(recipe: RlRecipe) -> None:
     """Raise if the device that learns cannot hold what the recipe puts there. Says nothing of what it cannot know:
     several ranks, and models that are not there, whose loading will say so."""
     device = choose_device(recipe.model.device)
+    _check_host(recipe, device)
     free = available(device)
     if recipe.resources.ranks > 1 or free is None:
         return
@@ -52,8 +53,9 @@ def owners(recipe: RlRecipe, device: str) -> BytesByOwner:
     assert recipe.model.path is not None
     count = parameters(recipe.model.path)
     sizes = {"policy weights": count * dtype.itemsize}
+    offloaded = recipe.train.offload_optimizer and device.startswith("cuda")
     if recipe.model.lora is None:
-        sizes |= _learning("policy", count, dtype)
+        sizes |= _learning("policy", count, dtype, offloaded)
         if recipe.algorithm.kl.coef:
             sizes["reference weights"] = count * dtype.itemsize
     if paths := [teacher.path for teacher in recipe.algorithm.teachers.values() if teacher.path is not None]:
@@ -61,7 +63,7 @@ def owners(recipe: RlRecipe, device: str) -> BytesByOwner:
     critic = recipe.critic
     if critic is not None and not critic.shared and critic.url is None:
         count = parameters(critic.path or recipe.model.path)
-        sizes |= {"critic weights": count * dtype.itemsize, **_learning("critic", count, dtype)}
+        sizes |= {"critic weights": count * dtype.itemsize, **_learning("critic", count, dtype, offloaded)}
     rewards = sum(_reward(table, device) for table in recipe.scored_here())
     if rewards:
         sizes["reward weights"] = rewards
@@ -111,8 +113,28 @@ def available(device: str) -> int | None:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def _learning(model: str, count: int, dtype: torch.dtype) -> BytesByOwner:
+def _check_host(recipe: RlRecipe, device: str) -> None:
+    """What is offloaded must fit the host."""
+    free = available("cpu")
+    if not (recipe.train.offload_optimizer and device.startswith("cuda")) or recipe.model.lora or free is None:
+        return
+    try:
+        here = recipe.model_copy(update={"train": recipe.train.model_copy(update={"offload_optimizer": False})})
+        sizes = {o: s for o, s in owners(here, device).items() if o.endswith(("masters", "optimizer"))}
+    except PlauditError:
+        return
+    if (needed := sum(sizes.values())) > free:
+        parts = " + ".join(f"{owner} {_gib(size)}" for owner, size in sizes.items())
+        raise ConfigError(
+            f"train.offload_optimizer puts {parts} = {_gib(needed)} GiB into host memory, which has {_gib(free)} GiB "
+            "free: train with model.lora, or share the model out with resources.data_parallel"
+        )
+
+
+def _learning(model: str, count: int, dtype: torch.dtype, offloaded: bool = False) -> BytesByOwner:
     """Gradients and Adam's two moments in float32, and a float32 copy of weights that are narrower."""
+    if offloaded:
+        return {f"{model} gradients": 4 * count}
     masters = {} if dtype.itemsize >= 4 else {f"{model} masters": 4 * count}
     return {**masters, f"{model} optimizer": 2 * max(4, dtype.itemsize) * count, f"{model} gradients": 4 * count}
 
@@ -136,8 +158,11 @@ def _cure(recipe: RlRecipe, sizes: BytesByOwner, free: int) -> str:
         if not o.endswith(("masters", "optimizer", "gradients")) or "policy" not in o
     }
     frozen.pop("reference weights", None)
+    gradients = {o: size for o, size in sizes.items() if not o.endswith(("masters", "optimizer"))}
+    offload = choose_device(recipe.model.device).startswith("cuda")
     for setting, wanted in (
         ('placement.name = "swapped"', fullest(swapped, sizes)[1]),
+        *([("train.offload_optimizer = true", fullest(recipe, gradients)[1])] if offload else []),
         (f"a smaller engine.kv_bytes (now {_gib(sizes.get('KV', 0))} GiB)", fullest(recipe, without)[1]),
         ("model.lora, which trains few weights and needs no reference,", fullest(recipe, frozen)[1]),
     ):  # fmt: skip

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -38,10 +37,10 @@ class Holdings:
 
     def add_optimizer(self, model: str, optimizer: Optimizer) -> None:
         """Its float32 copies and moments, and the gradients that it steps by."""
-        self.add(f"{model} gradients", lambda: gradients_of(optimizer))
-        if copies := copies_of(optimizer):
+        self.add(f"{model} gradients", optimizer.gradients)
+        if copies := optimizer.copies():
             self.add(f"{model} masters", lambda: copies)
-        self.add(f"{model} optimizer", lambda: moments_of(optimizer))
+        self.add(f"{model} optimizer", optimizer.moments)
 
     def add_kv(self, owner: str, engines: Sequence[Engine]) -> None:
         self.counts[owner] = lambda: sum(engine.kv_held() for engine in engines)
@@ -53,22 +52,6 @@ class Holdings:
 def weights_of(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers, each once."""
     return [*module.parameters(), *module.buffers()]
-
-
-def copies_of(optimizer: Optimizer) -> list[Tensor]:
-    return [master for name, master in optimizer.masters.items() if master is not optimizer.parameters[name]]
-
-
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    tensors = [*optimizer.masters.values(), *optimizer.parameters.values()]
-    gradients = {id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}
-    return list(gradients.values())
-
-
-def moments_of(optimizer: Optimizer) -> list[Tensor]:
-    """The step counts are left out: a number each."""
-    states: Mapping[Any, Mapping[str, Tensor]] = optimizer.adam.state
-    return [value for state in states.values() for key, value in state.items() if key != "step"]
 
 
 def reward_engines(scorer: object) -> list[Engine]:

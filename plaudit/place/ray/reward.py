@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from plaudit.config import RlRecipe
-from plaudit.config.rl import RlRewardTable
+from plaudit.config.reward import RlRewardTable
 from plaudit.errors import PlauditError, one_line
 from plaudit.place.ray.cluster import bundles_of, import_ray, in_bundle, own_group
 from plaudit.process.guard import guard_this_process

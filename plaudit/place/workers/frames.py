@@ -27,11 +27,12 @@ ControlAction = Literal["health", "sleep", "wake", "stats"]
 class Start(msgspec.Struct, tag=True, array_like=True):
     """Which model to load, and on what. The weights of its directory are only the shape of those that will come.
 
-    keep   what becomes of sequences in flight when new weights come: core.Engine.new_version
+    devices  one for each rank of the engine
+    keep     what becomes of sequences in flight when new weights come: core.Engine.new_version
     """
 
     recipe: dict[str, Any]
-    device: str
+    devices: list[str]
     threads: int
     cores: list[int]
     keep: Literal["recompute", "continue"]

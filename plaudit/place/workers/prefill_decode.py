@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from plaudit.core import Engine, SamplingParams
-from plaudit.core.sampling.sampler import mix64
+from plaudit.core.sampling.noise import mix64
 from plaudit.errors import RequestError
 from plaudit.place.workers.kv_transfer import KV, Parcel, take
 from plaudit.place.workers.pool import EnginePool

@@ -101,6 +101,7 @@ class RemoteEngine:
         self.lost: str | None = "has not been started"
         self.serving = False
         self.restarts = -1
+        self.ranks = len(start.devices)
         self._start = start
         self._host = host
         self._hosted: Hosted | None = None

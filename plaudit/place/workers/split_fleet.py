@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from plaudit.core import SamplingParams
-from plaudit.core.sampling.sampler import mix64
+from plaudit.core.sampling.noise import mix64
 from plaudit.place.channels.channel import Channel
 from plaudit.place.channels.weights import Weights
 from plaudit.place.workers.fleet import LOOK_SECONDS, Fleet

@@ -9,19 +9,22 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from plaudit.config import RlRecipe, parse_recipe
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.device.lockstep import Leader
 from plaudit.core.sequence import Update
-from plaudit.errors import PlauditError, RequestError, one_line
+from plaudit.errors import PlauditError, RankLost, RequestError, one_line
 from plaudit.place.channels.channel import Receiver, answered
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.workers import frames, kv_transfer
 from plaudit.place.workers.kv_transfer import KV, Parcel
+from plaudit.place.workers.rank import lead_engine
 from plaudit.process.framing import FrameReader
 from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.records import Sample
@@ -46,10 +49,25 @@ class Worker(SocketWorker[frames.Frame]):
     def busy(self) -> bool:
         return self.engine.busy
 
+    def run(self) -> None:
+        super().run()
+        if isinstance(self.engine.backend, Leader):
+            with suppress(RankLost):
+                self.engine.backend.end()
+
+    def lose(self, why: str) -> NoReturn:
+        """Called by the heartbeat, while nothing is computed: a rank of the engine is gone."""
+        with suppress(OSError):
+            self.send(frames.Failed(why))
+        os._exit(RankLost.exit_code)
+
     def step(self) -> None:
-        self._report(self.engine.step())
-        if self.engine.failure is not None:
-            error = self.engine.failure
+        updates = self.engine.step()
+        error = self.engine.failure
+        if isinstance(error, RankLost):
+            raise error  # the engine's fault and no sample's: whoever takes its place draws them
+        self._report(updates)
+        if error is not None:
             raise PlauditError(f"its step failed: {type(error).__name__}: {one_line(error)}")
 
     def take(self, frame: frames.Frame) -> None:
@@ -137,18 +155,32 @@ def _load(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.F
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     torch.set_num_threads(start.threads)
-    if start.device.startswith("cuda:"):
-        torch.cuda.set_device(start.device)  # kernels start on the current one
+    device = start.devices[0]
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # kernels start on the current one
     recipe = parse_recipe(start.recipe, "the trainer's recipe")
     assert isinstance(recipe, RlRecipe)
-    # Recomputation is for a backward pass, which never comes here.
-    model = recipe.model.model_copy(update={"recompute": False, "device": start.device})
-    loaded = load_trained(model, recipe.seed, None)
-    loaded.module.requires_grad_(False)
-    engine = Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
-    worker = Worker(sock, reader, engine, WeightReceiver(loaded.module), start.keep)
+    if len(start.devices) > 1:
+        engine, receiver = lead_engine(recipe, start)
+    else:
+        engine, receiver = _load_engine(recipe, device)
+    worker = Worker(sock, reader, engine, receiver, start.keep)
+    if isinstance(engine.backend, Leader):
+        engine.backend.channel.on_loss = worker.lose
     worker.send(frames.Hello(os.getpid()))
     return worker
+
+
+def _load_engine(recipe: RlRecipe, device: str) -> tuple[Engine, Receiver]:
+    # Recomputation is for a backward pass, which never comes here.
+    model = recipe.model.model_copy(update={"recompute": False, "device": device})
+    loaded = load_trained(model, recipe.seed, None)
+    loaded.module.requires_grad_(False)
+    table = recipe.engine
+    engine = Engine(
+        loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, seed=recipe.seed, state_every=table.state_every
+    )
+    return engine, WeightReceiver(loaded.module)
 
 
 if __name__ == "__main__":

@@ -128,13 +128,15 @@ def _our_plan(run: Path, place: Cluster, resolve: Callable[[str], Path], measure
         raise ConfigError(f"--from {run}: a run of task {recipe.task!r}; steps of task 'rl' are planned")
     work = workload_of(recipe, resolve, measured.prompt, measured.response)
     name, resources = recipe.placement.name, recipe.resources
-    engines = (resources.rollout.processes or 1) if name in ("disaggregated", "async") else 0
+    rollout = resources.rollout
+    engines = (rollout.processes or 1) * rollout.ranks if name in ("disaggregated", "async") else 0
     if place.devices != resources.ranks + engines:
         shape = f"1x{resources.ranks + engines}x{place.accelerator.name}"
         raise ConfigError(f"--hardware {place.name} has {place.devices} devices, and the run {run} took "
                           f"{resources.ranks + engines}: give --hardware {shape}")  # fmt: skip
     trainers = place.part(resources.ranks) if engines else place
-    plan = Plan(name, trainers, place.part(engines) if engines else place, GenerationLayout(), layout_of(recipe, work),
+    plan = Plan(name, trainers, place.part(engines) if engines else place,
+                GenerationLayout(rollout.tensor_parallel, rollout.pipeline_parallel), layout_of(recipe, work),
                 CHANNELS[recipe.placement.channel], recipe.placement.staleness if name == "async" else 0)  # fmt: skip
     return work, replace(plan, channel=default_channel(plan, work)) if plan.shared else plan
 

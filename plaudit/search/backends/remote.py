@@ -7,22 +7,13 @@ do not say which tokens they drew are asked by text instead, and tokens are only
 from __future__ import annotations
 
 import math
-import os
-import random
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
-
 from plaudit.config.search import GenerationTable, StepsTable
-from plaudit.errors import BadReply, ConfigError, RequestRefused, ServerError
+from plaudit.errors import BadReply, RequestRefused
+from plaudit.search.backends.model_server import ModelServer
 from plaudit.search.backends.policy import Ask, Ended, Step
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-UNFIT = (400, 413, 422)  # what is said of one request: a path that is too long for the model, say
 
 
 class RemotePolicy:
@@ -30,30 +21,15 @@ class RemotePolicy:
         assert table.url is not None, "the table says where to ask"
         self.table = table
         self.steps = steps
-        self._url = table.url.rstrip("/") + ("/generate" if table.name == "sglang" else "/v1/completions")
-        headers = {}
-        if table.key_env is not None:
-            if not os.environ.get(table.key_env):
-                raise ConfigError(f"engine.key_env names the environment variable {table.key_env}, which is not set")
-            headers["Authorization"] = f"Bearer {os.environ[table.key_env]}"
-        limits = httpx.Limits(max_connections=table.concurrency)
-        self._http = httpx.Client(headers=headers, limits=limits, follow_redirects=False, trust_env=False)
-        self._threads = ThreadPoolExecutor(table.concurrency, thread_name_prefix="search")
-        self._lost = threading.Event()
-        self._served = False
+        self._path = "/generate" if table.name == "sglang" else "/v1/completions"
+        self._server = ModelServer(
+            table.url, "steps", "engine", key_env=table.key_env, timeout=table.timeout, concurrency=table.concurrency
+        )
 
     def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
-        """A server that is lost is so for all: the first request to give up ends the others' waiting. A path that is
-        refused has that as its error, unless the server has refused everything so far."""
-        self._lost.clear()
-        results = list(self._threads.map(self._try, asks))
-        refused = [steps for steps in results if isinstance(steps, RequestRefused)]
-        self._served = self._served or len(refused) < len(results)
-        if refused and not self._served:
-            raise refused[0]
         return [
             [Step(error=str(steps))] * ask.count if isinstance(steps, RequestRefused) else steps
-            for ask, steps in zip(asks, results, strict=True)
+            for ask, steps in zip(asks, self._server.each(self._one, asks), strict=True)
         ]
 
     def release(
@@ -62,27 +38,23 @@ class RemotePolicy:
         """The server forgets by itself what is not asked for again."""
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._http.close()
-
-    def _try(self, ask: Ask) -> list[Step] | RequestRefused:
-        try:
-            return self._one(ask)
-        except RequestRefused as error:
-            if error.status not in UNFIT:
-                raise
-            return error
+        self._server.close()
 
     def _one(self, ask: Ask) -> list[Step]:
         body = self._sglang(ask) if self.table.name == "sglang" else self._openai(ask)
-        reply = self._post(body)
+        reply = self._server.post(self._path, body)
         try:
             read = _read_sglang if self.table.name == "sglang" else _read_openai
             completions = [read(choice, self.steps.stop) for choice in _choices(reply, self.table.name)]
         except (LookupError, TypeError, ValueError) as error:
-            raise BadReply(f"{self._url} sent no completions ({type(error).__name__}: {error})") from None
+            raise BadReply(
+                f"{self._server.url}{self._path} sent no completions ({type(error).__name__}: {error})"
+            ) from None
         if len(completions) != self._draws(ask):
-            raise BadReply(f"{self._url} sent {len(completions)} completions where {self._draws(ask)} were asked for")
+            raise BadReply(
+                f"{self._server.url}{self._path} sent {len(completions)} completions where {self._draws(ask)} were "
+                "asked for"
+            )
         return completions * (ask.count // self._draws(ask))
 
     def _openai(self, ask: Ask) -> dict[str, Any]:
@@ -115,25 +87,6 @@ class RemotePolicy:
 
     def _tokens_left(self, ask: Ask) -> int:
         return min(self.steps.max_step_tokens, max(1, self.steps.max_tokens - len(ask.response_ids)))
-
-    def _post(self, body: Mapping[str, Any]) -> Any:
-        deadline, pause, cause = time.monotonic() + self.table.timeout, FIRST_PAUSE, "there was no time for an attempt"
-        while (left := deadline - time.monotonic()) > 0 and not self._lost.is_set():
-            try:
-                reply = self._http.post(self._url, json=body, timeout=left)
-            except httpx.HTTPError as error:
-                cause = f"{type(error).__name__}: {error}"
-            else:
-                if reply.status_code == 200:
-                    return reply.json()
-                cause = f"it answered {reply.status_code}: {reply.text[:200]!r}"
-                if reply.status_code < 500 and reply.status_code not in (408, 429):
-                    raise RequestRefused(reply.status_code, "", f"{self._url} refuses the request: {cause}")
-            # Of many that were turned away together, not all come back together.
-            self._lost.wait(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, LONGEST_PAUSE)
-        self._lost.set()
-        raise ServerError(f"no steps from {self._url} in {self.table.timeout:g} s ({cause}); see whether it runs")
 
 
 def _named(tokens: Sequence[int]) -> bool:

@@ -6,63 +6,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from plaudit.config.search import Method, PrmTable, SearchRecipe
+from plaudit.config.search import Method, OrmTable, PrmTable, SearchRecipe
 from plaudit.errors import ConfigError, Refused, RequestError, RequestRefused
-from plaudit.records import Item, Score, StepScores
+from plaudit.records import Item
+from plaudit.search.backends.scored import Path, Scored, Scorer, items_of, last_scores, mismatch, whole_score
 
 if TYPE_CHECKING:
     from plaudit.client.client import RewardClient
     from plaudit.core import Engine
     from plaudit.reward.model import EncoderReward, ModelReward
     from plaudit.reward.process import ProcessReading
-    from plaudit.reward.reward import Result
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A response so far, its last step being the one to score."""
-
-    prompt: str | tuple[dict[str, Any], ...]
-    steps: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A score, of a process model from 0 to 1, or why there is none.
-
-    tokens   what was read, for giving its KV back; none where a server keeps it
-    hidden   the model's state at the end of the step, where it was asked for
-    """
-
-    value: float | None = None
-    error: str | None = None
-    tokens: tuple[int, ...] = ()
-    hidden: np.ndarray | None = None
-
-
-class Scorer(Protocol):
-    @property
-    def whole(self) -> bool:
-        """Whether it scores finished responses and not their steps."""
-
-    @property
-    def computed(self) -> int:
-        """Tokens computed so far; 0 where that is not known here."""
-
-    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
-        """The score of each path's last step, or of the whole path. What fails for one is that path's error."""
-
-    def release(
-        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class LocalScorer:
@@ -85,7 +42,7 @@ class LocalScorer:
             try:
                 work = self.reading.prepare(item)
                 fits = work.steps == len(path.steps)
-                works.append(work if fits else Scored(error=_mismatch(work.steps, len(path.steps))))
+                works.append(work if fits else Scored(error=mismatch(work.steps, len(path.steps))))
             except Refused as error:
                 works.append(Scored(error=f"{error.type}: {error}"))
         # Earlier steps were scored when they were the last: only the new one is read, and only it is computed.
@@ -185,11 +142,16 @@ class ServedScorer:
 
 
 def open_scorer(table: PrmTable, threads: int | None = None, method: Method = "ets") -> Scorer:
+    kind = "orm" if isinstance(table, OrmTable) else "prm"
+    if table.protocol != "plaudit":
+        from plaudit.search.backends.remote_scoring import open_remote
+
+        return open_remote(table)
     if table.url is not None:
         from plaudit.client.client import RewardClient
 
         if table.key_env is not None and not os.environ.get(table.key_env):
-            raise ConfigError(f"prm.key_env names the environment variable {table.key_env}, which is not set")
+            raise ConfigError(f"{kind}.key_env names the environment variable {table.key_env}, which is not set")
         key = os.environ[table.key_env] if table.key_env is not None else None
         return ServedScorer(RewardClient(table.url, model=table.model, api_key=key, timeout=table.timeout))
     from plaudit.config.reward import OutcomeTable, ProcessTable
@@ -202,61 +164,50 @@ def open_scorer(table: PrmTable, threads: int | None = None, method: Method = "e
         "path": table.path, "format": table.format, "dtype": table.dtype, "device": table.device,
         "kv_bytes": table.kv_bytes, "threads": threads,
     }  # fmt: skip
-    own = complete({key: value for key, value in keys.items() if value is not None}, f"prm.path {table.path}")
+    own = complete({key: value for key, value in keys.items() if value is not None}, f"{kind}.path {table.path}")
     if isinstance(own, OutcomeTable):
-        _refuse_whole(table, method)  # before it is loaded
+        if kind == "prm":
+            _refuse_whole(table, method)  # before it is loaded
         reward = load_reward(own)
         assert isinstance(reward, ModelReward | EncoderReward)
         return OutcomeScorer(reward)
     if not isinstance(own, ProcessTable):
-        raise ConfigError(f"prm.path {table.path} is a reward of kind {own.kind!r}: a search needs a process model")
+        raise ConfigError(f"{kind}.path {table.path} is a reward of kind {own.kind!r}: a search needs a process model")
     engine, facts, tokenizer, _ = load_worker(own)
     return LocalScorer(engine, ProcessReading(own, tokenizer, facts))
 
 
+def open_scorers(recipe: SearchRecipe) -> tuple[Scorer, Scorer | None]:
+    """Who scores on the way, and who, if not the same, gives a finished response its weight in the vote."""
+    method = recipe.search.method
+    outcome = None if recipe.orm is None else open_scorer(recipe.orm, recipe.threads, method)
+    if outcome is not None and not outcome.whole:
+        raise ConfigError(f"[orm] names {_name(recipe.orm)}, a process model: name it in [prm]")
+    if recipe.prm is None:
+        assert outcome is not None, "the recipe has one of them"
+        return outcome, None
+    return open_scorer(recipe.prm, recipe.threads, method), outcome
+
+
 def check_fits(scorer: Scorer, recipe: SearchRecipe) -> None:
     """Refuses what a model of whole responses cannot do."""
-    if not scorer.whole:
-        return
-    _refuse_whole(recipe.prm, recipe.search.method)
-    if recipe.budget.lead and recipe.search.vote == "weighted":
+    if scorer.whole:
+        _refuse_whole(recipe.prm or recipe.orm, recipe.search.method)
+    if (scorer.whole or recipe.orm is not None) and recipe.budget.lead and recipe.search.vote == "weighted":
         raise ConfigError(
             "budget.lead: the score of a whole response has no upper bound, so no lead in a weighted vote is safe; "
             'set search.vote = "majority", or leave budget.lead out'
         )
 
 
-def _refuse_whole(table: PrmTable, method: Method) -> None:
+def _refuse_whole(table: PrmTable | None, method: Method) -> None:
     if method != "best-of-n":
-        name = table.path if table.url is None else f"{table.model or 'the first model'} at {table.url}"
         raise ConfigError(
-            f"search.method = {method!r} chooses among steps, and {name} is an outcome model, which scores whole "
-            "responses: name a process model in [prm], or search with --method best-of-n"
+            f"search.method = {method!r} chooses among steps, and {_name(table)} is an outcome model, which scores "
+            "whole responses: name a process model in [prm], or search with --method best-of-n"
         )
 
 
-def items_of(paths: Sequence[Path]) -> list[Item]:
-    return [Item(prompt=path.prompt, response="".join(path.steps)) for path in paths]
-
-
-def _mismatch(seen: int, made: int) -> str:
-    return (
-        f"step_mismatch: the PRM sees {seen} step(s) where the search made {made}; let steps.stop be the text that "
-        "ends a step in the PRM's format"
-    )
-
-
-def last_scores(paths: Sequence[Path], results: Sequence[Result]) -> list[Scored]:
-    """Of step scores those of the last steps, where the model saw as many steps as there are."""
-    scores = []
-    for path, result in zip(paths, results, strict=True):
-        steps = len(result.values) if isinstance(result, StepScores) else 1
-        fits = result.error is not None or steps == len(path.steps)
-        scores.append(whole_score(result) if fits else Scored(error=_mismatch(steps, len(path.steps))))
-    return scores
-
-
-def whole_score(result: Result, tokens: tuple[int, ...] = (), hidden: np.ndarray | None = None) -> Scored:
-    if result.error is not None:
-        return Scored(error=f"{result.error.type}: {result.error.message}")
-    return Scored(result.value if isinstance(result, Score) else result.values[-1], None, tokens, hidden)
+def _name(table: PrmTable | None) -> str:
+    assert table is not None
+    return str(table.path) if table.url is None else f"{table.model or 'the first model'} at {table.url}"

@@ -83,7 +83,8 @@ class Driver(ABC):
             limit = getattr(budget, name)
             if limit is not None and getattr(costs, name) >= limit:
                 return f"budget: {name}"
-        if budget.lead and decided(self.answers(), self.table.vote, self.left(), self.reading.alike):
+        sure = float(budget.lead)
+        if sure and decided(self.answers(), self.table.vote, self.left(), self.reading.alike, sure):
             return "lead"
         return None
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from plaudit.search.backends.policy import Ask, Policy
-from plaudit.search.backends.scoring import Path, Scorer
+from plaudit.search.backends.scored import Path, Scorer
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ def rule_of(table: SearchRuleTable) -> Rule:
         case "best-of-n":
             return best_of_n
         case "beam":
-            return partial(beam, keep=table.keep)
+            return partial(beam, keep=table.keep, distinct=table.distinct)
         case "dvts":
             return partial(dvts, subtrees=table.keep)
         case "rebase":

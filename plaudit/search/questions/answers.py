@@ -55,12 +55,33 @@ def winner(answers: Sequence[Answer], vote: Vote, alike: Alike) -> Answer | None
     return max((a for a in answers if _kind(a.text, kinds, alike) == first), key=lambda a: a.weight)
 
 
-def decided(answers: Sequence[Answer], vote: Vote, left: int, alike: Alike) -> bool:
-    """Whether `left` further paths, of a weight of at most 1 each, cannot change who wins."""
+def decided(answers: Sequence[Answer], vote: Vote, left: int, alike: Alike, sure: float = 1.0) -> bool:
+    """Whether `left` further paths, of a weight of at most 1 each, cannot change who wins; with `sure` below 1, whether
+    the winner stays with at least that probability."""
     votes = list(tally(answers, vote, alike).values())
     if not votes or vote == "best":
         return left == 0
-    return votes[0] - (votes[1] if len(votes) > 1 else 0.0) > left
+    lead = votes[0] - (votes[1] if len(votes) > 1 else 0.0)
+    if lead > left or sure >= 1:
+        return lead > left
+    typical = math.fsum(votes) / len(answers)  # what one more path may be expected to weigh
+    return typical > 0 and _overturned(votes[0] / typical, math.fsum(votes[1:]) / typical, lead / typical, left) <= (
+        1 - sure
+    )
+
+
+def _overturned(leading: float, others: float, lead: float, left: int) -> float:
+    """The probability that `left` more votes take the lead away, if all that do not go to the leader go to the second.
+    The leader's share is unknown, uniform before the votes so far: the votes to come are Beta-binomial."""
+    a, b = 1 + leading, 1 + others
+    need = max(0, math.ceil((lead + left) / 2))  # against the leader; a tie may go either way
+
+    def log_beta(x: float, y: float) -> float:
+        return math.lgamma(x) + math.lgamma(y) - math.lgamma(x + y)
+
+    return math.fsum(
+        math.comb(left, k) * math.exp(log_beta(b + k, a + left - k) - log_beta(b, a)) for k in range(need, left + 1)
+    )
 
 
 def _kind(text: str, kinds: Iterable[str], alike: Alike) -> str:

@@ -17,7 +17,7 @@ from plaudit.config.search import StepsTable
 from plaudit.errors import PlauditError
 from plaudit.records import ItemError
 from plaudit.search.backends.policy import Ask, Ended, Step, step_text
-from plaudit.search.backends.scoring import Path, Scored, items_of, last_scores, whole_score
+from plaudit.search.backends.scored import Path, Scored, items_of, last_scores, whole_score
 from plaudit.serve.handle import ModelHandle
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.model import ServedModel

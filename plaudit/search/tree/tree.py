@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 State = Literal["open", "expanded", "pruned", "finished", "cut", "failed"]
@@ -45,6 +46,7 @@ class Tree:
         self.prompt_ids = tuple(prompt_ids)
         self.nodes = [Node(ROOT, -1, 0, self.prompt_ids, "", "open", ROOT, 0, score=1.0, value=1.0)]
         self._firsts: dict[tuple[int, tuple[int, ...], str], int] = {}
+        self._branches: list[tuple[int, ...]] = [()]
 
     def add(self, parent: int, tokens: Sequence[int], text: str, state: State, round: int) -> Node:
         above = self.nodes[parent]
@@ -54,23 +56,21 @@ class Tree:
         twin = self._firsts.setdefault((parent, tuple(tokens), text), id)
         node = Node(id, parent, above.depth + 1, tuple(tokens), text, state, twin, round)
         self.nodes.append(node)
+        self._branches.append((*self._branches[parent], parent))
         return node
 
     def branches(self, id: int) -> tuple[int, ...]:
         """The proper ancestors of a node, the root first."""
-        ancestors = []
-        while id != ROOT:
-            id = self.nodes[id].parent
-            ancestors.append(id)
-        return tuple(reversed(ancestors))
+        return self._branches[id]
 
     def steps(self, id: int) -> list[Node]:
         """The nodes from the first step to this one."""
-        return [self.nodes[i] for i in (*self.branches(id), id) if i != ROOT]
+        nodes = self.nodes
+        return [nodes[i] for i in (*self._branches[id], id)[1:]]
 
     def path_ids(self, id: int) -> tuple[int, ...]:
         """Prompt and steps as token ids."""
-        return (*self.prompt_ids, *(token for step in self.steps(id) for token in step.tokens))
+        return tuple(chain(self.prompt_ids, *(step.tokens for step in self.steps(id))))
 
     def response(self, id: int) -> str:
         return "".join(step.text for step in self.steps(id))

@@ -1,4 +1,4 @@
-"""KServe's v2 protocol over gRPC, as Triton's clients speak it.
+"""KServe's v2 protocol over gRPC, as Triton's clients speak it, and /v1/rewards for our own.
 
 Each call becomes the request that the same call is over HTTP and goes through the same application: keys, quotas,
 limits, deadlines, accounting and errors are those of HTTP. Tensors stay bytes on the way.
@@ -23,7 +23,10 @@ from plaudit.serve.http.app import App
 from plaudit.serve.http.message import Connection
 
 # What a caller may say beside its message, as over HTTP.
-METADATA = ("authorization", "x-api-key", "triton-access-token", "x-request-id", "x-deadline", "x-route-key")
+METADATA = (
+    "authorization", "x-api-key", "triton-access-token", "x-request-id", "x-deadline", "x-route-key", "traceparent",
+    "tracestate",
+)  # fmt: skip
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND, 408: grpc.StatusCode.DEADLINE_EXCEEDED, 429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -37,6 +40,7 @@ CONTENTS = {
     "FP32": ("fp32_contents", "<f4"), "FP64": ("fp64_contents", "<f8"),
 }  # fmt: skip
 END_SECONDS = 1.0
+REWARDS = "plaudit.Rewards"  # bodies of /v1/rewards as they are: for `RewardClient`
 
 
 class BadMessage(Exception):
@@ -56,6 +60,11 @@ class GrpcServer:
             for name, handler in self._methods().items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        own = {
+            "Score": grpc.unary_unary_rpc_method_handler(self._score),
+            "Live": grpc.unary_unary_rpc_method_handler(self._live),
+        }  # fmt: skip
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REWARDS, own),))
         host = f"[{table.host}]" if ":" in table.host else table.host
         place = f"{host}:{table.grpc_port}"
         try:
@@ -109,6 +118,24 @@ class GrpcServer:
             "ServerMetadata": server_metadata, "ModelMetadata": model_metadata, "ModelConfig": model_config,
             "ModelStatistics": model_statistics, "RepositoryIndex": repository_index, "ModelInfer": self._infer,
         }  # fmt: skip
+
+    async def _score(self, body: bytes, context: Any) -> bytes:
+        return await self._own("POST", "/v1/rewards", context, body)
+
+    async def _live(self, body: bytes, context: Any) -> bytes:
+        return await self._own("GET", "/health/live", context)
+
+    async def _own(self, method: str, path: str, context: Any, body: bytes = b"") -> bytes:
+        """The reply as it is. What HTTP says beside an error's message goes into the trailing metadata."""
+        status, headers, content = await self._call(method, path, context, body)
+        if status != 200:
+            error = msgspec.json.decode(content).get("error") or {"type": "failed", "message": "a model has failed"}
+            trailing = [("x-status", str(status)), ("x-error-type", error["type"])]
+            if b"retry-after" in headers:
+                trailing.append(("retry-after", headers[b"retry-after"].decode()))
+            code = CODES.get(408 if status == 504 else status, grpc.StatusCode.INTERNAL if status >= 500 else None)
+            await context.abort(code or grpc.StatusCode.INVALID_ARGUMENT, error["message"], tuple(trailing))
+        return content
 
     async def _infer(self, message: Any, context: Any) -> Any:
         try:

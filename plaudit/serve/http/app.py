@@ -39,6 +39,7 @@ from plaudit.serve.http.message import (
     send_reply,
 )  # fmt: skip
 from plaudit.serve.http.reader import BodyReaders
+from plaudit.serve.http.traces import TRACE, Traces
 from plaudit.serve.logs import Log
 from plaudit.serve.metrics import Metrics
 
@@ -179,7 +180,7 @@ class Admission:
 class App:
     def __init__(
         self, routes: Routes, keys: Keys, admission: Admission, limits: Limits, metrics: Metrics, log: Log, *,
-        log_requests: bool,
+        log_requests: bool, traces: Traces | None = None,
     ) -> None:  # fmt: skip
         self.routes = routes
         self.keys = keys
@@ -188,6 +189,7 @@ class App:
         self.metrics = metrics
         self.log = log
         self.log_requests = log_requests
+        self.traces = traces
         self.readers = BodyReaders()
         self._ids = itertools.count()
         self._prefix = secrets.token_hex(4)
@@ -212,8 +214,10 @@ class App:
             hidden = HttpError(500, "internal", "an internal error; the server's log has it")
             reply = self._errors(request)(hidden, request.id)
             self._count_error("internal", _where(error), request)
-        if reply is None:
-            return  # the client has gone
+        if reply is None:  # the client has gone
+            if (trace := TRACE.get()) is not None:
+                trace.end(request, None)
+            return
         if not request.begun:  # else it has gone out; one that broke off is left without its end, which clients notice
             await send_reply(send, reply, request)
         self._count(request, reply.status, time.perf_counter() - began)
@@ -223,6 +227,8 @@ class App:
         if route is not None and route.access == "open":  # probes and pages, which nobody waits for
             self.metrics.probes.labels(status).inc()
             return
+        if (trace := TRACE.get()) is not None:
+            trace.end(request, status)
         protocol, tenant, model = "native" if route is None else route.protocol, request.tenant, request.model
         self.metrics.requests.labels(model, protocol, status, tenant or UNKNOWN).inc()
         self.metrics.request_seconds.labels(model, protocol).observe(seconds)
@@ -240,6 +246,8 @@ class App:
 
     async def _answer(self, place: Endpoint, request: Request, send: Send) -> Reply | None:
         route = request.route = place.last
+        if self.traces is not None and route.access != "open":
+            TRACE.set(self.traces.begin(request))
         self.keys.check_host(request.headers)
         holder = self.keys.admit(place, request.credential())
         request.tenant, request.roles = holder.name, holder.roles

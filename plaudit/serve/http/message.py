@@ -463,4 +463,6 @@ class Routes:
         return place
 
     def errors(self, path: str) -> ErrorWriter:
+        if path in self._by_path:  # with another method
+            return next(iter(self._by_path[path].values())).last.errors
         return next((writer for start, writer in self._shapes.items() if path.startswith(start)), HttpError.reply)

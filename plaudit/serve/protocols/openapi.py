@@ -17,10 +17,11 @@ TITLES = {
     "native": "Plaudit's own", "triton": "Triton, PyTriton, NeMo-Aligner", "openrlhf": "OpenRLHF", "slime": "slime",
     "openr": "OpenR", "sglang": "SGLang, ETS, REBASE", "tei": "Text Embeddings Inference, huggingface_hub",
     "infinity": "Infinity", "vllm": "vLLM, OpenAI embeddings, verl", "openai": "OpenAI chat and completions",
+    "nemo-gym": "NeMo Gym",
 }  # fmt: skip
 WIRES = {  # where a protocol's wire format is described, if not in a `wire` of its own
     "infinity": ("tei.infinity_wire",), "openr": ("openr",), "openrlhf": ("openrlhf:OpenRLHFRoutes",),
-    "sglang": ("sglang.wire", "sglang.ets_wire"), "slime": ("openrlhf:SlimeRoutes",),
+    "nemo-gym": ("nemo_gym",), "sglang": ("sglang.wire", "sglang.ets_wire"), "slime": ("openrlhf:SlimeRoutes",),
 }  # fmt: skip
 WHO = {
     "open": "anybody", "key": "with an API key, where there is one", "metrics": "with a key for metrics",

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from plaudit.errors import ConfigError, nearest
 from plaudit.serve.http.message import Route, Routes
-from plaudit.serve.protocols.native.routes import NativeRoutes
+from plaudit.serve.protocols.native.routes import ONE_MODEL, NativeRoutes
+from plaudit.serve.protocols.nemo_gym import NemoGymRoutes
 from plaudit.serve.protocols.openai.routes import OpenAIRoutes
+from plaudit.serve.protocols.openai.wire import write_error
 from plaudit.serve.protocols.openr import OpenRRoutes
 from plaudit.serve.protocols.openrlhf import OpenRLHFRoutes, SlimeRoutes
 from plaudit.serve.protocols.protocol import ProtocolRoutes
@@ -23,7 +25,7 @@ PROTOCOLS: dict[str, type[ProtocolRoutes]] = {
     each.name: each
     for each in (
         TritonRoutes, OpenRLHFRoutes, SlimeRoutes, OpenRRoutes, SGLangRoutes, TeiRoutes, InfinityRoutes, VllmRoutes,
-        OpenAIRoutes,
+        OpenAIRoutes, NemoGymRoutes,
     )
 }  # fmt: skip
 NATIVE = "native"
@@ -57,7 +59,11 @@ def protocol_routes(scoring: ScoringService, names: Sequence[str] | None, more: 
     strangers: dict[str, Route] = {}
     for protocol in protocols:
         strangers.update(protocol.strangers())
-    native = NativeRoutes(scoring, others).routes()
+    our = NativeRoutes(scoring, others)
+    native = our.routes()
+    for base in ("", *(f"/{protocol.name}" for protocol in protocols)):
+        path = f"{base}{ONE_MODEL}"
+        strangers[path] = Route("", path, "key", our.show_model, base[1:] or NATIVE, errors=write_error)
     based = [route for protocol in protocols for route in below_base_path(protocol, native, more)]
     shapes |= {f"/{protocol.name}/": protocol.errors for protocol in protocols}
     return Routes([*native, *others, *based], shapes, strangers)

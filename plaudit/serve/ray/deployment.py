@@ -82,6 +82,7 @@ class RayLink:
         self.state: State = "loading"
         self.reason = "the replica is being connected"
         self.hello: frames.Hello | None = None
+        self.alive = frames.Alive(0)
         self.restarts = 0
         self.writable = True
         self.last_sign = self.last_result = time.monotonic()
@@ -160,7 +161,8 @@ class RayLink:
             case frames.Results():
                 self.last_result = self.last_sign
                 self._owner.on_results(frame)
-            case _:  # a sign of life
+            case frames.Alive():
+                self.alive = frame
                 self.send(frames.Waiting(self._waiting()))
 
     def _fail_loading(self) -> None:

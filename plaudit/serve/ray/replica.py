@@ -143,7 +143,8 @@ class Visit:
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_EVERY)
-            self._send(frames.Alive(0))
+            worker = self.replica.deployment.replicas
+            self._send(worker[0].wire.alive if worker else frames.Alive(0))
 
     def _send(self, frame: frames.Frame) -> None:
         if not self.writer.is_closing():
@@ -165,7 +166,10 @@ def _results(answers: list[tuple[int, Answer | None]], deployment: Deployment) -
         steps=counts.steps,
         budget=deployment.budget,
         pieces=[
-            frames.TextPiece(id, index, 0, sample.tokens, sample.logprobs, 0, sample.text, sample.finish)
+            frames.TextPiece(
+                id, index, 0, sample.tokens, sample.logprobs, 0, sample.text, sample.finish, sample.top, sample.prompt,
+                sample.prompt_top,
+            )
             for id, answer in answers if isinstance(answer, list)
             for index, sample in enumerate(answer)
         ],

@@ -19,6 +19,7 @@ import numpy as np
 from plaudit.errors import ModelError
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
+from plaudit.serve.http.traces import TRACE, Batch, JobTimes
 from plaudit.serve.metrics import Metrics
 from plaudit.serve.step_path import Path
 from plaudit.serve.workers import frames
@@ -200,7 +201,7 @@ class Deployment:
         waited for and not computed twice."""
         ticket = Ticket(len(works))
         fresh: list[Job] = []
-        now = time.monotonic()
+        now, traced = time.monotonic(), TRACE.get() is not None
         for index, work in enumerate(works):
             cost = len(work.tokens)
             self.counts.tokens += cost
@@ -213,6 +214,8 @@ class Deployment:
             job = self._jobs_by_key.get(key)
             if job is None:
                 job = self._jobs_by_key[key] = Job(self._next_id, key, work, cost, salt, since=now)
+                if traced:
+                    job.times = JobTimes(time.time_ns())
                 self._next_id += 1
                 fresh.append(job)
             else:
@@ -309,6 +312,8 @@ class Deployment:
             for job in batch:
                 waits.observe(now - job.since)
                 job.since = now
+            if any(job.times is not None for job in batch):
+                _note_batch(replica, batch)
             replica.send(batch)
 
     def _next(self, available: Sequence[Replica]) -> Job | None:
@@ -325,6 +330,8 @@ class Deployment:
         del self._holder[job.id]
         del self._jobs_by_key[job.key]
         self._metrics.compute_seconds.labels(self.name).observe(time.monotonic() - job.since)
+        if job.times is not None:
+            job.times.answer()
         if isinstance(answer, np.ndarray):
             answer = answer.copy()  # of its own, so that the cache does not keep the whole frame
             self._cache.put(job.key, answer)
@@ -391,3 +398,10 @@ class Deployment:
             await asyncio.sleep(1.0)
             for replica in self.replicas:
                 replica.supervise()
+
+
+def _note_batch(replica: Replica, jobs: Sequence[Job]) -> None:
+    batch = Batch(time.time_ns(), replica.number, len(jobs), sum(job.cost for job in jobs))
+    for job in jobs:
+        if job.times is not None:
+            job.times.batch = batch

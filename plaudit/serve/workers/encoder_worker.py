@@ -33,13 +33,19 @@ Compute = Callable[[Sequence[Sequence[int]], Sequence[bytes]], np.ndarray]
 
 class EncoderWorker(SocketWorker[frames.Frame]):
     def __init__(
-        self, sock: socket.socket, reader: FrameReader[frames.Frame], compute: Compute, budget: int
+        self, sock: socket.socket, reader: FrameReader[frames.Frame], compute: Compute, budget: int,
+        module: torch.nn.Module,
     ) -> None:  # fmt: skip
         super().__init__(sock, reader)
         self.compute = compute
         self.budget = budget
+        self._module = module
         self._waiting: dict[int, tuple[list[int], bytes]] = {}
+        self._timer = frames.Timer()
         self._computed = self._batches = 0
+
+    def device_bytes(self) -> int:
+        return device_bytes(self._module)
 
     @property
     def busy(self) -> bool:
@@ -50,7 +56,9 @@ class EncoderWorker(SocketWorker[frames.Frame]):
             case frames.Works():
                 rows = zip(frames.cut(frame.tokens, frame.lengths), frame.types or [b""] * len(frame.ids), strict=True)
                 self._waiting.update(zip(frame.ids, rows, strict=True))
+                self._timer.take(frame.ids if frame.timed else ())
             case frames.Cancel():
+                self._timer.end(frame.ids)
                 for id in frame.ids:
                     self._waiting.pop(id, None)
             case _:
@@ -83,15 +91,21 @@ class EncoderWorker(SocketWorker[frames.Frame]):
         self.send(
             frames.Results(
                 sound, [1] * len(sound), [width] * len(sound), values.tobytes(), errors, [], self._computed, 0,
-                self._batches, self.budget,
+                self._batches, self.budget, seconds=self._timer.end(sound),
             )
         )  # fmt: skip
+
+
+def device_bytes(module: torch.nn.Module) -> int:
+    """That torch holds on the GPU of a model, used or not; 0 on a CPU."""
+    device = next(module.parameters()).device
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def classifier_worker(
     sock: socket.socket, reader: FrameReader[frames.Frame], classifier: TextClassifier, hello: frames.Hello
 ) -> EncoderWorker:
-    worker = EncoderWorker(sock, reader, classifier.logits, hello.budget)
+    worker = EncoderWorker(sock, reader, classifier.logits, hello.budget, classifier.module)
     worker.send(hello)
     most = min(classifier.limit, hello.facts["max_positions"])
     classifier.logits([[0] * most] * max(1, hello.budget // most), [b""] * max(1, hello.budget // most))
@@ -116,7 +130,7 @@ def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frame
         type(encoder.module).__name__, encoder.module.config.vocab_size, encoder.limit, (), False  # type: ignore[union-attr, arg-type]
     )  # fmt: skip
     encoder.embed([[0] * encoder.limit] * max(1, table.budget // encoder.limit))  # the most memory it will need
-    worker = EncoderWorker(sock, reader, lambda rows, _: encoder.embed(rows), table.budget)
+    worker = EncoderWorker(sock, reader, lambda rows, _: encoder.embed(rows), table.budget, encoder.module)
     parts = tokenizer_parts(encoder.tokenizer)
     pooling = f"{encoder.pool} {encoder.normalise} {encoder.limit}"
     digest = model_digest(table, file_hashes(model_files(encoder.path)), parts, pooling)

@@ -8,12 +8,15 @@ A critic's worker takes Evaluate, Learn and Keep in place of Works and GenerateF
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from plaudit.process.framing import FrameReader, as_bytes, cut, pack
 from plaudit.process.worker import Alive, Failed
+from plaudit.records import Likely
 
 __all__ = ["Alive", "Failed", "as_bytes", "cut", "pack"]
 
@@ -50,6 +53,7 @@ class Works(msgspec.Struct, tag=True, array_like=True):
     logprobs: list[bool]
     salts: list[str]
     types: list[bytes] = []  # of each sequence, where an encoder's tokens have types
+    timed: bool = False  # somebody wants to know how long each takes
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
@@ -67,6 +71,14 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    allowed_token_ids: tuple[int, ...] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
 
 class GenerateFrame(msgspec.Struct, tag=True, array_like=True):
@@ -77,6 +89,7 @@ class GenerateFrame(msgspec.Struct, tag=True, array_like=True):
     sampling: Sampling
     salt: str
     stream: bool = False
+    timed: bool = False
 
 
 class TextPiece(msgspec.Struct, array_like=True):
@@ -91,6 +104,11 @@ class TextPiece(msgspec.Struct, array_like=True):
     begin: int
     text: str
     finish: str = ""  # why it has ended; "" as long as it goes on
+    top: list[Likely] = []  # of the tokens, where it is asked for
+    prompt: tuple[float, ...] | None = (
+        None  # log-probs of the prompt, in a sample that comes whole, and its likeliest tokens
+    )
+    prompt_top: tuple[Likely, ...] | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):
@@ -149,6 +167,7 @@ class Results(msgspec.Struct, tag=True, array_like=True):
     steps: int
     budget: int  # tokens of one step, now: less after the memory has run out
     pieces: list[TextPiece] = []
+    seconds: dict[int, float] = {}  # by id: since it came, where that was asked for
 
 
 Frame = (
@@ -163,3 +182,21 @@ class Unpacker(FrameReader[Frame]):
 
     def __init__(self) -> None:
         super().__init__(DECODER)
+
+
+class Timer:
+    """How long a worker has what somebody wants to know it of."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, float] = {}
+
+    def take(self, ids: Iterable[int]) -> None:
+        now = time.monotonic()
+        self._taken.update((id, now) for id in ids)
+
+    def end(self, ids: Iterable[int]) -> dict[int, float]:
+        """Seconds, by id. Of several samples of a prompt the first to end counts."""
+        if not self._taken:
+            return {}
+        now = time.monotonic()
+        return {id: now - self._taken.pop(id) for id in ids if id in self._taken}

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from plaudit.records import ItemError
+from plaudit.records import ItemError, Likely
 from plaudit.reward.work import Work
+from plaudit.serve.http.traces import JobTimes
 from plaudit.serve.workers import frames
 
 
@@ -35,6 +36,9 @@ class Continuation:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     finish: str = ""
+    top: list[Likely] = field(default_factory=list)
+    prompt: tuple[float, ...] | None = None
+    prompt_top: tuple[Likely, ...] | None = None
 
     def add(self, piece: frames.TextPiece) -> frames.TextPiece | None:
         """What is new in a piece; None if it contradicts what came before."""
@@ -43,8 +47,10 @@ class Continuation:
             return None
         new = frames.TextPiece(
             piece.id, piece.index, len(self.tokens), piece.tokens[known:], piece.logprobs[known:], len(self.text),
-            piece.text[len(self.text) - piece.begin :], "" if self.finish else piece.finish,
+            piece.text[len(self.text) - piece.begin :], "" if self.finish else piece.finish, piece.top[known:],
         )  # fmt: skip
+        self.top += new.top
+        self.prompt, self.prompt_top = piece.prompt, piece.prompt_top
         self.tokens += new.tokens
         self.logprobs += new.logprobs
         self.text += new.text
@@ -92,6 +98,7 @@ class Job:
     dead: bool = False  # of the queue: nobody waits for it
     deaths: int = 0
     since: float = 0.0
+    times: JobTimes | None = None  # if a request that is traced asked for it first
     samples: dict[int, Continuation] = field(default_factory=dict)  # by index, of a prompt that is being continued
 
     def add(self, piece: frames.TextPiece) -> Answer | None:
@@ -119,8 +126,10 @@ def as_frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
             logprobs=[work.logprobs for _, work in works],
             salts=[job.salt for job, _ in works],
             types=[work.types for _, work in works] if any(work.types for _, work in works) else [],
+            timed=any(job.times is not None for job, _ in works),
         )
     for job in batch:
         if isinstance(job.work, GenerateJob):
             tokens, stream = frames.as_bytes([job.work.tokens]), job.work.listener is not None
-            yield frames.GenerateFrame(job.id, tokens, job.work.sampling, job.salt, stream)
+            timed = job.times is not None
+            yield frames.GenerateFrame(job.id, tokens, job.work.sampling, job.salt, stream, timed)

@@ -57,6 +57,7 @@ class Link:
         self.state: State = "loading"
         self.reason = self._public = "the model is loading"
         self.hello: frames.Hello | None = None
+        self.alive = frames.Alive(0)
         self.restarts = 0
         self.writable = False
         self.last_sign = self.last_result = time.monotonic()
@@ -208,7 +209,7 @@ class Link:
             case frames.Failed():
                 connection.end(frame.message)
             case frames.Alive():
-                pass
+                self.alive = frame
             case _:
                 raise ValueError(f"a worker sends no {type(frame).__name__}")
 

@@ -22,10 +22,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -52,7 +52,10 @@ HEAR_SECONDS = 10.0  # for the others to hear why it failed
 LOOK_SECONDS = 0.05
 GROUPS = "plaudit/groups"
 ENDED = "ended"
+OWN = "plaudit.serve.workers.ranks"
 
+EngineRead = OutcomeTable | ProcessTable | LogprobsTable
+Part = TypeVar("Part")
 _lifelines: dict[int, socket.socket] = {}
 
 
@@ -62,7 +65,7 @@ class RankGroup:
 
     rank: int
     store: Store
-    table: OutcomeTable | ProcessTable | LogprobsTable
+    table: EngineRead
     local: int
     """Which of this machine's GPUs."""
     children: list[Child] = field(default_factory=list)
@@ -152,9 +155,13 @@ class RankGroup:
         return None
 
     def loaded(self) -> tuple[Engine, ModelInfo, PreTrainedTokenizerFast, str]:
-        """Rank 0's engine and what belongs to it; if that fails, the others hear why."""
+        """Rank 0's engine and what belongs to it."""
+        return self.led(lambda: load_worker(self.table, self))
+
+    def led(self, load: Callable[[], Part]) -> Part:
+        """What rank 0 loads; if that fails, the others hear why."""
         try:
-            worker = load_worker(self.table, self)
+            part = load()
         except Exception as error:
             self.fail(error)
             if isinstance(error, RuntimeError) and (why := self._heard()) is not None:
@@ -162,7 +169,7 @@ class RankGroup:
             raise
         if self.meeting is not None:
             self.meeting.cleanup()  # all have met
-        return worker
+        return part
 
     def _heard(self) -> str | None:
         """Why another rank has left, if it says so; what this one saw of it is a broken connection."""
@@ -221,21 +228,28 @@ def ranked_engine(
             dist.destroy_process_group()
 
 
-def lead(tree: dict[str, Any], table: OutcomeTable | ProcessTable | LogprobsTable) -> RankGroup:
+def lead(tree: dict[str, Any], table: EngineRead) -> RankGroup:
     """The group whose rank 0 this is, all of it joined."""
-    size = table.ranks
     if launched():
         host = os.environ["MASTER_ADDR"]
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=30))
         group = RankGroup(0, store, table, int(os.environ.get("LOCAL_RANK", "0")))
         _post({"table": tree, "host": host, "port": store.port})
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else can connect
-        place = tempfile.TemporaryDirectory(prefix="plaudit-ranks-")
-        file = f"{place.name}/store"
-        group = RankGroup(0, FileStore(file, size), table, 0, meeting=place)
-        for rank in range(1, size):
-            group.children.append(_start({"table": tree, "file": file, "rank": rank, "local": rank}))
+        group.join()
+        return group
+    return lead_here(table, [{"table": tree, "local": rank} for rank in range(table.ranks)])
+
+
+def lead_here(
+    table: EngineRead, specs: Sequence[dict[str, Any]], module: str = "plaudit.serve.workers.ranks"
+) -> RankGroup:
+    """The same on this machine: the main of `module`, which is `run_rank`, runs each of the others by its spec."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else can connect
+    place = tempfile.TemporaryDirectory(prefix="plaudit-ranks-")
+    file = f"{place.name}/store"
+    group = RankGroup(0, FileStore(file, table.ranks), table, specs[0]["local"], meeting=place)
+    for rank, spec in enumerate(specs[1:], 1):
+        group.children.append(_start({**spec, "file": file, "rank": rank}, module))
     group.join()
     return group
 
@@ -301,8 +315,8 @@ def _post(group: dict[str, Any]) -> None:
     board.set(f"{GROUPS}/{board.add(GROUPS, 1)}", json.dumps(group))
 
 
-def _start(spec: dict[str, Any]) -> Child:
-    child, sock = spawn("plaudit.serve.workers.ranks")
+def _start(spec: dict[str, Any], module: str = OWN) -> Child:
+    child, sock = spawn(module)
     sock.sendall(pack(spec))
     _lifelines[child.pid] = sock  # open for as long as this process lives: the child ends with it
     return child
@@ -310,7 +324,7 @@ def _start(spec: dict[str, Any]) -> Child:
 
 def leave(why: str) -> NoReturn:
     """The group is broken: whoever started it starts another."""
-    os.write(sys.stderr.fileno(), f"plaudit serve: rank {dist.get_rank()}: {why}\n".encode())
+    os.write(sys.stderr.fileno(), f"plaudit: rank {dist.get_rank()}: {why}\n".encode())
     os._exit(RankLost.exit_code)
 
 
@@ -329,14 +343,14 @@ def _end_with(parent: socket.socket) -> None:
     os._exit(RankLost.exit_code)
 
 
-def main(fd: int) -> None:
-    """A rank above 0, from what it reads on its socket."""
+def run_rank(fd: int, load: Callable[[RankGroup, dict[str, Any]], Callable[[], None]]) -> None:
+    """A rank above 0, from what it reads on its socket: `load` gives what it does from then on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=fd)
     spec = _spec(parent)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     table = parse_reward(spec["table"], "the model's table")
-    assert isinstance(table, OutcomeTable | ProcessTable | LogprobsTable)
+    assert isinstance(table, EngineRead)
     if table.threads is not None:
         torch.set_num_threads(table.threads)
     if "file" in spec:
@@ -349,17 +363,26 @@ def main(fd: int) -> None:
         group.join()
         if table.memory_fraction is not None:
             limit_memory(group.device, table.memory_fraction)
-        loaded, _, channel = load_part(table, group)
+        follow_rank_0 = load(group, spec)
     except (PlauditError, OSError, ValueError, RuntimeError) as error:
         group.fail(error)
-        sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
+        sys.exit(f"plaudit: rank {group.rank}: {one_line(error)}")
     try:
-        follow(inspect(loaded.module), channel)
+        follow_rank_0()
     except ModelError as error:  # of its own layers: the others see no more than that it is gone
         group.fail(error)
-        sys.exit(f"plaudit serve: rank {group.rank}: {one_line(error)}")
+        sys.exit(f"plaudit: rank {group.rank}: {one_line(error)}")
     except RuntimeError as error:
         leave(f"rank 0 is gone or late: {one_line(error)}")
+
+
+def _load(group: RankGroup, _: dict[str, Any]) -> Callable[[], None]:
+    part = load_part(group.table, group)
+    return lambda: follow(inspect(part.loaded.module), part.channel)
+
+
+def main(fd: int) -> None:
+    run_rank(fd, _load)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class WorkerLink(Protocol):
     writable: bool
     last_sign: float
     last_result: float
+    alive: frames.Alive
 
     @property
     def public_reason(self) -> str: ...
@@ -167,6 +168,7 @@ class Replica:
         return {
             "replica": self.number, "state": "leaving" if self.leaving else self.wire.state, "reason": self.wire.reason,
             "restarts": self.wire.restarts, "held_tokens": self.in_flight_tokens,
+            "resident_bytes": self.wire.alive.resident, "device_bytes": self.wire.alive.device,
         }  # fmt: skip
 
     # From the worker
@@ -174,6 +176,9 @@ class Replica:
     def on_results(self, results: frames.Results) -> None:
         self.budget = results.budget
         self._count(results)
+        for id, seconds in results.seconds.items():
+            if (job := self.in_flight.get(id)) is not None and job.times is not None:
+                job.times.worker_seconds = seconds
         values = np.frombuffer(results.values, dtype="<f4")
         at = 0
         for id, rows, columns in zip(results.ids, results.rows, results.columns, strict=True):

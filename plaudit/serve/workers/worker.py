@@ -33,7 +33,7 @@ from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.records import ItemError
 from plaudit.reward.load import load_model
 from plaudit.serve.workers import frames
-from plaudit.serve.workers.encoder_worker import EncoderWorker, classifier_worker
+from plaudit.serve.workers.encoder_worker import EncoderWorker, classifier_worker, device_bytes
 from plaudit.serve.workers.ranks import lead, leave
 
 BROKEN_DEVICE = ("CUDA error", "device-side assert", "illegal memory access", "cuBLAS", "CUDNN")
@@ -71,6 +71,7 @@ class Worker(SocketWorker[frames.Frame]):
         self._numbers: dict[int, int] = {}  # the front's id -> the engine's number
         self._waiting: deque[_PendingRequest] = deque()  # come, and not yet with the engine
         self._alone: deque[_PendingRequest] = deque()  # to be computed again, one at a time, before what waits
+        self._timer = frames.Timer()
         self._before = engine.stats()  # what the warm-up computed is not counted
 
     def warm_up(self) -> None:
@@ -87,6 +88,9 @@ class Worker(SocketWorker[frames.Frame]):
             raise ModelError(f"it cannot score even one token ({error}); its weights are damaged") from error
         self.engine.new_version(self.engine.version)  # nothing of this stays in the tree
         self._before = self.engine.stats()
+
+    def device_bytes(self) -> int:
+        return device_bytes(self.engine.decoder.module)
 
     @property
     def busy(self) -> bool:
@@ -115,6 +119,7 @@ class Worker(SocketWorker[frames.Frame]):
                     strict=True,
                 )  # fmt: skip
                 self._waiting += [_PendingRequest(*part) for part in parts]
+                self._timer.take(frame.ids if frame.timed else ())
             case frames.GenerateFrame():
                 (ids,) = frames.cut(frame.tokens, [len(frame.tokens) // 4])
                 try:
@@ -123,8 +128,10 @@ class Worker(SocketWorker[frames.Frame]):
                     self._send_results([], [(frame.id, "refused", str(error))], [])
                 else:
                     self._waiting.append(_PendingRequest(frame.id, ids, params, stream=frame.stream))
+                    self._timer.take([frame.id] if frame.timed else ())
             case frames.Cancel():
                 cancelled = set(frame.ids)
+                self._timer.end(cancelled)
                 self._waiting = deque(request for request in self._waiting if request.id not in cancelled)
                 self._alone = deque(request for request in self._alone if request.id not in cancelled)
                 for id in cancelled & self._numbers.keys():
@@ -209,6 +216,7 @@ class Worker(SocketWorker[frames.Frame]):
                 steps=stats.steps - self._before.steps,
                 budget=self.engine.budget,
                 pieces=pieces,
+                seconds=self._timer.end([id for id, _ in values] + [piece.id for piece in pieces if piece.finish]),
             )
         )
 
@@ -224,10 +232,12 @@ def _pieces(request: _PendingRequest, update: Update) -> list[frames.TextPiece]:
         request.given[index] = (at + len(update.token_ids), begin + len(update.text))
         finish = "" if sample is None else sample.finish_reason
         new = (at, list(update.token_ids), list(update.raw_logprobs), begin, update.text, finish)
-        return [frames.TextPiece(request.id, index, *new)]
+        return [frames.TextPiece(request.id, index, *new, top=list(update.top_logprobs))]
     if sample is not None:
         rows = (0, list(sample.token_ids), list(sample.raw_logprobs), 0, sample.text, sample.finish_reason)
-        request.whole.append(frames.TextPiece(request.id, index, *rows))
+        piece = frames.TextPiece(request.id, index, *rows, top=list(sample.top_logprobs or ()))
+        piece.prompt, piece.prompt_top = sample.prompt_logprobs, sample.prompt_top_logprobs
+        request.whole.append(piece)
     return []
 
 

@@ -18,11 +18,14 @@ TRAINING_ITEMS = 100_000
 
 class GymPrompts:
     def __init__(self, encoder: PromptEncoder, data: RlDataTable, seed: int) -> None:
-        self.items = GymItems(encoder, data, seed, data.limit or TRAINING_ITEMS)
+        self.train_split = GymItems(encoder, data, seed, data.limit or TRAINING_ITEMS)
         self.eval_split = GymItems(encoder, data, seed + HELDOUT_SEED, data.eval_items)
 
+    def items(self) -> list[Prompt]:
+        return self.train(range(len(self.train_split)))
+
     def train(self, indices: Sequence[int]) -> list[Prompt]:
-        return self.items.prompts([index % len(self.items) for index in indices])
+        return self.train_split.prompts([index % len(self.train_split) for index in indices])
 
     def heldout(self) -> list[Prompt]:
         return self.eval_split.prompts(range(len(self.eval_split)))

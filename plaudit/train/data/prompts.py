@@ -1,4 +1,5 @@
-"""What a policy is asked: the prompts of a world, a file or a gym, each with what is needed to check an answer.
+"""What a policy is asked: the prompts of a world, a file or a gym, or of several, each with what is needed to check an
+answer.
 
 The i-th training prompt is a pure function of (seed, i): a resumed run needs no reader state to see the same data.
 """
@@ -6,18 +7,21 @@ The i-th training prompt is a pure function of (seed, i): a resumed run needs no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from plaudit.config.rl import RlDataTable
 from plaudit.errors import DataError
 from plaudit.records import Prompt, Sample
-from plaudit.train.data.encoder import LengthLimits, PromptEncoder, RawPrompt, messages_of
+from plaudit.train.data.encoder import PromptEncoder, RawPrompt, messages_of
 from plaudit.train.data.rows import FileRows, Row
-from plaudit.worlds import Sums, get_world
+from plaudit.worlds import Sums
 from plaudit.worlds.sums import Problem, judge
 
 
 class Prompts(Protocol):
+    def items(self) -> list[Prompt]:
+        """All training prompts of a source that has an end."""
+
     def train(self, indices: Sequence[int]) -> list[Prompt]: ...
 
     def heldout(self) -> list[Prompt]: ...
@@ -26,22 +30,14 @@ class Prompts(Protocol):
         """Whether the response is truly right; None where nobody knows."""
 
 
-def open_prompts(data: RlDataTable, tokenizer: Any, seed: int, room: LengthLimits | None = None) -> Prompts:
-    encoder = PromptEncoder(data, tokenizer, room)
-    if data.world is not None:
-        return WorldPrompts(get_world(data.world, seed, data.sums), encoder, data)
-    if data.gym is not None:
-        from plaudit.train.data.gym import GymPrompts  # reasoning-gym is an extra
-
-        return GymPrompts(encoder, data, seed)
-    return FilePrompts(encoder, data, seed)
-
-
 class WorldPrompts:
     def __init__(self, world: Sums, encoder: PromptEncoder, data: RlDataTable) -> None:
         self.world = world
         self.encoder = encoder
         self.data = data
+
+    def items(self) -> list[Prompt]:
+        return self.train(range(self.data.limit or 0))
 
     def train(self, indices: Sequence[int]) -> list[Prompt]:
         limit = self.data.limit
@@ -67,6 +63,9 @@ class FilePrompts:
         self.data = data
         self.file = FileRows(data, seed)
         self._check([*self.file.rows, *self.file.heldout()])
+
+    def items(self) -> list[Prompt]:
+        return self._prompts(self.file.rows)
 
     def train(self, indices: Sequence[int]) -> list[Prompt]:
         return self._prompts([self.file.train(index) for index in indices])

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from plaudit.config import DataTable, SumsTable
 from plaudit.config.rl import RlDataTable
 from plaudit.errors import DataError
+from plaudit.train.data.hub_rows import HUB, dataset_rows
 from plaudit.worlds import Sums, get_world
 from plaudit.worlds.sums import STEP_END, Problem, Split, Verdict, judge, split_steps
 
@@ -149,17 +150,25 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def stream_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file that need not fit into memory."""
-    if not path.is_file():
-        raise DataError(f"no data file at {path}")
-    if path.suffix not in (".parquet", ".jsonl", ".json"):
-        raise DataError(f"{path}: expected a .jsonl or .parquet file, not {path.suffix or 'a name without ending'!r}")
+    """The rows of a file that need not fit into memory, or of what the package `datasets` reads."""
+    if str(path).startswith(HUB) or Path(str(path).partition("?")[0]).is_dir():
+        rows: Iterator[Row] = (Row(*each) for each in dataset_rows(str(path)))
+    else:
+        rows = _file_rows(path)
     empty = True
-    for row in _parquet(path) if path.suffix == ".parquet" else _jsonl(path):
+    for row in rows:
         empty = False
         yield row
     if empty:
         raise DataError(f"{path} is empty: it needs at least one item")
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        raise DataError(f"no data file at {path}")
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise DataError(f"{path}: expected a .jsonl or .parquet file, not {path.suffix or 'a name without ending'!r}")
+    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

@@ -30,8 +30,7 @@ class Optimizer:
     def __init__(self, model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> None:
         """`beside`: parameters that learn with the model's, such as a value head on its trunk."""
         self.table = table
-        named = {**dict(model.named_parameters()), **(beside or {})}
-        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.parameters = trained(model, beside)
         self.masters = {name: self._master(p) for name, p in self.parameters.items()}
         # Norms, biases and single vectors are scales, not maps: decaying them only shrinks the signal.
         decayed = [p for p in self.masters.values() if p.ndim > 1]
@@ -53,14 +52,20 @@ class Optimizer:
                 f"this step, or go on with half the rate: --resume --set {self.key}={self.table.lr / 2:g}"
             )
         rate = learning_rate(self.table, step)
-        for group in self.adam.param_groups:
-            group["lr"] = rate
-        self.adam.step()
-        rounded = [name for name in self.parameters if self._is_copy(name)]
-        if rounded:
-            with torch.no_grad():
-                torch._foreach_copy_([local(self.parameters[n]) for n in rounded], [self.masters[n] for n in rounded])
+        self._apply(rate)
         return {"grad_norm": norm, "lr": rate}
+
+    def copies(self) -> list[Tensor]:
+        """float32 weights on the device, of narrower parameters."""
+        return [master for name, master in self.masters.items() if self._is_copy(name)]
+
+    def moments(self) -> list[Tensor]:
+        """Those on the device. The step counts are left out: a number each."""
+        return [value for state in self.adam.state.values() for key, value in state.items() if key != "step"]
+
+    def gradients(self) -> list[Tensor]:
+        tensors = [*self.masters.values(), *self.parameters.values()]
+        return list({id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}.values())
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the optimizer, by parameter name."""
@@ -89,19 +94,34 @@ class Optimizer:
     def restore(self, path: Path) -> None:
         self.load(load_file(path))
 
+    def _apply(self, rate: float) -> None:
+        """The step itself, by gradients that are finite and clipped."""
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        rounded = [name for name in self.parameters if self._is_copy(name)]
+        if rounded:
+            with torch.no_grad():
+                torch._foreach_copy_([local(self.parameters[n]) for n in rounded], [self.masters[n] for n in rounded])
+
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter itself, or its float32 copy, into which its gradients then flow."""
-        return parameter if _wide(parameter) else local_master(parameter, parameter)
+        return parameter if wide(parameter) else local_master(parameter, parameter)
 
     def _is_copy(self, name: str) -> bool:
-        return not _wide(self.parameters[name])
+        return not wide(self.parameters[name])
 
     def _clip(self) -> Tensor:
         """Scale the gradients down to the norm allowed; returns the norm they had."""
         return nn.utils.clip_grad_norm_(list(self.masters.values()), self.table.clip_norm)
 
 
-def _wide(parameter: Tensor) -> bool:
+def trained(model: nn.Module, beside: Mapping[str, nn.Parameter] | None) -> dict[str, nn.Parameter]:
+    named = {**dict(model.named_parameters()), **(beside or {})}
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
+def wide(parameter: Tensor) -> bool:
     return parameter.dtype in (torch.float32, torch.float64)
 
 
@@ -113,7 +133,7 @@ def local(tensor: Tensor) -> Tensor:
 def local_master(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
     """What the optimizer works on in place of `part` of a parameter: in float32 or wider, on the same memory if it is
     that already. The parameter's gradients flow into it."""
-    master = nn.Parameter(part.detach() if _wide(part) else spread(part.detach()))
+    master = nn.Parameter(part.detach() if wide(part) else spread(part.detach()))
 
     def move(of: Tensor) -> None:
         assert of.grad is not None

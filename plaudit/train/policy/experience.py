@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plaudit.algo.methods.online_dpo import best_and_worst
 from plaudit.core.model.packing import send
 from plaudit.records import Sample
 
@@ -28,7 +29,7 @@ class Experience:
     mask: Tensor
     """(T,) bool: the tokens that are learned from."""
     behaviour: Tensor
-    """(T,) log-probs of the engine, under the distribution that was sampled."""
+    """(T,) log-probs of the engine, under the whole softmax at the temperature of sampling."""
     advantages: Tensor
     old: Tensor | None = None
     """(T,) log-probs before the first update; None: they are the first forward pass's own."""
@@ -90,7 +91,18 @@ def flat(samples: Sequence[Sample], field: str) -> Tensor:
     return torch.from_numpy(np.fromiter(chain.from_iterable(map(attrgetter(field), samples)), np.float32))
 
 
-def minibatches(count: int, parts: int, seed: int | str) -> list[list[int]]:
-    """All samples in an order of their own, in parts of one size (the last ones may be smaller by one)."""
-    order = np.random.default_rng([*str(seed).encode()]).permutation(count) if parts > 1 else np.arange(count)
-    return [part.tolist() for part in np.array_split(order, min(parts, count))]
+def pairs(samples: Sequence[Sample], rewards: Tensor) -> tuple[tuple[Sample, ...], Tensor]:
+    """The best and the worst of each group, side by side. rewards (N,), without those of turns."""
+    totals = rewards + torch.tensor([sum(sample.token_rewards or ()) for sample in samples])
+    chosen = best_and_worst(totals, [sample.group for sample in samples]).nonzero().flatten().tolist()
+    chosen.sort(key=lambda index: samples[index].group)
+    return tuple(samples[i] for i in chosen), rewards[chosen]
+
+
+def minibatches(count: int, parts: int, seed: int | str, together: int = 1) -> list[list[int]]:
+    """All samples in an order of their own, in parts of one size (the last ones may be smaller by one). Each `together`
+    that follow each other stay so."""
+    units = count // together
+    order = np.random.default_rng([*str(seed).encode()]).permutation(units) if parts > 1 else np.arange(units)
+    within = np.arange(together)
+    return [(part[:, None] * together + within).ravel().tolist() for part in np.array_split(order, min(parts, units))]

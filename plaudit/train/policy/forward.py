@@ -133,27 +133,30 @@ class MicroBatch:
     """False: only computed because the other ranks compute too."""
 
 
-def micro_batches(samples: Sequence[Sample], budget: int, group: Group) -> list[MicroBatch]:
+def micro_batches(samples: Sequence[Sample], budget: int, group: Group, together: int = 1) -> list[MicroBatch]:
     """This rank's share of the samples, in batches of the token budget. Every rank has as many batches: sharded weights
-    are gathered by all at once, so one that has fewer goes over the shortest sample again, which does not count."""
-    ends = np.cumsum([len(sample.prompt_ids) + len(sample.token_ids) for sample in samples])
+    are gathered by all at once, so one that has fewer goes over the shortest sample again, which does not count. Each
+    `together` samples that follow each other are as one."""
+    sizes = np.array([len(sample.prompt_ids) + len(sample.token_ids) for sample in samples])
+    sizes = sizes.reshape(-1, together).sum(1)
+    members = np.arange(len(samples)).reshape(-1, together)
+    ends = np.cumsum(sizes)
     # Cut where the tokens are halved, thirded, ...: a rank's time goes with its tokens.
     cuts = np.searchsorted(ends, [ends[-1] * part / group.size for part in range(1, group.size)], side="right")
     shares = []
-    for indices in np.split(np.arange(len(samples)), cuts):
-        share = indices.tolist()
-        shares.append([[share[i] for i in batch] for batch in by_tokens([samples[i] for i in share], budget)])
+    for share in np.split(np.arange(len(sizes)), cuts):
+        batches = by_tokens(sizes[share].tolist(), budget)
+        shares.append([members[share[batch]].ravel().tolist() for batch in batches])
     mine, most = shares[group.index], max(map(len, shares))
-    shortest = int(np.argmin(np.diff(ends, prepend=0)))
-    return [MicroBatch(batch) for batch in mine] + [MicroBatch([shortest], counts=False)] * (most - len(mine))
+    shortest = members[np.argmin(sizes)].tolist()
+    return [MicroBatch(batch) for batch in mine] + [MicroBatch(shortest, counts=False)] * (most - len(mine))
 
 
-def by_tokens(samples: Sequence[Sample], budget: int) -> list[list[int]]:
-    """Indices of whole samples in order, as many together as the token budget holds; a larger one goes alone."""
+def by_tokens(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Their indices in order, as many together as the token budget holds; a larger one goes alone."""
     batches: list[list[int]] = []
     room = 0
-    for index, sample in enumerate(samples):
-        size = len(sample.prompt_ids) + len(sample.token_ids)
+    for index, size in enumerate(sizes):
         if size > room or not batches:
             batches.append([])
             room = budget

@@ -17,7 +17,8 @@ from plaudit.train.run.clock import Clock
 
 class OldLogprobs:
     """`exact`: the engine's log-probs had the learner's bits when they were last compared, so they save the pass. The
-    first minibatch of every step compares them again, in its own forward pass."""
+    first minibatch of every step compares them again, in its own forward pass; `differed`: once it saw another bit, and
+    the pass is taken from then on."""
 
     def __init__(self, recipe: RlRecipe, policy: Policy, clock: Clock, kl_in_reward: bool) -> None:
         self.recipe = recipe
@@ -25,7 +26,7 @@ class OldLogprobs:
         self.clock = clock
         masks = recipe.algorithm.correction.mode == "mask"  # what it leaves is the denominator of the whole batch
         self.needed = recipe.train.epochs * recipe.train.minibatches > 1 or kl_in_reward or masks
-        self.exact = False
+        self.exact = self.differed = False
 
     def of(self, batch: Batch, step: int, behaviour: Tensor, own: Tensor) -> Tensor | None:
         """None where the first forward pass gives them anyway: the first update's ratio is then 1 by construction.
@@ -42,10 +43,11 @@ class OldLogprobs:
         with self.clock("old"):
             ends = torch.tensor([len(sample.token_ids) for sample in samples]).cumsum(0).tolist()
             old = torch.empty(ends[-1])
-            for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} 0"):
+            order = f"{self.recipe.seed} {step} 0"
+            for indices in minibatches(len(samples), train.minibatches, order, self.policy.together):
                 rows = [torch.arange(ends[i] - len(samples[i].token_ids), ends[i]) for i in indices]
                 old[torch.cat(rows)] = self.policy.logprobs([samples[i] for i in indices])
-        promised = self.policy.decoder.device.type == "cuda"  # elsewhere it would be chance
+        promised = self.policy.decoder.device.type == "cuda" and not self.differed  # elsewhere it would be chance
         self.exact = promised and _fresh(batch) and torch.equal(old[own], behaviour[own])
         return old
 
@@ -56,8 +58,10 @@ class OldLogprobs:
         return replace(part, unmoved=True, old=None if self.exact else part.old)
 
     def compared(self, metrics: Mapping[str, float]) -> None:
-        """One token that differs brings the pass back."""
-        self.exact = self.exact and metrics.get("mismatch/abs_max", 0.0) == 0
+        """One token that differs brings the pass back. For good: where a forward pass with gradients has other kernels
+        than one without, only the second would be equal again."""
+        if self.exact and metrics.get("mismatch/abs_max", 0.0) != 0:
+            self.exact, self.differed = False, True
 
 
 def _fresh(batch: Batch) -> bool:

@@ -52,13 +52,14 @@ class Policy:
         self.value_head = value_head
         self.value_coef = value_coef
         self.group = group
+        self.together = 2 if algorithm.paired else 1
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
         """(T,) of the response tokens, in micro-batches of the same make-up as an update's: bit-equal to it."""
         use_packed_attention(self.module)
         parts = []
-        for batch in micro_batches(samples, self.micro_batch_tokens, self.group):
+        for batch in micro_batches(samples, self.micro_batch_tokens, self.group, self.together):
             responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device)
             hidden = hidden_of(self.module, responses)
             if batch.counts:
@@ -79,7 +80,7 @@ class Policy:
         weights = token_weights(counted, experience.lengths, self.algorithm.aggregate, self.constant)
         value_weights = token_weights(experience.mask, experience.lengths, "token")
         notes: list[Callable[[], None]] = []
-        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
+        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group, self.together):
             rows = experience.rows(batch.indices[0], batch.indices[-1])
             counts = float(batch.counts)
             loss, note = self._loss(
@@ -109,7 +110,7 @@ class Policy:
         advantages = part.advantages
         if part.taught is not None:
             advantages = advantages + towards(part.taught, old, algorithm.by_token())
-        terms = self.loss(Drawn(logp, old, advantages, mask, part.lengths), algorithm.clip)
+        terms = self.loss(Drawn(logp, old, advantages, mask, part.lengths, part.reference, kl_coef), algorithm.clip)
         per_token = terms.loss
         if (c := algorithm.correction).mode != "none":
             correction, kept = importance_weights(old, behaviour, mask, part.lengths, c.mode, c.level, c.cap, c.floor)

@@ -22,7 +22,7 @@ from plaudit.train.optim.optimizer import NotFinite, Optimizer
 from plaudit.train.optim.repeatable import repeatable
 from plaudit.train.policy.advantages import estimate, shaped, usable
 from plaudit.train.policy.critic import Critic, SharedCritic
-from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens
+from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens, pairs
 from plaudit.train.policy.old_logprobs import OldLogprobs
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.reference import Reference
@@ -55,12 +55,18 @@ class RlLearner:
         metrics = dropped(batch.samples, samples)
         if not samples:
             return metrics, None
-        experience, figures = self._experience(Batch(samples, batch.version), step)
+        rewards = shaped(self.algorithm.shaping, samples, self.recipe.sampling.max_tokens, self.norm)
+        metrics["shaped_reward/mean"] = rewards.mean().item()
+        if self.algorithm.paired:
+            samples, rewards = pairs(samples, rewards)
+            metrics["pairs/count"] = len(samples) / 2
+            if not samples:
+                return metrics, None
+        experience, figures = self._experience(Batch(samples, batch.version), rewards, step)
         metrics |= figures
-        seen, updates = Tally(), 0
-        train = self.recipe.train
+        seen, updates, train, together = Tally(), 0, self.recipe.train, self.policy.together
         for epoch in range(train.epochs):
-            for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} {epoch}"):
+            for indices in minibatches(len(samples), train.minibatches, f"{self.recipe.seed} {step} {epoch}", together):
                 part = experience.select(indices)
                 seen.merge(self._minibatch(part if updates else self.old.first(part), step))
                 updates += 1
@@ -70,19 +76,18 @@ class RlLearner:
 
     def state(self) -> dict[str, Any]:
         norm = None if self.norm is None else self.norm.state()
-        return {"kl": self.kl.state(), "norm": norm, "exact": self.old.exact}
+        return {"kl": self.kl.state(), "norm": norm, "exact": self.old.exact, "differed": self.old.differed}
 
     def load(self, state: dict[str, Any]) -> None:
         self.kl.load(state["kl"])
-        self.old.exact = state.get("exact", False)
+        self.old.exact, self.old.differed = state.get("exact", False), state.get("differed", False)
         if self.norm is not None and state["norm"] is not None:
             self.norm.load(state["norm"])
 
-    def _experience(self, batch: Batch, step: int) -> tuple[Experience, dict[str, float]]:
+    def _experience(self, batch: Batch, rewards: Tensor, step: int) -> tuple[Experience, dict[str, float]]:
         samples, algorithm = batch.samples, self.algorithm
-        rewards = shaped(algorithm.shaping, samples, self.recipe.sampling.max_tokens, self.norm)
         own = own_tokens(samples)
-        behaviour, kept = flat(samples, "logprobs"), None
+        behaviour, kept = flat(samples, "behaviour"), None
         old = self.old.of(batch, step, behaviour, own)
         reference = values = after = None
         if self.reference is not None:
@@ -111,7 +116,7 @@ class RlLearner:
             samples, mask, behaviour, estimated.advantages, old, reference, values, estimated.returns,
             estimated.token_rewards, kept, *taught.arrays, old_is_engines=old is behaviour,
         )  # fmt: skip
-        return experience, self._describe(experience, rewards, own) | taught.figures
+        return experience, self._describe(experience, own) | taught.figures
 
     def _minibatch(self, experience: Experience, step: int) -> Tally:
         seen = Tally()
@@ -145,9 +150,8 @@ class RlLearner:
     def repeatable(self) -> AbstractContextManager[None]:
         return repeatable(self.policy.decoder.device, self.recipe.train.deterministic)
 
-    def _describe(self, experience: Experience, rewards: Tensor, own: Tensor) -> dict[str, float]:
+    def _describe(self, experience: Experience, own: Tensor) -> dict[str, float]:
         metrics = {
-            "shaped_reward/mean": rewards.mean().item(),
             "advantage/mean": experience.advantages[own].mean().item(),
             "advantage/min": experience.advantages[own].min().item(),
             "advantage/max": experience.advantages[own].max().item(),

@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from plaudit.config import RlRecipe
 from plaudit.config.supervised import PolicyModelTable
 from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.fused import recompute_contexts
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import ConfigError
 from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_value
-from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
@@ -47,7 +48,8 @@ def prepare(module: nn.Module, table: PolicyModelTable, seed: int, checkpoint: C
         if checkpoint is not None:
             lora.load_adapter(module, load_file(checkpoint.path / "adapter.safetensors"))
     if table.recompute:
-        module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        again = {"use_reentrant": False, "context_fn": recompute_contexts}
+        module.gradient_checkpointing_enable(again)  # type: ignore[operator]
         module.train()  # transformers recomputes in this mode alone; without dropout it differs in nothing else
 
 
@@ -131,7 +133,7 @@ def new_critic(
     without_dropout(model)
     train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
     shards = None if ranks.mesh is None else Shards(model, ranks)
-    optimizer = Optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
+    optimizer = new_optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
     optimizer.key = "critic.lr"
     return LocalCritic(
         model, loaded.tokenizer, optimizer, clip=recipe.algorithm.clip.value,

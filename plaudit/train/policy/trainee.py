@@ -14,6 +14,7 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.proof.support import inspect
 from plaudit.models import save
 from plaudit.models.catalog import resolve
+from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
@@ -48,7 +49,7 @@ class Trainee:
         )  # fmt: skip
         beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
         if self.shards is None:
-            self.optimizer = Optimizer(module, recipe.train, beside)
+            self.optimizer: Optimizer = new_optimizer(module, recipe.train, beside)
         else:
             module.requires_grad_(False)
             self.optimizer = ShardedOptimizer(self.shards, recipe.train)

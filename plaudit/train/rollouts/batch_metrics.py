@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
+from statistics import correlation, fmean
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             groups.setdefault(sample.group, []).append(sample.reward + turn_rewards(sample))
     if any(len(group) > 1 for group in groups.values()):
         figures["reward/zero_std_groups"] = sum(len(set(group)) == 1 for group in groups.values()) / len(groups)
+    figures |= integrity(samples)
     judged: list[Any] = [sample.extra.get("right") for sample in samples]
     verdicts = [right for right in judged if right is not None]
     if verdicts:
@@ -48,11 +52,43 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         for sample in samples:
             by_group[sample.group] = by_group.get(sample.group, False) or bool(sample.extra.get("right"))
         figures["pass_at_k"] = sum(by_group.values()) / len(by_group)
+    kept = [math.exp(p - q) for sample in samples for p, q in _truncated(sample)]
+    if kept:
+        figures["rollout/truncated_mass"] = 1 - sum(kept) / len(kept)
     turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
     if turns:
         figures["turns/mean"] = sum(turns) / len(turns)
         figures["turns/reward"] = sum(map(turn_rewards, samples)) / len(samples)
     return figures
+
+
+def integrity(samples: Sequence[Sample]) -> dict[str, float]:
+    """What tells a reward that is being gamed (`report.rules.integrity`).
+
+    reward/length_correlation  of length and reward among the responses to a prompt, the mean over prompts
+    response/repetition        the share of a response's runs of four tokens that it has had before
+    response/common            the share of prompts that the most common response answers
+    """
+    repeated = [1 - len({*runs}) / len(runs) for sample in samples if (runs := _fours(sample))]
+    figures = {"response/repetition": fmean(repeated)} if repeated else {}
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    if len(groups) > 1:
+        common = Counter(text for group in groups.values() for text in {sample.text for sample in group})
+        figures["response/common"] = max(common.values()) / len(groups)
+    ties = []
+    for group in groups.values():
+        scored = [(float(sum(s.mask)), s.reward + turn_rewards(s)) for s in group if s.reward is not None]
+        lengths, rewards = [length for length, _ in scored], [reward for _, reward in scored]
+        if len({*lengths}) > 1 and len({*rewards}) > 1:
+            ties.append(correlation(lengths, rewards))
+    return figures | ({"reward/length_correlation": fmean(ties)} if ties else {})
+
+
+def _fours(sample: Sample) -> list[tuple[int, ...]]:
+    own = [token for token, kept in zip(sample.token_ids, sample.mask, strict=True) if kept]
+    return list(zip(own, own[1:], own[2:], own[3:], strict=False))
 
 
 def filtered(kept: Sequence[Sequence[Sample]], spare: Sequence[Sequence[Sample]]) -> dict[str, float]:
@@ -75,6 +111,15 @@ def staleness(batch: Batch) -> dict[str, float]:
 def turn_rewards(sample: Sample) -> float:
     """What an environment gave for single turns."""
     return sum(sample.token_rewards or (), 0.0)
+
+
+def _truncated(sample: Sample) -> list[tuple[float, float]]:
+    """Of the policy's tokens the log-probs under the whole softmax and under what top-k and top-p left of it, whose
+    quotient is the mass that they left."""
+    if sample.tempered_logprobs is None:
+        return []
+    pairs = zip(sample.tempered_logprobs, sample.logprobs, strict=True)
+    return [pair for pair, own in zip(pairs, sample.mask, strict=True) if own]
 
 
 def _share(samples: Sequence[Sample], reason: str) -> float:

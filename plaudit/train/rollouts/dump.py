@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 _FIELDS = [field.name for field in fields(Sample)]
+_MAY_LACK = ("tempered_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")  # as older dumps do
 
 
 class DumpEnded(RunError):
@@ -121,6 +122,7 @@ def as_plain(sample: Sample) -> dict[str, Any]:
 
 def from_plain(tree: dict[str, Any]) -> Sample:
     """Further keys are not looked at."""
+    tree = {**dict.fromkeys(_MAY_LACK), **tree}
     kept: dict[str, Any] = {name: tuple(v) if isinstance(v := tree[name], list) else v for name in _FIELDS}
     if kept["error"] is not None:
         kept["error"] = ItemError(**kept["error"])

@@ -44,6 +44,7 @@ class Episode:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    tempered: list[float] | None = None  # of its turns, where a Sample has them
     versions: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -65,6 +66,8 @@ class Episode:
         self.tokens += sample.token_ids
         self.logprobs += sample.logprobs
         self.raw_logprobs += sample.raw_logprobs
+        if sample.tempered_logprobs is not None:
+            self.tempered = [*(self.tempered or ()), *sample.tempered_logprobs]
         self.versions += sample.versions
         self.mask += sample.mask
         self.rewards += [0.0] * len(sample.token_ids)
@@ -83,8 +86,9 @@ class Episode:
         else:
             self.tokens += tokens
             self.versions += [self.versions[-1]] * len(tokens)
-            for numbers in (self.logprobs, self.raw_logprobs, self.rewards):
-                numbers += [0.0] * len(tokens)
+            for numbers in (self.logprobs, self.raw_logprobs, self.tempered, self.rewards):
+                if numbers is not None:
+                    numbers += [0.0] * len(tokens)
             self.mask += [0] * len(tokens)
 
     def failed(self, error: Exception, doing: str) -> None:
@@ -105,6 +109,7 @@ class Episode:
             raw_logprobs=tuple(self.raw_logprobs), versions=tuple(self.versions), mask=tuple(self.mask),
             finish_reason=self.reason, group=self.group, index=self.index, error=self.error,
             token_rewards=tuple(self.rewards), extra={"turns": self.turns, "end": self.end},
+            tempered_logprobs=None if self.tempered is None else tuple(self.tempered),
         )  # fmt: skip
 
 

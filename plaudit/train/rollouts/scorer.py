@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Protocol
 
 from plaudit.client.client import RewardClient
-from plaudit.config.reward import BlendTable, RewardTable
-from plaudit.config.rl import RlRewardTable
+from plaudit.config.reward import BlendTable, RewardTable, RlRewardTable
 from plaudit.errors import ConfigError, RunError
 from plaudit.records import Item, ItemError, Prompt, Sample, StepScores
 from plaudit.reward import load_reward

@@ -200,4 +200,7 @@ def _engine(recipe: RlRecipe) -> Engine:
     """The policy that wrote the solutions: rollouts that learned nothing are of the recipe's own model."""
     assert recipe.model.path is not None
     loaded = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device))
-    return Engine(loaded.module, loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed)
+    table = recipe.engine
+    return Engine(
+        loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, seed=recipe.seed, state_every=table.state_every
+    )

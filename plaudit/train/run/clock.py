@@ -60,6 +60,10 @@ class Clock:
     def count(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    def leave_out(self, seconds: float) -> None:
+        """Time that has just passed outside all phases, and is not the step's."""
+        self._begin += seconds
+
     def split(self) -> dict[str, float]:
         """As metrics, with the whole as time/step; and start again."""
         now = time.monotonic()

@@ -25,10 +25,10 @@ from plaudit.train.run.run_lock import locked
 # What decides where, how long and how closely watched a run is, and no number that is learned.
 MAY_CHANGE_ON_RESUME = (
     "train.steps", "train.eval_every", "train.eval_samples", "train.checkpoint", "train.dump", "train.show",
-    "train.non_finite", "train.micro_batch_tokens", "train.threads", "data.eval_items", "model.device",
-    "model.recompute", "resources", "engine", "placement.channel", "placement.deadline", "placement.concurrency",
-    "reward.url", "reward.key_env", "reward.patience", "reward.on_error", "reward.max_errors", "truth", "critic.url",
-    "critic.key_env", "critic.patience", "environment.timeout", "environment.threads",
+    "train.non_finite", "train.micro_batch_tokens", "train.threads", "train.offload_optimizer", "data.eval_items",
+    "model.device", "model.recompute", "resources", "engine", "placement.channel", "placement.deadline",
+    "placement.concurrency", "reward.url", "reward.key_env", "reward.patience", "reward.on_error", "reward.max_errors",
+    "truth", "critic.url", "critic.key_env", "critic.patience", "environment.timeout", "environment.threads",
 )  # fmt: skip
 # What changes figures that are measured and none that are learned: free, and noted.
 MEASURES = ("sampling.eval",)

@@ -6,6 +6,7 @@ comes, because nothing has changed yet that a checkpoint would miss, runs in `le
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -77,6 +78,14 @@ def leave_on_signal(allowed: bool = True) -> Iterator[None]:
         yield
     finally:
         request.leaving -= 1
+
+
+def request_stop() -> bool:
+    """SIGTERM to this process, from any thread. False, and none, where no loop is there yet that could save a state."""
+    if _current is None:
+        return False
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
 
 
 def stop_requested() -> bool:

@@ -22,12 +22,13 @@ from plaudit.events import END
 from plaudit.models import Kind, Loaded, choose_device, load_policy, load_reward, load_steps, new_llama, save
 from plaudit.models.catalog import resolve
 from plaudit.train.data.rows import WorldRows, open_rows
-from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.policy import lora
 from plaudit.train.policy.reference import adapters_off
 from plaudit.train.policy.rl_models import prepare, without_dropout
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import Checkpoint
+from plaudit.train.run.pause import PAUSE
 from plaudit.train.run.progress import Progress
 from plaudit.train.run.run import Run
 from plaudit.train.run.signals import Interrupted, interruptible
@@ -66,7 +67,7 @@ class SupervisedTraining:
         self.loaded = load_trained(recipe, checkpoint)
         use_packed_attention(self.loaded.module)
         self.loaded.module.train()
-        self.optimizer = Optimizer(self.loaded.module, recipe.train)
+        self.optimizer = new_optimizer(self.loaded.module, recipe.train)
         table = recipe.train
         self.learner = Learner(
             self.loaded.module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic
@@ -129,6 +130,7 @@ class SupervisedTraining:
                 self.seconds = time.monotonic() - begin
                 self.run.events.metric(metrics, step=self.step)
                 self.progress.step(self.step, metrics)
+                begin += PAUSE.hold(interrupted)
                 if interrupted:
                     self.save_checkpoint()
                     raise Interrupted(f"stopped at step {self.step} of {steps}, state saved: --resume goes on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from plaudit.serve.scoring import ScoringService
 
 REWARDS = "Score responses, or the steps of responses"
 MODELS = "List the models, with kind, version and state"
+ONE_MODEL = "/v1/models/"  # and its name or alias, as clients of OpenAI ask
 HTML = b"text/html; charset=utf-8"
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")  # nothing in it is from the network
 
@@ -84,12 +85,20 @@ class NativeRoutes:
         return Reply.json(native.write_json(parsed, served.name, scored.version, results, usage, request.id))
 
     async def list_models(self, request: Request) -> Reply:
+        return Reply.json({"object": "list", "data": self._cards()})
+
+    async def show_model(self, request: Request) -> Reply:
+        if request.method != "GET":
+            raise HttpError(405, "method_not_allowed", "this path takes GET", allow="GET")
+        meant = self.scoring.find(request.path.rpartition(ONE_MODEL)[2]).name
+        return Reply.json(next(card for card in self._cards() if card["id"] == meant))
+
+    def _cards(self) -> list[dict[str, Any]]:
         keys = ("name", "kind", "version", "state", "max_tokens", "labels")
         models = [{k: d[k] for k in keys if k in d} for d in self.models.describe()]
         # Clients written for vLLM also look here. A model's path is the server's own affair: its root is its name.
         cards = [vllm.model_card(m["name"], m["name"], m.get("max_tokens"), self.created) for m in models]
-        data = [{"id": m["name"], "object": "model", **m, **card} for m, card in zip(models, cards, strict=True)]
-        return Reply.json({"object": "list", "data": data})
+        return [{"id": m["name"], "object": "model", **m, **card} for m, card in zip(models, cards, strict=True)]
 
     async def scale(self, request: Request) -> Reply:
         order = await _decoded(request, _Scale)

@@ -162,7 +162,7 @@ class _Chunks:
         if self.prepared.chat and index not in self._begun:
             events += self._event(index, {"delta": {"role": "assistant", "content": ""}}, None)
         offset = self._begun.setdefault(index, 0)
-        logprobs = _logprobs(self.prepared, piece.tokens, piece.logprobs, offset)
+        logprobs = _logprobs(self.prepared, piece, offset)
         if logprobs is not None:
             self._begun[index] += sum(map(len, _texts(self.prepared, piece.tokens)))
         if piece.text or (logprobs is not None and piece.tokens):
@@ -185,20 +185,36 @@ class _Chunks:
 def _choice(prepared: PreparedRequest, index: int, sample: Continuation) -> dict[str, Any]:
     message = {"role": "assistant", "content": sample.text, "refusal": None}
     content: dict[str, Any] = {"message": message} if prepared.chat else {"text": sample.text}
-    logprobs = _logprobs(prepared, sample.tokens, sample.logprobs, 0)
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": sample.finish}
+    choice = {"index": index, **content, "logprobs": _logprobs(prepared, sample, 0), "finish_reason": sample.finish}
+    if prepared.parsed.prompt_logprobs is None:
+        return choice
+    tokens = prepared.jobs[index // prepared.jobs[0].sampling.n].tokens
+    return {**choice, "prompt_logprobs": _prompt_logprobs(prepared, tokens, sample)}
 
 
-def _logprobs(
-    prepared: PreparedRequest, tokens: list[int], logprobs: list[float], offset: int
-) -> dict[str, Any] | None:
+def _logprobs(prepared: PreparedRequest, drawn: Continuation | TextPiece, offset: int) -> dict[str, Any] | None:
     top = prepared.parsed.top
     if top is None:
         return None
-    texts = _texts(prepared, tokens)
+    texts = _texts(prepared, drawn.tokens)
+    tops = [[(_texts(prepared, [token])[0], logprob) for token, logprob in likely] for likely in drawn.top]
     if prepared.chat:
-        return wire.chat_logprobs(texts, logprobs, top)
-    return wire.completion_logprobs(texts, logprobs, top, offset)
+        return wire.chat_logprobs(texts, drawn.logprobs, tops or [()] * len(texts))
+    return wire.completion_logprobs(texts, drawn.logprobs, tops if top else None, offset)
+
+
+def _prompt_logprobs(prepared: PreparedRequest, tokens: list[int], sample: Continuation) -> list[Any]:
+    """As vLLM has them: nothing of the first token, then of each the log-prob of its own and of the likeliest."""
+    own = sample.prompt or ()
+    rows: list[Any] = [None]
+    for token, logprob, top in zip(tokens[1:], own, sample.prompt_top or [()] * len(own), strict=True):
+        ranks = {each: (rank, value) for rank, (each, value) in enumerate(top, 1)}
+        entries = {token: ranks.get(token, (None, logprob)), **ranks}
+        rows.append({
+            str(each): {"logprob": value, "rank": rank, "decoded_token": _texts(prepared, [each])[0]}
+            for each, (rank, value) in entries.items()
+        })  # fmt: skip
+    return rows
 
 
 def _texts(prepared: PreparedRequest, tokens: list[int]) -> list[str]:

@@ -19,16 +19,16 @@ from plaudit.serve.workers.frames import Sampling
 
 MOST_SAMPLES = 128
 MOST_STOPS = 64
+MOST_LIKELY = 20
 MOST = 2**31 - 1
 SHORT = 16  # tokens of a completion that asks for none, as OpenAI has it
 CODES = {"unknown_model": "model_not_found", "too_long": "context_length_exceeded", "unauthorised": "invalid_api_key"}
 NOT_HERE: dict[str, tuple[Any, ...]] = {  # fields with the values that change nothing
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "echo": (False,), "suffix": ("",),
-    "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
+    "echo": (False,), "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "audio": (),
     "modalities": (["text"],), "prediction": (), "web_search_options": (), "use_beam_search": (False,),
-    "length_penalty": (1,), "prompt_logprobs": (), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "chat_template": (), "continue_final_message": (False,),
-    "tool_choice": ("none", "auto"), "add_special_tokens": (True,), "bad_words": ([],), "allowed_token_ids": (),
+    "length_penalty": (1,), "structured_outputs": (), "guided_choice": (), "guided_grammar": (),
+    "chat_template": (), "continue_final_message": (False,),
+    "tool_choice": ("none", "auto"), "add_special_tokens": (True,), "bad_words": ([],),
     "truncate_prompt_tokens": (),
 }  # fmt: skip
 RESERVED = ("messages", "tools", "add_generation_prompt")
@@ -49,8 +49,21 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    allowed_token_ids: list[Annotated[int, Meta(ge=0, le=MOST)]] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+
+    @property
+    def top(self) -> int | None:
+        """How many likely tokens beside the log-prob of each; None: no log-probs."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -70,7 +83,28 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             min_p=0.0 if greedy else self.min_p or 0.0, stop=self.stops,
             stop_token_ids=tuple(self.stop_token_ids or ()), min_tokens=self.min_tokens or 0, logit_bias=self._biases(),
             seed=secrets.randbits(62) if self.seed is None else self.seed % 2**63, ignore_eos=bool(self.ignore_eos),
+            repetition_penalty=self.repetition_penalty or 1.0, presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            json_schema=self._schema(), regex=self.guided_regex, top_logprobs=self.top or 0,
+            prompt_logprobs=self.prompt_logprobs,
         )  # fmt: skip
+
+    def _schema(self) -> str | None:
+        """Of OpenAI's `response_format`, or of vLLM's `guided_json`."""
+        given = self.response_format or {"type": "text"}
+        kind, table = given.get("type"), given.get("json_schema")
+        schema: Any = self.guided_json
+        if kind == "json_object":
+            schema = {"type": "object"}
+        elif kind == "json_schema" and isinstance(table, dict) and isinstance(table.get("schema"), dict):
+            schema = table["schema"]
+        elif kind != "text":
+            raise FieldError(
+                f"response_format is {shown(given)}; expected a type of text, json_object or json_schema with a "
+                "json_schema.schema", "response_format",
+            )  # fmt: skip
+        return schema if schema is None or isinstance(schema, str) else msgspec.json.encode(schema).decode()
 
     def _biases(self) -> dict[int, float]:
         try:
@@ -79,14 +113,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             problem = f"logit_bias has the keys {list(self.logit_bias or ())[:3]}; expected token ids"
             raise FieldError(problem, "logit_bias") from None
 
-    def check_top(self, top: int, name: str) -> None:
-        """The most likely token is known where it is the one that is taken; others are not kept."""
-        if top > 1 or (top == 1 and (self.temperature != 0 or self.logit_bias or self.min_tokens)):
-            raise FieldError(
-                f"{name} is {top}: only the log-prob of the token that was taken is known here; ask for 0, or with "
-                "temperature 0 for 1", name,
-            )  # fmt: skip
-
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """messages   once read: with contents given in parts as one text"""
@@ -94,7 +120,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Any = msgspec.UNSET
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELY)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     add_generation_prompt: bool = True
@@ -106,7 +132,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def top(self) -> int | None:
-        """How many likely tokens beside the log-prob of each; None: no log-probs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -136,7 +161,6 @@ def read_chat(fields: Mapping[str, Any]) -> ChatRequest:
     request.messages = messages
     if request.top_logprobs and not request.logprobs:
         raise FieldError("top_logprobs needs logprobs = true; set it, or leave both out", "top_logprobs")
-    request.check_top(request.top_logprobs or 0, "top_logprobs")
     for name in set(request.chat_template_kwargs or ()) & set(RESERVED):
         raise FieldError(f"chat_template_kwargs has {name!r}, which has a field of its own", "chat_template_kwargs")
     return request
@@ -144,7 +168,6 @@ def read_chat(fields: Mapping[str, Any]) -> ChatRequest:
 
 def read_completion(fields: Mapping[str, Any]) -> CompletionRequest:
     request = _decoded(fields, CompletionRequest)
-    request.check_top(request.logprobs or 0, "logprobs")
     if request.best_of not in (None, request.n or 1):
         raise FieldError(f"best_of is {request.best_of} and n {request.n or 1}: nothing chooses here", "best_of")
     request.prompt = _prompts(request.prompt)
@@ -158,9 +181,12 @@ def _decoded(fields: Mapping[str, Any], kind: type[T]) -> T:
             what = shown(value) if not isinstance(value, int) else value
             raise FieldError(f"{name} is {what}, which is not supported here: leave it out", name)
     try:
-        return msgspec.convert(fields, kind)
+        request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise FieldError(str(error), blamed(str(error)).removeprefix("body.") or None, "invalid_request") from None
+    if request.stream and request.prompt_logprobs is not None:
+        raise FieldError("prompt_logprobs come with whole answers: leave them out, or stream", "prompt_logprobs")
+    return request
 
 
 def _token(key: str) -> int:
@@ -209,21 +235,31 @@ def event(content: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: int) -> dict[str, Any]:
-    rows = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-        for token, logprob in zip(tokens, logprobs, strict=True)
-    ]
-    return {"content": [{**row, "top_logprobs": [row] if top else []} for row in rows], "refusal": None}
+Tops = Sequence[Sequence[tuple[str, float]]]
 
 
-def completion_logprobs(tokens: Sequence[str], logprobs: Sequence[float], top: int, offset: int) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[str], logprobs: Sequence[float], tops: Tops) -> dict[str, Any]:
+    def row(token: str, logprob: float) -> dict[str, Any]:
+        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+    rows = map(row, tokens, logprobs)
+    content = [{**each, "top_logprobs": [row(*pair) for pair in top]} for each, top in zip(rows, tops, strict=True)]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokens: Sequence[str], logprobs: Sequence[float], tops: Tops | None, offset: int
+) -> dict[str, Any]:
     """offset  of the first token's text"""
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
-    likely = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)] if top else None
+    drawn = zip(tokens, logprobs, strict=True)
+    # The token that was drawn is among them, as OpenAI has it; of two with one text the likelier is shown.
+    likely: list[dict[str, float]] | None = None
+    if tops is not None:
+        likely = [{**dict([*reversed(top)]), token: logprob} for top, (token, logprob) in zip(tops, drawn, strict=True)]
     return {
         "tokens": list(tokens), "token_logprobs": list(logprobs), "top_logprobs": likely, "text_offset": offsets,
     }  # fmt: skip

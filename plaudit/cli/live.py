@@ -1,0 +1,70 @@
+"""`plaudit train --live`: a page of the run in the browser, while it trains."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+
+@contextmanager
+def shown_live(run: Path, wanted: bool, ranks: int = 1) -> Iterator[Callable[[], None]]:
+    """Gives what is to be called once the run has begun its event log."""
+    pages = []
+
+    def begun() -> None:
+        if wanted:
+            from plaudit.report.served.live_page import LivePage
+
+            page = LivePage(run, OwnRun(ranks))
+            pages.append(page)
+            _open(page.url, page.port)
+
+    try:
+        yield begun
+    finally:
+        for page in pages:
+            page.close()
+
+
+class OwnRun:
+    """The run of this process, as the page may steer it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def state(self) -> str:
+        from plaudit.train.run.pause import PAUSE
+        from plaudit.train.run.signals import stop_requested
+
+        if stop_requested():
+            return "stopping"
+        return ("paused" if PAUSE.holds else "pausing") if PAUSE.asked.is_set() else "running"
+
+    def act(self, what: str) -> str | None:
+        from plaudit.train.run.pause import PAUSE
+        from plaudit.train.run.signals import request_stop, stop_requested
+
+        if what == "stop":
+            # A second signal would end the process without saving.
+            return (
+                None if stop_requested() or request_stop() else "the run makes no steps now: there is nothing to save"
+            )
+        if what == "pause" and self.ranks > 1:
+            return f"a run of {self.ranks} ranks cannot pause; stop saves it, and --resume goes on"
+        (PAUSE.asked.set if what == "pause" else PAUSE.asked.clear)()
+        return None
+
+
+def _open(url: str, port: int) -> None:
+    display = sys.platform == "darwin" or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    )
+    opened = display and webbrowser.open(url)
+    hint = "" if opened else f" (from another machine: ssh -L {port}:127.0.0.1:{port} HOST)"
+    typer.echo(f"live page: {url}{hint}", err=True)

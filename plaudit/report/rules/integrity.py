@@ -1,0 +1,108 @@
+"""Whether the reward is being gamed, by length, by repetition, by one answer for all prompts.
+
+Each compares the last twentieth of the run so far with its first fifth, so that it is told soon after it begins. More
+of any of them is no fault where more answers are right.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from statistics import fmean, stdev
+
+from plaudit.report.curve import Curve
+from plaudit.report.finding import ENOUGH, Finding, number, percent
+from plaudit.report.history import History
+
+_LEAST = 3  # steps in a window
+_SURE = 5.0  # standard errors: of thousands of windows none is beyond by chance
+
+
+def moved(curve: Curve | None) -> tuple[float, float, float] | None:
+    """The mean of the first fifth, of the window, and how far the latter may be off by chance."""
+    if curve is None or len(values := curve.finite) < ENOUGH:
+        return None
+    first, last = values[: max(4, len(values) // 5)], values[-_window(values) :]
+    spread = stdev(b - a for a, b in pairwise(values)) / math.sqrt(2)  # neighbours differ by noise, hardly by trend
+    return fmean(first), fmean(last), _SURE * spread * math.sqrt(1 / len(first) + 1 / len(last))
+
+
+def since(curve: Curve, level: float) -> int:
+    """The step from which on its windows are above the level."""
+    values, step = curve.finite, curve.steps[-1]
+    for end in range(len(values), 0, -1):
+        if fmean(values[max(0, end - _window(values)) : end]) <= level:
+            return step
+        step = curve.steps[end - 1]
+    return step
+
+
+def paid_for_length(run: History) -> Finding | None:
+    """Longer responses to a prompt have more reward, and responses grow, without more of them being right."""
+    length, paid = run.curve("length/mean"), run.curve("reward/length_correlation")
+    lengths, ties = moved(length), moved(paid)
+    if length is None or lengths is None or ties is None:
+        return None
+    before, after, chance = lengths
+    grown = after > 1.25 * before and after - before > chance
+    if not grown or ties[1] < 0.3 or ties[1] - ties[0] < min(ties[2], 0.1) or _rightly(run):
+        says = f"Within a prompt, length and reward have the correlation {number(ties[1])}."
+        return Finding("length and reward", "fine", says)
+    says = (
+        f"Samples grow, {before:.0f} → {after:.0f} tokens, and longer ones have more reward (correlation within a "
+        f"prompt {number(ties[0])} → {number(ties[1])}), while no more answers are right."
+    )
+    cure = "Read long samples; punish length (shaping.length_penalty), or mend the reward."
+    return Finding("the reward pays for length", "bad", says, cure, since(length, before + max(chance, before / 4)))
+
+
+def paid_for_repetition(run: History) -> Finding | None:
+    curve = run.curve("response/repetition")
+    if curve is None or (seen := moved(curve)) is None:
+        return None
+    before, after, chance = seen
+    told = f"{percent(before)} → {percent(after)} of a response repeats four tokens it has had before"
+    if after - before <= max(0.1, chance) or _rightly(run) or _falls(run):
+        return Finding("repetition", "fine", f"{told}.")
+    cure = "Read samples: if the reward takes more of the same for better, mend it, or punish length."
+    return Finding(
+        "the reward pays for repetition", "bad", f"{told}, and the reward holds or rises.", cure,
+        since(curve, before + max(0.1, chance)),
+    )  # fmt: skip
+
+
+def one_answer(run: History) -> Finding | None:
+    curve = run.curve("response/common")
+    if curve is None or (seen := moved(curve)) is None:
+        return None
+    before, after, chance = seen
+    told = f"the most common response answers {percent(after)} of a step's prompts ({percent(before)} at first)"
+    if after - before <= max(0.15, chance) or _rightly(run) or _falls(run):
+        return Finding("responses differ", "fine", f"{told[0].upper()}{told[1:]}.")
+    cure = "Read it: a form of words that pleases the judge or the rule, whatever was asked. Mend the reward."
+    return Finding(
+        "one answer for many prompts", "bad", f"{told[0].upper()}{told[1:]}, and the reward holds or rises.", cure,
+        since(curve, before + max(0.15, chance)),
+    )  # fmt: skip
+
+
+def _rightly(run: History) -> bool:
+    """Whether more answers are right than at first, where that is known."""
+    seen = moved(run.right)
+    return seen is not None and seen[1] - seen[0] > seen[2]
+
+
+def _falls(run: History) -> bool:
+    seen = moved(run.curve("reward/mean"))
+    return seen is not None and seen[0] - seen[1] > seen[2]
+
+
+def _window(values: list[float]) -> int:
+    return max(_LEAST, len(values) // 20)
+
+
+# What they read, besides the truth.
+WATCHED = (
+    "reward/mean", "accuracy", "length/mean", "reward/length_correlation", "response/repetition", "response/common"
+)  # fmt: skip
+GAMED = (paid_for_length, paid_for_repetition, one_answer)

@@ -1,0 +1,1 @@
+"""The report's page over HTTP while its run is at work."""

@@ -1,0 +1,120 @@
+"""NeMo Gym's resources server, as far as an agent asks it for rewards.
+
+POST /seed_session, /close_session   {} or {"resources_session_id", ...} -> {} or {"resources_session_id"}
+POST /verify    {"responses_create_params": {"input": "..." or [messages]}, "response": {"output": [...]}, ...}
+                -> all of that, as it came, and {"reward": 0.73}
+
+A response's `output` is OpenAI's list of items: what the model said, thought and called, and what tools answered. There
+is no state: a session is only a name. A response that cannot be scored is an error, and never the reward 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from plaudit.records import Item
+from plaudit.serve.http.message import HttpError, Reply, Request, Route, convert
+from plaudit.serve.protocols.protocol import ProtocolRoutes
+from plaudit.serve.scoring import REWARD_MODEL
+
+TRUTHS = ("truth", "expected_answer", "ground_truth", "answer")  # where rows of its data sets have what is right
+TEXTS = ("input_text", "output_text", "text")
+
+
+class _Asked(msgspec.Struct):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+
+
+class _Output(msgspec.Struct):
+    output: list[dict[str, Any]]
+
+
+class _Verify(msgspec.Struct):
+    responses_create_params: _Asked
+    response: _Output
+
+
+class NemoGymRoutes(ProtocolRoutes):
+    name = "nemo-gym"
+
+    def routes(self) -> list[Route]:
+        return [
+            self.work("/seed_session", self.session, "NeMo Gym: begin an episode, of which nothing is kept"),
+            self.work("/close_session", self.session, "NeMo Gym: end an episode"),
+            self.work("/verify", self.verify, "NeMo Gym: the reward of a response"),
+        ]
+
+    @staticmethod
+    def errors(error: HttpError, request_id: str) -> Reply:
+        """FastAPI's shape."""
+        return error.shaped({"detail": str(error)}, request_id)
+
+    async def session(self, request: Request) -> Reply:
+        name = request.fields().get("resources_session_id")
+        return Reply.json({} if name is None else {"resources_session_id": name})
+
+    async def verify(self, request: Request) -> Reply:
+        fields = request.fields()
+        item = read_item(fields)
+        scored = await self.scoring.score(request, self.scoring.find(REWARD_MODEL), [item])
+        (value,) = self.scoring.values(scored.results, "response")
+        return Reply.json({**fields, "reward": value})
+
+
+def read_item(fields: dict[str, Any]) -> Item:
+    """Prompt and response apart, where the response is one text: so rules read it, and prompts are shared."""
+    asked = convert(fields, _Verify)
+    given = asked.responses_create_params
+    prompt = [{"role": "system", "content": given.instructions}] if given.instructions else []
+    if isinstance(given.input, str):
+        prompt.append({"role": "user", "content": given.input})
+    else:
+        prompt += _messages(given.input, "responses_create_params.input")
+    said = _messages(asked.response.output, "response.output")
+    truth = next((fields[name] for name in TRUTHS if fields.get(name) is not None), None)
+    try:
+        if len(said) == 1 and set(said[0]) == {"role", "content"} and said[0]["role"] == "assistant":
+            return Item(prompt=tuple(prompt), response=said[0]["content"], truth=truth)
+        return Item(messages=(*prompt, *said), truth=truth)
+    except ValueError as error:
+        raise HttpError(422, "invalid_request", str(error)) from None
+
+
+def _messages(items: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Chat messages of OpenAI's items. Thoughts are not part of what is judged."""
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate(items):
+        match item.get("type", "message"):
+            case "message":
+                messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}[{place}]")})
+            case "function_call":
+                call = {"name": item.get("name"), "arguments": item.get("arguments")}
+                calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
+                if messages and "tool_calls" in messages[-1]:
+                    messages[-1]["tool_calls"] += calls  # of one turn
+                else:
+                    messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+            case "function_call_output":
+                text = _text(item.get("output"), f"{where}[{place}]")
+                messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
+            case "reasoning":
+                pass
+            case other:
+                raise HttpError(
+                    422, "unsupported_form", f"{where}[{place}] is a {str(other)[:40]!r}; messages, function calls, "
+                    "their outputs and reasoning are read",
+                )  # fmt: skip
+    return messages
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in TEXTS]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise HttpError(422, "unsupported_form", f"{where} has content that is not text; only text is scored")
+    return "".join(map(str, texts))

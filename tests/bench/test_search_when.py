@@ -1,0 +1,40 @@
+"""The page on when a tree wins is what its script writes from the results; its figures by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import search_when  # noqa: E402
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    found = json.loads(search_when.RESULTS.read_text())
+    assert search_when.page(found) == search_when.PAGE.read_text(), (
+        "run: python benchmarks/search_when.py --minutes 0 --write"
+    )
+
+
+def test_a_lead_and_its_interval_by_hand() -> None:
+    """+1, 0, 0, -1, +1, 0, 0, +1: mean 0.25, squares around it 3.5, so 1.96 · sqrt(3.5 / 7 / 8)."""
+    mean, half = search_when.lead({"right": "10101001"}, {"right": "00110000"})
+    assert mean == pytest.approx(0.25)
+    assert half == pytest.approx(1.96 * (3.5 / 7 / 8) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("leads", "method"),
+    [
+        ({"beam": (0.2, 0.1), "rebase": (0.3, 0.1)}, "rebase"),
+        ({"beam": (0.2, 0.3), "rebase": (-0.3, 0.1)}, "best-of-n (no tree is ahead)"),
+        ({"beam": (-0.2, 0.1), "rebase": (-0.3, 0.1)}, "best-of-n"),
+    ],
+)
+def test_what_is_advised(leads: dict[str, tuple[float, float]], method: str) -> None:
+    assert search_when.advice(leads) == method

@@ -1,0 +1,92 @@
+"""Responses that match a schema or a regular expression: each one, alone, batched, preempted and begun elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import RequestError
+from plaudit.records import Sample
+from tests.models.builders import byte_tokenizer, causal
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["sum", "add"]}, "n": {"type": "integer", "minimum": 0, "maximum": 999}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+REGEX = r"(yes|no)(, [a-f]{2,4}){1,3}\."
+PROMPTS = ["hello", "7+8=", "a", "judge: "]
+OPTIONS = [
+    SamplingParams(n=2, json_schema=SCHEMA, seed=1, max_tokens=150),
+    SamplingParams(regex=REGEX, seed=2, max_tokens=60, temperature=1.5, top_k=200),
+    SamplingParams(seed=3, max_tokens=12),
+    SamplingParams(regex=REGEX, temperature=0, max_tokens=60, repetition_penalty=1.1),
+]
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    torch.manual_seed(3)
+    # Float64, so that rounding (which differs between batches of different shapes) cannot tip a draw.
+    module = causal(vocab_size=len(TOKENIZER), max_position_embeddings=256, hidden_size=32).double()
+    return Engine(module, TOKENIZER, look_every=8)
+
+
+def known(samples: list[Sample]) -> list[tuple[object, ...]]:
+    return [(s.token_ids, s.text, s.finish_reason) for s in samples]
+
+
+def test_every_sample_matches_wherever_it_is_drawn(engine: Engine) -> None:
+    together = engine.generate(PROMPTS, OPTIONS)
+    for sample in together:
+        option = OPTIONS[sample.group]
+        if option.json_schema is not None:
+            assert sample.finish_reason == "stop", sample
+            jsonschema.validate(json.loads(sample.text), SCHEMA)
+        elif option.regex is not None:
+            assert re.fullmatch(REGEX, sample.text), sample
+        if option.constrained and option.temperature:
+            assert sample.tempered_logprobs is not None
+            assert all(whole <= drawn + 1e-6 for whole, drawn in zip(sample.behaviour, sample.logprobs, strict=True))
+    assert len({s.text for s in together[:2]}) == 2
+    alone = [s for prompt, option in zip(PROMPTS, OPTIONS, strict=True) for s in engine.generate([prompt], option)]
+    assert known(alone) == known(together)
+
+    ended: dict[tuple[int, int], Sample] = {}
+    engine.submit_all(PROMPTS, OPTIONS)
+    while engine.busy:  # every eighth token is followed by a preemption
+        ended |= {(u.request, u.index): u.sample for u in engine.step() if u.sample is not None}
+        engine.sleep()
+        engine.wake()
+    assert known([ended[key] for key in sorted(ended)]) == known(together)
+
+    begun = engine.generate(PROMPTS[:1], replace(OPTIONS[0], max_tokens=7))
+    assert {s.finish_reason for s in begun} == {"length"}
+    assert known(engine.generate(PROMPTS[:1], OPTIONS[0], [begun])) == known(together[:2])
+    pieces = list(engine.stream(PROMPTS[1], OPTIONS[1]))
+    assert "".join(piece.text for piece in pieces) == together[2].text
+
+
+def test_what_cannot_be_matched_is_refused_or_ends_alone(engine: Engine) -> None:
+    for options, words in (
+        ({"regex": "(["}, "regex is none that can be matched"),
+        ({"json_schema": {"type": "nonsense"}}, "json_schema is none that can be matched"),
+        ({"json_schema": "{"}, "json_schema is none that can be matched"),
+        ({"json_schema": {}, "regex": "a"}, "regex cannot go with json_schema"),
+        ({"regex": "a", "min_tokens": 2}, "min_tokens cannot go with regex"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            engine.generate(PROMPTS[:1], SamplingParams(**options))
+    with pytest.raises(RequestError, match="regex needs a tokenizer and an end token"):
+        Engine(engine.decoder.module).generate([[5]], SamplingParams(regex="a"))

@@ -1,0 +1,156 @@
+"""Engines of several ranks in a run: the samples and losses of one rank; each rank has its own part of new weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from plaudit.config import RlRecipe
+from plaudit.core.model.split import keep_part
+from plaudit.core.model.stages import RankPosition
+from plaudit.errors import ConfigError, WeightsRefused
+from plaudit.models import load_policy, save
+from plaudit.models.part import fill, outline
+from plaudit.place.channels.delta import changes
+from plaudit.place.channels.target import DeltaTarget, PartTarget
+from plaudit.place.channels.weights import Weights, named_tensors
+from plaudit.place.workers.rank import check_engine_ranks
+from plaudit.rl.loop import RlTraining
+from tests.place.rollout_host import RolloutHost
+from tests.place.runs import numbers, samples, train
+from tests.train.rl_world import recipe, weights
+
+TINY = {
+    "train": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_every": 50, "dump": True},
+    "data": {"world": "sums", "eval_items": 1},
+    "sampling": {"max_tokens": 8},
+    "algorithm": {"name": "grpo", "entropy": 0.1},  # something to learn, whatever the rewards are
+}  # fmt: skip
+DISAGGREGATED = {"name": "disaggregated"}
+
+
+def tiny_run(**tables: Any) -> RlRecipe:
+    return recipe(**{**TINY, **tables})
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With norms in heads, which every rank has whole, and a head of its own."""
+    tokenizer = load_policy("sums-policy").tokenizer
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("qwen3") / "model"
+    save(Qwen3ForCausalLM(config).float().eval(), tokenizer, directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_rank_takes_its_part_of_what_is_published(qwen3: str, tied: bool) -> None:
+    """The bits that it would have read from files of the same weights, whether all of them come or what changed."""
+    path = "sums-policy" if tied else qwen3
+    whole, policy = outline(path), load_policy(path).module
+    coming = Weights.of(policy)
+    before = {name: torch.where(torch.rand(t.shape) < 0.1, t + 1e-3, t) for name, t in coming.tensors.items()}
+    for rank in range(4):
+        part = deepcopy(whole.module)
+        cuts = keep_part(part, RankPosition(rank, 2, 2))
+        fill(part, whole.read, cuts, "cpu")
+        expected = {name: tensor.clone() for name, tensor in named_tensors(part).items()}
+        target = PartTarget(part, whole.module, cuts)
+        for sent in (Weights(before), changes(coming, before, since=0)):
+            if sent.layout.packed:
+                assert not all(torch.equal(tensor, expected[name]) for name, tensor in named_tensors(part).items())
+                assert sent.nbytes < 0.7 * coming.nbytes
+            layout = replace(sent.layout, aliases=coming.layout.aliases)
+            target.check(layout)
+            DeltaTarget(target, layout).load(sent)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in named_tensors(part).items())
+    other = Weights({name: tensor[:1] for name, tensor in named_tensors(policy).items()})
+    with pytest.raises(WeightsRefused, match=r"in the engine and .* in the weights"):
+        target.check(other.layout)
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"placement": {"name": "hybrid"}}, "generates on the learner's tensors"),
+        ({"placement": DISAGGREGATED, "model": {"path": "sums-policy", "lora": {"rank": 2}}}, "model.lora"),
+        ({"placement": DISAGGREGATED, "engine": {"name": "vllm", "python": "python"}}, "options of its own"),
+    ],
+)
+def test_what_has_no_engine_of_several_ranks_is_refused(tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{says}"):
+        tiny_run(**tables, resources={"rollout": {"tensor_parallel": 2}})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ({"tensor_parallel": 4}, r"2 key-value heads do not divide by tensor_parallel = 4 \(4 / 4 = 1, 2 / 4 = 0.5\)"),
+        ({"tensor_parallel": 3}, r"tensor_parallel = 3 ranks: 80 / 3 = 26.6667 is no whole number"),
+        ({"pipeline_parallel": 3}, r"2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667"),
+    ],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused_with_the_equation(ranks: dict[str, int], says: str) -> None:
+    tree = tiny_run(placement=DISAGGREGATED, resources={"rollout": ranks})
+    with pytest.raises(ConfigError, match=f"resources.rollout: .*{says}"):
+        check_engine_ranks(tree)
+
+
+def tokens(directory: Path) -> list[list[tuple[int, ...]]]:
+    return [[sample.token_ids for sample in step] for step in samples(directory)]
+
+
+def engine_ranks() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if each.name() == "plaudit-rank"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("placement", "rollout", "model"),
+    [
+        ({"name": "disaggregated", "channel": "disk", "delta": True}, {"tensor_parallel": 2}, "sums-policy"),
+        ({"name": "disaggregated"}, {"pipeline_parallel": 2}, "qwen3"),
+        ({"name": "async", "staleness": 0, "channel": "collective"}, {"tensor_parallel": 2}, "qwen3"),
+    ],
+    ids=["disk", "shared, stages", "async, collective"],
+)
+def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
+    tmp_path: Path, qwen3: str, placement: dict[str, Any], rollout: dict[str, int], model: str
+) -> None:
+    """Over a change of weights, and, in one of them, though a rank was killed after the first step."""
+    tables = {"model": {"path": qwen3 if model == "qwen3" else model}}
+    expected = train(tmp_path / "one", tiny_run(**tables), RolloutHost())
+    tree = tiny_run(**tables, placement=placement, resources={"rollout": rollout})
+    strike = placement["name"] == "async"
+
+    def look(_: RlTraining, step: int) -> None:
+        if strike and step == 1:
+            (rank,) = engine_ranks()
+            os.kill(rank.pid, signal.SIGKILL)
+
+    found = train(tmp_path / "two", tree, RolloutHost(), look)
+    assert tokens(tmp_path / "two") == tokens(tmp_path / "one")
+    changed = weights(tmp_path / "one")
+    policy = load_policy(tables["model"]["path"]).module
+    assert all(not torch.equal(changed[name], p) for name, p in policy.named_parameters() if p.ndim > 1)
+    for mine, theirs in zip(numbers(found), numbers(expected), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+    if placement.get("delta"):
+        assert all(0.5 < seen["publish/share"] <= 1 for seen in found.seen), "of float32 nearly all changes in a step"
+    assert len(found.warnings) == strike
+    assert all("it is started again" in warning for warning in found.warnings)
+    psutil.wait_procs(engine_ranks(), timeout=60)
+    assert not engine_ranks(), "they end with the run"

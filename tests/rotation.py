@@ -1,0 +1,17 @@
+"""Cases of which a run takes a share, another one every day: all with PLAUDIT_SOAK set (`make soak`).
+
+PLAUDIT_DAY, a number, chooses the share: with that of a run that failed, the same cases run again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
+DAY = int(os.environ.get("PLAUDIT_DAY") or datetime.datetime.now(datetime.UTC).toordinal())
+
+
+def in_turn(number: int, shares: int) -> bool:
+    """Whether case `number` is in today's of so many shares."""
+    return SOAK or number % shares == DAY % shares

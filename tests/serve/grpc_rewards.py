@@ -1,0 +1,63 @@
+"""RewardClient over gRPC, in a process of its own: gRPC's threads and forks do not go together. In (stdin, JSON): the
+port, the key, items, and of TLS the CA and a certificate. Out: what each kind of call gave, or its exception."""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from plaudit.client.client import RewardClient
+from plaudit.errors import PlauditError
+
+given = json.load(sys.stdin)
+url = f"{'grpcs' if 'ca' in given else 'grpc'}://localhost:{given['port']}"
+items, key, ca = given["items"], given["key"], given.get("ca")
+found = {}
+
+
+def asked(name, urls=url, *, what=items, steps=False, **options):
+    with RewardClient(
+        urls, **{"api_key": key, "ca_file": ca, "client_cert": given.get("cert"), "timeout": 120, **options}
+    ) as client:
+        try:
+            found[name] = [
+                [each.value, each.version, each.error and each.error.type] for each in client.score(what, steps=steps)
+            ]
+        except PlauditError as error:
+            found[name] = [type(error).__name__, getattr(error, "status", None), str(error)]
+
+
+asked("scores")
+if ca is None:
+    asked("steps", steps=True)
+    asked("unknown", model="smus")
+    asked("stranger", api_key="key-of-nobody")
+    asked("large", what=[{"text": "a" * 300_000}])
+    asked("nowhere", "grpc://localhost:1", retries=1)
+    asked("other", ["grpc://localhost:1", url])
+
+    turns = []
+
+    def busy_once(body, context):
+        """What a server says that is overloaded; and then a score."""
+        turns.append(body)
+        if len(turns) == 1:
+            status = (("x-status", "503"), ("x-error-type", "overloaded"), ("retry-after", "1"))
+            context.set_trailing_metadata(status)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "too much waits")
+        return json.dumps({"model": "sums", "version": "v", "items": [{"scores": [1.5]}]}).encode()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handlers = {"Score": grpc.unary_unary_rpc_method_handler(busy_once)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("plaudit.Rewards", handlers),))
+    port = server.add_insecure_port("localhost:0")
+    server.start()
+    heard = []
+    asked("busy", f"grpc://localhost:{port}", what=[{"text": "a"}], on_retry=lambda why, _: heard.append(why))
+    found["heard"] = heard
+    server.stop(None)
+else:
+    asked("untrusted", ca_file=given["others"])
+found["modules"] = [name for name in ("torch", "google.protobuf", "plaudit.serve") if name in sys.modules]
+print(json.dumps(found))

@@ -1,0 +1,71 @@
+"""Every page that Plaudit makes, on a screen and on a phone, in light and in dark: no texts overlap, nothing is wider,
+and the first screen has the headline and a picture. The page of a run at work has its own beside
+the other tests of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from plaudit.plan.options import PlanOptions
+from plaudit.plan.question import ask
+from plaudit.plan.show.page import render_page as render_plan
+from plaudit.report.history import read_history
+from plaudit.report.page import render_page
+from plaudit.report.searches.search_page import render_search_page
+from plaudit.report.searches.searches import read_searches
+from tests.browser import PATIENCE, chromium, in_browser, layout_faults
+from tests.report.made_up import CRITIC, HEALTHY, write_examples, write_run
+from tests.report.test_search_page import write_search
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+PAGES = ("rl", "sft", "preference", "reward", "prm", "comparison", "kinds", "search", "plan")
+WINDOWS = ((1280, 720, "light"), (390, 844, "dark"), (1280, 720, "dark"), (390, 844, "light"))
+FIGURES = {"sft": "accuracy/sums/sampled", "preference": "accuracy", "reward": "pair_accuracy", "prm": "step_auc"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+def text_of(name: str, place: Path) -> str:
+    if name == "plan":
+        return render_plan(ask(PlanOptions("llama-3.1-8b", "1x8xH100")).answer())
+    if name == "search":
+        return render_search_page(
+            read_searches(
+                [write_search(place / "ets"), write_search(place / "rebase", method="rebase", width=16, kv_tokens=900)]
+            )
+        )
+    if name in FIGURES:
+        runs = [write_examples(place / name, name, 300, FIGURES[name])]
+    else:
+        runs = [write_run(place / "sums-grpo", {**HEALTHY, **CRITIC}, steps=70)]
+    if name == "comparison":
+        runs.append(write_run(place / "sums-ppo", {**HEALTHY, **CRITIC}, steps=90, seed=1, algorithm="ppo"))
+    if name == "kinds":
+        runs.append(write_examples(place / "sums-sft", "sft", 300, FIGURES["sft"]))
+    return render_page([read_history(run) for run in runs])
+
+
+@in_browser
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_its_window(name: str, browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(text_of(name, tmp_path), encoding="utf-8")
+    page = browser.new_page()
+    page.set_default_timeout(PATIENCE)
+    page.goto(file.as_uri())
+    for width, height, scheme in WINDOWS:
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.evaluate("new Promise(requestAnimationFrame)")
+        assert layout_faults(page) == [], (width, scheme)
+    page.close()

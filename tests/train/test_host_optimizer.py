@@ -1,0 +1,131 @@
+"""An optimizer in host memory takes the steps of one on the device, bit for bit, and reads its checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plaudit.config import TrainTable, parse_recipe
+from plaudit.errors import ConfigError
+from plaudit.train.optim import host_optimizer
+from plaudit.train.optim.host_optimizer import HostOptimizer, new_optimizer
+from plaudit.train.optim.optimizer import NotFinite, Optimizer
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+TABLE = TrainTable(steps=8, lr=1e-3, warmup=2, weight_decay=0.1, clip_norm=0.5)
+
+
+class Net(nn.Module):
+    """Matrices above and below a bucket's size, vectors, a frozen weight, and one that some updates leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 11), nn.Linear(11, 3)
+        self.frozen = nn.Linear(11, 11, bias=False).requires_grad_(False)
+        self.rare = nn.Parameter(torch.ones(11))
+
+    def forward(self, x: Tensor, rare: bool) -> Tensor:
+        hidden = self.frozen(self.first(x)).tanh()
+        out: Tensor = self.last(hidden * self.rare if rare else hidden)
+        return out
+
+
+def net(dtype: torch.dtype, device: str) -> Net:
+    torch.manual_seed(3)
+    return Net().to(device, dtype)
+
+
+def update(model: Net, optimizer: Optimizer, step: int) -> dict[str, float]:
+    optimizer.zero()
+    draw = torch.Generator().manual_seed(step)
+    weight = next(model.parameters())
+    for _ in range(2):  # micro-batches
+        x = torch.randn(5, 7, generator=draw).to(weight.device, weight.dtype)
+        model(x, rare=step % 2 == 1).float().square().sum().backward()
+    return optimizer.step(step)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value.cpu(), other[name].cpu()) for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_steps_and_state_are_those_of_an_optimizer_on_the_device(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_optimizer, "BUCKET", 64)  # the first matrix has 77 elements
+    here, there = net(dtype, device), net(dtype, device)
+    plain, host = Optimizer(here, TABLE), HostOptimizer(there, TABLE)
+    assert same(plain.state(), host.state())
+    for step in range(5):
+        assert update(here, plain, step) == update(there, host, step)
+        assert same(here.state_dict(), there.state_dict())
+    assert same(plain.state(), host.state())
+    # Each goes on from the other's checkpoint.
+    one, other = net(dtype, device), net(dtype, device)
+    one.load_state_dict(here.state_dict())
+    other.load_state_dict(here.state_dict())
+    swapped, back = Optimizer(one, TABLE), HostOptimizer(other, TABLE)
+    swapped.load({name: value.clone() for name, value in host.state().items()})
+    back.load(plain.state())
+    for step in range(5, 8):
+        update(here, plain, step)
+        update(one, swapped, step)
+        update(other, back, step)
+        assert same(here.state_dict(), one.state_dict())
+        assert same(here.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_is_not_finite_changes_nothing(device: str) -> None:
+    model = net(torch.bfloat16, device)
+    optimizer = HostOptimizer(model, TABLE)
+    update(model, optimizer, 0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.clone() for name, value in optimizer.state().items()}
+    optimizer.zero()
+    (model(torch.full((1, 7), torch.inf, device=device, dtype=torch.bfloat16), rare=True).sum() * torch.inf).backward()
+    with pytest.raises(NotFinite, match="the weights are left as they were"):
+        optimizer.step(1)
+    assert same(model.state_dict(), weights)
+    assert same(optimizer.state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_only_gradients_stay_on_the_device() -> None:
+    model = nn.Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    optimizer = HostOptimizer(model, TABLE)
+    model(torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    optimizer.step(0)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before <= 1.1 * 4 * model.weight.numel()
+    optimizer.zero()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+def test_a_recipe_names_where_the_optimizer_lives() -> None:
+    model = net(torch.float32, "cpu")
+    assert type(new_optimizer(model, TABLE)) is Optimizer
+    table = TABLE.model_copy(update={"offload_optimizer": True})
+    optimizer = new_optimizer(model, table)
+    assert isinstance(optimizer, HostOptimizer)
+    update(model, optimizer, 0)
+    assert optimizer.copies() == optimizer.moments() == []
+    assert sum(t.nbytes for t in optimizer.gradients()) == 4 * (7 * 11 + 11 + 11 * 3 + 3)
+
+
+def test_several_ranks_share_the_optimizer_out_already() -> None:
+    tree = {
+        "task": "rl", "model": {"path": "sums-policy"}, "data": {"world": "sums"}, "reward": {"rule": "exact"},
+        "algorithm": {"name": "grpo"}, "resources": {"data_parallel": 2},
+        "train": {"steps": 1, "lr": 1e-6, "prompts_per_step": 2, "samples_per_prompt": 2, "offload_optimizer": True},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"train\.offload_optimizer is for one rank, and resources name 2"):
+        parse_recipe(tree, "recipe")
