@@ -83,8 +83,11 @@ class EnvironmentTable(Table):
     max_turns: PositiveInt = 8
     timeout: Positive = 30.0
     """Seconds for one answer of the environment; a response whose environment takes longer fails."""
-    threads: PositiveInt = 8
+    threads: PositiveInt = 64
     """Environments that are asked at the same time."""
+    lockstep: bool = False
+    """All responses of a step take their turns together, so that batches do not depend on how long tools take: on a CPU
+    the same bits in every run. One slow tool then stalls all."""
     options: Mapping[str, Any] = {}
     """What the class is made with."""
 

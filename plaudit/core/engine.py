@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,7 +16,7 @@ from torch import nn
 from plaudit.core.device.backend import Backend
 from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import Leader, RankGroups
-from plaudit.core.intake import Intake
+from plaudit.core.intake import Intake, as_list
 from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.memory import blocks_for
 from plaudit.core.model.readouts import Read
@@ -113,7 +113,7 @@ class Engine:
         begun   of each prompt the samples that are not finished, of this engine or another; they go on, in place of n
                 new ones
         """
-        self._ready()
+        self.check_ready()
         requests = self._requested(prompts, params, begun)
         collecting = gc.isenabled()
         try:
@@ -146,7 +146,7 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
         begun: Sequence[Sequence[Sample]] | None,
     ) -> list[Request]:  # fmt: skip
-        prompt_list = _as_list(prompts)
+        prompt_list = as_list(prompts)
         options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompt_list)
         if len(options) != len(prompt_list):
             raise RequestError(
@@ -173,7 +173,7 @@ class Engine:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
         """Updates of one request as they come; closing the iterator aborts it."""
-        self._ready()
+        self.check_ready()
         number: int | None = None
         try:
             number = self.submit(prompt, params)
@@ -214,6 +214,16 @@ class Engine:
             self._stop(request, None)
 
     @property
+    def open_requests(self) -> frozenset[int]:
+        """Numbers of the requests that are not over."""
+        return frozenset(self._requests)
+
+    def discard(self, numbers: Collection[int]) -> None:
+        """End these requests without a word: nobody takes what they give."""
+        self._dead += [request for number, request in self._requests.items() if number in numbers]
+        self._bury()
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """The tokens that end a response."""
         return self._intake.end_tokens
@@ -237,7 +247,7 @@ class Engine:
 
     def take_kv(self, handover: Handover) -> int:
         """KV of another engine; how many of its tokens there was room for. The rest will be computed."""
-        self._ready()
+        self.check_ready()
         refuse_handover(self.decoder)
         with torch.inference_mode():
             return self._runner.take_in(self._key(), handover)
@@ -257,7 +267,7 @@ class Engine:
                     sequences of this call still share what they have in common
         hidden      append to what the head says the hidden row it was read from
         """
-        ids = [self._intake.tokens(s) for s in _as_list(sequences)]
+        ids = [self._intake.tokens(s) for s in as_list(sequences)]
         reads = self._intake.reads(ids, positions, columns, logprobs)
         if hidden:
             reads = [replace(read, hidden=True) for read in reads]
@@ -266,7 +276,7 @@ class Engine:
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, cache: bool = False) -> list[np.ndarray]:
         """Per sequence, the log-prob of each token after the first, at temperature 1."""
-        ids = [self._intake.tokens(s) for s in _as_list(sequences)]
+        ids = [self._intake.tokens(s) for s in as_list(sequences)]
         reads = [Read("logprobs", tuple(range(len(s) - 1)), (NEXT,)) for s in ids]
         return [values.reshape(-1) for values in self._read(ids, reads, cache)]
 
@@ -282,7 +292,7 @@ class Engine:
         return self._call([request], lambda: request.number)
 
     def _read(self, ids: list[list[int]], reads: list[Read], cache: bool) -> list[np.ndarray]:
-        self._ready()
+        self.check_ready()
         if not ids:
             return []
         if cache:
@@ -401,7 +411,7 @@ class Engine:
             self._adapters = adapters
         return id(self.decoder.module), adapters, self._runner.version
 
-    def _ready(self) -> None:
+    def check_ready(self) -> None:
         if self._paused or self._asleep:
             state, cure = ("asleep", "wake()") if self._asleep else ("paused", "resume()")
             raise RequestError(f"the engine is {state}: call {cure} first")
@@ -441,7 +451,7 @@ class Engine:
         the caller reads nothing before all of it is there, so nobody has anything to say in between."""
         mine = {r.number for r in requests}
         while any(r.number in self._requests for r in requests):
-            self._ready()  # somebody may have paused the engine between two updates
+            self.check_ready()  # somebody may have paused the engine between two updates
             self._step(alone)
             yield from self._collect(mine)
             if self._runner.failure is not None:
@@ -476,14 +486,6 @@ class Engine:
         for sequence in request.sequences:
             if sequence in self._runner.scheduler.live:
                 self._runner.abort(sequence, error)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text or one list, array or tensor of token ids stands for itself."""
-    first = prompts[0] if len(prompts) else None
-    if isinstance(prompts, str) or isinstance(first, int) or getattr(first, "ndim", None) == 0:
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _values(update: Update) -> np.ndarray:

@@ -180,6 +180,14 @@ class Intake:
             )
 
 
+def as_list(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
+    """One text or one list, array or tensor of token ids stands for itself."""
+    first = prompts[0] if len(prompts) else None
+    if isinstance(prompts, str) or isinstance(first, int) or getattr(first, "ndim", None) == 0:
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
 def _whole_numbers(prompt: Any) -> list[int]:
     values = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or a tensor
     try:

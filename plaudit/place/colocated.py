@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plaudit.core import Engine
 from plaudit.place.placement import PlacementContext
-from plaudit.train.rollouts.episodes import new_player
+from plaudit.train.agents.episodes import new_player
 from plaudit.train.rollouts.rollouts import Rollouts, RolloutSource
 from plaudit.train.rollouts.sharing import SharedPlayer
 

@@ -26,7 +26,7 @@ from plaudit.place.workers import frames
 from plaudit.place.workers.fleet import Fleet
 from plaudit.place.workers.remote_engine import RemoteEngine
 from plaudit.place.workers.split_fleet import SplitFleet
-from plaudit.train.rollouts.episodes import new_player
+from plaudit.train.agents.episodes import new_player
 from plaudit.train.rollouts.rollouts import Player, Rollouts, RolloutSource
 from plaudit.train.rollouts.sharing import MainPlayer
 

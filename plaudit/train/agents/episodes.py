@@ -1,23 +1,27 @@
 """Turns with an environment, token in, token out.
 
-All samples of a step are played together, a turn each per round. What the policy reads is the prompt and every token so
-far exactly as it was sampled; an observation is tokenised once. Nothing is ever tokenised again.
+Each sample goes at the pace of its own environment: once that has answered, its next turn joins the engine's running
+batch, whatever the others do. What the policy reads is the prompt and every token so far exactly as it was sampled; an
+observation is tokenised once. Nothing is ever tokenised again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from plaudit.config import RlRecipe
 from plaudit.config.rl import EnvironmentTable, SamplingTable
 from plaudit.errors import PlauditError, one_line
 from plaudit.records import FinishReason, ItemError, Prompt, Sample, Turn
-from plaudit.train.rollouts.environment import Environment, load_environment
-from plaudit.train.rollouts.observation import ObservationEncoder
-from plaudit.train.rollouts.parallel_calls import Overdue, SideBySide
+from plaudit.train.agents.environment import Environment, load_environment
+from plaudit.train.agents.observation import ObservationEncoder
+from plaudit.train.agents.parallel_calls import Overdue, ParallelCalls
+from plaudit.train.agents.turn_driver import TurnDriver, new_driver
 from plaudit.train.rollouts.rollouts import Generator, Player, SingleTurn, sampling_params
 from plaudit.train.run.clock import Clock
 
@@ -91,7 +95,7 @@ class Episode:
                     numbers += [0.0] * len(tokens)
             self.mask += [0] * len(tokens)
 
-    def failed(self, error: Exception, doing: str) -> None:
+    def failed(self, error: BaseException, doing: str) -> None:
         name = type(self.environment).__name__
         if isinstance(error, Overdue):
             failure = ItemError("timeout", f"{name}.{doing}: {error}")
@@ -130,60 +134,85 @@ class Episodes:
         self.seed = seed
         self.make = make or load_environment(table)
         self.observations = ObservationEncoder(tokenizer)
-        self.calls = SideBySide[Any](table.threads, table.timeout)
         self.clock = clock or Clock()
 
     def play(
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
     ) -> list[Sample]:
-        table = self.sampling.evaluating() if evaluate else self.sampling
-        most = table.max_tokens
-        episodes = [self._begin(prompt, group, i, most) for group, prompt in enumerate(prompts) for i in range(n)]
-        answers = self._ask([_resetting(episode) for episode in episodes])
-        for episode, answer in zip(episodes, answers, strict=True):
-            if isinstance(answer, Exception):
-                episode.failed(answer, "reset")
-        while going := [episode for episode in episodes if episode.end is None]:
-            self._round(going, table, seed, first)
+        sampling = self.sampling.evaluating() if evaluate else self.sampling
+        episodes = [
+            self._begin(prompt, group, i, sampling.max_tokens) for group, prompt in enumerate(prompts) for i in range(n)
+        ]
+        with new_driver(self.engine) as driver:
+            EpisodeBatch(self, driver, sampling, seed, first).play(episodes)
         return [episode.sample(self.tokenizer) for episode in episodes]
 
     def _begin(self, prompt: Prompt, group: int, index: int, most: int) -> Episode:
         room = self.positions - len(prompt.token_ids or ())
         return Episode(prompt, group, index, self.make(), min(most, room))
 
-    def _round(self, episodes: Sequence[Episode], table: SamplingTable, seed: str, first: int) -> None:
-        """One turn of each."""
-        params = [
-            # The seed is the sample's own and the turn's: who else is playing changes nothing.
-            sampling_params(
-                table.model_copy(update={"max_tokens": e.left}), 1,
-                f"{self.seed} {seed} {first + e.group} {e.index} {e.turns}",
-            )
-            for e in episodes
-        ]  # fmt: skip
-        samples = self.engine.generate([episode.context for episode in episodes], params)
-        for episode, sample in zip(episodes, samples, strict=True):
-            episode.wrote(sample)
-        open_turns = [(e, sample) for e, sample in zip(episodes, samples, strict=True) if e.end is None]
-        answers = self._ask([self._stepping(episode, sample) for episode, sample in open_turns])
-        for (episode, _), answer in zip(open_turns, answers, strict=True):
+
+class EpisodeBatch:
+    """The episodes of one call of `play`. All of it happens in that call's thread, except what environments compute."""
+
+    def __init__(self, player: Episodes, driver: TurnDriver, sampling: SamplingTable, seed: str, first: int) -> None:
+        self.player = player
+        self.driver = driver
+        self.sampling = sampling
+        self.seed = seed
+        self.first = first
+        self.table = player.table
+        self.calls = ParallelCalls(self.table.threads, self.table.timeout, driver.post)
+        self.ready: list[Episode] = []  # for their next turn
+
+    def play(self, episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            self._call(episode, "reset", partial(episode.environment.reset, episode.prompt), lambda _: None)
+        while any(episode.end is None for episode in episodes):
+            alone = not self.driver.generating  # the engine has nothing to do: time of the environments
+            with self.player.clock.part("tools", of="generate") if alone else nullcontext():
+                self.driver.wait(self.calls.left())
+            self.driver.advance()
+            self.calls.expire()
+            if not self.table.lockstep or not (self.driver.generating or self.calls.busy):
+                ready, self.ready = sorted(self.ready, key=lambda e: (e.group, e.index)), []
+                for episode in ready:
+                    self._turn(episode)
+
+    def _turn(self, episode: Episode) -> None:
+        # The seed is the sample's own and the turn's: who else is playing changes nothing.
+        seed = f"{self.player.seed} {self.seed} {self.first + episode.group} {episode.index} {episode.turns}"
+        table = self.sampling.model_copy(update={"max_tokens": episode.left})
+        self.driver.submit(episode.context, sampling_params(table, 1, seed), partial(self._wrote, episode))
+
+    def _wrote(self, episode: Episode, sample: Sample | Exception) -> None:
+        if isinstance(sample, Exception):
+            raise sample
+        episode.wrote(sample)
+        if episode.end is None:
+            text = self.player.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            step = partial(episode.environment.step, text)
+            self._call(episode, "step", step, partial(self._answer, episode))
+
+    def _call(
+        self, episode: Episode, name: str, function: Callable[[], Any], take: Callable[[Any], None]
+    ) -> None:  # fmt: skip
+        """Have the environment do this; then it is the policy's turn, unless that was the end."""
+
+        def done(result: Any) -> None:
             try:
-                self._answer(episode, answer)
+                if isinstance(result, BaseException):
+                    episode.failed(result, name)
+                else:
+                    take(result)
             except (PlauditError, TypeError, ValueError) as error:
-                episode.failed(error, "step")
+                episode.failed(error, name)
+            if episode.end is None:
+                self.ready.append(episode)
 
-    def _ask(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The environments, side by side."""
-        with self.clock.part("tools", of="generate"):
-            return self.calls.run(calls)
-
-    def _stepping(self, episode: Episode, sample: Sample) -> Callable[[], Turn]:
-        wrote = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
-        return lambda: episode.environment.step(wrote)
+        self.calls.start(function, done)
 
     def _answer(self, episode: Episode, turn: Any) -> None:
-        if isinstance(turn, Exception):
-            return episode.failed(turn, "step")
         if not isinstance(turn, Turn):
             raise TypeError(f"gave {type(turn).__name__}, expected a Turn")
         if not math.isfinite(turn.reward):
@@ -192,9 +221,5 @@ class Episodes:
         if turn.done:
             return episode.finish("done")
         chat = "messages" in episode.prompt.extra
-        tokens = self.observations.tokens(turn.observation, chat=chat, last=episode.tokens[-1])
+        tokens = self.player.observations.tokens(turn.observation, chat=chat, last=episode.tokens[-1])
         return episode.heard(tokens, self.table.max_turns)
-
-
-def _resetting(episode: Episode) -> Callable[[], None]:
-    return lambda: episode.environment.reset(episode.prompt)

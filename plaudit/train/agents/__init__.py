@@ -1,0 +1,1 @@
+"""Episodes: turns of the policy with environments and agents."""

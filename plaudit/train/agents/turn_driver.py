@@ -1,0 +1,208 @@
+"""Turns of the policy that begin and end while others run: whoever is ready joins the engine's running batch.
+
+One thread, the owner, drives: it takes in what was posted, computes a step, and hands out the turns that are finished.
+Any thread may submit, cancel and post.
+
+    with new_driver(engine) as driver:
+        driver.submit(token_ids, params, done)   # done(sample), between two steps
+        while working:
+            driver.wait(seconds)
+            driver.advance()
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, Self, runtime_checkable
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.errors import Aborted, RequestError
+from plaudit.records import Sample
+from plaudit.train.rollouts.rollouts import Generator
+
+LOOK_SECONDS = 1.0  # between two looks of an owner that waits whether an engine has to be brought back
+
+
+@runtime_checkable
+class Mendable(Protocol):
+    def mend(self) -> None:
+        """Bring back engines that calls under way wait for; does nothing in a thread that may not."""
+
+
+@dataclass(eq=False)
+class PendingTurn:
+    """done   called by the owner, once: with the sample, or with why there is none"""
+
+    context: list[int]
+    params: SamplingParams
+    done: Callable[[Sample | Exception], None]
+
+
+class TurnDriver(ABC):
+    """Closing it leaves nothing in the engine: turns that are not finished are told so."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._open: dict[PendingTurn, None] = {}
+        self._closed = False
+
+    # From any thread
+
+    def submit(
+        self, context: list[int], params: SamplingParams, done: Callable[[Sample | Exception], None]
+    ) -> PendingTurn:
+        if params.n != 1:
+            raise RequestError(f"a turn is one sample, and n is {params.n}: submit each by itself")
+        turn = PendingTurn(context, params, done)
+        with self._news:
+            if self._closed:
+                raise Aborted("the rollout that this turn belongs to has ended")
+            self._open[turn] = None
+        self.post(lambda: self._begin(turn))
+        return turn
+
+    def cancel(self, turn: PendingTurn) -> None:
+        """It is computed no further, and `done` not called. One that is finished stays so."""
+        self.post(lambda: self._cancel(turn))
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have the owner do this between two steps."""
+        with self._news:
+            self._inbox.append(action)
+            self._news.notify_all()
+
+    @property
+    def generating(self) -> bool:
+        """Whether a turn is under way."""
+        return bool(self._open)
+
+    # The owner's
+
+    def wait(self, seconds: float) -> None:
+        """Until there is something to do, at most so long."""
+        with self._news:
+            self._news.wait_for(lambda: self._inbox, seconds)
+
+    def advance(self) -> None:
+        """Do what was posted until now, and a step of the engine."""
+        for _ in range(len(self._inbox)):
+            self._inbox.popleft()()
+
+    def close(self) -> None:
+        with self._news:
+            self._closed = True
+        left, self._open = self._open, {}
+        self._clear()
+        for turn in left:
+            with suppress(Exception):  # who is told cannot help it
+                turn.done(Aborted("the rollout that this turn belongs to has ended"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _finish(self, turn: PendingTurn, result: Sample | Exception) -> None:
+        if turn in self._open:  # else it was cancelled
+            del self._open[turn]
+            turn.done(result)
+
+    @abstractmethod
+    def _begin(self, turn: PendingTurn) -> None: ...
+
+    @abstractmethod
+    def _cancel(self, turn: PendingTurn) -> None: ...
+
+    @abstractmethod
+    def _clear(self) -> None: ...
+
+
+class CoreDriver(TurnDriver):
+    """The engine of this process: requests are added between its steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+        self._others = engine.open_requests
+        self._turns: dict[int, PendingTurn] = {}
+
+    def wait(self, seconds: float) -> None:
+        if not self._turns:
+            super().wait(seconds)
+
+    def advance(self) -> None:
+        super().advance()
+        if not self._turns:
+            return
+        self.engine.check_ready()
+        for update in self.engine.step():
+            if update.sample is not None and (turn := self._turns.pop(update.request, None)) is not None:
+                self._finish(turn, update.sample)
+        if self.engine.failure is not None:
+            raise self.engine.failure
+
+    def _begin(self, turn: PendingTurn) -> None:
+        if turn not in self._open:
+            return
+        try:
+            (number,) = self.engine.submit_all([turn.context], turn.params)
+        except RequestError as error:
+            self._finish(turn, error)
+        else:
+            self._turns[number] = turn
+
+    def _cancel(self, turn: PendingTurn) -> None:
+        self._open.pop(turn, None)
+        numbers = [number for number, each in self._turns.items() if each is turn]
+        self.engine.discard(numbers)
+        for number in numbers:
+            del self._turns[number]
+
+    def _clear(self) -> None:
+        self._turns.clear()
+        # Not those of `_turns`: Ctrl-C may have come between the engine's intake and this object's.
+        self.engine.discard(self.engine.open_requests - self._others)
+
+
+class CallDriver(TurnDriver):
+    """Engines of other processes: a turn is one call of `generate`, in a thread, and they batch what they have. A call
+    that nobody waits for any more ends by itself, at the latest with its `max_tokens`."""
+
+    def __init__(self, engine: Generator) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._inbox and (left := until - time.monotonic()) > 0:
+            super().wait(min(left, LOOK_SECONDS))
+            if isinstance(self.engine, Mendable):
+                self.engine.mend()
+
+    def _begin(self, turn: PendingTurn) -> None:
+        threading.Thread(target=self._generate, args=(turn,), daemon=True, name="turn").start()
+
+    def _generate(self, turn: PendingTurn) -> None:
+        result: Sample | Exception
+        try:
+            (result,) = self.engine.generate([turn.context], [turn.params])
+        except Exception as error:
+            result = error
+        self.post(lambda: self._finish(turn, result))
+
+    def _cancel(self, turn: PendingTurn) -> None:
+        self._open.pop(turn, None)
+
+    def _clear(self) -> None: ...
+
+
+def new_driver(engine: Generator) -> TurnDriver:
+    return CoreDriver(engine) if isinstance(engine, Engine) else CallDriver(engine)
