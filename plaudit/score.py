@@ -60,7 +60,7 @@ def score(
         check_writable(out)
     tally = Tally()
     with ExitStack() as stack:
-        client = stack.enter_context(_client(model, urls, api_key, wait))
+        client = stack.enter_context(open_client(model, urls, api_key, wait))
         sink = sys.stdout if out is None else stack.enter_context(written(out))
         bar = stack.enter_context(_progress())
         task = bar.add_task(file.name, total=None)
@@ -151,7 +151,8 @@ def _result_fields(result: Result) -> dict[str, Any]:
 
 
 @contextmanager
-def _client(model: str | None, urls: Sequence[str], api_key: str | None, wait: float) -> Iterator[RewardClient]:
+def open_client(model: str | None, urls: Sequence[str], api_key: str | None, wait: float) -> Iterator[RewardClient]:
+    """To servers, or to a model of this process."""
     if urls:
         with RewardClient(
             urls, model=model, api_key=api_key, timeout=SERVER_SECONDS, on_retry=_Outage().tell

@@ -26,7 +26,7 @@ import typer.main
 from plaudit.cli import app
 from plaudit.config import parse_recipe
 from plaudit.config.keys import parse_keys
-from plaudit.config.reward import parse_reward
+from plaudit.config.reward import parse_comparison, parse_reward
 from plaudit.config.serve import parse_serve
 from plaudit.config.shipped.catalog import recipe_text
 from plaudit.plan.shape.hardware import Overrides
@@ -236,6 +236,8 @@ def test_toml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
         parse_recipe({**tomllib.loads(recipe_text(block.notes["added to"])), **tree}, str(block))
     elif "task" in tree:
         parse_recipe(tree, str(block))
+    elif tree.get("kind") == "comparison":
+        parse_comparison(tree, str(block))
     elif "kind" in tree:
         parse_reward(tree, str(block))
     elif "models" in tree:

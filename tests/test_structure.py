@@ -25,7 +25,7 @@ LAYERS = [
     {"client"},
     {"train", "integrations"},
     {"place", "search", "critic", "generate", "score", "heap", "doctor", "launch"},
-    {"rl", "bench", "calibrate"},
+    {"rl", "bench", "calibrate", "judge_check"},
     {"api"},
     {"cli"},
     {"__main__"},
@@ -48,6 +48,7 @@ LAZY = {
     "core.model.fused": "needs Triton",
     "core.model.varlen": "needs Triton",
     "core.proof.trial": "needs Triton",
+    "judge_check.judge": "`plaudit judge-check --url` starts without torch",
     "models.catalog": "GGUF files need the package gguf",
     "place.ray.rollouts": "runs inside Ray's actor",
     "reward.judges.backends": "a judge over HTTP starts without torch",
@@ -187,6 +188,7 @@ def test_these_load_without_torch() -> None:
         "plaudit.client.client", "plaudit.integrations.trl", "plaudit.integrations.openrlhf",
         "plaudit.integrations.verl", "plaudit.integrations.slime", "plaudit.search.tree.tree",
         "plaudit.search.drivers.methods", "plaudit.search.rules.ets", "plaudit.train.rollouts.pairs",
+        "plaudit.judge_check.check",
     ]  # fmt: skip
     code = (
         "import importlib, sys\n"

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from plaudit.cli import keys, models, planning, recipes, reporting, searching, serving, starting, training  # noqa: F401 (they register their commands)
+from plaudit.cli import judging, keys, models, planning, recipes, reporting, searching, serving, starting, training  # noqa: F401 (they register their commands)
 from plaudit.cli.app import app
 from plaudit.errors import PlauditError
 

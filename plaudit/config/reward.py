@@ -205,10 +205,14 @@ class JudgeTable(Table):
             raise ValueError(
                 f"url = {self.url!r}, model = {self.model!r}: expected http(s)://host/v1 and a model's name"
             )
-        if "{response}" not in self.template:
-            raise ValueError("template has no {response}: the judge would not see what it judges")
         if not self.low < self.high:
             raise ValueError(f"low ({self.low}) must be under high ({self.high})")
+        return self
+
+    @model_validator(mode="after")
+    def _sees_all(self) -> Self:
+        if "{response}" not in self.template:
+            raise ValueError("template has no {response}: the judge would not see what it judges")
         return self
 
     @field_validator("pattern")
@@ -217,6 +221,24 @@ class JudgeTable(Table):
         if re.compile(checked_regex(value)).groups != 1:
             raise ValueError(f"{value!r} must have exactly one group, around the number")
         return value
+
+
+class ComparisonTable(JudgeTable):
+    """A language model that is shown two responses and says which is better: for `plaudit judge-check`. It gives no
+    number for one response, so it is no reward."""
+
+    kind: Literal["comparison"] = "comparison"  # type: ignore[assignment]
+    template: str
+    """The user's message. {prompt}, {first}, {second} and {truth} stand for the pair's."""
+    pattern: str = r"\[\[(A|B|C)\]\]"
+    """Regex with one group; its last match is the verdict: A, 1 or first; B, 2 or second; C, 0 or tie."""
+
+    @model_validator(mode="after")
+    def _sees_all(self) -> Self:
+        for place in ("{first}", "{second}"):
+            if place not in self.template:
+                raise ValueError(f"template has no {place}: the judge would not see both responses")
+        return self
 
 
 class BlendTable(Table):
@@ -253,6 +275,8 @@ KINDS: dict[str, type[Table]] = {
 }
 _REWARD: TypeAdapter[RewardTable] = TypeAdapter(Annotated[RewardTable, Field(discriminator="kind")])
 
+_COMPARISON = TypeAdapter(ComparisonTable)
+
 
 def parse_reward(tree: Mapping[str, Any], source: str) -> RewardTable:
     kind = tree.get("kind")
@@ -260,6 +284,11 @@ def parse_reward(tree: Mapping[str, Any], source: str) -> RewardTable:
         problem = "is missing" if kind is None else f"is {kind!r}, {nearest(str(kind), KINDS)}"
         raise ConfigError(f"{source}: kind {problem}; expected one of {', '.join(KINDS)}")
     table: RewardTable = check(_REWARD, tree, source, KINDS[kind], KINDS)
+    return table
+
+
+def parse_comparison(tree: Mapping[str, Any], source: str) -> ComparisonTable:
+    table: ComparisonTable = check(_COMPARISON, tree, source, ComparisonTable)
     return table
 
 

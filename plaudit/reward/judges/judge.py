@@ -37,7 +37,7 @@ class Judge:
         prompt, response = turn
         if item.truth is None and "{truth}" in self.table.template:
             raise Refused("no_truth", "the judge's template has {truth}, and the item has no truth")
-        values = {"prompt": _as_text(prompt), "response": response, "truth": _as_text(item.truth)}
+        values = {"prompt": as_text(prompt), "response": response, "truth": as_text(item.truth)}
         # In one pass: what stands in a response for {truth} stays as it is.
         content = PLACES.sub(lambda place: values[place[1]], self.table.template)
         system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
@@ -83,7 +83,7 @@ class JudgeReward:
         return Score(error=answer) if isinstance(answer, ItemError) else self.judge.read(answer)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Text as it is, a conversation turn by turn, anything else as JSON."""
     if isinstance(value, str):
         return value
