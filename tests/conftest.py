@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ KEEPS_BYTECODE = not sys.dont_write_bytecode
 sys.dont_write_bytecode = False
 
 from tests.browser import MISSING  # noqa: E402
+from tests.rotation import DAY, SHARES, in_turn  # noqa: E402
 
 if not torch.cuda.is_available():  # set before anything imports Triton: its kernels are interpreted
     os.environ["TRITON_INTERPRET"] = "1"
@@ -28,6 +30,11 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 settings.register_profile("plaudit", deadline=None, derandomize=True)
 settings.load_profile("plaudit")
 
+# A machine that is far slower than usual leaves out what its stage has no time for, and lists it: other stages matter too.
+BEGIN = time.monotonic()
+MINUTES = float(os.environ.get("PLAUDIT_MINUTES") or 0)
+OUT_OF_TIME = "the stage has used its minutes (PLAUDIT_MINUTES)"
+
 # Longest first, those of the slow stage before those of the fast one. Begun last, one of these would run on alone while
 # the other processes have nothing left to do.
 LONGEST = (
@@ -38,8 +45,13 @@ LONGEST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`--no-loadscope-reorder` keeps this order where several processes share the files."""
+    slow = [item for item in items if item.get_closest_marker("slow")] if SHARES > 1 else []
+    left_out = {item for number, item in enumerate(slow) if not in_turn(number, SHARES)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: next((n for n, file in enumerate(LONGEST) if _is(item, file)), len(LONGEST)))
 
 
@@ -51,7 +63,18 @@ def pytest_collection_finish() -> None:
     sys.dont_write_bytecode = not KEEPS_BYTECODE
 
 
+def pytest_runtest_setup() -> None:
+    if MINUTES and time.monotonic() > BEGIN + 60 * MINUTES:
+        pytest.skip(OUT_OF_TIME)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if SHARES > 1:
+        terminalreporter.write_line(f"one of {SHARES} shares of the slow tests: PLAUDIT_DAY={DAY % SHARES}")
+    late = [report.nodeid for report in terminalreporter.stats.get("skipped", []) if OUT_OF_TIME in str(report.longrepr)]
+    if late:
+        names = "\n  ".join(late)
+        terminalreporter.write_line(f"NOT RUN, for the stage had used its {MINUTES} minutes:\n  {names}", red=True)
     skipped = [report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)]
     if MISSING and skipped:
         terminalreporter.write_line(f"skipped: {MISSING}", yellow=True)

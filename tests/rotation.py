@@ -10,6 +10,7 @@ import os
 
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 DAY = int(os.environ.get("PLAUDIT_DAY") or datetime.datetime.now(datetime.UTC).toordinal())
+SHARES = int(os.environ.get("PLAUDIT_SHARES") or 1)  # of the slow tests: `make slow` runs all, .ci/run a share
 
 
 def in_turn(number: int, shares: int) -> bool:

@@ -37,6 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> plaudit.TrainedRun:
     return grpo(tmp_path_factory.mktemp("api") / "function")
 
 
+@pytest.mark.slow
 def test_a_function_here_trains_as_the_command_does_with_its_rule(run: plaudit.TrainedRun, tmp_path: Path) -> None:
     sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     done = plaudit_here("train", "sums-grpo", "--out", str(tmp_path), *sets, "--set", "train.steps=2")
@@ -87,6 +88,7 @@ def test_functions_in_the_form_of_trl_see_all_responses_of_a_prompt(tmp_path: Pa
     assert run.curve("reward/mean")[0][1] < 0
 
 
+@pytest.mark.slow
 def test_a_function_that_fails_is_an_error_and_never_a_zero(tmp_path: Path) -> None:
     def fails(prompt: str, response: str, truth: str) -> float:
         raise KeyError("price")
@@ -110,6 +112,7 @@ def test_rows_are_kept_in_the_run(tmp_path: Path) -> None:
         train("sums-sft", out=tmp_path, data=[{"prompt": object()}], **keys)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_thread(tmp_path: Path) -> None:
     runs: list[plaudit.TrainedRun] = []
     thread = threading.Thread(target=lambda: runs.append(grpo(tmp_path, steps=1)))

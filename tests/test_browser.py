@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("tests/report/test_page.py", "tests/report/test_search_page.py", "tests/serve/test_page.py")
 HIDE = "import sys\nsys.modules['playwright'] = None\n"
 
 
+@pytest.mark.slow
 def test_pages_are_skipped_and_said_to_be_where_playwright_is_missing(tmp_path: Path) -> None:
     (tmp_path / "no_playwright.py").write_text(HIDE)
     command = [sys.executable, "-m", "pytest", "-p", "no_playwright", "-p", "no:cacheprovider", *PAGES]

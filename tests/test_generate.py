@@ -69,6 +69,7 @@ def test_refusals_come_before_the_work(tmp_path: Path) -> None:
         given_prompts([], tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_a_chat_model_gets_its_template_unless_the_prompt_is_to_be_raw(tmp_path: Path) -> None:
     model = tmp_path / "chat"
     shutil.copytree(resolve("sums-policy"), model)

@@ -62,6 +62,7 @@ def test_rms_norm(dtype: torch.dtype, gemma: bool) -> None:
     close(kernels.rms_norm(x, weight, 1e-5, gemma), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])  # the interpreter cuts bfloat16 off
 @pytest.mark.parametrize("shape", [(300, 80), (7, 576), (5, 2048)])
 def test_add_rms_norm_is_a_sum_and_a_norm_to_the_bit(dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -173,6 +174,7 @@ def test_gradients_of_rotary(dtype: torch.dtype, turned: bool) -> None:
         close(mine, other)
 
 
+@pytest.mark.slow
 def test_a_model_learns_by_fused_kernels_as_without() -> None:
     """Loss and gradients of a whole trunk, norms and gates fused (and rotary embeddings, on a GPU)."""
     from transformers import AutoModelForCausalLM
@@ -208,6 +210,7 @@ def close_rows(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_lean_trunk_on_kernels_gives_the_rows_of_the_module(family: str) -> None:
     """A packed prompt, the wanted rows of it, and a token more from the cache."""

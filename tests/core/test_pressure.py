@@ -44,6 +44,7 @@ def outcome(samples: list[Sample]) -> list[tuple[tuple[int, ...], str]]:
     return [(s.token_ids, s.finish_reason) for s in samples]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_small_pool_gives_the_same_tokens() -> None:
     preemptions = evictions = 0

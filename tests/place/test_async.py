@@ -39,6 +39,7 @@ def ages(directory: Path) -> list[int]:
     return [step - min(s.versions) for step, batch in enumerate(samples(directory)) for s in batch]
 
 
+@pytest.mark.slow
 def test_staleness_is_bounded_in_the_samples_and_every_prompt_is_used_once(
     tmp_path: Path, rollout_host: RolloutHost
 ) -> None:

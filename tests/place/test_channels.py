@@ -61,6 +61,7 @@ def train(module: nn.Module) -> None:
             tensor += 1
 
 
+@pytest.mark.slow
 def test_what_arrives_is_what_was_published(make: Make) -> None:
     module = Small(1)
     channel = make(module)

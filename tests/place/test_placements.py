@@ -104,6 +104,7 @@ def test_ten_steps_in_every_placement(tmp_path: Path, rollout_host: RolloutHost,
         assert_equal((tmp_path / name, found), (tmp_path / "colocated", expected))
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: Run, rollout_host: RolloutHost) -> None:
     tree = small(2, GRPO, placement={"name": "disaggregated"}, resources={"rollout": {"processes": 2}})
     train(tmp_path / "run", tree, rollout_host)

@@ -50,6 +50,7 @@ def hit(number: int, when: int, rollout_host: RolloutHost):  # type: ignore[no-u
     return at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_same(
     tmp_path: Path, rollout_host: RolloutHost, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -67,6 +68,7 @@ def test_a_worker_that_is_killed_or_stopped_is_replaced_and_the_samples_are_the_
     assert "it is started again" in warning
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_training_goes_on_loses_nothing(tmp_path: Path, rollout_host: RolloutHost) -> None:
     tree = small(6, GRPO, placement={"name": "async", "staleness": 2})
     found = train(tmp_path / "run", tree, rollout_host, hit(signal.SIGKILL, 2, rollout_host))

@@ -46,6 +46,7 @@ def engine(*urls: str, **keys: Any) -> dict[str, Any]:
     return {"name": "sglang", "url": tuple(urls), **keys}
 
 
+@pytest.mark.slow
 def test_a_run_reports_how_far_its_engine_is_from_the_learner(url: str, tmp_path: Path) -> None:
     viewer = Silent()
     train(tmp_path / "run", viewer, engine=engine(url, probe=1e-3))
@@ -58,11 +59,13 @@ def test_a_run_reports_how_far_its_engine_is_from_the_learner(url: str, tmp_path
     assert not viewer.warnings
 
 
+@pytest.mark.slow
 def test_a_run_whose_engines_are_not_updated_ends(url: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="sent version 1 and its log-probs have moved by"):
         train(tmp_path / "run", Silent(), engine=engine(url, update=False))
 
 
+@pytest.mark.slow
 def test_a_run_on_an_engine_that_stays_stale_ends_too(url: str, tmp_path: Path) -> None:
     """Nothing is learned from equal rewards, so that the probe cannot tell; but the server knows its version."""
     with pytest.raises(RunError, match="mended 3 times without a single sample"):

@@ -148,6 +148,7 @@ def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_plan_has_its_numbers(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = ("--model", "llama-3.1-70b", "--hardware", "1x8xH100", "--algorithm", "ppo")

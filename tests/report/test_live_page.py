@@ -149,6 +149,7 @@ def curve(run: Path) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_run_is_paused_stopped_and_resumed_and_learns_the_same(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +223,7 @@ def test_without_a_display_the_address_is_printed_and_no_browser_is_asked_for(
     assert "(from another machine: ssh -L " in said
 
 
+@pytest.mark.slow
 @in_browser
 def test_in_a_browser_it_goes_on_by_itself_and_keeps_what_was_chosen(run: Path, page: LivePage) -> None:
     import random

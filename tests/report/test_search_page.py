@@ -92,6 +92,7 @@ def test_an_interval_is_the_same_in_the_terminal_and_on_the_page(tmp_path: Path)
     assert replace(unjudged, figures=figures).margin is None
 
 
+@pytest.mark.slow
 @in_browser
 def test_the_page_draws_trees_and_budgets(tmp_path: Path) -> None:
     runs = [write_search(tmp_path / "a"), write_search(tmp_path / "b", method="rebase", width=16, kv_tokens=900)]

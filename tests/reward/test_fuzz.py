@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +62,7 @@ def prepared(reading: Any, item: Item) -> Work | Refused:
         return error
 
 
+@pytest.mark.slow
 @FUZZ
 @given(items())
 def test_refused_or_one_position_per_step(item: Item) -> None:

@@ -210,6 +210,7 @@ def test_a_gym_on_a_server_says_whose_items_it_scores() -> None:
         RuleReward(RuleTable(rule="gym"), exposed=True)
 
 
+@pytest.mark.slow
 def test_a_keeper_whose_parent_has_gone_ends(prison: Prison) -> None:
     script = (
         "import sys, threading, time\nfrom plaudit.config.reward import RuleTable\nfrom plaudit.records import Item\n"

@@ -119,6 +119,7 @@ def test_a_function_of_a_group_sees_it_whole(functions: Path) -> None:
             assert found(reward, items + alone) == [10.0, 11.0, 10.0, 1.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_group_that_fails_costs_no_other(functions: Path) -> None:
     groups = [
         ("fine", "ab"),

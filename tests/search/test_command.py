@@ -82,6 +82,7 @@ def test_best_of_n_takes_an_outcome_model_and_the_others_say_why_not(tmp_path: P
     assert not (tmp_path / "both-best-of-n" / "results.jsonl").read_text(), "told before anything was searched"
 
 
+@pytest.mark.slow
 def test_import_plaudit_is_enough_to_search(tmp_path: Path) -> None:
     """In a process of its own: here the package has been imported by somebody else."""
     code = (

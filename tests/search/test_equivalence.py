@@ -98,6 +98,7 @@ def test_a_vote_by_kinds(mathematics: SameMathematics) -> None:
     assert not decided(wholes, "majority", 2, SameNumber())
 
 
+@pytest.mark.slow
 def test_what_no_program_finishes_is_counted_and_differs() -> None:
     alike = SameMathematics(seconds=4.0)
     assert not alike("9^{9^{9^{9^{9}}}}-1", "7")
@@ -114,6 +115,7 @@ def test_boxes_with_braces_in_them() -> None:
     assert reading.answer(r"\boxed{7") is None
 
 
+@pytest.mark.slow
 def test_a_search_with_it_is_the_same_where_answers_are_numbers() -> None:
     found = []
     for kind in ("number", "math"):

@@ -51,6 +51,7 @@ def texts(outcomes: list[Outcome]) -> list[list[tuple[int, str, str]]]:
     return [[(n.parent, n.text, n.state) for n in outcome.tree.nodes] for outcome in outcomes]
 
 
+@pytest.mark.slow
 def test_every_kind_of_server_gives_the_same_search(engine: Engine) -> None:
     with CompletionServer(engine) as server:
         by_ids = searched(remote(server.url))
@@ -88,6 +89,7 @@ def test_a_path_that_is_refused_fails_alone(engine: Engine) -> None:
         searched(remote(server.url, questions=1))
 
 
+@pytest.mark.slow
 def test_a_generating_server_that_is_lost_ends_the_run_and_resuming_finishes_it(engine: Engine, tmp_path: Path) -> None:
     with CompletionServer(engine, fail_after=40) as failing:
         asked = remote(failing.url, questions=4, **{"engine.timeout": 1.5}).model_copy(update={"concurrent": 2})
@@ -121,6 +123,7 @@ def test_a_server_that_answers_something_else_is_told(engine: Engine) -> None:
             searched(remote(server.url, questions=1))
 
 
+@pytest.mark.slow
 def test_a_served_prm_scores_as_a_local_one_and_computes_new_tokens_only(server: ServerProcess) -> None:
     local = searched(recipe(questions=3))
     before = server.http.get("/stats").json()["models"][0]
@@ -140,6 +143,7 @@ def test_a_served_prm_scores_as_a_local_one_and_computes_new_tokens_only(server:
     assert after["computed_tokens"] - before["computed_tokens"] < sum(paths) / 3
 
 
+@pytest.mark.slow
 def test_with_servers_for_both_no_question_waits_for_another(engine: Engine, server: ServerProcess) -> None:
     with CompletionServer(engine) as generating:
         asked = remote(generating.url, questions=4).model_copy(update={"prm": served_prm(server)})
@@ -155,6 +159,7 @@ def prm_at(url: str) -> Any:
     return load_search(None, {"search.method": "rebase"}, [f'prm={{url="{url}", timeout=4.0}}']).prm
 
 
+@pytest.mark.slow
 def test_a_prm_that_cannot_be_reached_is_told_before_anything_is_generated() -> None:
     prm = prm_at(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(RewardUnavailable, match="no scores from"):
@@ -181,6 +186,7 @@ def test_a_prm_that_is_lost_is_told_and_answers_are_kept(engine: Engine) -> None
     assert len(found[0].tree.nodes) == 7, "what was generated is kept"
 
 
+@pytest.mark.slow
 def test_a_served_outcome_model_is_for_best_of_n_alone(server: ServerProcess) -> None:
     prm = served_prm(server).model_copy(update={"model": "sums"})
     with pytest.raises(ConfigError, match=r"'rebase' chooses among steps, and sums at http.* is an outcome model"):
@@ -203,6 +209,7 @@ def test_search_from_python_with_a_served_outcome_model(server: ServerProcess) -
     assert [o.answer and o.answer.text for o in there] == [here[0].answer.text]
 
 
+@pytest.mark.slow
 def test_embeddings_over_http(engine: Engine) -> None:
     class Embeddings(CompletionServer):
         def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:

@@ -150,6 +150,7 @@ def test_tables_that_cannot_be_are_refused() -> None:
             parse_search({**base, **tables}, "test")
 
 
+@pytest.mark.slow
 def test_an_outcome_model_weighs_the_answers_of_a_tree() -> None:
     """The process model chooses the steps, the outcome model the answer: by hand from both, the tree being the same."""
     keys = {"search.method": "rebase", "search.width": 6, "data.limit": 2}

@@ -39,6 +39,7 @@ def reference_apportionment(weights: list[float], width: int) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_rebase_equals_the_reference_on_ten_thousand_vectors() -> None:
     rng = random.Random(1)
     for trial in range(10_000):
@@ -101,6 +102,7 @@ def best_by_trying(programme: Programme) -> float:
     return max(programme.objective(subset) for subset in allowed)
 
 
+@pytest.mark.slow
 def test_the_programme_is_solved_exactly() -> None:
     rng = random.Random(2)
     for trial in range(500):
@@ -134,6 +136,7 @@ def test_larger_programmes_are_solved_alike_by_tree_and_by_solver() -> None:
             assert programme.objective(by_tree.kept) == pytest.approx(programme.objective(by_solver.kept), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_used_best() -> None:
     rng = random.Random(4)
     for _ in range(60):

@@ -75,6 +75,7 @@ def test_every_method_searches_and_batching_decides_nothing(method: str, engine:
             assert node.score == one.tree.nodes[node.twin].score
 
 
+@pytest.mark.slow
 def test_level_methods_use_the_width_they_have(engine: Engine, scorer: Scorer) -> None:
     for method in ("best-of-n", "beam", "rebase", "ets"):
         for outcome in searched(recipe(method), engine, scorer):
@@ -131,6 +132,7 @@ def test_kv_tokens_are_what_the_core_holds(monkeypatch: pytest.MonkeyPatch) -> N
     assert outcome.driver.costs.kv_peak >= max(counted for _, counted in compared) - 8
 
 
+@pytest.mark.slow
 def test_lookahead_costs_and_changes_values(engine: Engine, scorer: Scorer) -> None:
     plain = searched(recipe("dvts", questions=2), engine, scorer)
     ahead = searched(recipe("dvts", questions=2, **{"search.lookahead": 2}), engine, scorer)
@@ -371,6 +373,7 @@ def test_a_run_is_written_and_resumed(tmp_path: Path) -> None:
         assert again[name] == figures[name]
 
 
+@pytest.mark.slow
 def test_methods_that_share_their_models_find_what_each_finds_alone(tmp_path: Path) -> None:
     def results(directory: Path) -> list[dict[str, Any]]:
         lines = list(read_results(directory / "results.jsonl"))

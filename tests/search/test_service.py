@@ -80,6 +80,7 @@ def test_an_outcome_model_judges_best_of_n(server: ServerProcess) -> None:
     assert "best-of-n" in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_stream_tells_every_round(server: ServerProcess) -> None:
     whole = asked(server, body())
     with server.http.stream("POST", "/v1/search", json={**body(), "stream": True}) as reply:
@@ -95,6 +96,7 @@ def test_a_stream_tells_every_round(server: ServerProcess) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_chat_whose_answer_was_searched_for(server: ServerProcess) -> None:
     """As `client.chat.completions.create(..., extra_body={"search": ...})` sends it."""
     search = {"method": "rebase", "width": 8, "steps": STEPS}
@@ -170,6 +172,7 @@ def test_budgets_and_deadlines(server: ServerProcess) -> None:
     assert (reply.status_code, reply.json()["error"]["type"]) == (504, "deadline")
 
 
+@pytest.mark.slow
 def test_many_clients_at_once_and_none_lost(server: ServerProcess) -> None:
     """Each gets the answer that it gets alone, whatever else is searched; in between others go away."""
     questions = [f"{a}+{b}+{a + 1}+{9 - b}+7+8=" for a in range(1, 5) for b in range(1, 5)]

@@ -184,6 +184,7 @@ def test_idle_connections_without_a_key_give_way(target: Target) -> None:
     target.sound()
 
 
+@pytest.mark.slow
 def test_who_does_not_take_the_reply_is_dropped(target: Target) -> None:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -217,6 +218,7 @@ def test_a_worker_is_started_again_when_descriptors_are_there_again(target: Targ
     target.sound()
 
 
+@pytest.mark.slow
 def test_the_drain_waits_until_replies_are_taken(target: Target) -> None:
     """By SIGHUP, as when a terminal closes. The server of this file ends here."""
     server = target.server

@@ -97,6 +97,7 @@ def test_steps_truncation_and_failed_items(server: ServerProcess) -> None:
             client.score(chains(1), version="7-x")
 
 
+@pytest.mark.slow
 def test_async_calls_run_side_by_side(server: ServerProcess) -> None:
     async def calls() -> list[list[Score | StepScores]]:
         async with AsyncRewardClient(server.url, model="sums") as client:
@@ -107,6 +108,7 @@ def test_async_calls_run_side_by_side(server: ServerProcess) -> None:
         assert np.allclose(alone, values(client.score(chains(200))), atol=5e-5)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_server_killed_under_load_loses_no_item_and_no_order(server: ServerProcess) -> None:
     items = chains(4000)
     with (
@@ -259,6 +261,7 @@ def test_attempts_are_bounded() -> None:
         client.score(numbers(1))
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_costs_the_timeout_and_no_more() -> None:
     with Scripted(lambda *_: Answer(hang=True)) as hung:
         with RewardClient(hung.url, timeout=0.5) as client:
@@ -270,6 +273,7 @@ def test_a_server_that_hangs_costs_the_timeout_and_no_more() -> None:
             assert values(client.score(numbers(640))) == [float(i) for i in range(640)]
 
 
+@pytest.mark.slow
 def test_one_of_two_servers_that_is_stopped_is_left_and_one_that_is_slow_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -243,6 +243,7 @@ def test_an_update_sent_twice_is_made_once(
     assert critic.state()["updates"] == 3
 
 
+@pytest.mark.slow
 def test_values_asked_for_during_an_update_are_those_after_it(
     slow: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
@@ -312,6 +313,7 @@ def test_a_save_that_the_disk_refuses_is_an_error_and_leaves_the_ones_before(
     assert critic.load(name).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_an_update_is_an_error_and_nothing_is_lost_silently(
     slow: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:
@@ -350,6 +352,7 @@ def test_a_worker_killed_in_an_update_is_an_error_and_nothing_is_lost_silently(
     assert np.array_equal(critic.values(rows), before)
 
 
+@pytest.mark.slow
 def test_the_server_drains(
     slow: CriticProcess, rows: list[list[int]], prompts: list[int], returns: list[float]
 ) -> None:

@@ -180,6 +180,7 @@ def test_too_much_is_429_if_so_configured(server: ServerProcess, faults: Faults,
     assert sorted(reply.result().status_code for reply in replies) == [200] * 2 + [429] * 3
 
 
+@pytest.mark.slow
 def test_a_blocked_event_loop(server: ServerProcess, faults: Faults) -> None:
     """C44: the second health port goes on answering; the log and a metric tell."""
     faults.set("block", seconds=6, once=True)
@@ -194,6 +195,7 @@ def test_a_blocked_event_loop(server: ServerProcess, faults: Faults) -> None:
     scores(ask(server, items(1)))
 
 
+@pytest.mark.slow
 def test_a_stopped_worker(server: ServerProcess, threads: ThreadPoolExecutor) -> None:
     """C42: not ready soon (10 s of silence), alive all the time; when it goes on, what waited is answered."""
     asked = items(4)

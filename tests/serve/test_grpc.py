@@ -152,6 +152,7 @@ def test_scores_facts_and_errors_are_those_of_http(server: ServerProcess) -> Non
     assert server.metric("plaudit_requests_total", protocol="triton", status="200", key="ann") >= 3
 
 
+@pytest.mark.slow
 def test_the_reward_client_gives_over_grpc_what_it_gives_over_http(server: ServerProcess) -> None:
     items = [{"prompt": "7+8+4=", "responses": ["7+8=15;15+4=19;#19", "7+8=15;15+4=18;#18"]}, {"tokens": [10**9]}]
     found = rewards_of(port_of(server), items, KEY)
@@ -176,6 +177,7 @@ def test_the_reward_client_gives_over_grpc_what_it_gives_over_http(server: Serve
     assert found["modules"] == []
 
 
+@pytest.mark.slow
 def test_mutual_tls(tmp_path: Path) -> None:
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     cert, key = ours.give("server", ExtendedKeyUsageOID.SERVER_AUTH)

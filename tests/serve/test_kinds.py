@@ -134,6 +134,7 @@ def test_steps_of_something_without_steps_are_refused(server: ServerProcess) -> 
     assert reply.json()["error"]["type"] == "not_a_process_model"
 
 
+@pytest.mark.slow
 def test_slow_items_of_one_request_do_not_hold_up_another(server: ServerProcess) -> None:
     endless = "a" * 60 + "b"
     with ThreadPoolExecutor(1) as threads:

@@ -242,6 +242,7 @@ def test_a_client_that_goes_away(server: ServerProcess, faults: Faults, threads:
     assert server.metric("plaudit_errors_total") == errors
 
 
+@pytest.mark.slow
 def test_clients_that_retry_without_waiting(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
     """B33: while most requests are refused and come back at once, the model goes on computing full steps."""
     faults.set("sleep", seconds=0.1)
@@ -264,6 +265,7 @@ def test_clients_that_retry_without_waiting(server: ServerProcess, faults: Fault
     assert storm >= 0.8 * calm, (calm, storm)
 
 
+@pytest.mark.slow
 def test_a_key_that_floods_the_server(server: ServerProcess, faults: Faults, threads: ThreadPoolExecutor) -> None:
     """B34: the other key is never refused, and waits for what the worker holds, not for the other's queue."""
     faults.set("sleep", seconds=0.05)

@@ -103,6 +103,7 @@ def test_a_reader_gives_what_the_function_gives_here(readers: BodyReaders) -> No
         assert there.tensors[name].shape == tensor.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [

@@ -265,6 +265,7 @@ def test_item_count(target: Target) -> None:
     target.refused(target.post(b'{"items": [' + b"0," * 900_000 + b"0]}"), 422, "too_many_items")
 
 
+@pytest.mark.slow
 def test_longest_input(target: Target) -> None:
     """A13: as many tokens as the model takes are scored; one more is an error, or is cut if the caller says so."""
     at_limit, over = {"tokens": [5] * POSITIONS}, {"tokens": [5] * (POSITIONS + 1)}
@@ -370,6 +371,7 @@ def test_bad_binary_tokens(target: Target) -> None:
     target.sound()
 
 
+@pytest.mark.slow
 def test_steps(target: Target) -> None:
     """A19: no step, one, thousands: as many scores as steps, or an error."""
     assert [len(s) for s in _steps(target, "1+2=", "#3", "1+2=3;#3", ";;;#3", ["1"] * 10_000)] == [1, 2, 4, 10_000]

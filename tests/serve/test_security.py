@@ -159,6 +159,7 @@ def test_other_forms_of_a_path_are_other_paths(target: Target, path: str) -> Non
     clean_error(answer)
 
 
+@pytest.mark.slow
 def test_encoded_paths_and_other_methods_meet_the_same_lock(target: Target) -> None:
     """D55: a path written with %-signs is the same route with the same lock, and only its own method is taken."""
     for path in ("/%6detrics", "/v1%2Fmodels", "/v1/%6D%6F%64els"):
@@ -292,6 +293,7 @@ def test_damaged_weights_are_refused(target: Target, root: Path) -> None:
     assert "weights are damaged" in swap_refused(target, "empty")
 
 
+@pytest.mark.slow
 def test_a_template_that_wants_out_is_stopped(target: Target) -> None:
     """A24, D60: a chat template that refuses, reaches for Python or loops is its items' error; the next one is fine."""
     for model, prompt, words in (
@@ -356,6 +358,7 @@ def test_other_binary_forms_are_not_taken(target: Target) -> None:
         target.refused(reply, 415, "unsupported_type")
 
 
+@pytest.mark.slow
 def test_no_address_in_a_request_is_visited(target: Target, root: Path) -> None:
     """D62: the server fetches nothing for anybody."""
     hits: list[str] = []

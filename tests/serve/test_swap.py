@@ -131,6 +131,7 @@ def started(server: ServerProcess, id: int) -> dict[str, Any]:
     raise AssertionError(f"swap {id} is still loading")
 
 
+@pytest.mark.slow
 def test_a_swap_can_be_started_looked_at_and_taken_back(server: ServerProcess, root: Root) -> None:
     nothing = post(server, "/admin/rollback", model="rotated")
     assert (nothing.status_code, nothing.json()["error"]["type"]) == (400, "swap_failed")
@@ -175,6 +176,7 @@ def canaries(server: ServerProcess) -> list[Any]:
     return list(reply.json()["canaries"])
 
 
+@pytest.mark.slow
 def test_a_canary_gets_its_share_is_counted_apart_and_survives_a_restart(root: Root, tmp_path: Path) -> None:
     kept = tmp_path / "state.json"
     tree = {

@@ -490,6 +490,7 @@ def test_sixty_megabytes_of_padding_are_not_unpacked_to_lists(target: Target) ->
 # Keys
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_and_taken_where_triton_clients_put_it() -> None:
     with ServerProcess(None, "--model", "sums", "--api-key", "secret-of-nemo", "--protocols", "triton") as server:
         body = as_json(padded([[5, 6, 2]]))

@@ -84,6 +84,7 @@ def newest(directory: Path) -> tuple[int, list[str]]:
     return checkpoint.step, warnings
 
 
+@pytest.mark.slow
 def test_killed_at_every_fault_point_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
     codes, _ = break_saves(tmp_path, "kill", *range(1, 41))
     found = {at: newest(tmp_path / str(at)) for at in codes}

@@ -102,6 +102,7 @@ def test_the_dump_of_another_model_is_refused(tmp_path: Path, made: Path) -> Non
 # Steps after a checkpoint
 
 
+@pytest.mark.slow
 def test_what_a_killed_attempt_dumped_is_void(tmp_path: Path) -> None:
     """A run killed at step 4 goes on from the checkpoint of step 2: its samples of 3 and 4 are made anew."""
     tree = recipe(**RUNS["grpo"])
@@ -127,6 +128,7 @@ def test_what_a_killed_attempt_dumped_is_void(tmp_path: Path) -> None:
     assert compare(tmp_path / "straight", tmp_path / "broken").equal
 
 
+@pytest.mark.slow
 def test_a_fresh_run_removes_the_old_dump(tmp_path: Path) -> None:
     tree = recipe(train={**STEPS, "steps": 3})
     train(tmp_path / "run", tree)
@@ -152,6 +154,7 @@ def test_a_replayed_run_is_equal_to_the_bit(tmp_path: Path, name: str) -> None:
     assert not any("time/generate" in each or "time/reward" in each for each in values), "nothing was sampled"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_is_replayed_as_far_as_it_came(tmp_path: Path, made: Path) -> None:
     for step in (4, 5):
         Dump.find(made).path(step).rename(tmp_path / f"{step}")
@@ -177,6 +180,7 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
     assert verdict.text == "step 3: policy/loss was 0.125 and is now 0.126"
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_found_out(tmp_path: Path, made: Path) -> None:
     tree = recipe(train={**STEPS, "lr": 2e-4, "dump": False})
     train(tmp_path / "run", tree, Dump.find(made))
@@ -188,6 +192,7 @@ def test_another_learning_rate_is_found_out(tmp_path: Path, made: Path) -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small.toml"
     file.write_text(to_toml(recipe(train={**STEPS, "steps": 2, "dump": False})))

@@ -35,6 +35,7 @@ def figures(run: Path) -> dict[str, tuple[float, ...]]:
     return {name: curve.values for name, curve in curves.items() if not name.startswith(("time", "perf"))}
 
 
+@pytest.mark.slow
 def test_greedy_evaluations_are_those_of_plain_transformers_and_training_is_the_same(tmp_path: Path) -> None:
     trained(tmp_path / "plain")
     asked = trained(tmp_path / "greedy", sampling=GREEDY)
@@ -65,6 +66,7 @@ def test_greedy_evaluations_are_those_of_plain_transformers_and_training_is_the_
     assert told in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_evaluate_otherwise_and_says_so(tmp_path: Path) -> None:
     tree = recipe(train={"steps": 1, "checkpoint": {"every": 1}})
     file = tmp_path / "recipe.toml"

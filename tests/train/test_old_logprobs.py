@@ -103,6 +103,7 @@ def test_a_run_on_a_gpu_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path) -
     assert all(map(torch.equal, fitted("resumed", 4, resume=True), straight))
 
 
+@pytest.mark.slow
 def test_truncated_samples_are_learned_from_by_the_whole_softmax(tmp_path: Path) -> None:
     """The learner gives the engine's number again, the share that was cut off is a figure, and one line says so."""
     tree = recipe(

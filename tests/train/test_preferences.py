@@ -314,6 +314,7 @@ def test_a_world_is_learned_from_the_policys_own_responses(tmp_path: Path, name:
     assert "rows.jsonl is gone, which the run learns from: put it back, or start over with --fresh" in again.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 def test_a_resumed_run_still_measures_from_the_policy_of_the_start(tmp_path: Path, rows: Path, lora: bool) -> None:
     """Its reference is gone: it is computed again, from the model's path or with the adapter off."""

@@ -58,6 +58,7 @@ def alone() -> dict[str, Update]:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "tensor"), [(2, 1), (1, 2), pytest.param(2, 2, marks=SLOW), pytest.param(3, 1, marks=SLOW)]
 )
@@ -154,6 +155,7 @@ def close(found: Path, expected: Path) -> None:
         assert torch.allclose(weights(found)[name], wanted, atol=2e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tables", "data", "tensor", "launched"),
     [
@@ -209,6 +211,7 @@ def begun(run: Path, child: "subprocess.Popen[str]") -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_command_with_its_name(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
     child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)

@@ -84,6 +84,7 @@ def server(shared: CriticProcess) -> CriticProcess:
     return shared
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_with_a_local_critic(
     server: CriticProcess, local: dict[str, list[float]], tmp_path: Path
 ) -> None:

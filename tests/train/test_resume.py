@@ -74,6 +74,7 @@ def _exists(key: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_what_decides_no_number_may_be_changed_in_the_recipe_or_the_command(tmp_path: Path) -> None:
     command = begun(tmp_path)
     where = sets(
@@ -86,6 +87,7 @@ def test_what_decides_no_number_may_be_changed_in_the_recipe_or_the_command(tmp_
     assert not [event for event in read_events(tmp_path / "run") if event.get("text") == CHANGED]
 
 
+@pytest.mark.slow
 def test_what_decides_numbers_is_refused_without_set_and_noted_with_it(tmp_path: Path) -> None:
     command = begun(tmp_path)
     file = tmp_path / "recipe.toml"
@@ -116,6 +118,7 @@ def test_nothing_can_be_written_and_is_read_back(algorithm: dict[str, Any]) -> N
     assert parse_recipe(tomllib.loads(to_toml(tree)), "again") == tree
 
 
+@pytest.mark.slow
 def test_what_checkpoints_are_made_of_is_fixed(tmp_path: Path) -> None:
     command = begun(tmp_path)
     for change in (sets(model__dtype="bfloat16"), sets(model__lora__rank="4")):
@@ -124,6 +127,7 @@ def test_what_checkpoints_are_made_of_is_fixed(tmp_path: Path) -> None:
         assert "which its checkpoints do not fit; --fresh starts it over" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("colocated", "async"), ("async", "colocated")])
 def test_a_run_may_go_on_as_async_and_back(tmp_path: Path, names: tuple[str, str]) -> None:
     before, after = names

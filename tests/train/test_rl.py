@@ -47,6 +47,7 @@ def metrics(directory: Path, *names: str) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_grpo_raises_the_true_accuracy(tmp_path: Path) -> None:
     tree = recipe(
         train={"steps": 12, "prompts_per_step": 24, "samples_per_prompt": 8, "lr": 4e-4, "eval_every": 6},
@@ -82,7 +83,8 @@ def built(name: str) -> RlRecipe:
     return recipe(**{**tables, "train": {**SMALL, **tables.get("train", {})}, "data": {"eval_items": 8}})
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "ppo" else pytest.mark.slow) for name in RUNS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, name: str) -> None:
     tree = built(name)
     summary, _ = train(tmp_path / "straight", tree)
@@ -217,6 +219,7 @@ def test_too_many_failed_rewards_end_the_run_with_its_state_saved(tmp_path: Path
     assert summary["samples"] == 4 * 16
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: Path) -> None:
     """Calls of the reward: the first evaluation, steps 1 and 2, the second evaluation, steps 3 and 4, the last one."""
     second, last = 4, 7
@@ -259,6 +262,7 @@ def test_an_evaluation_without_rewards_loses_nothing_that_was_learned(tmp_path: 
         assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(tmp_path / name).items()), name
 
 
+@pytest.mark.slow
 def test_a_first_evaluation_without_rewards_ends_nothing_and_is_not_made_up_for_later(tmp_path: Path) -> None:
     """What a resumed run finds at its step is not what was there before training."""
     tree = recipe(train={"steps": 2, "checkpoint": {"every": 1}}, reward=EXACT)
@@ -343,6 +347,7 @@ def never(prompt, response, truth):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_goes_wrong_is_told_in_words_and_costs_its_responses_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BAD)
     reward = {"rule": "function", "function": f"{tmp_path / 'mine.py'}:score", "timeout": 0.2, "max_errors": 1.0}
@@ -401,6 +406,7 @@ def lengths(asked: Asked) -> dict[str, Any]:
     return {"model": "sums", "version": "0-a", "items": items}
 
 
+@pytest.mark.slow
 def test_a_reward_server_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
     gone: list[float] = []
 
@@ -494,6 +500,7 @@ def test_a_stopped_reward_server_is_told_and_waited_for(tmp_path: Path) -> None:
     assert all(seen["reward/errors"] == 0 for seen in viewer.seen)
 
 
+@pytest.mark.slow
 def test_past_the_patience_the_state_is_saved_and_the_run_ends(tmp_path: Path) -> None:
     with Scripted(lambda n, asked: Answer(lengths(asked)) if n < 3 else Answer({}, 503)) as server:
         tree = recipe(train={"steps": 8}, reward={"url": server.url, "patience": 2.0})

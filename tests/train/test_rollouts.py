@@ -83,6 +83,7 @@ def test_a_prompts_samples_do_not_depend_on_what_is_asked_beside_it() -> None:
     assert [s.token_ids for s in player.play(prompts, 3, "5 0")] != [s.token_ids for s in together]
 
 
+@pytest.mark.slow
 def test_after_an_update_the_engine_has_the_learners_weights(tmp_path: Path) -> None:
     """Also where the prompt's KV was cached under the old ones."""
     tree = recipe(train={"steps": 1, "lr": 5e-3})

@@ -86,6 +86,7 @@ def test_a_token_that_reaches_over_the_end_of_a_step_makes_it_unusable() -> None
     assert kept.steps == ("a;", "a")
 
 
+@pytest.mark.slow
 def test_values_are_the_rewards_of_completions(tmp_path: Path) -> None:
     """With the likeliest token alone every completion is the greedy one, which can be made by hand."""
     greedy = {"max_tokens": 48, "top_k": 1}

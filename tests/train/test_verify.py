@@ -45,6 +45,7 @@ def run(original: Path, tmp_path: Path) -> Path:
     return tmp_path / "grpo"
 
 
+@pytest.mark.slow
 def test_the_last_step_from_the_checkpoint_before_it_and_an_earlier_one_from_the_start(run: Path) -> None:
     done = plaudit_here("verify", str(run))
     assert done.returncode == 0, done.stdout
@@ -56,6 +57,7 @@ def test_the_last_step_from_the_checkpoint_before_it_and_an_earlier_one_from_the
     assert "equal to the bit: steps 1 to 2, made again from the start: " in done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_dump_rewards_are_computed_again(run: Path) -> None:
     shutil.rmtree(run / "rollouts")
     done = plaudit_here("verify", str(run))
