@@ -30,7 +30,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 settings.register_profile("plaudit", deadline=None, derandomize=True)
 settings.load_profile("plaudit")
 
-# A machine that is far slower than usual leaves out what its stage has no time for, and lists it: other stages matter too.
+# A machine that is far slower than usual leaves out what its stage has no time for, and lists it.
 BEGIN = time.monotonic()
 MINUTES = float(os.environ.get("PLAUDIT_MINUTES") or 0)
 OUT_OF_TIME = "the stage has used its minutes (PLAUDIT_MINUTES)"
@@ -71,11 +71,11 @@ def pytest_runtest_setup() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SHARES > 1:
         terminalreporter.write_line(f"one of {SHARES} shares of the slow tests: PLAUDIT_DAY={DAY % SHARES}")
-    late = [report.nodeid for report in terminalreporter.stats.get("skipped", []) if OUT_OF_TIME in str(report.longrepr)]
-    if late:
+    reports = terminalreporter.stats.get("skipped", [])
+    if late := [report.nodeid for report in reports if OUT_OF_TIME in str(report.longrepr)]:
         names = "\n  ".join(late)
         terminalreporter.write_line(f"NOT RUN, for the stage had used its {MINUTES} minutes:\n  {names}", red=True)
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if MISSING in str(report.longrepr)]
+    skipped = [report for report in reports if MISSING in str(report.longrepr)]
     if MISSING and skipped:
         terminalreporter.write_line(f"skipped: {MISSING}", yellow=True)
 
