@@ -264,7 +264,7 @@ def test_a_template_that_does_not_end_is_stopped(template: str) -> None:
 )
 def test_templates_that_fail(template: str, words: str) -> None:
     with pytest.raises(ModelError, match=words) as caught:
-        render_chat(with_template(template), ASK)
+        render_chat(with_template(template), ASK, seconds=60)
     assert "\n" not in str(caught.value)
 
 
