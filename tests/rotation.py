@@ -1,4 +1,4 @@
-"""Cases of which a run takes a share, another one every day: all with PLAUDIT_SOAK set (`make soak`).
+"""Which cases run when. Of some a run takes a share, another one every day: all with PLAUDIT_SOAK set (`make soak`).
 
 PLAUDIT_DAY, a number, chooses the share: with that of a run that failed, the same cases run again.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 DAY = int(os.environ.get("PLAUDIT_DAY") or datetime.datetime.now(datetime.UTC).toordinal())
@@ -16,3 +20,9 @@ SHARES = int(os.environ.get("PLAUDIT_SHARES") or 1)  # of the slow tests: `make 
 def in_turn(number: int, shares: int) -> bool:
     """Whether case `number` is in today's of so many shares."""
     return SOAK or number % shares == DAY % shares
+
+
+def mostly_slow(cases: Iterable[Any], fast: int = 1) -> list[Any]:
+    """Cases for `parametrize`: the first ones are fast tests, the others slow ones."""
+    each = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=() if number < fast else pytest.mark.slow) for number, case in enumerate(each)]

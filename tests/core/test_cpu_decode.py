@@ -8,6 +8,7 @@ import torch
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device import cpu_decode
 from tests.core import tiny
+from tests.rotation import mostly_slow
 
 # Lengths 1 (nothing before the window), 17 (a full block and the token to be read) and some that make several groups.
 PROMPTS = [tiny.sequences(20 + n, 1, n, n)[0] for n in (1, 17, 9, 33, 120, 5)]
@@ -16,7 +17,7 @@ WIDTH = 2 * 2 * 8 * 8  # bytes of one token in one layer: keys and values, 2 hea
 
 
 @pytest.mark.parametrize("look_every", [1, 8, 100])
-@pytest.mark.parametrize(("room", "workspace"), [(64, 2**26), (8, 2**26), (16, 0), (16, WIDTH * 700)])
+@pytest.mark.parametrize(("room", "workspace"), mostly_slow([(64, 2**26), (8, 2**26), (16, 0), (16, WIDTH * 700)]))
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_tokens_are_those_of_transformers(
     monkeypatch: pytest.MonkeyPatch, family: str, room: int, workspace: int, look_every: int

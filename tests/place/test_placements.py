@@ -64,13 +64,14 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, rollout_host: RolloutHost)
     return directory, train(directory, small(3, LORA), rollout_host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "disaggregated, shared",
-        pytest.param("disaggregated, disk", marks=pytest.mark.slow),
-        pytest.param("disaggregated, collective", marks=pytest.mark.slow),
-        pytest.param("async, staleness 0", marks=pytest.mark.slow),
+        "disaggregated, disk",
+        "disaggregated, collective",
+        "async, staleness 0",
     ],
 )
 def test_a_lora_run_publishes_its_adapter_alone(

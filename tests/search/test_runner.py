@@ -24,6 +24,7 @@ from plaudit.search.record import read_results
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search, run_searches
 from plaudit.search.tree.tree import distinct_tokens
+from tests.rotation import mostly_slow
 from tests.search.single import run_search
 
 
@@ -51,7 +52,7 @@ def told(outcome: Outcome) -> list[tuple[Any, ...]]:
     return [(n.parent, n.tokens, n.state, pytest.approx(n.value, abs=1e-4), n.twin) for n in outcome.tree.nodes]
 
 
-@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("method", mostly_slow(get_args(Method), 2))
 def test_every_method_searches_and_batching_decides_nothing(method: str, engine: Engine, scorer: Scorer) -> None:
     asked = recipe(method)
     together = searched(asked, engine, scorer)

@@ -18,6 +18,7 @@ from plaudit.rl.replay import compare, replay
 from plaudit.rl.rollout_only import roll_out
 from plaudit.train.rollouts.dump import Dump, DumpEnded
 from plaudit.train.run.run import Run
+from tests.rotation import mostly_slow
 from tests.train.rl_world import Silent, made_up, recipe, weights
 
 STEPS = {"steps": 5, "eval_every": 2, "dump": True, "checkpoint": {"every": 2}}
@@ -139,7 +140,7 @@ def test_a_fresh_run_removes_the_old_dump(tmp_path: Path) -> None:
 # Training again
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_slow(RUNS))
 def test_a_replayed_run_is_equal_to_the_bit(tmp_path: Path, name: str) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     train(run, recipe(**RUNS[name]))
