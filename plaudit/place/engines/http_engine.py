@@ -78,7 +78,10 @@ class HttpEngine(ABC):
         self._life: str | None = None
         self._weights = threading.RLock()  # held while they change
         # The address is the recipe's: redirects are not followed, and proxies of the environment not used.
-        self._http = httpx.Client(base_url=self.url, follow_redirects=False, trust_env=False, timeout=CONTROL)
+        self._ssl = httpx.create_ssl_context(trust_env=False)  # once: it costs more than a short turn
+        self._http = httpx.Client(
+            base_url=self.url, follow_redirects=False, trust_env=False, timeout=CONTROL, verify=self._ssl
+        )
 
     # What a server must say
 
@@ -230,7 +233,7 @@ class HttpEngine(ABC):
         limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
         times = httpx.Timeout(None, connect=CONNECT)
         async with httpx.AsyncClient(
-            base_url=self.url, limits=limits, timeout=times, follow_redirects=False, trust_env=False
+            base_url=self.url, limits=limits, timeout=times, follow_redirects=False, trust_env=False, verify=self._ssl
         ) as http:
             requests = [self._ask(http, prompt, options) for prompt, options in zip(prompts, params, strict=True)]
             answers = asyncio.gather(*requests)

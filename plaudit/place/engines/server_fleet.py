@@ -96,8 +96,9 @@ class ServerFleet:
         return publication
 
     def mend(self) -> None:
-        """Bring back what was lost, with the weights of the last publication; only the thread that trains does it."""
-        lost = any(member.lost is not None for member in self.pool.members)
+        """Bring back what was lost, with the weights of the last publication; only the thread that trains does it.
+        While an engine is left, calls go there, and the others come back with the next publication."""
+        lost = any(member.lost is not None for member in self.pool.members) and not self._any_ready()
         if lost and threading.get_ident() == self._owner and self.version is not None:
             self._mends += 1
             if self._mends > MOST_MENDS:

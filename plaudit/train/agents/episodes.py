@@ -143,8 +143,12 @@ class Episodes:
         episodes = [
             self._begin(prompt, group, i, sampling.max_tokens) for group, prompt in enumerate(prompts) for i in range(n)
         ]
-        with new_driver(self.engine) as driver:
-            EpisodeBatch(self, driver, sampling, seed, first).play(episodes)
+        with new_driver(self.engine, together=self.table.lockstep) as driver:
+            batch = EpisodeBatch(self, driver, sampling, seed, first)
+            try:
+                batch.play(episodes)
+            finally:
+                batch.calls.close()
         return [episode.sample(self.tokenizer) for episode in episodes]
 
     def _begin(self, prompt: Prompt, group: int, index: int, most: int) -> Episode:

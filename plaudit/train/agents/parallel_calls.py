@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from typing import Any
 
 LOOK_SECONDS = 60.0  # how long to wait where no call has a time limit to keep
@@ -24,19 +25,21 @@ class Call:
     function: Callable[[], Any]
     done: Callable[[Any], None]
     until: float = 0.0
+    given_up: bool = False
 
 
 class ParallelCalls:
-    """One thread owns it, and learns by `post` of what has come back. Threads are daemons, one for each call: one that
-    never comes back keeps nobody from leaving, and another takes its place."""
+    """One thread owns it, and learns by `post` of what has come back. The threads that call are daemons: one that never
+    comes back keeps nobody from leaving, and another takes its place."""
 
     def __init__(self, threads: int, seconds: float, post: Callable[[Callable[[], None]], None]) -> None:
         self.threads = threads
         self.seconds = seconds
         self.post = post
         self._waiting: deque[Call] = deque()
-        self._running: dict[int, Call] = {}
-        self._numbers = count()
+        self._running: dict[Call, None] = {}
+        self._started: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._workers = 0  # threads that have not been given up
 
     @property
     def busy(self) -> bool:
@@ -50,29 +53,41 @@ class ParallelCalls:
     def left(self) -> float:
         """Seconds until the next one is late."""
         now = time.monotonic()
-        return max(0.0, min((call.until - now for call in self._running.values()), default=LOOK_SECONDS))
+        return max(0.0, min((call.until - now for call in self._running), default=LOOK_SECONDS))
 
     def expire(self) -> None:
         now = time.monotonic()
-        for number in [number for number, call in self._running.items() if call.until <= now]:
-            self._over(number, Overdue(f"no answer in {self.seconds:g} s"))
+        for call in [call for call in self._running if call.until <= now]:
+            call.given_up = True
+            self._workers -= 1
+            self._over(call, Overdue(f"no answer in {self.seconds:g} s"))
+
+    def close(self) -> None:
+        self._started.put(None)
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self.threads:
-            number, call = next(self._numbers), self._waiting.popleft()
+            call = self._waiting.popleft()
             call.until = time.monotonic() + self.seconds
-            self._running[number] = call
-            threading.Thread(target=self._run, args=(number, call), daemon=True, name="environment").start()
+            self._running[call] = None
+            self._started.put(call)
+            if self._workers < len(self._running):
+                self._workers += 1
+                threading.Thread(target=self._work, daemon=True, name="environment").start()
 
-    def _run(self, number: int, call: Call) -> None:
-        try:
-            result = call.function()
-        except BaseException as error:  # SystemExit too: nobody else would hear of it
-            result = error
-        self.post(lambda: self._over(number, result))
+    def _work(self) -> None:
+        while (call := self._started.get()) is not None:
+            try:
+                result = call.function()
+            except BaseException as error:  # SystemExit too: nobody else would hear of it
+                result = error
+            self.post(partial(self._over, call, result))
+            if call.given_up:
+                return
+        self._started.put(None)  # for the next one
 
-    def _over(self, number: int, result: Any) -> None:
-        call = self._running.pop(number, None)
-        if call is not None:  # else it was given up
+    def _over(self, call: Call, result: Any) -> None:
+        if call in self._running:  # else it was given up
+            del self._running[call]
             self._fill()
             call.done(result)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self, runtime_checkable
 
 from plaudit.core import Engine, SamplingParams
@@ -174,11 +175,16 @@ class CoreDriver(TurnDriver):
 
 class CallDriver(TurnDriver):
     """Engines of other processes: a turn is one call of `generate`, in a thread, and they batch what they have. A call
-    that nobody waits for any more ends by itself, at the latest with its `max_tokens`."""
+    that nobody waits for any more ends by itself, at the latest with its `max_tokens`.
 
-    def __init__(self, engine: Generator) -> None:
+    together   turns that begin together are one call, and end together: what is batched does not depend on time
+    """
+
+    def __init__(self, engine: Generator, together: bool = False) -> None:
         super().__init__()
         self.engine = engine
+        self.together = together
+        self._new: list[PendingTurn] = []
 
     def wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -187,16 +193,24 @@ class CallDriver(TurnDriver):
             if isinstance(self.engine, Mendable):
                 self.engine.mend()
 
-    def _begin(self, turn: PendingTurn) -> None:
-        threading.Thread(target=self._generate, args=(turn,), daemon=True, name="turn").start()
+    def advance(self) -> None:
+        super().advance()
+        new, self._new = self._new, []
+        for turns in [new] if self.together and new else [[turn] for turn in new]:
+            threading.Thread(target=self._generate, args=(turns,), daemon=True, name="turn").start()
 
-    def _generate(self, turn: PendingTurn) -> None:
-        result: Sample | Exception
+    def _begin(self, turn: PendingTurn) -> None:
+        self._new.append(turn)
+
+    def _generate(self, turns: list[PendingTurn]) -> None:
+        results: dict[PendingTurn, Sample | Exception]
         try:
-            (result,) = self.engine.generate([turn.context], [turn.params])
+            samples = self.engine.generate([turn.context for turn in turns], [turn.params for turn in turns])
+            results = dict(zip(turns, samples, strict=True))
         except Exception as error:
-            result = error
-        self.post(lambda: self._finish(turn, result))
+            results = dict.fromkeys(turns, error)
+        for turn, result in results.items():
+            self.post(partial(self._finish, turn, result))
 
     def _cancel(self, turn: PendingTurn) -> None:
         self._open.pop(turn, None)
@@ -204,5 +218,5 @@ class CallDriver(TurnDriver):
     def _clear(self) -> None: ...
 
 
-def new_driver(engine: Generator) -> TurnDriver:
-    return CoreDriver(engine) if isinstance(engine, Engine) else CallDriver(engine)
+def new_driver(engine: Generator, together: bool = False) -> TurnDriver:
+    return CoreDriver(engine) if isinstance(engine, Engine) else CallDriver(engine, together)
