@@ -7,6 +7,7 @@ nothing recomputed, everything recomputed, the optimizer on the host too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -201,6 +202,9 @@ class Search:
         """The first that fits of nothing recomputed, all recomputed, the optimizer offloaded, with its seconds."""
         thrift = self.thrift if self.training is None else ((layout.recompute, layout.park, layout.offload_optimizer),)
         nearest: tuple[Shortage, Plan] | None = None
+        kin = [name for name in self.placements if KIN.get(name, name) == placement]
+        # Only what comes nearer than all before is reported where nothing fits.
+        bound = max((self._nearest[name].factor if name in self._nearest else math.inf for name in kin), default=0.0)
         if self.ours:  # what our trainer lacks for the first, it lacks for all: thrift only asks for more
             recompute, park, offload = thrift[0]
             cut = replace(layout, recompute=recompute, park=park, offload_optimizer=offload)
@@ -220,17 +224,19 @@ class Search:
                 return None
             parts = Parts(self.workload, plan, self.constants)
             chip = trainers.accelerator
-            needs = [Shortage("training, per device", parts.training_memory(0.0).value, chip.memory),
-                     Shortage("scoring, per device", parts.scoring_memory(0.0).value, chip.memory),
+            training = Shortage("training, per device", parts.training_memory(0.0).value, chip.memory)
+            if training.factor > 1 and training.factor >= bound:
+                continue
+            needs = [training, Shortage("scoring, per device", parts.scoring_memory(0.0).value, chip.memory),
                      Shortage("host memory, per node", parts.host().value, trainers.host_memory)]  # fmt: skip
             worst = max(needs, key=lambda need: need.factor)
             if worst.factor <= 1:
                 seconds = sum(term.value for term in (*parts.scores(), *parts.learning()))
                 return seconds, cut
-            if nearest is None or worst.factor < nearest[0].factor:
-                nearest = worst, plan
-        for name in self.placements if nearest else ():
-            if nearest and KIN.get(name, name) == placement:
+            if worst.factor < bound:
+                nearest, bound = (worst, plan), worst.factor
+        if nearest:
+            for name in kin:
                 self._reject(name, nearest[1], nearest[0])
         return None
 

@@ -80,14 +80,14 @@ class Parts:
             workload.kv_dtype,
             constants,
         )
-        self.trainer = replace(self._trainer(workload.model), trained_share=workload.trained_share)
+        self.trainer = self._trainer(workload.model, trained_share=workload.trained_share)
         self.critic = self._trainer(workload.value_model) if workload.value_model else None
         self.reward = self._trainer(workload.reward, whole=plan.training.plain) if workload.reward else None
         self.one_module = plan.one_module(workload.dtype, workload.engine_dtype)
         # A sequence's room grows with it: on average half of the response is there.
         self.grown = workload.prompt + workload.response
 
-    def _trainer(self, model: ModelShape, whole: bool = False) -> Trainer:
+    def _trainer(self, model: ModelShape, whole: bool = False, trained_share: float = 1.0) -> Trainer:
         """`whole`: not cut. In Plaudit's trainer every rank has the reward model."""
         layout = self.plan.training
         if whole:
@@ -101,7 +101,8 @@ class Parts:
             layout = replace(layout, pp=1, tp=1, dp=layout.devices // layout.cp)
         updates = self.workload.updates / self.workload.epochs
         most = math.ceil(self.workload.batch / updates / layout.dp) * self.workload.trained_length
-        return Trainer(model, self.plan.cluster, layout, self.workload.dtype, self.constants, 1 / share, most)
+        cluster, dtype = self.plan.cluster, self.workload.dtype
+        return Trainer(model, cluster, layout, dtype, self.constants, 1 / share, most, trained_share)
 
     # Memory
 
@@ -114,7 +115,7 @@ class Parts:
                 Term("adapters", beside, "B", "bytes of a weight · rank · (inputs + outputs) of adapted layers")
             )
         terms += [] if trainer.layout.offload_optimizer else [memory.optimizer(trainer)]
-        return [replace(term, name=f"{name}{term.name}") for term in terms]
+        return [replace(term, name=f"{name}{term.name}") for term in terms] if name else terms
 
     def _forward_only(self, parked: bool = False) -> list[Term]:
         """Models that are only read: those on the device, or those that wait on the host."""
