@@ -10,6 +10,7 @@ from plaudit.config.reward import OutcomeTable
 from plaudit.config.search import load_search, parse_search
 from plaudit.config.serve import read_serve
 from plaudit.config.shipped.catalog import RECIPES as RECIPES_DIR
+from plaudit.config.shipped.template import new_recipe
 from plaudit.errors import ConfigError
 
 TASKS = {path: tomllib.loads(path.read_text()).get("task") for path in sorted(RECIPES_DIR.glob("*.toml"))}
@@ -87,6 +88,8 @@ def test_set_overrides_one_key(override: str, key: object, value: object) -> Non
         (["data.path=x.jsonl"], "give either data.world"),
         (["train.steps"], "--set 'train.steps' is not of the form table.key=value"),
         (["train.steps.x=1"], "train.steps is a value, not a table"),
+        (['model.path="a\\d"'], "is not valid TOML (Unescaped"),
+        (["model.path='a"], "leave the quotes out, or double backslashes"),
     ],
 )
 def test_refusals_name_the_key_the_value_and_the_cure(overrides: list[str], message: str) -> None:
@@ -94,6 +97,18 @@ def test_refusals_name_the_key_the_value_and_the_cure(overrides: list[str], mess
         load_recipe(SFT, overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("task", ["sft", "preference", "reward", "prm", "rl"])
+def test_a_recipe_for_data_of_ones_own_says_nothing_of_worlds(task: str) -> None:
+    tree = tomllib.loads(new_recipe(task, "sums-policy", "mine.jsonl"))
+    recipe = parse_recipe(tree, "init")
+    data = tomllib.loads(to_toml(recipe))["data"]
+    assert not {"sums", "problems", "gym_options", "sources"} & data.keys()
+    # What somebody has set is never left out.
+    changed = parse_recipe({**tree, "data": {**tree["data"], "sums": {"digits": 2}}}, "init")
+    assert parse_recipe(tomllib.loads(to_toml(changed)), "again") == changed
+    assert parse_recipe(tomllib.loads(to_toml(recipe)), "again") == recipe
 
 
 def test_missing_key_file_and_syntax(tmp_path: Path) -> None:

@@ -29,3 +29,6 @@ class AskingTable(Table):
         if self.shots and not self.chat:
             raise ValueError("shots are turns of a chat: set data.chat = true, or leave them out")
         return self
+
+    def without_meaning(self) -> set[str]:
+        return {"gym_options"} if self.gym is None else set()

@@ -66,6 +66,10 @@ class RlDataTable(AskingTable):
             raise ValueError(f"data.keep = [{self.keep[0]:g}, {self.keep[1]:g}] must be [lowest, highest]")
         return self
 
+    def without_meaning(self) -> set[str]:
+        world = set() if self.world is not None else {"sums"}
+        return {*super().without_meaning(), "sources", *world}
+
     def parts(self) -> list[RlDataTable]:
         return list(self.sources.values()) or [self]
 

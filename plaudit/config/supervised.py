@@ -113,6 +113,9 @@ class DataTable(Table):
             raise ValueError('give either data.world (such as "sums") or data.path, and not both')
         return self
 
+    def without_meaning(self) -> set[str]:
+        return {"sums"} if self.world is None else set()
+
 
 class PreferenceData(DataTable):
     problems: PositiveInt = 1000
@@ -121,6 +124,9 @@ class PreferenceData(DataTable):
     """Of a world: responses to each problem, drawn from the policy at temperature 1. Right ones over wrong ones."""
     pairs: PositiveInt = 4
     """Of a world: most pairs of one problem."""
+
+    def without_meaning(self) -> set[str]:
+        return {"sums", "problems", "samples", "pairs"} if self.world is None else set()
 
 
 class CheckpointTable(Table):

@@ -35,6 +35,11 @@ class Table(BaseModel):
             name for name, field in type(self).model_fields.items() if field.default not in (None, PydanticUndefined)
         }
 
+    def without_meaning(self) -> set[str]:
+        """The keys that say nothing beside the others, such as those of a world where the data is a file. They are not
+        written where they have their defaults."""
+        return set()
+
 
 def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
     try:
@@ -72,8 +77,12 @@ def apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r} is not of the form table.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError as error:
         value = text.strip()
+        if value[:1] in ('"', "'"):  # meant as TOML: the quotes would become part of the text
+            raise ConfigError(
+                f"--set {override!r}: {value} is not valid TOML ({error}); leave the quotes out, or double backslashes"
+            ) from None
     put(tree, key.strip(), value, f"--set {override!r}")
 
 
@@ -151,9 +160,11 @@ def to_toml(table: BaseModel | Mapping[str, Any]) -> str:
 
 def _written(table: BaseModel) -> dict[str, Any]:
     tree = table.model_dump(exclude_none=True)
-    for name in type(table).model_fields:
+    for name, field in type(table).model_fields.items():
         value = getattr(table, name)
-        if isinstance(value, BaseModel):
+        if isinstance(table, Table) and name in table.without_meaning() and value == field.get_default():
+            tree.pop(name, None)
+        elif isinstance(value, BaseModel):
             tree[name] = _written(value)
         elif value is None and isinstance(table, Table) and name in table.filled_in():
             tree[name] = "none"
