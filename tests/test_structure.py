@@ -229,7 +229,7 @@ def test_a_class_name_means_one_thing_in_a_package() -> None:
 
 
 def test_every_module_has_a_caller_in_the_product() -> None:
-    """A caller imports it, or names it: as a process to start, or for another program to import."""
+    """A caller imports it, or names it: as a process to start, for another program to import, or in a recipe."""
     imported = {each.imported for each in imports() if each.importer != each.imported}
     strings = " ".join(
         node.value
@@ -237,6 +237,7 @@ def test_every_module_has_a_caller_in_the_product() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
+    strings += " ".join(path.read_text() for path in (PACKAGE / "recipes").glob("*.toml"))
     entry = {"plaudit", "plaudit.__main__", "plaudit.cli"}
     unused = [
         name

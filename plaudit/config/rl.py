@@ -96,6 +96,23 @@ class EnvironmentTable(Table):
     """What the class is made with."""
 
 
+class AgentTable(Table):
+    """A program that plays every response itself, against an OpenAI endpoint of the policy."""
+
+    function: str
+    """file.py:function or package.module:function, of (prompt, base_url, api_key); a coroutine function will do."""
+    concurrency: PositiveInt = 64
+    """Episodes that are played at the same time."""
+    timeout: Positive = 300.0
+    """Seconds for one episode; one that takes longer fails."""
+    conversations: PositiveInt = 1
+    """That one episode may have, each a sample; a request that would begin another one is refused."""
+    ignore_sampling: bool = False
+    """Requests that ask for another temperature, seed or the like are answered with [sampling], and not refused."""
+    options: Mapping[str, Any] = {}
+    """Further arguments of the function, by name."""
+
+
 class CriticTable(Table):
     path: str | None = None
     """A model directory whose trunk it starts from. Default: the policy's."""
@@ -200,6 +217,7 @@ class RlRecipe(BaseRecipe):
     train: RlTrainTable
     sampling: SamplingTable = SamplingTable()
     environment: EnvironmentTable | None = None
+    agent: AgentTable | None = None
     placement: PlacementTable = PlacementTable()
     engine: EngineTable = EngineTable()
     resources: ResourcesTable = ResourcesTable()
@@ -300,6 +318,7 @@ class RlRecipe(BaseRecipe):
                 )
         self._can_be_taught()
         self._can_be_placed()
+        self._can_be_played()
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.needs_critic:
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self
@@ -318,6 +337,16 @@ class RlRecipe(BaseRecipe):
                     f"algorithm.teachers.{name}.url is asked by one rank, and resources name {self.resources.ranks}: "
                     "give the teacher's path, and it is shared out as the policy is"
                 )
+
+    def _can_be_played(self) -> None:
+        if self.agent is None:
+            return
+        if self.environment is not None:
+            raise ValueError("[agent] plays whole responses, and [environment] answers between turns: leave one out")
+        if self.resources.ranks > 1:
+            raise ValueError(
+                f"[agent] plays on one rank, and resources name {self.resources.ranks}: leave one of them out"
+            )
 
     def scored_here(self) -> list[RewardTable | Mapping[str, Any]]:
         """The rewards of this process: those that are learned from, and the truth."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from plaudit.core import Engine
 from plaudit.place.placement import PlacementContext
+from plaudit.train.agents.agent_player import AgentPlayer
 from plaudit.train.agents.episodes import new_player
 from plaudit.train.rollouts.rollouts import Rollouts, RolloutSource
 from plaudit.train.rollouts.sharing import SharedPlayer
@@ -21,7 +22,7 @@ class Colocated:
         )  # fmt: skip
         self.learner = trainee.learner
         tokenizer, positions = trainee.loaded.tokenizer, trainee.decoder.max_positions
-        player = new_player(recipe, self.engine, tokenizer, positions, stage.clock)
+        self.player = player = new_player(recipe, self.engine, tokenizer, positions, stage.clock)
         if ranks.everyone.size > 1:
             player = SharedPlayer(player, ranks.everyone)
         self.rollouts: RolloutSource = Rollouts(recipe, player, stage.prompts, stage.scorer, stage.clock)
@@ -35,4 +36,6 @@ class Colocated:
 
     def load(self, directory: Path) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if isinstance(self.player, AgentPlayer):
+            self.player.close()

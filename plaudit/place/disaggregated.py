@@ -26,6 +26,7 @@ from plaudit.place.workers import frames
 from plaudit.place.workers.fleet import Fleet
 from plaudit.place.workers.remote_engine import RemoteEngine
 from plaudit.place.workers.split_fleet import SplitFleet
+from plaudit.train.agents.agent_player import AgentPlayer
 from plaudit.train.agents.episodes import new_player
 from plaudit.train.rollouts.rollouts import Player, Rollouts, RolloutSource
 from plaudit.train.rollouts.sharing import MainPlayer
@@ -33,6 +34,7 @@ from plaudit.train.rollouts.sharing import MainPlayer
 
 class Disaggregated:
     paused = False
+    player: Player | None = None
 
     def __init__(self, stage: PlacementContext) -> None:
         self.stage = stage
@@ -66,7 +68,8 @@ class Disaggregated:
     def _player(self) -> Player:
         stage, trainee = self.stage, self.stage.trainee
         tokenizer, positions = trainee.loaded.tokenizer, trainee.decoder.max_positions
-        return new_player(stage.recipe, self.engine, tokenizer, positions, stage.clock)
+        self.player = new_player(stage.recipe, self.engine, tokenizer, positions, stage.clock)
+        return self.player
 
     def publish(self, version: int) -> dict[str, float]:
         metrics = self.stage.trainee.make_whole()
@@ -89,6 +92,8 @@ class Disaggregated:
 
     def close(self) -> None:
         self.engine.close()
+        if isinstance(self.player, AgentPlayer):
+            self.player.close()
 
 
 def new_fleet(stage: PlacementContext, channel: Channel, keep: Literal["recompute", "continue"]) -> Fleet:

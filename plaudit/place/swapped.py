@@ -28,6 +28,7 @@ class Swapped(Colocated):
         stage.clock.watchers.append(self.residency)
 
     def close(self) -> None:
+        super().close()
         self.residency.close()
 
 

@@ -28,25 +28,34 @@ class Environment(Protocol):
 
 def load_environment(table: EnvironmentTable) -> Callable[[], Environment]:
     """Makes environments. What cannot be made is told now, not in the middle of a rollout."""
-    home, colon, name = BUILT_IN.get(table.name, table.name).rpartition(":")
-    if not (home and colon and name):
+    path = BUILT_IN.get(table.name, table.name)
+    if ":" not in path:
         raise ConfigError(
             f"environment.name = {table.name!r} is neither built in ({nearest(table.name, BUILT_IN)}) nor of the form "
             "file.py:Class or package.module:Class"
         )
-    try:
-        factory = getattr(_module(home), name)
-    except Exception as error:  # a user's file may raise whatever it likes
-        raise ConfigError(f"environment.name = {table.name!r} cannot be loaded: {_summary(error)}") from error
+    factory = load_named(path, "environment.name", "file.py:Class or package.module:Class")
     options = dict(table.options)
     try:
         first = factory(**options)
     except Exception as error:
+        name = path.rpartition(":")[2]
         raise ConfigError(f"environment.options: {name}(**{options}) fails: {_summary(error)}") from error
     for method in ("reset", "step"):
         if not callable(getattr(first, method, None)):
             raise ConfigError(f"environment.name = {table.name!r} has no method {method!r}; see docs/environments.md")
     return lambda: factory(**options)
+
+
+def load_named(path: str, key: str, form: str) -> Any:
+    """What a recipe names by its file or module. `form` is what the recipe's `key` should look like."""
+    home, _, name = path.rpartition(":")
+    if not (home and name):
+        raise ConfigError(f"{key} = {path!r} is not of the form {form}")
+    try:
+        return getattr(_module(home), name)
+    except Exception as error:  # a user's file may raise whatever it likes
+        raise ConfigError(f"{key} = {path!r} cannot be loaded: {_summary(error)}") from error
 
 
 def _module(home: str) -> Any:

@@ -18,6 +18,7 @@ from plaudit.config import RlRecipe
 from plaudit.config.rl import EnvironmentTable, SamplingTable
 from plaudit.errors import PlauditError, one_line
 from plaudit.records import FinishReason, ItemError, Prompt, Sample, Turn
+from plaudit.train.agents.agent_player import AgentPlayer
 from plaudit.train.agents.environment import Environment, load_environment
 from plaudit.train.agents.observation import ObservationEncoder
 from plaudit.train.agents.parallel_calls import Overdue, ParallelCalls
@@ -31,6 +32,8 @@ REASONS: dict[End, FinishReason] = {"done": "stop", "tokens": "length", "turns":
 
 def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: int, clock: Clock) -> Player:
     """`tokenizer` and `positions` are the policy's, wherever the engine runs it."""
+    if recipe.agent is not None:
+        return AgentPlayer(engine, tokenizer, positions, recipe.sampling, recipe.agent, recipe.seed, clock)
     if recipe.environment is None:
         return SingleTurn(engine, recipe.sampling, recipe.seed)
     return Episodes(engine, tokenizer, positions, recipe.sampling, recipe.environment, recipe.seed, clock=clock)

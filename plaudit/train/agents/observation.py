@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plaudit.errors import ConfigError
-from plaudit.models import encode, render_chat
+from plaudit.models import encode, render_chats
 
 ASKED, SAID = "a", "b"  # stand for a conversation so far: what follows a turn does not depend on it
 
@@ -21,12 +22,17 @@ class ObservationEncoder:
         """`last` is the policy's last token: an end-of-turn token that it wrote itself is not written again."""
         if not chat:
             return tuple(encode(self.tokenizer, observation))
-        before: list[dict[str, Any]] = [{"role": "user", "content": ASKED}]
-        head = render_chat(self.tokenizer, before, add_generation_prompt=True) + encode(self.tokenizer, SAID)
-        reply = {"role": "assistant", "content": SAID}
-        whole = render_chat(
-            self.tokenizer, [*before, reply, {"role": "user", "content": observation}], add_generation_prompt=True
-        )
+        return self.messages([{"role": "user", "content": observation}], last=last)
+
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], *, last: int, variables: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """All that stands between the policy's turn and its next one, where these messages come in between.
+        `variables` are what the template looks at beside messages."""
+        before: list[Mapping[str, Any]] = [{"role": "user", "content": ASKED}]
+        after = [*before, {"role": "assistant", "content": SAID}, *messages]
+        head, whole = render_chats(self.tokenizer, [before, after], add_generation_prompt=True, variables=variables)
+        head += encode(self.tokenizer, SAID)
         if whole[: len(head)] != head:
             raise ConfigError(
                 "the model's chat template writes a finished turn otherwise than one that is being written, so that a "

@@ -44,8 +44,10 @@ class Scorer:
         return scored
 
     def ask(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[Sample]:
-        """`prompts[i]` is what `samples[i]` answers. Samples that did not finish are not asked about."""
-        finished = [i for i, sample in enumerate(samples) if sample.finish_reason in ("stop", "length")]
+        """`prompts[i]` is what `samples[i]` answers. Samples that did not finish are not asked about, nor those that
+        came with a reward: an agent's."""
+        ended = ("stop", "length")
+        finished = [i for i, s in enumerate(samples) if s.finish_reason in ended and s.reward is None]
         groups = [0, *accumulate(int(a is not b) for a, b in pairwise(prompts))]
         results = self.source.score([_item(prompts[i], samples[i], groups[i]) for i in finished])
         scored = list(samples)

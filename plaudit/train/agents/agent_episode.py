@@ -1,0 +1,199 @@
+"""What an agent and the policy say to each other in one episode, and which request continues which conversation.
+
+Everything here runs on the endpoint's event loop, except what is said to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from plaudit.errors import PlauditError
+from plaudit.models import render_chat
+from plaudit.records import ItemError, Prompt, Sample
+from plaudit.serve.http.message import HttpError
+from plaudit.serve.protocols.vllm.wire import FieldError
+from plaudit.train.agents.observation import ObservationEncoder
+from plaudit.train.agents.transcript import Transcript
+from plaudit.train.agents.turn_driver import PendingTurn
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """What a request asks for.
+
+    variables  what the chat template looks at beside messages: tools
+    ending     all that decides where the answer ends, or what form it has
+    """
+
+    messages: tuple[Message, ...]
+    variables: Mapping[str, Any]
+    ending: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], variables: Mapping[str, Any], ending: Sequence[Any]) -> ChatTurn:
+        """Clients send back fields that say nothing: they are left out."""
+        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        return cls(tuple(said), variables, tuple(ending))
+
+    def continues(self, other: ChatTurn, answer: str) -> bool:
+        """Whether it begins with the other's messages and the answer to them. Space around an answer does not count:
+        some clients strip it, and the policy goes on from its own tokens anyway."""
+        size = len(other.messages)
+        if len(self.messages) <= size or self.messages[:size] != other.messages or self.variables != other.variables:
+            return False
+        reply = self.messages[size]
+        return reply.get("role") == "assistant" and _text(reply).strip() == answer.strip() and not _calls(reply)
+
+
+@dataclass(eq=False)
+class AgentTurn:
+    """A request and its answer, however many times it is sent.
+
+    context  what the policy reads; known before the answer
+    answer   the sample, or an HttpError
+    clients  requests that wait for it: without one it is given up
+    """
+
+    ask: ChatTurn
+    transcript: Transcript
+    before: AgentTurn | None
+    answer: asyncio.Future[Sample]
+    number: int
+    context: list[int] = field(default_factory=list)
+    read: tuple[int, ...] = ()
+    clients: int = 0
+    work: asyncio.Task[None] | None = None
+    pending: PendingTurn | None = None
+    end: int = 0  # of its answer, in the transcript's tokens
+
+    @property
+    def text(self) -> str:
+        return self.answer.result().text
+
+
+class AgentEpisode:
+    """One call of the agent. Its requests come with `key`."""
+
+    def __init__(self, prompt: Prompt, group: int, index: int, key: str, conversations: int) -> None:
+        self.prompt = prompt
+        self.group = group
+        self.index = index
+        self.key = key
+        self.most = conversations
+        self.transcripts: list[Transcript] = []
+        self.turns: list[AgentTurn] = []  # answered or under way
+        self.over = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}-{self.index}"
+
+    # A request
+
+    def claim(self, ask: ChatTurn) -> AgentTurn:
+        """The turn that answers it: the same for a request that is sent again, a new one for others."""
+        for turn in self.turns:
+            if turn.ask == ask:
+                return turn
+        before = self._before(ask)
+        if before is not None and self._last(before.transcript) is before:
+            transcript = before.transcript
+        else:  # a branch, or another conversation: what it shares with one is read, and learned from there
+            if len(self.transcripts) >= self.most:
+                raise self._refused(ask)
+            transcript = Transcript()
+            self.transcripts.append(transcript)
+        number = 1 + max((t.number for t in self.turns if t.transcript is transcript), default=-1)
+        answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        turn = AgentTurn(ask, transcript, before, answer, number)
+        self.turns.append(turn)
+        return turn
+
+    def tokenise(self, turn: AgentTurn, encoder: ObservationEncoder, positions: int, budget: int) -> None:
+        """In any thread: what the policy reads for this turn. Only messages that it has not read are tokenised."""
+        ask, before = turn.ask, turn.before
+        try:
+            if before is None:
+                new = render_chat(encoder.tokenizer, ask.messages, True, variables=ask.variables)
+            else:
+                messages = ask.messages[len(before.ask.messages) + 1 :]
+                last = before.transcript.tokens[before.end - 1]
+                new = list(encoder.messages(messages, last=last, variables=ask.variables))
+        except (PlauditError, RecursionError) as error:
+            raise FieldError(str(error) or "a message is nested too deeply", "messages", "bad_messages") from None
+        transcript = turn.transcript
+        if before is not None and transcript is before.transcript:
+            turn.read = tuple(new)
+        else:
+            shared = [] if before is None else [*before.transcript.prompt_ids, *before.transcript.tokens[: before.end]]
+            transcript.prompt_ids = (*shared, *new)
+            transcript.budget = min(budget, positions - len(transcript.prompt_ids))
+        turn.context = [*transcript.context, *turn.read]
+        if transcript.left <= len(turn.read):
+            raise FieldError(
+                f"This model's maximum context length is reached: the conversation may have {transcript.budget} tokens "
+                f"after its first {len(transcript.prompt_ids)} (sampling.max_tokens = {budget}, and the model has "
+                f"{positions} positions), and {len(transcript.tokens) + len(turn.read)} are used", "messages",
+                "too_long",
+            )  # fmt: skip
+
+    def left(self, turn: AgentTurn) -> int:
+        return turn.transcript.left - len(turn.read)
+
+    def complete(self, turn: AgentTurn, sample: Sample) -> None:
+        if turn not in self.turns or turn.answer.done():
+            return  # nobody waited for it any more
+        if sample.finish_reason in ("abort", "error"):
+            error = sample.error or ItemError("aborted", "the engine gave it up")
+            self.drop(turn, HttpError(500, error.type, error.message))
+            return
+        turn.transcript.add(turn.read, sample)
+        turn.end = len(turn.transcript.tokens)
+        turn.answer.set_result(sample)
+
+    def drop(self, turn: AgentTurn, why: HttpError) -> None:
+        """Nothing came of it: as if it had never been asked."""
+        self.turns.remove(turn)
+        if turn.work is not None:
+            turn.work.cancel()
+        if not turn.transcript.turns:
+            self.transcripts.remove(turn.transcript)
+        if not turn.answer.done():
+            turn.answer.set_exception(why)
+            turn.answer.exception()  # known, also where nobody waits
+
+    # Inside
+
+    def _before(self, ask: ChatTurn) -> AgentTurn | None:
+        """The turn that it continues: of several the longest."""
+        known = [turn for turn in self.turns if turn.answer.done() and ask.continues(turn.ask, turn.text)]
+        return max(known, key=lambda turn: len(turn.ask.messages), default=None)
+
+    def _last(self, transcript: Transcript) -> AgentTurn:
+        """The turn after which it goes on, or that is under way."""
+        return max((turn for turn in self.turns if turn.transcript is transcript), key=lambda turn: turn.number)
+
+    def _refused(self, ask: ChatTurn) -> FieldError:
+        open_ones = [turn for turn in self.turns if not turn.answer.done()]
+        why = "while an answer is under way" if open_ones else "which does not continue what was said"
+        return FieldError(
+            f"a request {why} would begin conversation {len(self.transcripts) + 1} of this episode, and "
+            f"agent.conversations = {self.most}: send all earlier messages as they were, with the answers and the same "
+            "tools, or raise agent.conversations",
+            "messages", "another_conversation",
+        )  # fmt: skip
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+def _calls(message: Message) -> bool:
+    return bool(message.get("tool_calls") or message.get("function_call"))

@@ -1,0 +1,57 @@
+"""A conversation with the policy as it grows, token for token: what the policy read and what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from plaudit.records import FinishReason, Sample
+
+
+@dataclass(eq=False)
+class Transcript:
+    """`prompt_ids` are read and not learned from; `budget` is how many tokens may follow them, messages included."""
+
+    prompt_ids: tuple[int, ...] = ()
+    budget: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    behaviour: list[float] = field(default_factory=list)
+    reshaped: bool = False  # whether a turn was drawn from another distribution than the tempered softmax
+    versions: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    turns: int = 0
+    finish: FinishReason = "stop"
+
+    @property
+    def context(self) -> list[int]:
+        return [*self.prompt_ids, *self.tokens]
+
+    @property
+    def left(self) -> int:
+        return self.budget - len(self.tokens)
+
+    def add(self, read: Sequence[int], wrote: Sample) -> None:
+        """A turn: what stands between the policy's last token and this turn, and what it wrote then."""
+        for numbers in (self.logprobs, self.raw_logprobs, self.behaviour):
+            numbers += [0.0] * len(read)
+        self.tokens += [*read, *wrote.token_ids]
+        self.logprobs += wrote.logprobs
+        self.raw_logprobs += wrote.raw_logprobs
+        self.behaviour += wrote.behaviour
+        self.reshaped = self.reshaped or wrote.tempered_logprobs is not None
+        self.versions += [*(wrote.versions[:1] * len(read)), *wrote.versions]
+        self.mask += [*([0] * len(read)), *wrote.mask]
+        self.turns += 1
+        self.finish = wrote.finish_reason
+
+    def sample(self, tokenizer: Any, group: int, index: int) -> Sample:
+        return Sample(
+            prompt_ids=self.prompt_ids, token_ids=tuple(self.tokens),
+            text=tokenizer.decode(self.tokens, skip_special_tokens=True), logprobs=tuple(self.logprobs),
+            raw_logprobs=tuple(self.raw_logprobs), versions=tuple(self.versions), mask=tuple(self.mask),
+            finish_reason=self.finish, group=group, index=index, extra={"turns": self.turns},
+            tempered_logprobs=tuple(self.behaviour) if self.reshaped else None,
+        )  # fmt: skip

@@ -1,0 +1,587 @@
+"""Agents that play against an OpenAI endpoint of the policy: what is learned is what was sampled, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from plaudit.config import RlRecipe, load_recipe
+from plaudit.config.rl import AgentTable, SamplingTable
+from plaudit.core import Engine
+from plaudit.core.sequence import Update
+from plaudit.errors import ConfigError
+from plaudit.models import load_policy, render_chat
+from plaudit.records import Batch, ItemError, Prompt, Sample
+from plaudit.train.agents.agent_player import AgentPlayer, load_agent
+from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.policy.advantages import usable
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.rollouts.scorer import Scorer
+from plaudit.train.run.clock import Clock
+from plaudit.worlds import sums_agent
+from tests.models.builders import byte_tokenizer, causal
+from tests.train.rl_world import recipe
+
+SECONDS = 60.0
+LOADED = load_policy("sums-policy", "float32", "cpu")
+TOKENIZER = LOADED.tokenizer
+SAMPLING = SamplingTable(max_tokens=64)
+TABLE = AgentTable(function="plaudit.worlds.sums_agent:play", timeout=SECONDS)
+Message = dict[str, Any]
+
+
+def prompt(text: str) -> Prompt:
+    messages: list[Message] = [{"role": "user", "content": text}]
+    truth = str(sum(map(int, text[:-1].split("+"))))
+    return Prompt(text, tuple(render_chat(TOKENIZER, messages, True)), truth, {"messages": tuple(messages)})
+
+
+PROMPTS = [prompt(text) for text in ("7+8+4=", "1+2+3+4=", "9+9+9=", "5+6=")]
+
+
+class Watched(Engine):
+    """Keeps what it has sampled, and can be held before a step."""
+
+    def __init__(self, module: Any = None, tokenizer: Any = None) -> None:
+        super().__init__(module or LOADED.module, tokenizer or TOKENIZER)
+        self.sampled: list[Sample] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def step(self) -> list[Update]:
+        assert self.gate.wait(SECONDS)
+        updates = super().step()
+        self.sampled += [update.sample for update in updates if update.sample is not None]
+        return updates
+
+
+class Client:
+    """What an SDK does, and what it does when things go wrong."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.url, self.key = url, key
+        # One connection for each request, and no certificates, which take their time to load.
+        self.options: dict[str, Any] = {
+            "headers": {"authorization": f"Bearer {key}"}, "timeout": SECONDS, "verify": False
+        }  # fmt: skip
+
+    def post(self, messages: Sequence[Message], **fields: Any) -> httpx.Response:
+        body = {"model": "any", "messages": messages, **fields}
+        return httpx.post(f"{self.url}/chat/completions", json=body, **self.options)
+
+    def say(self, messages: Sequence[Message], **fields: Any) -> Message:
+        reply = self.post(messages, **fields)
+        assert reply.status_code == 200, reply.text
+        message: Message = reply.json()["choices"][0]["message"]
+        return message
+
+    def stream(self, messages: Sequence[Message], **fields: Any) -> str:
+        body = {"model": "any", "messages": messages, "stream": True, **fields}
+        with httpx.stream("POST", f"{self.url}/chat/completions", json=body, **self.options) as reply:
+            assert reply.status_code == 200, reply.read()
+            lines = [line for line in reply.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+    def abandon(self, messages: Sequence[Message], seconds: float = 0.0, **fields: Any) -> None:
+        """Send a request and hang up."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        body = json.dumps({"model": "any", "messages": messages, **fields}).encode()
+        head = (
+            f"POST {parts.path}/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {self.key}"
+            f"\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        with closing(socket.create_connection((parts.hostname, parts.port or 0), SECONDS)) as connection:
+            connection.sendall(head.encode() + body)
+            time.sleep(seconds)
+
+
+@contextmanager
+def player(
+    agent: Any, *, engine: Engine | None = None, sampling: SamplingTable = SAMPLING, **keys: Any
+) -> Iterator[AgentPlayer]:
+    table = TABLE.model_copy(update=keys)
+    engine = engine or Watched()
+    made = AgentPlayer(
+        engine, engine.tokenizer, engine.decoder.max_positions, sampling, table, 1, agent=agent
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def play(agent: Any, prompts: Sequence[Prompt] = PROMPTS[:1], n: int = 1, **keys: Any) -> list[Sample]:
+    with player(agent, **keys) as made:
+        return made.play(prompts, n, "s")
+
+
+def turns_of(sample: Sample) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
+    """Of each turn what was read before it, its tokens and their log-probs."""
+    turns, at = [], 0
+    while at < len(sample.mask):
+        end = at
+        while end < len(sample.mask) and sample.mask[end] == sample.mask[at]:
+            end += 1
+        if sample.mask[at]:
+            turns.append((sample.prompt_ids + sample.token_ids[:at], sample.token_ids[at:end], sample.logprobs[at:end]))
+        at = end
+    return turns
+
+
+def check_learned_is_sampled(samples: Sequence[Sample], engine: Watched, *, given_up: bool = False) -> None:
+    """Every turn that the engine finished is in one sample, once, with the tokens that it read; and nothing else is.
+    `given_up`: but for turns that were finished when their clients had just gone."""
+    learned = Counter(turn for sample in samples for turn in turns_of(sample))
+    sampled = Counter((s.prompt_ids, s.token_ids, s.logprobs) for s in engine.sampled if s.finish_reason != "abort")
+    assert learned <= sampled if given_up else learned == sampled
+
+
+# What a sample holds
+
+
+def test_tokens_learned_are_the_tokens_sampled_one_by_one() -> None:
+    engine = Watched()
+    samples = play(sums_agent.play, PROMPTS, 4, engine=engine)
+    assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(4) for i in range(4)]
+    check_learned_is_sampled(samples, engine)
+    assert len(engine.sampled) > 2 * len(samples), "several turns each"
+    for sample in samples:
+        assert (sample.error, sample.finish_reason) == (None, "stop")
+        assert sample.reward == float(sample.text.endswith(f"#{PROMPTS[sample.group].truth}"))
+        assert sample.prompt_ids == PROMPTS[sample.group].token_ids
+        assert sample.extra["turns"] == len(turns_of(sample))
+        (whole,) = Engine(LOADED.module, TOKENIZER).logprobs([[*sample.prompt_ids, *sample.token_ids]])
+        found = whole[len(sample.prompt_ids) - 1 :].tolist()
+        expected = [value if own else 0.0 for value, own in zip(found, sample.mask, strict=True)]
+        assert sample.raw_logprobs == pytest.approx(expected, abs=1e-4)
+    again = play(sums_agent.play, PROMPTS, 4)
+    assert [s.token_ids for s in again] == [s.token_ids for s in samples], "seeds belong to a sample and its turn"
+
+
+def test_an_update_learns_from_an_agents_turns() -> None:
+    loaded = load_policy("sums-policy", "float32", "cpu")
+    engine = Engine(loaded.module, loaded.tokenizer)
+    samples = play(sums_agent.play, PROMPTS, 4, engine=engine)
+    told = recipe(sampling={"max_tokens": 64})
+    policy = Policy(engine.decoder, told.algorithm, temperature=1.0, max_tokens=64, micro_batch_tokens=4096)
+    learner = RlLearner(told, policy, Optimizer(loaded.module, told.train), None, policy, Clock())
+    shaken = tuple(replace(sample, reward=float(i % 3)) for i, sample in enumerate(samples))
+    metrics, experience = learner.update(Batch(shaken), 0)
+    assert experience is not None
+    assert [s.token_ids for s in experience.samples] == [s.token_ids for s in samples]
+    assert metrics["mismatch/abs_max"] < 1e-4
+
+
+def test_a_reward_of_the_agent_stands_and_none_is_left_to_the_recipe() -> None:
+    def agent(prompt: Prompt, url: str, key: str) -> float | None:
+        Client(url, key).say([{"role": "user", "content": prompt.text}])
+        return 0.25 if prompt.text == "5+6=" else None
+
+    samples = play(agent, PROMPTS[2:])
+    assert [sample.reward for sample in samples] == [None, 0.25]
+    scorer = Scorer(recipe().reward)
+    try:
+        scored = scorer.score(PROMPTS[2:], samples)
+    finally:
+        scorer.close()
+    assert [sample.reward for sample in scored] == [float(scored[0].text.endswith("#27")), 0.25]
+
+
+def test_an_async_agent_and_its_options() -> None:
+    async def agent(prompt: Prompt, url: str, key: str, bonus: float) -> float:
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}, timeout=SECONDS) as client:
+            models = await client.get(f"{url}/models")
+            assert [each["id"] for each in models.json()["data"]] == ["policy"]
+            body = {"model": "policy", "messages": [{"role": "user", "content": prompt.text}]}
+            assert (await client.post(f"{url}/chat/completions", json=body)).status_code == 200
+        return bonus
+
+    (sample,) = play(agent, options={"bonus": 0.5})
+    assert (sample.reward, sample.error) == (0.5, None)
+
+
+def test_a_stream_is_the_same_turn() -> None:
+    found: list[str] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        found.append(client.stream(messages, stop=["="]))
+        found.append(client.say(messages, stop=["="])["content"])
+        messages += [{"role": "assistant", "content": found[0]}, {"role": "tool", "content": "15;"}]
+        found.append(client.stream(messages, stop=["="], stream_options={"include_usage": False}))
+        return 1.0
+
+    engine = Watched()
+    (sample,) = play(agent, engine=engine)
+    assert found[0] == found[1]
+    assert sample.text.startswith(f"{found[0]}=15;{found[2]}")
+    check_learned_is_sampled([sample], engine)
+
+
+def test_the_policy_reads_what_its_chat_template_writes() -> None:
+    """With a template that has roles: the context of a later turn is the template's rendering of the whole, with the
+    policy's own tokens in it."""
+    tokenizer = byte_tokenizer()
+    engine = Watched(causal(vocab_size=len(tokenizer), max_position_embeddings=512, hidden_size=32), tokenizer)
+    asked: list[list[Message]] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), list(prompt.extra["messages"])
+        for answer in ("<|im_end|> 15", "and 16"):
+            messages.append(client.say(messages, max_tokens=5))
+            messages.append({"role": "tool", "content": answer})
+        asked.append(messages)
+        client.say(messages, max_tokens=5)
+        return 1.0
+
+    opening = [{"role": "system", "content": "add"}, {"role": "user", "content": "hello"}]
+    begun = Prompt("hello", tuple(render_chat(tokenizer, opening, True)), "0", {"messages": tuple(opening)})
+    (sample,) = play(agent, [begun], engine=engine, sampling=SamplingTable(max_tokens=256))
+    assert sample.error is None
+    check_learned_is_sampled([sample], engine)
+    last = engine.sampled[-1]
+    first, second, _ = (each.token_ids for each in engine.sampled)
+    text = tokenizer.decode(last.prompt_ids)
+    for said in (first, second):
+        assert tokenizer.decode(said) in text
+    frame = [
+        *opening,
+        {"role": "assistant", "content": "A"},
+        asked[0][3],
+        {"role": "assistant", "content": "B"},
+        asked[0][5],
+    ]
+    head, middle, tail = tokenizer.decode(render_chat(tokenizer, frame, True)).replace("B", "A").split("A", 2)
+    assert text == head + tokenizer.decode(first) + middle + tokenizer.decode(second) + tail
+    assert sample.prompt_ids == begun.token_ids
+
+
+# The same request again, and requests that continue nothing
+
+
+def test_a_request_that_is_sent_again_counts_once() -> None:
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        with ThreadPoolExecutor(4) as threads:
+            together = list(threads.map(lambda _: client.say(messages, stop=["="]), range(4)))
+        assert all(each == together[0] for each in together)
+        later = [*messages, together[0], {"role": "tool", "content": "15;"}]
+        second = client.say(later, stop=["="])
+        assert client.say(messages, stop=["="]) == together[0], "also when the conversation has gone on"
+        assert client.say(later, stop=["="]) == second
+        return 1.0
+
+    engine = Watched()
+    (sample,) = play(agent, engine=engine)
+    assert (sample.error, sample.extra["turns"], len(engine.sampled)) == (None, 2, 2)
+    check_learned_is_sampled([sample], engine)
+
+
+def test_a_request_whose_client_has_gone_is_given_up_and_not_learned_from() -> None:
+    engine = Watched()
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        engine.gate.clear()
+        client.abandon(messages, stop=["="])
+        client.abandon(messages, stop=["="], stream=True)
+        engine.gate.set()
+        messages += [client.say(messages, stop=["="]), {"role": "tool", "content": "15;"}]
+        client.abandon(messages, 0.01, stop=["="])
+        client.say(messages, stop=["="])
+        return 1.0
+
+    (sample,) = play(agent, engine=engine)
+    assert (sample.error, sample.extra["turns"]) == (None, 2)
+    check_learned_is_sampled([sample], engine, given_up=True)
+    assert not engine.busy
+
+
+def test_a_changed_history_is_refused_with_the_cure() -> None:
+    replies: list[Message] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        first = client.say(messages, stop=["="])
+        edited = [*messages, {"role": "assistant", "content": "1+1"}, {"role": "tool", "content": "2;"}]
+        for body in (edited, [{"role": "user", "content": "1+1="}]):
+            reply = client.post(body, stop=["="])
+            assert reply.status_code == 400
+            replies.append(reply.json()["error"])
+        client.say([*messages, {**first, "content": f" {first['content']}\n"}, {"role": "tool", "content": "15;"}])
+        return 1.0
+
+    (sample,) = play(agent)
+    assert (sample.error, sample.extra["turns"]) == (None, 2), "what was refused costs nothing"
+    for error in replies:
+        assert error["code"] == "another_conversation"
+        assert "send all earlier messages as they were" in error["message"]
+        assert "raise agent.conversations" in error["message"]
+
+
+def test_branches_are_samples_of_their_own_and_learned_once() -> None:
+    engine = Watched()
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        messages.append(client.say(messages, stop=["="]))
+        for tool in ("15;", "16;"):
+            client.say([*messages, {"role": "tool", "content": tool}], stop=["="])
+        client.say([{"role": "user", "content": "1+1="}])
+        return 0.5
+
+    samples = play(agent, engine=engine, conversations=3)
+    assert [(s.group, s.index, s.reward, s.extra["turns"]) for s in samples] == [
+        (0, 0, 0.5, 2), (0, 0, 0.5, 1), (0, 0, 0.5, 1)
+    ]  # fmt: skip
+    check_learned_is_sampled(samples, engine)
+    first, branch, other = samples
+    shared = first.prompt_ids + first.token_ids[: len(turns_of(first)[0][1])]
+    assert branch.prompt_ids[: len(shared)] == shared, "what both have in common is read, and learned from in one"
+    assert other.prompt_ids == prompt("1+1=").token_ids
+
+
+# What a request may ask for
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"temperature": 0.2}, "sampling.temperature = 1"), ({"top_p": 0.5}, "sampling.top_p = 1"),
+        ({"top_k": 5}, "sampling.top_k = 0"), ({"seed": 1}, "agent.ignore_sampling"),
+        ({"logit_bias": {"5": 3.0}}, "agent.ignore_sampling"), ({"n": 2}, "n is 2"),
+        ({"min_tokens": 3}, "min_tokens is 3"), ({"tools": [{"type": "function"}]}, "writes no tools"),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_learned_from_is_refused(fields: Message, named: str) -> None:
+    found: list[httpx.Response] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        found.append(client.post(messages, **fields))
+        client.say(messages, temperature=1.0, top_p=1, top_k=-1, max_tokens=9, logprobs=True, top_logprobs=2)
+        return 1.0
+
+    (sample,) = play(agent)
+    assert sample.error is None
+    assert found[0].status_code == 400
+    assert named in found[0].json()["error"]["message"]
+
+
+def test_the_recipes_sampling_can_take_the_place_of_a_requests() -> None:
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        Client(url, key).say([{"role": "user", "content": prompt.text}], temperature=0.0, seed=3, top_p=0.1)
+        return 1.0
+
+    engine = Watched()
+    samples = play(agent, n=8, engine=engine, ignore_sampling=True)
+    assert len({sample.token_ids for sample in samples}) > 1
+    check_learned_is_sampled(samples, engine)
+
+
+def test_a_conversation_has_its_budget() -> None:
+    found: list[Any] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        reply = client.post(messages, max_tokens=400).json()["choices"][0]
+        found.append(reply["finish_reason"])
+        messages += [reply["message"], {"role": "tool", "content": "15;"}]
+        found.append(client.post(messages).json()["error"])
+        return 0.0
+
+    (sample,) = play(agent, sampling=SAMPLING.model_copy(update={"max_tokens": 5}))
+    assert (len(sample.token_ids), sample.finish_reason, sample.reward) == (5, "length", 0.0)
+    assert found[0] == "length"
+    assert found[1]["code"] == "context_length_exceeded"
+    assert "sampling.max_tokens = 5" in found[1]["message"]
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [
+        (lambda *_: 1 / 0, ItemError("agent_failed", "ZeroDivisionError: division by zero")),
+        (lambda *_: sys.exit("no more"), ItemError("agent_failed", "SystemExit: no more")),
+        (lambda *_: 1.0, ItemError("agent_failed", "the agent returned without an answer of the policy")),
+        (lambda *_: time.sleep(SECONDS), ItemError("timeout", "the agent: no answer in 0.3 s (agent.timeout)")),
+    ],
+)  # fmt: skip
+def test_an_agent_that_fails_costs_its_own_sample(agent: Any, error: ItemError) -> None:
+    def one_of_them(prompt: Prompt, url: str, key: str) -> Any:
+        if prompt.text == "5+6=":
+            return agent(prompt, url, key)
+        return sums_agent.play(prompt, url, key)
+
+    timeout: dict[str, Any] = {"timeout": 0.3} if error.type == "timeout" else {}
+    samples = play(one_of_them, [PROMPTS[3]] if timeout else PROMPTS, **timeout)
+    assert [sample.error for sample in samples[:-1]] == [None] * (len(samples) - 1)
+    assert (samples[-1].error, samples[-1].finish_reason, samples[-1].reward) == (error, "error", None)
+    assert samples[-1] not in usable([replace(samples[-1], reward=1.0)], grouped=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), "1.0", [1.0]])
+def test_what_is_no_reward_is_an_error_and_never_a_zero(value: Any) -> None:
+    def agent(prompt: Prompt, url: str, key: str) -> Any:
+        Client(url, key).say([{"role": "user", "content": prompt.text}])
+        return value
+
+    (sample,) = play(agent)
+    assert sample.error is not None
+    assert sample.error.message == f"the agent returned {value!r}, expected a finite number or None"
+    assert (sample.reward, len(sample.token_ids) > 0) == (None, True), "what it said until then is kept"
+
+
+def test_an_episode_that_is_over_is_not_answered() -> None:
+    late: list[int] = []
+    engine = Watched()
+    known: list[tuple[str, str]] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        if prompt.text == "5+6=":  # its requests come with the other's key, when that one's episode is over
+            while not known or late[-1:] != [410]:
+                late.append(Client(url, known[0][1]).post(messages).status_code if known else 0)
+            client.say(messages)
+            return 0.0
+        client.say(messages)
+        known.append((url, key))
+        return 1.0
+
+    with player(agent, engine=engine) as made:
+        samples = made.play([PROMPTS[0], PROMPTS[3]], 1, "s")
+        url, key = known[0]
+        reply = Client(url, key).post([{"role": "user", "content": "1+1="}])
+    assert late[-1] == 410
+    assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert [sample.error for sample in samples] == [None, None]
+    assert len(turns_of(samples[0])) == 1
+
+
+def test_a_request_that_is_under_way_when_its_episode_ends_is_given_up() -> None:
+    engine = Watched()
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        engine.gate.clear()
+        threading.Thread(target=Client(url, key).post, args=([{"role": "user", "content": prompt.text}],)).start()
+        threading.Timer(0.2, engine.gate.set).start()
+        raise RuntimeError("enough")
+
+    (sample,) = play(agent, engine=engine)
+    assert sample.error == ItemError("agent_failed", "RuntimeError: enough")
+    assert not engine.busy
+
+
+KILLED = """
+import json, sys, time
+from urllib.request import Request, urlopen
+url, key, messages = json.loads(sys.argv[1])
+body = json.dumps({"model": "any", "messages": messages, "stop": ["="]}).encode()
+headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+print(json.load(urlopen(Request(url + "/chat/completions", body, headers)))["choices"][0]["message"]["content"])
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+def test_32_agents_at_once_with_kills_and_disconnects_none_lost_and_none_twice() -> None:
+    """By their number: of four agents one plays well, one hangs up and sends again, one sends everything twice and in
+    streams, one is killed in the middle or raises. An agent in a process of its own is among the killed."""
+    engine = Watched()
+    numbers: dict[tuple[str, str], int] = {}
+    lock = threading.Lock()
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        with lock:
+            number = numbers[prompt.text, key] = len(numbers)
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        if number == 3:
+            given = json.dumps([url, key, messages])
+            with subprocess.Popen([sys.executable, "-I", "-c", KILLED, given], stdout=subprocess.PIPE) as child:
+                assert child.stdout is not None
+                assert child.stdout.readline()
+                os.kill(child.pid, signal.SIGKILL)
+            raise RuntimeError(f"the agent's process ended with {child.returncode}")
+        for turn in range(24):
+            if number % 4 == 1:
+                client.abandon(messages, 0.002 * turn, stop=["="], stream=bool(turn % 2))
+            if number % 4 == 2:
+                assert client.stream(messages, stop=["="]) == client.say(messages, stop=["="])["content"]
+            reply = client.say(messages, stop=["="])
+            if number % 4 == 3 and turn == 1:
+                raise RuntimeError("killed")
+            call = reply["content"].split("+")
+            if len(call) != 2 or not all(part.isdigit() for part in call):
+                break
+            messages += [reply, {"role": "tool", "content": f"{sum(map(int, call))};"}]
+        return float(reply["content"] == f"#{prompt.truth}")
+
+    samples = play(agent, PROMPTS, 8, engine=engine, concurrency=32)
+    assert len(samples) == len(numbers) == 32
+    check_learned_is_sampled(samples, engine, given_up=True)
+    failed = [sample for sample in samples if sample.error is not None]
+    assert len(failed) == 8
+    assert {sample.error.message for sample in failed if sample.error is not None} == {
+        "RuntimeError: killed", "RuntimeError: the agent's process ended with -9"
+    }  # fmt: skip
+    calm = {(s.group, s.index): s for s in play(sums_agent.play, PROMPTS, 8)}
+    for sample in samples:
+        if sample.error is None:
+            assert sample.token_ids == calm[sample.group, sample.index].token_ids, "as if nothing had happened"
+            assert sample.reward == calm[sample.group, sample.index].reward
+        else:
+            whole = calm[sample.group, sample.index].token_ids
+            assert whole[: len(sample.token_ids)] == sample.token_ids
+    assert not engine.busy
+
+
+# Recipes
+
+
+def test_a_run_with_an_agent_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[agent\] plays whole responses"):
+        recipe(agent={"function": "a:b"}, environment={"name": "calculator"})
+    with pytest.raises(ConfigError, match="resources name 2"):
+        recipe(agent={"function": "a:b"}, resources={"data_parallel": 2})
+    file = tmp_path / "mine.py"
+    file.write_text("NUMBER = 1\ndef short(prompt): ...\ndef play(prompt, base_url, api_key, bonus=0.0): ...\n")
+    for name, options, message in (
+        ("nowhere.py:play", {}, "no file nowhere.py"), (f"{file}", {}, "not of the form"),
+        (f"{file}:other", {}, "has no attribute 'other'"), (f"{file}:NUMBER", {}, "is a int, and not a function"),
+        (f"{file}:short", {}, "cannot be called as"), (f"{file}:play", {"bonis": 1.0}, "unexpected.*'bonis'"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            load_agent(AgentTable(function=name, options=options))
+    assert load_agent(AgentTable(function=f"{file}:play", options={"bonus": 1.0})) is not None
+
+
+def test_the_recipe_names_the_agent_that_comes_with_the_world() -> None:
+    found = load_recipe(Path("sums-agent"))
+    assert isinstance(found, RlRecipe)
+    assert found.agent is not None
+    assert load_agent(found.agent).__code__ is sums_agent.play.__code__
+    assert asyncio.iscoroutinefunction(load_agent(found.agent)) is False
