@@ -126,11 +126,13 @@ class Turn:
     observation  text that the policy reads before it goes on
     reward       for this turn, besides that of the whole response
     done         the response is over; nobody reads the observation
+    role         of the message that the observation is, where the prompt is a conversation
     """
 
     observation: str = ""
     reward: float = 0.0
     done: bool = False
+    role: Literal["user", "tool"] = "user"
 
 
 @dataclass(frozen=True, slots=True)

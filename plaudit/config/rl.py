@@ -87,6 +87,10 @@ class EnvironmentTable(Table):
     max_turns: PositiveInt = 8
     timeout: Positive = 30.0
     """Seconds for one answer of the environment; a response whose environment takes longer fails."""
+    episode_timeout: Positive | None = None
+    """Seconds for a whole response with all its turns; one that takes longer fails. Default: no limit."""
+    max_observation: PositiveInt = 65536
+    """Characters of one observation; a longer one is cut, with a note that says so."""
     threads: PositiveInt = 64
     """Environments that are asked at the same time."""
     lockstep: bool = False

@@ -1,5 +1,7 @@
 """Turns with an environment: token for token what was sampled, masks and rewards where they belong, failures apart."""
 
+from __future__ import annotations
+
 import math
 import queue
 import random
@@ -10,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -90,7 +92,7 @@ class Scripted:
     def step(self, response: str) -> Turn:
         self.heard.append(response)
         turn = self.turns.pop(0)
-        if isinstance(turn, Exception):
+        if isinstance(turn, BaseException):
             raise turn
         if callable(turn):
             turn = turn()
@@ -264,6 +266,8 @@ def test_turns_are_limited() -> None:
     [
         (ValueError("no such tool\nat all"), "environment_failed", "ValueError: no such tool at all"),
         (None, "environment_failed", "TypeError: gave NoneType, expected a Turn"),
+        (Turn(b"15;"), "environment_failed", "TypeError: the observation is of type bytes, expected str"),  # type: ignore[arg-type]
+        (SystemExit(1), "environment_failed", "SystemExit: 1"),
         (Turn(reward=float("nan")), "environment_failed", "ValueError: the reward is nan, expected a finite number"),
         (Turn("\ud800"), "environment_failed", "RequestError: the text is not Unicode: lone surrogate '\\ud800' at 0"),
         (lambda: time.sleep(30), "timeout", "no answer in 0.2 s"),
@@ -280,23 +284,122 @@ def test_an_environment_that_fails_costs_its_own_sample(turn: Any, type: str, me
 
 
 def test_the_others_of_a_step_go_on_when_one_fails() -> None:
-    made: list[int] = []
+    made: list[str] = []
 
     class Moody(Calculator):
-        def __init__(self) -> None:
-            made.append(len(made))
-            self.number = made[-1]
+        def reset(self, prompt: Prompt) -> None:
+            made.append(prompt.text)
+            self.prompt = prompt.text
 
         def step(self, response: str) -> Turn:
-            if self.number == 1:
+            if self.prompt == PROMPTS[1].text:
                 raise RuntimeError("not today")
             return super().step(response)
 
     calm = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1).play(PROMPTS, 1, "s")
     moody = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=Moody).play(PROMPTS, 1, "s")
-    assert made == list(range(len(PROMPTS))), "one environment for each sample"
+    assert sorted(made) == sorted(prompt.text for prompt in PROMPTS), "one environment for each sample"
     assert [sample.error is not None for sample in moody] == [False, True, False, False, False]
     assert comparable([*moody[:1], *moody[2:]]) == comparable([*calm[:1], *calm[2:]])
+
+
+# Closing
+
+
+class Door(Calculator):
+    """Counts what it is asked; `fails` names the call that raises, `hangs` the one that never returns."""
+
+    opened: ClassVar[list[Door]]
+    fails = hangs = ""
+
+    def __init__(self) -> None:
+        self.closes = 0
+        self.opened.append(self)
+        self._act("init")
+
+    def _act(self, name: str) -> None:
+        if name == self.fails:
+            raise OSError("no space")
+        if name == self.hangs:
+            time.sleep(60)
+
+    def reset(self, prompt: Prompt) -> None:
+        self._act("reset")
+
+    def step(self, response: str) -> Turn:
+        self._act("step")
+        return super().step(response)
+
+    def close(self) -> None:
+        self.closes += 1
+        self._act("close")
+
+
+@pytest.mark.parametrize(
+    ("fails", "hangs", "error"),
+    [
+        ("", "", None),
+        ("init", "", "environment.reset: OSError: no space"),
+        ("reset", "", "Ajar.reset: OSError: no space"),
+        ("step", "", "Ajar.step: OSError: no space"),
+        ("close", "", "Ajar.close: OSError: no space"),
+        ("", "step", "Ajar.step: no answer in 0.2 s"),
+        ("", "close", "Ajar.close: no answer in 0.2 s"),
+    ],
+)
+def test_every_environment_is_closed_once(fails: str, hangs: str, error: str | None) -> None:
+    class Ajar(Door):
+        opened: ClassVar[list[Door]] = []
+
+    Ajar.fails, Ajar.hangs = fails, hangs
+    table = TABLE.model_copy(update={"timeout": 0.2} if hangs else {})
+    samples = Episodes(engine(), TOKENIZER, POSITIONS, SAMPLING, table, 1, make=Ajar).play(PROMPTS, 2, "s")
+    assert len(Ajar.opened) == len(samples) == 2 * len(PROMPTS)
+    assert [each.closes for each in Ajar.opened] == [0 if fails == "init" else 1] * len(samples)
+    assert {s.error.message if s.error else None for s in samples} == {error}
+
+
+def test_environments_are_closed_when_the_run_ends_in_the_middle() -> None:
+    class Ajar(Door):
+        opened: ClassVar[list[Door]] = []
+
+    class Interrupted(Engine):
+        def step(self) -> Any:
+            if self.stats().steps == 5:
+                raise KeyboardInterrupt
+            return super().step()
+
+    with pytest.raises(KeyboardInterrupt):
+        Episodes(Interrupted(LOADED.module, TOKENIZER), TOKENIZER, POSITIONS, SAMPLING, TABLE, 1, make=Ajar).play(
+            PROMPTS, 2, "s"
+        )
+    assert [each.closes for each in Ajar.opened] == [1] * 2 * len(PROMPTS)
+
+
+def test_a_response_has_a_time_limit() -> None:
+    class Ajar(Door):
+        opened: ClassVar[list[Door]] = []
+
+    class Late(Ajar):
+        def step(self, response: str) -> Turn:
+            time.sleep(0.3)
+            return Turn("")
+
+    mine = engine()
+    table = TABLE.model_copy(update={"episode_timeout": 0.5, "max_turns": 1000})
+    endless = SAMPLING.model_copy(update={"max_tokens": 400})
+    (sample,) = Episodes(mine, TOKENIZER, POSITIONS, endless, table, 1, make=Late).play(PROMPTS[:1], 1, "s")
+    assert (sample.finish_reason, sample.extra["end"]) == ("error", "time")
+    assert sample.error == ItemError("timeout", "the response took longer than environment.episode_timeout = 0.5 s")
+    assert [each.closes for each in Ajar.opened] == [1]
+    assert not mine.open_requests
+
+
+def test_a_megabyte_is_cut_and_the_policy_reads_that_it_was() -> None:
+    table = TABLE.model_copy(update={"max_observation": 3})
+    sample, _, _ = scripted(["7+8=", "#15"], [Turn("15;" * 350_000), Turn(done=True)], table=table)
+    assert sample.token_ids == (*ids("7+8="), *ids("15;\n[cut: 3 of 1050000 characters]\n"), *ids("#15"))
+    assert EnvironmentTable(name="calculator").max_observation == 65536
 
 
 # The same samples, whoever else plays
@@ -321,21 +424,19 @@ def test_a_sample_is_the_same_alone_and_among_others() -> None:
 
 def test_a_slow_tool_stalls_nobody_and_changes_nothing() -> None:
     """The first sample's tool answers when all others are over."""
-    made, over = list[int](), set[int]()
-    everybody = threading.Event()
+    over, everybody = set[str](), threading.Event()
 
     class Slow(Calculator):
-        def __init__(self) -> None:
-            made.append(len(made))
-            self.number = made[-1]
+        def reset(self, prompt: Prompt) -> None:
+            self.prompt = prompt.text
 
         def step(self, response: str) -> Turn:
-            if self.number == 0:
+            if self.prompt == PROMPTS[0].text:
                 assert everybody.wait(30)
             turn = super().step(response)
             if turn.done:
-                over.add(self.number)
-            if over == set(range(1, len(PROMPTS))):
+                over.add(self.prompt)
+            if over == {prompt.text for prompt in PROMPTS[1:]}:
                 everybody.set()
             return turn
 
@@ -519,6 +620,18 @@ def test_in_a_conversation_an_observation_is_the_users_next_message() -> None:
     sly = encoder.tokens("<|im_end|>", chat=True, last=end)
     assert sly.count(end) == 1, "the text of an observation is text"
     assert tokenizer.decode(encoder.tokens("15", chat=False, last=end)) == "15"
+
+
+def test_an_observation_may_be_a_message_of_the_tool() -> None:
+    tokenizer = chat_tokenizer()
+    encoder = ObservationEncoder(tokenizer)
+    between = "\n<|im_start|>tool\n15<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(encoder.tokens("15", chat=True, last=tokenizer.eos_token_id, role="tool")) == between
+    with pytest.raises(ConfigError, match="the prompt is none"):
+        encoder.tokens("15", chat=False, last=5, role="tool")
+    tokenizer.chat_template = CHATML.replace("in messages %}", "in messages if m['role'] != 'tool' %}")
+    with pytest.raises(ConfigError, match="leaves tool messages out"):
+        ObservationEncoder(tokenizer).tokens("15", chat=True, last=5, role="tool")
 
 
 def test_a_template_that_rewrites_turns_is_refused() -> None:

@@ -12,12 +12,14 @@ from typing import Any, Protocol
 from plaudit.config.rl import EnvironmentTable
 from plaudit.errors import ConfigError, nearest, one_line
 from plaudit.records import Prompt, Turn
+from plaudit.train.agents.parallel_calls import close_all
 
 BUILT_IN = {"calculator": "plaudit.worlds.calculator:Calculator"}
 
 
 class Environment(Protocol):
-    """One for each sample; its calls come one after the other, from whichever thread is free."""
+    """One for each sample; its calls come one after the other, from whichever thread is free. It may also have a method
+    `close`, which comes last and once, whatever happened: also after a call that failed or was given up."""
 
     def reset(self, prompt: Prompt) -> None:
         """A response to this prompt begins."""
@@ -44,6 +46,8 @@ def load_environment(table: EnvironmentTable) -> Callable[[], Environment]:
     for method in ("reset", "step"):
         if not callable(getattr(first, method, None)):
             raise ConfigError(f"environment.name = {table.name!r} has no method {method!r}; see docs/environments.md")
+    if callable(close := getattr(first, "close", None)):
+        close_all([close], table.timeout)
     return lambda: factory(**options)
 
 

@@ -8,9 +8,10 @@ observation is tokenised once. Nothing is ever tokenised again.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,14 +21,15 @@ from plaudit.errors import PlauditError, one_line
 from plaudit.records import FinishReason, ItemError, Prompt, Sample, Turn
 from plaudit.train.agents.agent_player import AgentPlayer
 from plaudit.train.agents.environment import Environment, load_environment
-from plaudit.train.agents.observation import ObservationEncoder
-from plaudit.train.agents.parallel_calls import Overdue, ParallelCalls
-from plaudit.train.agents.turn_driver import TurnDriver, new_driver
+from plaudit.train.agents.observation import ObservationEncoder, shortened
+from plaudit.train.agents.parallel_calls import Overdue, ParallelCalls, close_all
+from plaudit.train.agents.turn_driver import PendingTurn, TurnDriver, new_driver
 from plaudit.train.rollouts.rollouts import Generator, Player, SingleTurn, sampling_params
 from plaudit.train.run.clock import Clock
 
-End = Literal["done", "tokens", "turns", "engine", "environment"]
-REASONS: dict[End, FinishReason] = {"done": "stop", "tokens": "length", "turns": "length", "environment": "error"}
+End = Literal["done", "tokens", "turns", "engine", "environment", "time"]
+GRACE_SECONDS = 1.0  # after which an engine gives up a turn whose episode has run out of time
+REASONS: dict[End, FinishReason] = {"done": "stop", "tokens": "length", "turns": "length"}
 
 
 def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: int, clock: Clock) -> Player:
@@ -41,13 +43,25 @@ def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: i
 
 @dataclass
 class Episode:
-    """One response as it grows. `budget` is how many tokens it may have, observations included."""
+    """One response as it grows.
+
+    budget    how many tokens it may have, observations included
+    until     on the monotonic clock
+    turn      that the policy is writing
+    calling   its environment has been asked something and has not answered
+    """
 
     prompt: Prompt
     group: int
     index: int
-    environment: Environment
     budget: int
+    environment: Environment | None = None
+    until: float = math.inf
+    turn: PendingTurn | None = None
+    calling: bool = False
+    closing: bool = False
+    closed: bool = False
+    closers: list[Callable[[], Any]] = field(default_factory=list)  # what is still to be called then
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -98,8 +112,26 @@ class Episode:
                     numbers += [0.0] * len(tokens)
             self.mask += [0] * len(tokens)
 
+    def make(self, new: Callable[[], Environment]) -> None:
+        """In a thread of its own: it may take as long as any other call."""
+        self.environment = environment = new()
+        if callable(close := getattr(environment, "close", None)):
+            self.closers.append(close)
+        if self.closed:  # it came too late
+            self.close()
+        else:
+            environment.reset(self.prompt)
+
+    def close(self) -> None:
+        """The environment, once, whoever calls."""
+        try:
+            close = self.closers.pop()
+        except IndexError:
+            return
+        close()
+
     def failed(self, error: BaseException, doing: str) -> None:
-        name = type(self.environment).__name__
+        name = "environment" if self.environment is None else type(self.environment).__name__
         if isinstance(error, Overdue):
             failure = ItemError("timeout", f"{name}.{doing}: {error}")
         else:
@@ -143,20 +175,9 @@ class Episodes:
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
     ) -> list[Sample]:
         sampling = self.sampling.evaluating() if evaluate else self.sampling
-        episodes = [
-            self._begin(prompt, group, i, sampling.max_tokens) for group, prompt in enumerate(prompts) for i in range(n)
-        ]
         with new_driver(self.engine, together=self.table.lockstep) as driver:
-            batch = EpisodeBatch(self, driver, sampling, seed, first)
-            try:
-                batch.play(episodes)
-            finally:
-                batch.calls.close()
+            episodes = EpisodeBatch(self, driver, sampling, seed, first).play(prompts, n)
         return [episode.sample(self.tokenizer) for episode in episodes]
-
-    def _begin(self, prompt: Prompt, group: int, index: int, most: int) -> Episode:
-        room = self.positions - len(prompt.token_ids or ())
-        return Episode(prompt, group, index, self.make(), min(most, room))
 
 
 class EpisodeBatch:
@@ -170,43 +191,75 @@ class EpisodeBatch:
         self.first = first
         self.table = player.table
         self.calls = ParallelCalls(self.table.threads, self.table.timeout, driver.post)
+        self.episodes: list[Episode] = []
         self.ready: list[Episode] = []  # for their next turn
 
-    def play(self, episodes: Sequence[Episode]) -> None:
-        for episode in episodes:
-            self._call(episode, "reset", partial(episode.environment.reset, episode.prompt), lambda _: None)
-        while any(episode.end is None for episode in episodes):
-            alone = not self.driver.generating  # the engine has nothing to do: time of the environments
-            with self.player.clock.part("tools", of="generate") if alone else nullcontext():
-                self.driver.wait(self.calls.left())
-            self.driver.advance()
-            self.calls.expire()
-            if not self.table.lockstep or not (self.driver.generating or self.calls.busy):
-                ready, self.ready = sorted(self.ready, key=lambda e: (e.group, e.index)), []
-                for episode in ready:
+    def play(self, prompts: Sequence[Prompt], n: int) -> list[Episode]:
+        try:
+            for group, prompt in enumerate(prompts):
+                for index in range(n):
+                    self._begin(prompt, group, index)
+            while not all(episode.closed for episode in self.episodes):
+                self._advance()
+        except BaseException:
+            close_all([episode.close for episode in self.episodes], self.table.timeout)
+            raise
+        finally:
+            self.calls.close()
+        return self.episodes
+
+    def _begin(self, prompt: Prompt, group: int, index: int) -> None:
+        room = self.player.positions - len(prompt.token_ids or ())
+        episode = Episode(prompt, group, index, min(self.sampling.max_tokens, room))
+        if self.table.episode_timeout is not None:
+            episode.until = time.monotonic() + self.table.episode_timeout
+        self.episodes.append(episode)
+        self._call(episode, "reset", partial(episode.make, self.player.make), lambda _: None)
+
+    def _advance(self) -> None:
+        alone = not self.driver.generating  # the engine has nothing to do: time of the environments
+        with self.player.clock.part("tools", of="generate") if alone else nullcontext():
+            next_end = min(episode.until for episode in self.episodes if not episode.closed)
+            self.driver.wait(max(0.0, min(self.calls.left(), next_end - time.monotonic())))
+        self.driver.advance()
+        self.calls.expire()
+        now = time.monotonic()
+        for episode in self.episodes:
+            if episode.end is None and episode.until <= now:
+                self._stop(episode)
+            if episode.end is not None and not episode.calling and not episode.closing:
+                self._close(episode)
+        if not self.table.lockstep or not (self.driver.generating or self.calls.busy):
+            ready, self.ready = sorted(self.ready, key=lambda e: (e.group, e.index)), []
+            for episode in ready:
+                if episode.end is None:
                     self._turn(episode)
 
     def _turn(self, episode: Episode) -> None:
         # The seed is the sample's own and the turn's: who else is playing changes nothing.
         seed = f"{self.player.seed} {self.seed} {self.first + episode.group} {episode.index} {episode.turns}"
-        table = self.sampling.model_copy(update={"max_tokens": episode.left})
-        self.driver.submit(episode.context, sampling_params(table, 1, seed), partial(self._wrote, episode))
+        params = sampling_params(self.sampling.model_copy(update={"max_tokens": episode.left}), 1, seed)
+        if episode.until < math.inf:  # for an engine that cannot be told that nobody waits any more
+            params = replace(params, deadline=episode.until - time.monotonic() + GRACE_SECONDS)
+        episode.turn = self.driver.submit(episode.context, params, partial(self._wrote, episode))
 
     def _wrote(self, episode: Episode, sample: Sample | Exception) -> None:
         if isinstance(sample, Exception):
             raise sample
+        episode.turn = None
         episode.wrote(sample)
-        if episode.end is None:
+        if episode.end is None and episode.environment is not None:
             text = self.player.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             step = partial(episode.environment.step, text)
             self._call(episode, "step", step, partial(self._answer, episode))
 
-    def _call(
-        self, episode: Episode, name: str, function: Callable[[], Any], take: Callable[[Any], None]
-    ) -> None:  # fmt: skip
+    def _call(self, episode: Episode, name: str, function: Callable[[], Any], take: Callable[[Any], None]) -> None:
         """Have the environment do this; then it is the policy's turn, unless that was the end."""
 
         def done(result: Any) -> None:
+            episode.calling = False
+            if episode.end is not None:  # its time was over
+                return
             try:
                 if isinstance(result, BaseException):
                     episode.failed(result, name)
@@ -217,16 +270,38 @@ class EpisodeBatch:
             if episode.end is None:
                 self.ready.append(episode)
 
+        episode.calling = True
         self.calls.start(function, done)
 
     def _answer(self, episode: Episode, turn: Any) -> None:
         if not isinstance(turn, Turn):
             raise TypeError(f"gave {type(turn).__name__}, expected a Turn")
+        if not isinstance(turn.observation, str):
+            raise TypeError(f"the observation is of type {type(turn.observation).__name__}, expected str")
         if not math.isfinite(turn.reward):
             raise ValueError(f"the reward is {turn.reward}, expected a finite number")
         episode.rewards[-1] += turn.reward
         if turn.done:
             return episode.finish("done")
+        text = shortened(turn.observation, self.table.max_observation)
         chat = "messages" in episode.prompt.extra
-        tokens = self.player.observations.tokens(turn.observation, chat=chat, last=episode.tokens[-1])
+        tokens = self.player.observations.tokens(text, chat=chat, last=episode.tokens[-1], role=turn.role)
         return episode.heard(tokens, self.table.max_turns)
+
+    def _stop(self, episode: Episode) -> None:
+        if episode.turn is not None:
+            self.driver.cancel(episode.turn)
+        limit = f"took longer than environment.episode_timeout = {self.table.episode_timeout:g} s"
+        episode.finish("time", "error", ItemError("timeout", f"the response {limit}"))
+
+    def _close(self, episode: Episode) -> None:
+        def done(result: Any) -> None:
+            episode.closed = True
+            if isinstance(result, BaseException) and episode.error is None:
+                episode.failed(result, "close")
+
+        episode.closing = True
+        if episode.closers:
+            self.calls.start(episode.close, done)
+        else:
+            episode.closed = True

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from plaudit.errors import ConfigError
 from plaudit.models import encode, render_chats
 
+Role = Literal["user", "tool"]
 ASKED, SAID = "a", "b"  # stand for a conversation so far: what follows a turn does not depend on it
 
 
 class ObservationEncoder:
-    """In a conversation the observation is the user's next message, with all that the template puts between the
-    policy's turn and its next one; elsewhere it is plain text."""
+    """In a conversation the observation is the next message, with all that the template puts between the policy's turn
+    and its next one; elsewhere it is plain text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._known: set[Role] = set()  # that the template writes
 
-    def tokens(self, observation: str, *, chat: bool, last: int) -> tuple[int, ...]:
+    def tokens(self, observation: str, *, chat: bool, last: int, role: Role = "user") -> tuple[int, ...]:
         """`last` is the policy's last token: an end-of-turn token that it wrote itself is not written again."""
         if not chat:
+            if role != "user":
+                raise ConfigError(f"role = {role!r} is for conversations, and the prompt is none: set data.chat = true")
             return tuple(encode(self.tokenizer, observation))
-        return self.messages([{"role": "user", "content": observation}], last=last)
+        if role not in self._known:
+            one, other = (self.messages([{"role": role, "content": text}], last=last) for text in "12")
+            if one == other:
+                raise ConfigError(f'the model\'s chat template leaves {role} messages out: return Turn(role="user")')
+            self._known.add(role)
+        return self.messages([{"role": role, "content": observation}], last=last)
 
     def messages(
         self, messages: Sequence[Mapping[str, Any]], *, last: int, variables: Mapping[str, Any] | None = None
@@ -40,3 +49,10 @@ class ObservationEncoder:
             )
         between = whole[len(head) :]
         return tuple(between[1:] if between[:1] == [last] else between)
+
+
+def shortened(observation: str, most: int) -> str:
+    """With a note of what is missing, which the policy reads."""
+    if len(observation) <= most:
+        return observation
+    return f"{observation[:most]}\n[cut: {most} of {len(observation)} characters]\n"

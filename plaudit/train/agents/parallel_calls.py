@@ -6,7 +6,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,3 +92,19 @@ class ParallelCalls:
             del self._running[call]
             self._fill()
             call.done(result)
+
+
+def close_all(functions: Sequence[Callable[[], Any]], seconds: float) -> None:
+    """Call all of them at the same time, for something has failed already: what they raise adds nothing. Returns when
+    they are over, or after so many seconds."""
+    threads = [threading.Thread(target=_quietly, args=(each,), daemon=True, name="close") for each in functions]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _quietly(function: Callable[[], Any]) -> None:
+    with suppress(BaseException):
+        function()
