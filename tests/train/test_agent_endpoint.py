@@ -95,13 +95,16 @@ class Client:
         return message
 
     def stream(self, messages: Sequence[Message], **fields: Any) -> str:
+        return "".join(self.pieces(messages, **fields))
+
+    def pieces(self, messages: Sequence[Message], **fields: Any) -> list[str]:
         body = {"model": "any", "messages": messages, "stream": True, **fields}
         with httpx.stream("POST", f"{self.url}/chat/completions", json=body, **self.options) as reply:
             assert reply.status_code == 200, reply.read()
             lines = [line for line in reply.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
-        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines[:-1]]
+        return [delta["content"] for delta in deltas if delta.get("content")]
 
     def abandon(self, messages: Sequence[Message], seconds: float = 0.0, **fields: Any) -> None:
         """Send a request and hang up."""
@@ -237,6 +240,25 @@ def test_a_stream_is_the_same_turn() -> None:
     (sample,) = play(agent, engine=engine)
     assert found[0] == found[1]
     assert sample.text.startswith(f"{found[0]}=15;{found[2]}")
+    check_learned_is_sampled([sample], engine)
+
+
+def test_a_streams_text_comes_as_it_is_sampled() -> None:
+    found: list[list[str]] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        with ThreadPoolExecutor(2) as threads:
+            found.extend(threads.map(lambda _: client.pieces(messages), range(2)))
+        found.append(client.pieces(messages))
+        return 1.0
+
+    engine = Watched()
+    engine.gate.clear()
+    threading.Timer(0.2, engine.gate.set).start()
+    (sample,) = play(agent, engine=engine)
+    assert {"".join(pieces) for pieces in found} == {sample.text}
+    assert all(len(pieces) > 1 for pieces in found), [len(pieces) for pieces in found]
     check_learned_is_sampled([sample], engine)
 
 
@@ -494,6 +516,37 @@ def test_a_request_that_is_under_way_when_its_episode_ends_is_given_up() -> None
     (sample,) = play(agent, engine=engine)
     assert sample.error == ItemError("agent_failed", "RuntimeError: enough")
     assert not engine.busy
+
+
+def test_a_rollout_that_breaks_off_leaves_nothing_behind() -> None:
+    """As a signal does, in the middle of it: the agents are told, and the next rollout is as if nothing had been."""
+    engine = Watched()
+    told = threading.Event()
+
+    class Left(Exception):
+        pass
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": prompt.text}]
+        reply = client.post(messages)
+        if reply.status_code != 200:
+            assert reply.json()["error"]["code"] == "episode_over"
+            told.set()
+        return 1.0
+
+    def broken() -> list[Update]:
+        raise Left
+
+    with player(agent, engine=engine) as made:
+        engine.step = broken  # type: ignore[method-assign]
+        with pytest.raises(Left):
+            made.play(PROMPTS, 1, "s")
+        del engine.step
+        assert told.wait(SECONDS)
+        assert not engine.busy
+        samples = made.play(PROMPTS, 1, "s")
+    assert [sample.error for sample in samples] == [None] * 4
+    check_learned_is_sampled(samples, engine)
 
 
 KILLED = """

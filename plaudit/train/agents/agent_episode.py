@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError
 from plaudit.models import render_chat
-from plaudit.records import ItemError, Prompt, Sample
+from plaudit.records import ItemError, Likely, Prompt, Sample
 from plaudit.serve.http.message import HttpError
 from plaudit.serve.protocols.vllm.wire import FieldError
+from plaudit.serve.workers.frames import TextPiece
 from plaudit.train.agents.observation import ObservationEncoder
 from plaudit.train.agents.transcript import Transcript
 from plaudit.train.agents.turn_driver import PendingTurn
@@ -37,8 +39,11 @@ class ChatTurn:
 
     @classmethod
     def of(cls, messages: Sequence[Message], variables: Mapping[str, Any], ending: Sequence[Any]) -> ChatTurn:
-        """Clients send back fields that say nothing: they are left out."""
-        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        """Clients send back fields that say nothing: they are left out. Templates look at the content always."""
+        said = [
+            {name: value for name, value in message.items() if value is not None or name == "content"}
+            for message in messages
+        ]
         return cls(tuple(said), variables, tuple(ending))
 
     def continues(self, other: ChatTurn, answer: str) -> bool:
@@ -71,10 +76,40 @@ class AgentTurn:
     work: asyncio.Task[None] | None = None
     pending: PendingTurn | None = None
     end: int = 0  # of its answer, in the transcript's tokens
+    pieces: list[TextPiece] = field(default_factory=list)  # of a stream, as far as it has come
+    listeners: list[Callable[[TextPiece], None]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return self.answer.result().text
+
+    def listen(self, listener: Callable[[TextPiece], None]) -> None:
+        """To all that has come and that will come."""
+        for piece in self.pieces:
+            listener(piece)
+        self.listeners.append(listener)
+
+    def hear(self, update: Update) -> None:
+        self._tell(list(update.token_ids), list(update.raw_logprobs), update.text, "", list(update.top_logprobs))
+
+    def end_stream(self, sample: Sample) -> None:
+        """What is left of it, or all."""
+        at, begin = self._told
+        self._tell(
+            list(sample.token_ids[at:]), list(sample.raw_logprobs[at:]), sample.text[begin:], sample.finish_reason,
+            list((sample.top_logprobs or ())[at:]),
+        )  # fmt: skip
+
+    @property
+    def _told(self) -> tuple[int, int]:
+        """Tokens and characters."""
+        return sum(len(piece.tokens) for piece in self.pieces), sum(len(piece.text) for piece in self.pieces)
+
+    def _tell(self, tokens: list[int], logprobs: list[float], text: str, finish: str, top: list[Likely]) -> None:
+        at, begin = self._told
+        self.pieces.append(TextPiece(0, 0, at, tokens, logprobs, begin, text, finish, top))
+        for listener in self.listeners:
+            listener(self.pieces[-1])
 
 
 class AgentEpisode:
@@ -155,6 +190,7 @@ class AgentEpisode:
             return
         turn.transcript.add(turn.read, sample)
         turn.end = len(turn.transcript.tokens)
+        turn.end_stream(sample)
         turn.answer.set_result(sample)
 
     def drop(self, turn: AgentTurn, why: HttpError) -> None:

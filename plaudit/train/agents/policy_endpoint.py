@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from plaudit.config.keys import KeyTable, hashed
 from plaudit.config.rl import AgentTable, SamplingTable
 from plaudit.config.serve import LimitsTable
+from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RunError
 from plaudit.records import Sample
 from plaudit.serve.http.address import bind
@@ -30,7 +32,7 @@ from plaudit.serve.metrics import Metrics
 from plaudit.serve.protocols.openai import wire
 from plaudit.serve.protocols.openai.replies import PreparedRequest, reply, reply_head
 from plaudit.serve.protocols.vllm.wire import FieldError, model_card
-from plaudit.serve.workers.frames import Sampling, TextPiece
+from plaudit.serve.workers.frames import Sampling
 from plaudit.serve.workers.jobs import Continuation, GenerateJob
 from plaudit.train.agents.agent_episode import AgentEpisode, AgentTurn, ChatTurn
 from plaudit.train.agents.observation import ObservationEncoder
@@ -205,10 +207,10 @@ class PolicyEndpoint:
             turn = episode.claim(ask)
             if turn.work is None:
                 turn.work = asyncio.create_task(self._work(episode, turn, playing, parsed, form))
+            if job.listener is not None:
+                turn.listen(job.listener)
             sample = await self._answered(episode, turn)
             context[:] = turn.context
-            if job.listener is not None:
-                job.listener(_piece(sample))
             return [[_continuation(sample)]]
 
         head = reply_head(request, chat=True, model=MODEL, version=MODEL)
@@ -240,7 +242,10 @@ class PolicyEndpoint:
                 sampling_params(table.model_copy(update=chosen), 1, seed), json_schema=form.json_schema,
                 regex=form.regex, top_logprobs=parsed.top or 0,
             )  # fmt: skip
-            turn.pending = playing.driver.submit(turn.context, params, lambda got: self._hear(episode, turn, got))
+            turn.pending = playing.driver.submit(
+                turn.context, params, lambda got: self._done(episode, turn, got),
+                partial(self._heard, turn) if parsed.stream else None,
+            )  # fmt: skip
         except HttpError as error:
             episode.drop(turn, error)
         except PlauditError as error:
@@ -248,8 +253,11 @@ class PolicyEndpoint:
         except Exception as error:  # a bug of ours: its request ends, and says what it was
             episode.drop(turn, HttpError(500, "internal", f"{type(error).__name__}: {error}"))
 
-    def _hear(self, episode: AgentEpisode, turn: AgentTurn, result: Sample | Exception) -> None:
-        """In the thread that drives the engine."""
+    def _heard(self, turn: AgentTurn, update: Update) -> None:
+        """In the thread that drives the engine, as is `_done`."""
+        self._loop.call_soon_threadsafe(turn.hear, update)
+
+    def _done(self, episode: AgentEpisode, turn: AgentTurn, result: Sample | Exception) -> None:
         if isinstance(result, Exception):
             status = 400 if isinstance(result, PlauditError) else 500
             error = HttpError(status, "refused", str(result))
@@ -291,13 +299,6 @@ def check_sampling(parsed: wire.ChatRequest, tables: Sequence[SamplingTable], *,
 
 def _over() -> HttpError:
     return HttpError(410, "episode_over", "this episode is over: its agent has returned, failed or run out of time")
-
-
-def _piece(sample: Sample) -> TextPiece:
-    tops = list(sample.top_logprobs or ())
-    return TextPiece(
-        0, 0, 0, list(sample.token_ids), list(sample.raw_logprobs), 0, sample.text, sample.finish_reason, tops
-    )  # fmt: skip
 
 
 def _continuation(sample: Sample) -> Continuation:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Protocol, Self, runtime_checkable
 
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.sequence import Update
 from plaudit.errors import Aborted, RequestError
 from plaudit.records import Sample
 from plaudit.train.rollouts.rollouts import Generator
@@ -38,11 +39,14 @@ class Mendable(Protocol):
 
 @dataclass(eq=False)
 class PendingTurn:
-    """done   called by the owner, once: with the sample, or with why there is none"""
+    """done   called by the owner, once: with the sample, or with why there is none
+    heard  called by the owner with what is new of it, before that; by an engine of another process not at all
+    """
 
     context: list[int]
     params: SamplingParams
     done: Callable[[Sample | Exception], None]
+    heard: Callable[[Update], None] | None = None
 
 
 class TurnDriver(ABC):
@@ -57,11 +61,12 @@ class TurnDriver(ABC):
     # From any thread
 
     def submit(
-        self, context: list[int], params: SamplingParams, done: Callable[[Sample | Exception], None]
-    ) -> PendingTurn:
+        self, context: list[int], params: SamplingParams, done: Callable[[Sample | Exception], None],
+        heard: Callable[[Update], None] | None = None,
+    ) -> PendingTurn:  # fmt: skip
         if params.n != 1:
             raise RequestError(f"a turn is one sample, and n is {params.n}: submit each by itself")
-        turn = PendingTurn(context, params, done)
+        turn = PendingTurn(context, params, done, heard)
         with self._news:
             if self._closed:
                 raise Aborted("the rollout that this turn belongs to has ended")
@@ -145,8 +150,13 @@ class CoreDriver(TurnDriver):
             return
         self.engine.check_ready()
         for update in self.engine.step():
-            if update.sample is not None and (turn := self._turns.pop(update.request, None)) is not None:
+            if (turn := self._turns.get(update.request)) is None:
+                continue
+            if update.sample is not None:
+                del self._turns[update.request]
                 self._finish(turn, update.sample)
+            elif turn.heard is not None and turn in self._open:
+                turn.heard(update)
         if self.engine.failure is not None:
             raise self.engine.failure
 
@@ -154,7 +164,10 @@ class CoreDriver(TurnDriver):
         if turn not in self._open:
             return
         try:
-            (number,) = self.engine.submit_all([turn.context], turn.params)
+            if turn.heard is None:
+                (number,) = self.engine.submit_all([turn.context], turn.params)
+            else:
+                number = self.engine.submit(turn.context, turn.params)
         except RequestError as error:
             self._finish(turn, error)
         else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from plaudit.config import RlRecipe
 from plaudit.config.recipe import parse_recipe
-from plaudit.config.rl import SamplingTable
+from plaudit.config.rl import EnvironmentTable, SamplingTable
 from plaudit.config.table import read_toml
 from plaudit.core import Engine
 from plaudit.errors import DataError, RunError
@@ -191,8 +191,9 @@ def _recipe(run: Path) -> RlRecipe:
     recipe = parse_recipe(read_toml(path, "recipe of a run"), str(path))
     if not isinstance(recipe, RlRecipe):
         raise RunError(f"{run} is a run of task = {recipe.task!r}, which has no rollouts: name one of task = 'rl'")
-    if recipe.environment is not None:
-        raise RunError(f"{run} played turns with {recipe.environment.name!r}: steps are valued for single answers only")
+    if (other := recipe.environment or recipe.agent) is not None:
+        name = other.name if isinstance(other, EnvironmentTable) else other.function
+        raise RunError(f"{run} played turns with {name!r}: steps are valued for single answers only")
     return recipe
 
 
