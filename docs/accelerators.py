@@ -57,6 +57,14 @@ QUESTIONS = (
         "cheaper. They pay with responses that are one update old.",
         "plaudit plan --model llama-3.1-70b --sweep nodes --hardware 8x8xH100 --placement async",
     ),
+    (
+        "And a pool for prefill?",
+        "Rarely in RLHF: eight responses share a prompt, so that prefill is a small part of generation, and a pool "
+        "of its own saves less than its smallest size costs. With long prompts and one response to each the two "
+        "are about even. `--pools 60` sizes every pool for a step of at most 60 s, each on the accelerator that costs least "
+        "there, and sets two pools and one kind of accelerator beside it.",
+        "plaudit plan --model llama-3.1-70b --pools 60 --compare H100,H200,B200 --price owned",
+    ),
 )  # fmt: skip
 NOTE = "<!-- not run: tests/plan/test_answers.py runs it and compares what it prints -->"
 

@@ -97,7 +97,7 @@ class Market:
         return self.question.price
 
     def answer(self) -> Choice:
-        affordable = {chip: sizes for chip in self.chips if (sizes := list(self._sizes(chip, self.budget)))}
+        affordable = {chip: sizes for chip in self.chips if (sizes := list(self.sizes(chip, self.budget)))}
         if not affordable:
             cheapest = min(self.chips, key=self._price)
             raise ConfigError(f"--budget {self.budget:g}/h buys nothing: one {cheapest.name} is the cheapest device at "
@@ -121,7 +121,7 @@ class Market:
         assert price is not None, "chips without a price are left out"
         return price
 
-    def _sizes(self, chip: Accelerator, budget: float) -> Iterator[Cluster]:
+    def sizes(self, chip: Accelerator, budget: float) -> Iterator[Cluster]:
         """Clusters of it that the budget pays for, the smallest first."""
         host = self.host_memory or HOST_GB_PER_GPU * GB * chip.node
         node = Cluster(chip, 1, chip.node, host)
@@ -177,7 +177,7 @@ class Market:
         problem = f"{model} fits on nothing that --budget {self.budget:g}/h buys" if math.isfinite(self.budget) else (
             f"{model} fits on none of {', '.join(chip.name for chip in self.chips)} up to {NODES[-1]} nodes"
         )  # fmt: skip
-        larger = [place for chip in self.chips for place in self._sizes(chip, math.inf)]
+        larger = [place for chip in self.chips for place in self.sizes(chip, math.inf)]
         dearer = sorted(larger, key=lambda place: place.hourly(self.level) or 0.0)
         for place in dearer if math.isfinite(self.budget) else ():
             hourly = place.hourly(self.level) or 0.0

@@ -54,6 +54,10 @@ class PlanOptions:
     utilisation: Annotated[
         str | None, Option(metavar="0.2..1.0", help="Price of a token under partial load, in training and serving.")
     ] = None
+    pools: Annotated[
+        float | None,
+        Option(metavar="SECONDS", help="Prefill, decode and training apart: accelerator and number for such a step."),
+    ] = None
     power_price: Annotated[float | None, Option(help="$ per kWh, added to a --price in dollars.")] = None
     hardware_file: Annotated[Path | None, Option(help="TOML that overrides accelerators and constants.")] = None
     recipe: Annotated[Path | None, Option("--for", metavar="RECIPE", help="Plan a recipe: file or name.")] = None

@@ -122,7 +122,7 @@ class Search:
         self.thrift = THRIFT if read_only else tuple(dict.fromkeys((how, False, off) for how, _, off in THRIFT))
         self.tried = 0
         self._nearest: dict[str, Rejection] = {}
-        self._sides: dict[tuple[str, int], list[TrainingLayout]] = {}
+        self._sides: dict[tuple[str, int], list[tuple[float, TrainingLayout]]] = {}
 
     def run(self) -> SearchResult:
         predictions: list[Prediction] = []
@@ -182,7 +182,14 @@ class Search:
     def _trainings(self, cluster: Cluster) -> list[TrainingLayout]:
         return [self.training] if self.training else list(training_layouts(self.workload, cluster))
 
+    def fastest_training(self, placement: str, trainers: Cluster) -> tuple[float, TrainingLayout] | None:
+        """Seconds of scoring and updates, and the cut; None where none fits."""
+        return next(iter(self._timed(placement, trainers)), None)
+
     def _trained(self, placement: str, trainers: Cluster) -> list[TrainingLayout]:
+        return [layout for _, layout in self._timed(placement, trainers)]
+
+    def _timed(self, placement: str, trainers: Cluster) -> list[tuple[float, TrainingLayout]]:
         """Training cuts that fit beside nothing but what the placement keeps there, the fastest first."""
         kind = KIN.get(placement, placement)
         if (kind, trainers.devices) in self._sides:
@@ -193,7 +200,7 @@ class Search:
             if timed_layout is not None:
                 timed.append(timed_layout)
         timed.sort(key=lambda pair: pair[0])
-        self._sides[kind, trainers.devices] = [layout for _, layout in timed]
+        self._sides[kind, trainers.devices] = timed
         return self._sides[kind, trainers.devices]
 
     def _thrifty_training(

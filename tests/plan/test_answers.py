@@ -52,7 +52,7 @@ def _value(text: str) -> float:
 
 @pytest.mark.slow
 def test_the_answers_are_what_the_numbers_say() -> None:
-    larger, _, chips, hybrid, apart = (command for _, _, command in written_by().QUESTIONS)
+    larger, _, chips, hybrid, apart, prefill = (command for _, _, command in written_by().QUESTIONS)
     rows = {row["hardware"]: row for row in data(larger)["any_software"]}
     eight = rows["1x8xB200 SXM"]
     # Larger: as fast as two or three times as many, for nearly the same dollars.
@@ -70,3 +70,6 @@ def test_the_answers_are_what_the_numbers_say() -> None:
         assert (row["step_seconds"] < pools[nodes]["step_seconds"]) is (nodes <= 3), nodes
         if nodes >= 4:
             assert pools[nodes][dollars] < row[dollars]
+    three, two = data(prefill)["arrangements"]
+    assert len(three["pools"]) == 3
+    assert two["dollars_per_hour"] < three["dollars_per_hour"]

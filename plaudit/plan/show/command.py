@@ -17,6 +17,7 @@ from plaudit.plan.capacity import demand
 from plaudit.plan.market import market
 from plaudit.plan.observed.comparison import compare, hardware_file
 from plaudit.plan.options import PlanOptions
+from plaudit.plan.pools import plan_pools
 from plaudit.plan.question import NothingFits, Outcome, Question, ask
 from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
 from plaudit.plan.settings.choice import find_project, settings_for
@@ -27,6 +28,7 @@ from plaudit.plan.show.explain import explain
 from plaudit.plan.show.listing import print_outcome
 from plaudit.plan.show.measured import comparison_data, print_comparison
 from plaudit.plan.show.page import render_page
+from plaudit.plan.show.pools import pools_data, print_pools
 from plaudit.plan.show.service import print_service, service_data
 from plaudit.plan.show.tables import loads_data, print_loads, print_sweep, sweep_data
 from plaudit.plan.sweep import check_sweep, sweep
@@ -62,6 +64,9 @@ def run_plan(options: PlanOptions, resolve: Callable[[str], Path], measure: Call
         raise ConfigError("--settings writes those alone: leave out --for, --json, --explain and --page")
     if options.sweep is not None or options.utilisation is not None:
         _tables(options, resolve)
+        return
+    if options.pools is not None:
+        _pools(options, resolve)
         return
     if options.budget or options.deadline or options.goal:
         _choose(options, resolve)
@@ -116,6 +121,12 @@ def _tables(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
         return
     loaded = loads(_answer(question), shares)
     print(json.dumps(loads_data(loaded), indent=2)) if options.as_json else print_loads(loaded)
+
+
+def _pools(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
+    _check_model(options)
+    plan = plan_pools(options, lambda of: replace(of, question=_planned(of.question, options, resolve)))
+    print(json.dumps(pools_data(plan), indent=2)) if options.as_json else print_pools(plan)
 
 
 def _choose(options: PlanOptions, resolve: Callable[[str], Path]) -> None:
