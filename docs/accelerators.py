@@ -61,8 +61,8 @@ QUESTIONS = (
         "And a pool for prefill?",
         "Rarely in RLHF: eight responses share a prompt, so that prefill is a small part of generation, and a pool "
         "of its own saves less than its smallest size costs. With long prompts and one response to each the two "
-        "are about even. `--pools 60` sizes every pool for a step of at most 60 s, each on the accelerator that costs least "
-        "there, and sets two pools and one kind of accelerator beside it.",
+        "are about even. `--pools 60` sizes every pool for a step of at most 60 s, each on the accelerator that costs "
+        "least there, and sets two pools and one kind of accelerator beside it.",
         "plaudit plan --model llama-3.1-70b --pools 60 --compare H100,H200,B200 --price owned",
     ),
 )  # fmt: skip

@@ -41,7 +41,9 @@ def test_prefill_and_decode_add_up_to_generation(plan: PoolPlan) -> None:
     search = PoolSearch(plan.market, plan.limit)
     replica = next(search._replicas(plan.market.chips[0]))
     prefill, decode, both = (search._busy(work, replica) for work in ("prefill", "decode", "generation"))
-    assert prefill and decode and both
+    assert prefill
+    assert decode
+    assert both
     assert prefill(4) + decode(4) == pytest.approx(both(4))
 
 
