@@ -146,8 +146,8 @@ def run_command(command: str, server: ServerProcess, place: Path, environment: d
         case "curl":
             asked = ADDRESS.sub(server.url, command.replace("\n", " "))
             done = subprocess.run(
-                ["bash", "-c", asked.replace("curl ", "curl --fail-with-body ", 1)], capture_output=True, text=True,
-                timeout=120,
+                ["bash", "-c", asked.replace("curl -s ", "curl -s --fail-with-body ", 1)], capture_output=True,
+                text=True, timeout=120,
             )  # fmt: skip
         case _:
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

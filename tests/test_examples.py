@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,14 +13,39 @@ import pytest
 import yaml
 
 from tests.command import plaudit_here
+from tests.notebook import code_cells, run_notebook
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def test_all_are_listed() -> None:
-    listed = set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
-    assert listed == {file.name for file in EXAMPLES.glob("*.py")}
+    listed = set(re.findall(r"\]\((\w+\.(?:py|ipynb))\)", (EXAMPLES / "README.md").read_text()))
+    assert listed == {file.name for pattern in ("*.py", "*.ipynb") for file in EXAMPLES.glob(pattern)}
+
+
+def test_notebooks_are_stored_with_short_outputs() -> None:
+    for file in EXAMPLES.glob("*.ipynb"):
+        notebook = json.loads(file.read_text(encoding="utf-8"))
+        assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (4, len(notebook["cells"]))
+        for cell in code_cells(notebook):
+            assert 0 < len(json.dumps(cell["outputs"])) < 2000, (
+                f"{file.name}: python -m tests.notebook {file} stores them"
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda file: file.name)
+def test_notebooks_run_and_give_what_is_stored(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers aside, which another processor may change in training; they are of the same size."""
+    monkeypatch.chdir(tmp_path)
+    cells = code_cells(json.loads(file.read_text(encoding="utf-8")))
+    for cell, found in zip(cells, run_notebook(file), strict=True):
+        stored, said = (json.dumps(outputs, sort_keys=True) for outputs in (cell["outputs"], found))
+        assert NUMBER.sub("N", said) == NUMBER.sub("N", stored)
+        for before, now in zip(NUMBER.findall(stored), NUMBER.findall(said), strict=True):
+            assert float(now) == pytest.approx(float(before), abs=15)
 
 
 @pytest.mark.slow

@@ -88,8 +88,6 @@ class Shell:
         words = shlex.split(command, comments=True)
         if words[:2] == ["plaudit", "serve"] and "--port" not in words:
             words[2:2] = ["--port", self.ports["5555"]]
-        if words[0] == "curl":
-            words.insert(1, "--fail-with-body")
         training = words[:2] == ["plaudit", "train"] and "--dry-run" not in words
         return words if FULL or not training else [*words, *STEPS]
 
