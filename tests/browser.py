@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium")
+WINDOWS = ((1280, 720, "light"), (390, 844, "dark"), (1280, 720, "dark"), (390, 844, "light"))
 PATIENCE = 30_000  # milliseconds; only a page that hangs takes as long
 MISSING = (
     "no playwright for the tests of pages: pip install playwright" if importlib.util.find_spec("playwright") is None
@@ -51,3 +52,14 @@ def layout_faults(page: Page) -> list[str]:
     page.evaluate("scrollTo(0, 0)")
     faults: list[str] = page.evaluate(Path(__file__).with_name("layout.js").read_text(encoding="utf-8"))
     return faults
+
+
+def faults_in_windows(page: Page) -> dict[str, list[str]]:
+    """The faults on a screen and on a phone, in light and in dark, of the windows that have any."""
+    found = {}
+    for width, height, scheme in WINDOWS:
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.evaluate("new Promise(requestAnimationFrame)")
+        found[f"{width}, {scheme}"] = layout_faults(page)
+    return {window: faults for window, faults in found.items() if faults}

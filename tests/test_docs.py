@@ -145,9 +145,10 @@ def run_command(command: str, server: ServerProcess, place: Path, environment: d
             done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
         case "curl":
             asked = ADDRESS.sub(server.url, command.replace("\n", " "))
+            if " -sf " not in asked:  # one of the two
+                asked = asked.replace("curl ", "curl --fail-with-body ", 1)
             done = subprocess.run(
-                ["bash", "-c", asked.replace("curl -s ", "curl -s --fail-with-body ", 1)], capture_output=True,
-                text=True, timeout=120,
+                ["bash", "-c", asked], capture_output=True, text=True, timeout=120
             )  # fmt: skip
         case _:
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Iterator
@@ -101,6 +102,31 @@ def test_curves_are_drawn_and_tell_their_values(open_page, one: Path) -> None:  
     smooth = first.locator("path.raw").count()
     page.get_by_label("smoothed").uncheck()
     assert first.locator("path.raw").count() < smooth
+
+
+@in_browser
+def test_all_that_was_measured_as_csv(open_page, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Every value of every run, one a line; a name with a comma or a quotation mark in it stays one field."""
+    runs = [write_run(tmp_path / 'a, "b"', steps=12), write_run(tmp_path / "plain", steps=9, seed=1)]
+    page = open_page(*runs)
+    with page.expect_download() as download:
+        page.get_by_text("CSV", exact=True).click()
+    file = tmp_path / "saved.csv"
+    download.value.save_as(file)
+    with file.open(encoding="utf-8", newline="") as lines:
+        head, *rows = csv.reader(lines)
+    assert head == ["run", "metric", "step", "value"]
+    assert download.value.suggested_filename.endswith(".csv")
+    curves = {
+        (str(run["name"]), metric, step): value
+        for run in data_of(render_page([read_history(run) for run in runs]))["runs"]
+        for metric, (steps, values) in run["curves"].items()  # type: ignore[attr-defined]
+        for step, value in zip(steps, values, strict=True)
+    }
+    assert {run for run, *_ in rows} == {'a, "b"', "plain"}
+    found = {(run, metric, int(step)): value for run, metric, step, value in rows}
+    assert len(rows) == len(found) == len(curves)
+    assert {key: None if value == "" else float(value) for key, value in found.items()} == curves
 
 
 @in_browser

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser import MISSING, PATIENCE, chromium, expect
+from tests.browser import MISSING, PATIENCE, chromium, expect, faults_in_windows
 from tests.serve.process import ServerProcess
 
 if TYPE_CHECKING:
@@ -115,6 +115,15 @@ def test_scores_and_steps_are_those_of_the_api(server: ServerProcess, page: Page
     expect(results.locator(".result > b")).to_have_text(shown(outcome))
     expect(results.locator(".step")).to_have_count(0)
     expect(page.get_by_label("every step")).to_be_hidden()
+    page.get_by_role("button", name="Remove").click()
+
+
+def test_it_fits_a_screen_and_a_phone(page: Page) -> None:
+    """With scores on it, which are the widest that it shows."""
+    results = score(page, "sums-steps", "3+4+5=", RIGHT, WRONG)
+    expect(results.locator(".result")).to_have_count(2)
+    assert faults_in_windows(page) == {}
+    page.set_viewport_size({"width": 1280, "height": 720})
     page.get_by_role("button", name="Remove").click()
 
 
