@@ -30,16 +30,19 @@ from plaudit.core.sequence import Update
 from plaudit.errors import ConfigError
 from plaudit.models import load_policy, render_chat
 from plaudit.records import Batch, ItemError, Prompt, Sample
+from plaudit.rl.loop import RlTraining
 from plaudit.train.agents.agent_player import AgentPlayer, load_agent
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.policy.advantages import usable
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.rollouts.dump import Dump
 from plaudit.train.rollouts.scorer import Scorer
 from plaudit.train.run.clock import Clock
+from plaudit.train.run.run import Run
 from plaudit.worlds import sums_agent
-from tests.models.builders import byte_tokenizer, causal
-from tests.train.rl_world import recipe
+from tests.models.builders import CHATML, byte_tokenizer, causal
+from tests.train.rl_world import Silent, recipe
 
 SECONDS = 60.0
 LOADED = load_policy("sums-policy", "float32", "cpu")
@@ -298,6 +301,25 @@ def test_the_policy_reads_what_its_chat_template_writes() -> None:
     head, middle, tail = tokenizer.decode(render_chat(tokenizer, frame, True)).replace("B", "A").split("A", 2)
     assert text == head + tokenizer.decode(first) + middle + tokenizer.decode(second) + tail
     assert sample.prompt_ids == begun.token_ids
+
+
+def test_messages_that_the_template_leaves_out_are_refused() -> None:
+    """The policy would never see what a tool has said."""
+    deaf = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
+    tokenizer = byte_tokenizer(chat_template=deaf)
+    engine = Watched(causal(vocab_size=len(tokenizer), max_position_embeddings=512, hidden_size=32), tokenizer)
+    found: list[str] = []
+
+    def agent(prompt: Prompt, url: str, key: str) -> float:
+        client, messages = Client(url, key), [{"role": "user", "content": "hello"}]
+        messages.append(client.say(messages, max_tokens=5))
+        found.append(client.post([*messages, {"role": "tool", "content": "15"}]).json()["error"]["message"])
+        client.say([*messages, {"role": "user", "content": "15"}], max_tokens=5)
+        return 1.0
+
+    (sample,) = play(agent, [Prompt("hello", (1,))], engine=engine, sampling=SamplingTable(max_tokens=256))
+    assert (sample.error, sample.extra["turns"]) == (None, 2)
+    assert found == ["the model's chat template leaves tool messages out: give them the role user"]
 
 
 # The same request again, and requests that continue nothing
@@ -630,6 +652,41 @@ def test_a_run_with_an_agent_is_refused_where_it_cannot_be(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=message):
             load_agent(AgentTable(function=name, options=options))
     assert load_agent(AgentTable(function=f"{file}:play", options={"bonus": 1.0})) is not None
+
+
+SMALL: dict[str, Any] = {
+    "data": {"world": "sums", "chat": True, "eval_items": 2}, "agent": {"function": "plaudit.worlds.sums_agent:play"},
+    "train": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "dump": True},
+}  # fmt: skip
+
+
+def trained(directory: Path, **tables: Any) -> list[tuple[Sample, ...]]:
+    """The samples that a run has learned from, step by step."""
+    told = recipe(**SMALL, **tables)
+    with Run(directory, told, resume=False, fresh=True) as run:
+        RlTraining(told, run, Silent()).fit()
+    dump = Dump(directory / "rollouts")
+    return [dump.read(step)[0] for step in (1, 2)]
+
+
+def test_a_run_learns_from_what_its_agents_played(tmp_path: Path) -> None:
+    threads = {thread.name for thread in threading.enumerate()}
+    batches = trained(tmp_path / "run")
+    assert [len(samples) for samples in batches] == [8, 8]
+    for sample in (sample for samples in batches for sample in samples):
+        assert sample.error is None
+        assert sample.reward == float(sample.text.endswith(f"#{sample.extra['truth']}"))
+        assert sample.extra["turns"] == len(turns_of(sample)) > 1
+    assert {thread.name for thread in threading.enumerate()} - threads <= {"log"}, "the endpoint is closed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["swapped", "hybrid", "disaggregated", "async"])
+def test_every_placement_plays(name: str, tmp_path: Path) -> None:
+    first, _ = trained(tmp_path / "other", placement={"name": name})
+    alone, _ = trained(tmp_path / "colocated")
+    assert [s.token_ids for s in first] == [s.token_ids for s in alone]
+    assert [s.reward for s in first] == [s.reward for s in alone]
 
 
 def test_the_recipe_names_the_agent_that_comes_with_the_world() -> None:

@@ -18,7 +18,7 @@ class ObservationEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._known: set[Role] = set()  # that the template writes
+        self._known: set[str] = set()  # roles that the template writes
 
     def tokens(self, observation: str, *, chat: bool, last: int, role: Role = "user") -> tuple[int, ...]:
         """`last` is the policy's last token: an end-of-turn token that it wrote itself is not written again."""
@@ -26,11 +26,6 @@ class ObservationEncoder:
             if role != "user":
                 raise ConfigError(f"role = {role!r} is for conversations, and the prompt is none: set data.chat = true")
             return tuple(encode(self.tokenizer, observation))
-        if role not in self._known:
-            one, other = (self.messages([{"role": role, "content": text}], last=last) for text in "12")
-            if one == other:
-                raise ConfigError(f'the model\'s chat template leaves {role} messages out: return Turn(role="user")')
-            self._known.add(role)
         return self.messages([{"role": role, "content": observation}], last=last)
 
     def messages(
@@ -38,6 +33,16 @@ class ObservationEncoder:
     ) -> tuple[int, ...]:
         """All that stands between the policy's turn and its next one, where these messages come in between.
         `variables` are what the template looks at beside messages."""
+        for role in {str(message.get("role")) for message in messages} - self._known:
+            one, other = (self._between([{"role": role, "content": text}], last, variables) for text in "12")
+            if one == other:
+                raise ConfigError(f"the model's chat template leaves {role} messages out: give them the role user")
+            self._known.add(role)
+        return self._between(messages, last, variables)
+
+    def _between(
+        self, messages: Sequence[Mapping[str, Any]], last: int, variables: Mapping[str, Any] | None
+    ) -> tuple[int, ...]:
         before: list[Mapping[str, Any]] = [{"role": "user", "content": ASKED}]
         after = [*before, {"role": "assistant", "content": SAID}, *messages]
         head, whole = render_chats(self.tokenizer, [before, after], add_generation_prompt=True, variables=variables)
