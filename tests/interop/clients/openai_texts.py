@@ -39,6 +39,8 @@ whole = client.chat.completions.create(**asked, logprobs=True)
 completion = client.completions.create(
     model=given["model"], prompt=given["prompt"], max_tokens=12, temperature=0.9, seed=7, n=2, logprobs=0
 )
+schema = {"name": "verdict", "schema": {"enum": ["good", "bad"]}}
+constrained = client.chat.completions.create(**asked, response_format={"type": "json_schema", "json_schema": schema})
 print(json.dumps({
     "text": whole.choices[0].message.content,
     "logprobs": [row.logprob for row in whole.choices[0].logprobs.content],
@@ -51,5 +53,6 @@ print(json.dumps({
     "models": [model.id for model in client.models.list()],
     "unknown": refusal(model="nobody"),
     "long": refusal(max_completion_tokens=10_000),
-    "json": refusal(response_format={"type": "json_object"}),
+    "json": constrained.choices[0].message.content,
+    "yaml": refusal(response_format={"type": "yaml"}),
 }))  # fmt: skip
