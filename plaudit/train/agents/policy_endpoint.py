@@ -110,7 +110,8 @@ class PolicyEndpoint:
         self._call(lambda: self._end(episode))
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(START_SECONDS)
 
     # The thread
@@ -118,6 +119,7 @@ class PolicyEndpoint:
     def _run(self, sock: Any) -> None:
         try:
             self._loop.run_until_complete(self._serve(sock))
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
         finally:
             self._loop.close()
 
@@ -153,17 +155,14 @@ class PolicyEndpoint:
 
     def _call(self, work: Callable[[], None]) -> None:
         """In the thread of the loop, and wait for it."""
-        done = threading.Event()
 
-        def run() -> None:
-            try:
-                work()
-            finally:
-                done.set()
+        async def run() -> None:
+            work()
 
-        self._loop.call_soon_threadsafe(run)
-        if not done.wait(START_SECONDS):
-            raise RunError(f"the policy's endpoint does not answer within {START_SECONDS:g} s")
+        try:
+            asyncio.run_coroutine_threadsafe(run(), self._loop).result(START_SECONDS)
+        except TimeoutError:
+            raise RunError(f"the policy's endpoint does not answer within {START_SECONDS:g} s") from None
 
     def _admit(self, playing: Playing) -> None:
         self._keys |= {episode.key: (episode, playing) for episode in playing.episodes}
