@@ -56,7 +56,7 @@ slow-parallel: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.
 slow-ray: $(INSTALLED) $(VENV)/.ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 $(RAY)
 
-interop: $(INSTALLED) .venv-interop/.installed .venv-pytriton/.installed .venv-vllm/.installed .venv-docs/.installed
+interop: $(INSTALLED) .venv-interop/.installed .venv-interop/.openenv .venv-pytriton/.installed .venv-vllm/.installed .venv-docs/.installed
 	@$(BIN)/python -m pytest -m interop --timeout 900 -rs tests/interop
 
 soak: $(INSTALLED) $(VENV)/.ray
@@ -156,6 +156,12 @@ $(VENV)/.encoder: $(INSTALLED)
 	@echo "setting up .venv-interop (once; a few minutes)"
 	@$(PYTHON) -m venv .venv-interop
 	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 transformers==5.19.0 trl==1.16.0 'tritonclient[http]==2.73.0' openai==3.49.0 huggingface_hub==2.4.0 aiohttp==3.14.5 requests==2.34.2
+	@touch $@
+
+# Without its user interface (gradio), which neither its client nor its server needs.
+.venv-interop/.openenv: .venv-interop/.installed
+	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openenv==0.10.0
+	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check fastmcp==3.4.10 fastapi uvicorn websockets tomli tomli_w typer rich pyyaml jsonschema
 	@touch $@
 
 # Another rival, whose client NeMo-Aligner uses. Its server is known to run on Debian 12's own python3 (3.11.2); it wants numpy before 2.

@@ -98,15 +98,16 @@ def main() -> None:
     assert isinstance(recipe, RlRecipe)
     repeats = 1 if args.quick else args.repeats
     play(recipe, SIDES["as tools answer, 64 threads"], "none")  # what is computed once
-    rows = []
-    generation = statistics.median(
-        play(recipe, SIDES["lockstep, 64 threads"], "none")["seconds"] for _ in range(repeats)
-    )
-    for kind in ("0.5 s", "0.5 s on average"):
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
-        for _ in range(repeats):
+    kinds = ("0.5 s", "0.5 s on average")
+    every: dict[str, dict[str, list[dict[str, float]]]] = {kind: {name: [] for name in SIDES} for kind in kinds}
+    rows, alone = [], []
+    for _ in range(repeats):
+        for kind in kinds:
+            alone.append(play(recipe, SIDES["lockstep, 64 threads"], "none")["seconds"])
             for name, options in SIDES.items():
-                runs[name].append(play(recipe, options, kind))
+                every[kind][name].append(play(recipe, options, kind))
+    generation = statistics.median(alone)
+    for kind, runs in every.items():
         for name, found in runs.items():
             seconds = statistics.median(run["seconds"] for run in found)
             chain = found[0]["chain"]

@@ -14,7 +14,7 @@ from plaudit.errors import ConfigError, nearest, one_line
 from plaudit.records import Prompt, Turn
 from plaudit.train.agents.parallel_calls import close_all
 
-BUILT_IN = {"calculator": "plaudit.worlds.calculator:Calculator"}
+BUILT_IN = {"calculator": "plaudit.worlds.calculator:Calculator", "openenv": "plaudit.train.agents.openenv:OpenEnv"}
 
 
 class Environment(Protocol):
