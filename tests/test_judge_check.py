@@ -14,7 +14,7 @@ from rich.console import Console
 
 from plaudit.errors import ConfigError, DataError
 from plaudit.judge_check.check import CheckResult, check_judge
-from plaudit.judge_check.figures import AskedPair, AskedRow, pair_figures, row_figures
+from plaudit.judge_check.figures import JudgedPair, JudgedRow, pair_figures, row_figures
 from plaudit.judge_check.judge import OpenJudge, PairJudge, ScoringJudge, Shown, open_judge
 from plaudit.judge_check.rows import Labelled, Pair, read_labelled
 from plaudit.judge_check.show import show
@@ -60,8 +60,8 @@ def test_an_interval_by_hand() -> None:
 def test_figures_of_four_pairs_by_hand() -> None:
     """One right both ways, one for the first side both times, one wrong both ways for the longer text, one tie."""
     pairs = [
-        AskedPair(5, (2.0,), (-1.0,)), AskedPair(3, (1.0,), (1.0,)),
-        AskedPair(-4, (-1.0,), (1.0,)), AskedPair(2, (0.0,), (0.0,)),
+        JudgedPair(5, (2.0,), (-1.0,)), JudgedPair(3, (1.0,), (1.0,)),
+        JudgedPair(-4, (-1.0,), (1.0,)), JudgedPair(2, (0.0,), (0.0,)),
     ]  # fmt: skip
     found = pair_figures(pairs)
     assert found.accuracy is not None
@@ -204,10 +204,10 @@ def test_data_in_which_length_is_the_label_is_said_to_be_that() -> None:
 
 def test_labelled_rows_by_hand() -> None:
     rows = [
-        AskedRow(4, True, (0.9,)),
-        AskedRow(4, True, (0.4,)),
-        AskedRow(4, False, (0.6,)),
-        AskedRow(4, False, (0.1,)),
+        JudgedRow(4, True, (0.9,)),
+        JudgedRow(4, True, (0.4,)),
+        JudgedRow(4, False, (0.6,)),
+        JudgedRow(4, False, (0.1,)),
     ]
     found = row_figures(rows, 0.5)
     assert found.accuracy is not None
@@ -219,8 +219,8 @@ def test_labelled_rows_by_hand() -> None:
 def test_labelled_rows_and_length() -> None:
     draw = random.Random(1)
     lengths = [draw.randrange(1, 200) for _ in range(120)]
-    by_length = [AskedRow(n, bool(i % 2), (i % 2 + n / 150,)) for i, n in enumerate(lengths)]
-    by_label = [AskedRow(n, bool(i % 2), (i % 2 + draw.random() / 3,)) for i, n in enumerate(lengths)]
+    by_length = [JudgedRow(n, bool(i % 2), (i % 2 + n / 150,)) for i, n in enumerate(lengths)]
+    by_label = [JudgedRow(n, bool(i % 2), (i % 2 + draw.random() / 3,)) for i, n in enumerate(lengths)]
     assert [warning.name for warning in row_figures(by_length, 1.0).warnings] == ["length"]
     assert row_figures(by_label, 0.5).warnings == []
 

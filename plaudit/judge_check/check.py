@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from plaudit.errors import ConfigError, DataError
-from plaudit.judge_check.figures import AskedPair, AskedRow, Figures, pair_figures, row_figures
+from plaudit.judge_check.figures import Figures, JudgedPair, JudgedRow, pair_figures, row_figures
 from plaudit.judge_check.judge import OpenJudge, PairJudge, ScoringJudge, Shown
 from plaudit.judge_check.rows import Labelled, Pair, text_length
 from plaudit.records import Item, ItemError
@@ -59,7 +59,7 @@ def _check_pairs(
     margins = _in_batches(judge.margins, orders, max(1, batch // 2), on_batch)
     usable, failed, example = _answered(margins, 2 * times)
     asked = [
-        AskedPair(
+        JudgedPair(
             text_length(pairs[place].chosen) - text_length(pairs[place].rejected),
             tuple(answers[:times]), tuple(answers[times:]),
         )
@@ -74,7 +74,7 @@ def _check_rows(
     items: list[Item] = [row.item for row in rows for _ in range(times)]
     usable, failed, example = _answered(_in_batches(judge.values, items, batch, on_batch), times)
     asked = [
-        AskedRow(text_length(rows[place].item), rows[place].label, tuple(answers)) for place, answers in usable
+        JudgedRow(text_length(rows[place].item), rows[place].label, tuple(answers)) for place, answers in usable
     ]  # fmt: skip
     return CheckResult(row_figures(asked, threshold), failed, example)
 

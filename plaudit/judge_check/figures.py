@@ -28,7 +28,7 @@ ONE_SIDED = 0.95  # of the pairs: then the data cannot tell a preference for len
 
 
 @dataclass(frozen=True, slots=True)
-class AskedPair:
+class JudgedPair:
     """What a judge said of one pair. Margins are above 0 where it prefers the side that was shown first.
 
     longer          by how many characters the chosen response is the longer one
@@ -51,7 +51,7 @@ class AskedPair:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRow:
+class JudgedRow:
     """What a judge gave one labelled response, each time it was scored."""
 
     length: int
@@ -97,7 +97,7 @@ class Figures:
     notes: list[str] = field(default_factory=list)
 
 
-def pair_figures(pairs: Sequence[AskedPair]) -> Figures:
+def pair_figures(pairs: Sequence[JudgedPair]) -> Figures:
     labels, verdicts = [], []
     for pair in pairs:
         for label, margins in zip((1, -1), pair.showings, strict=True):
@@ -129,7 +129,7 @@ def pair_figures(pairs: Sequence[AskedPair]) -> Figures:
     return figures
 
 
-def row_figures(rows: Sequence[AskedRow], threshold: float) -> Figures:
+def row_figures(rows: Sequence[JudgedRow], threshold: float) -> Figures:
     """Scores from `threshold` on say that a response is good."""
     verdicts = [[score >= threshold for score in row.scores] for row in rows]
     averages = [_average(row.scores) for row in rows]
@@ -189,7 +189,7 @@ def _order_warnings(figures: Figures) -> Iterator[JudgeWarning]:
         )  # fmt: skip
 
 
-def _length_warnings(figures: Figures, pairs: Sequence[AskedPair]) -> Iterator[JudgeWarning]:
+def _length_warnings(figures: Figures, pairs: Sequence[JudgedPair]) -> Iterator[JudgeWarning]:
     if_longer = [_is_wrong(pair) for pair in pairs if pair.longer < 0]
     if_shorter = [_is_wrong(pair) for pair in pairs if pair.longer > 0]
     if if_longer and if_shorter and difference_test(if_longer, if_shorter) < UNLIKELY:
@@ -220,7 +220,7 @@ def _consistency_warnings(figures: Figures) -> Iterator[JudgeWarning]:
         )  # fmt: skip
 
 
-def _notes(pairs: Sequence[AskedPair]) -> Iterator[str]:
+def _notes(pairs: Sequence[JudgedPair]) -> Iterator[str]:
     for name, sign in (("longer", 1), ("shorter", -1)):
         found = _mean(_sign(pair.longer) == sign for pair in pairs)
         if found >= ONE_SIDED:
@@ -230,7 +230,7 @@ def _notes(pairs: Sequence[AskedPair]) -> Iterator[str]:
             )
 
 
-def _is_wrong(pair: AskedPair) -> bool:
+def _is_wrong(pair: JudgedPair) -> bool:
     """By the majority of its verdicts; one half is not wrong, for a coin has no length bias."""
     return sum(map(_sign, pair.for_chosen)) < 0
 
@@ -242,7 +242,7 @@ def _consistency(rows: Sequence[Sequence[Sequence[int]]]) -> Share | None:
     return share([_mean(a == b for answers in row for a, b in combinations(answers, 2)) for row in rows])
 
 
-def _within_labels(rows: Sequence[AskedRow], scores: Sequence[float]) -> Correlation | None:
+def _within_labels(rows: Sequence[JudgedRow], scores: Sequence[float]) -> Correlation | None:
     """Ranks among the rows of the same label: what the label explains is gone."""
     ranked_scores, ranked_lengths = [], []
     for label in (True, False):
