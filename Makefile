@@ -1,4 +1,4 @@
-# make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (under 8 minutes)
+# make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (4 to 11 minutes)
 # make smollm2-ppo-rm, make smollm2-search   a real model on a GPU, minutes each (docs/recipes.md)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   the benchmarks of a CPU; make bench-gpu those of a GPU
@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded docs clean install
 
-# Judges train half as long as those that are shipped: all of it stays under 8 minutes.
+# Judges train half as long as those that are shipped: all of it takes some minutes.
 run: $(INSTALLED)
 	@$(BIN)/plaudit train sums-sft --fresh
 	@$(BIN)/plaudit train sums-prm --fresh --set model.path=runs/sums-sft --set train.steps=900
