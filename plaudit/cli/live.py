@@ -13,12 +13,12 @@ import typer
 
 
 @contextmanager
-def shown_live(run: Path, wanted: bool, ranks: int = 1) -> Iterator[Callable[[], None]]:
+def shown_live(run: Path, enabled: bool, ranks: int = 1) -> Iterator[Callable[[], None]]:
     """Gives what is to be called once the run has begun its event log."""
     pages = []
 
     def begun() -> None:
-        if wanted:
+        if enabled:
             from plaudit.report.served.live_page import LivePage
 
             page = LivePage(run, OwnRun(ranks))

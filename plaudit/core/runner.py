@@ -403,7 +403,7 @@ def _span(chunk: Chunk) -> Span:
     sequence = chunk.sequence
     start, end = sequence.computed, sequence.computed + chunk.tokens
     read = sequence.reading
-    wanted = [p - start for p in read.within(start, end)] if read is not None else []
+    read_at = [p - start for p in read.within(start, end)] if read is not None else []
     if sequence.request.read is None and end == len(sequence.tokens):
-        wanted.append(chunk.tokens - 1)
-    return Span(sequence.tokens[start:end], start, sequence.chain.blocks, wanted)
+        read_at.append(chunk.tokens - 1)
+    return Span(sequence.tokens[start:end], start, sequence.chain.blocks, read_at)

@@ -58,14 +58,14 @@ def _check_pairs(
         orders += [(pair.chosen, pair.rejected)] * times + [(pair.rejected, pair.chosen)] * times
     margins = _in_batches(judge.margins, orders, max(1, batch // 2), on_batch)
     usable, failed, example = _answered(margins, 2 * times)
-    asked = [
+    judged = [
         JudgedPair(
             text_length(pairs[place].chosen) - text_length(pairs[place].rejected),
             tuple(answers[:times]), tuple(answers[times:]),
         )
         for place, answers in usable
     ]  # fmt: skip
-    return CheckResult(pair_figures(asked), failed, example)
+    return CheckResult(pair_figures(judged), failed, example)
 
 
 def _check_rows(
@@ -73,10 +73,10 @@ def _check_rows(
 ) -> CheckResult:
     items: list[Item] = [row.item for row in rows for _ in range(times)]
     usable, failed, example = _answered(_in_batches(judge.values, items, batch, on_batch), times)
-    asked = [
+    judged = [
         JudgedRow(text_length(rows[place].item), rows[place].label, tuple(answers)) for place, answers in usable
     ]  # fmt: skip
-    return CheckResult(row_figures(asked, threshold), failed, example)
+    return CheckResult(row_figures(judged, threshold), failed, example)
 
 
 def _in_batches(
@@ -86,10 +86,10 @@ def _in_batches(
     answers: list[float | ItemError] = []
     for start in range(0, len(questions), size):
         part = questions[start : start + size]
-        found = ask(part)
-        if len(found) != len(part):
-            raise RuntimeError(f"the judge gave {len(found)} answers to {len(part)} questions")
-        answers += found
+        part_answers = ask(part)
+        if len(part_answers) != len(part):
+            raise RuntimeError(f"the judge gave {len(part_answers)} answers to {len(part)} questions")
+        answers += part_answers
         on_batch(len(answers), len(questions))
     return answers
 

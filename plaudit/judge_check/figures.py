@@ -153,20 +153,20 @@ def row_figures(rows: Sequence[JudgedRow], threshold: float) -> Figures:
 
 
 def _agreement_warnings(figures: Figures) -> Iterator[JudgeWarning]:
-    found = figures.kappa
-    if found is None:
+    kappa = figures.kappa
+    if kappa is None:
         yield JudgeWarning(
             "chance", "every verdict is the same, and so is every label: nothing can be said of agreement"
         )
-    elif found.high < 0:
+    elif kappa.high < 0:
         yield JudgeWarning(
-            "reversed", f"agrees with the labels less than chance would (κ {found.value:.2f}): are the sides or the "
+            "reversed", f"agrees with the labels less than chance would (κ {kappa.value:.2f}): are the sides or the "
             "scale the wrong way round?",
         )  # fmt: skip
-    elif found.low <= 0:
+    elif kappa.low <= 0:
         yield JudgeWarning(
-            "chance", f"cannot be told from chance by {figures.rows} rows: κ {found.value:.2f}, 95 % interval "
-            f"{found.low:.2f} to {found.high:.2f}",
+            "chance", f"cannot be told from chance by {figures.rows} rows: κ {kappa.value:.2f}, 95 % interval "
+            f"{kappa.low:.2f} to {kappa.high:.2f}",
         )  # fmt: skip
     if figures.ties is not None and figures.ties.low > OFTEN:
         yield JudgeWarning("ties", f"{figures.ties.value:.0%} of its verdicts are ties: its scale is too coarse")
@@ -203,29 +203,29 @@ def _length_warnings(figures: Figures, pairs: Sequence[JudgedPair]) -> Iterator[
 
 
 def _correlation_warnings(figures: Figures) -> Iterator[JudgeWarning]:
-    found = figures.length
-    if found is not None and abs(found.value) >= CORRELATED and found.p < UNLIKELY:
+    length = figures.length
+    if length is not None and abs(length.value) >= CORRELATED and length.p < UNLIKELY:
         yield JudgeWarning(
-            "length", f"its score {'rises' if found.value > 0 else 'falls'} with the length beyond what the labels "
-            f"explain (rank correlation {found.value:.2f})",
+            "length", f"its score {'rises' if length.value > 0 else 'falls'} with the length beyond what the labels "
+            f"explain (rank correlation {length.value:.2f})",
         )  # fmt: skip
 
 
 def _consistency_warnings(figures: Figures) -> Iterator[JudgeWarning]:
-    found = figures.consistency
-    if found is not None and found.high < 1 - OFTEN:
+    same = figures.consistency
+    if same is not None and same.high < 1 - OFTEN:
         yield JudgeWarning(
-            "inconsistent", f"asked twice, it gives the same verdict in {found.value:.0%}: lower its temperature, or "
+            "inconsistent", f"asked twice, it gives the same verdict in {same.value:.0%}: lower its temperature, or "
             "take the majority of several answers",
         )  # fmt: skip
 
 
 def _notes(pairs: Sequence[JudgedPair]) -> Iterator[str]:
     for name, sign in (("longer", 1), ("shorter", -1)):
-        found = _mean(_sign(pair.longer) == sign for pair in pairs)
-        if found >= ONE_SIDED:
+        part = _mean(_sign(pair.longer) == sign for pair in pairs)
+        if part >= ONE_SIDED:
             yield (
-                f"the chosen response is the {name} one in {found:.0%} of the pairs: a judge that goes by length alone "
+                f"the chosen response is the {name} one in {part:.0%} of the pairs: a judge that goes by length alone "
                 "would look like a good one here"
             )
 

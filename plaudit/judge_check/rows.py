@@ -52,8 +52,8 @@ def _pair(row: Row) -> Pair:
 def _labelled(row: Row) -> Labelled:
     label = row.fields.get("label")
     if "chosen" in row.fields or label not in (0, 1):  # True and False are among them
-        found = sorted(row.fields) if label is None else f"label = {label!r}"
-        raise DataError(f"{row.origin}: found {found}; {FORMS}, one form in a file")
+        columns = sorted(row.fields) if label is None else f"label = {label!r}"
+        raise DataError(f"{row.origin}: found {columns}; {FORMS}, one form in a file")
     return Labelled(_item(row, row.text("response")), bool(label))
 
 

@@ -44,8 +44,13 @@ def show(result: CheckResult, console: Console) -> None:
 def _cells(figures: Figures) -> Iterator[tuple[str, str, str, str]]:
     yield "accuracy", *_percent(figures.accuracy), "verdicts that are the label's; a tie is not"
     if figures.kappa is not None:
-        found = figures.kappa
-        yield "Cohen's κ", f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}", "agreement beyond chance"
+        agreement = figures.kappa
+        yield (
+            "Cohen's κ",
+            f"{agreement.value:.2f}",
+            f"{agreement.low:.2f} to {agreement.high:.2f}",
+            "agreement beyond chance",
+        )
     if figures.auc is not None:
         yield "AUC", f"{figures.auc:.2f}", "", "a good response scores above a bad one"
     if figures.ties is not None:
@@ -66,7 +71,7 @@ def _cells(figures: Figures) -> Iterator[tuple[str, str, str, str]]:
         yield "self-consistency", *_percent(figures.consistency), "two answers to one question agree"
 
 
-def _percent(found: Share | None) -> tuple[str, str]:
-    if found is None:
+def _percent(measured: Share | None) -> tuple[str, str]:
+    if measured is None:
         return "—", ""
-    return f"{found.value:.1%}", f"{found.low:.1%} to {found.high:.1%}"
+    return f"{measured.value:.1%}", f"{measured.low:.1%} to {measured.high:.1%}"

@@ -64,8 +64,8 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> Correlation | None:
     """None where one of them does not vary, or there are fewer than four."""
     if len(xs) < 4 or len(set(xs)) < 2 or len(set(ys)) < 2:
         return None
-    found = stats.spearmanr(xs, ys)
-    return Correlation(float(found.statistic), float(found.pvalue), len(xs))
+    test = stats.spearmanr(xs, ys)
+    return Correlation(float(test.statistic), float(test.pvalue), len(xs))
 
 
 def sign_test(ups: int, downs: int) -> float:

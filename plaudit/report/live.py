@@ -98,10 +98,10 @@ class LiveView:
         """Warn, once, of a reward that is being gamed."""
         curves = {name: Curve(*zip(*points, strict=True)) for name in WATCHED if (points := self._series.get(name))}
         for rule in GAMED:
-            found = rule(History(self.title, curves))
-            if found is not None and found.severity != "fine" and found.rule not in self._warned:
-                self._warned.add(found.rule)
-                self.warn(f"{found.rule}, since about step {found.step}: {found.says} {found.cure}")
+            finding = rule(History(self.title, curves))
+            if finding is not None and finding.severity != "fine" and finding.rule not in self._warned:
+                self._warned.add(finding.rule)
+                self.warn(f"{finding.rule}, since about step {finding.step}: {finding.says} {finding.cure}")
 
     def rewind(self, step: int) -> None:
         """The run has gone back to this step: what came after it is void."""

@@ -216,7 +216,7 @@ def test_without_a_display_the_address_is_printed_and_no_browser_is_asked_for(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(webbrowser, "open", lambda url: pytest.fail(f"a browser for {url}"))
-    with shown_live(write_run(tmp_path / "run", steps=2), wanted=True) as begun:
+    with shown_live(write_run(tmp_path / "run", steps=2), enabled=True) as begun:
         begun()
     said = capsys.readouterr().err
     assert said.startswith("live page: http://127.0.0.1:")

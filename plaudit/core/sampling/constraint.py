@@ -29,11 +29,11 @@ class Constraint:
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Stand after these tokens of the response."""
-        known = len(self._taken)
-        if list(tokens[:known]) != self._taken:
+        followed = len(self._taken)
+        if list(tokens[:followed]) != self._taken:
             self._matcher.reset()
-            self._taken, self.stuck, known = [], None, 0
-        for token in tokens[known:]:
+            self._taken, self.stuck, followed = [], None, 0
+        for token in tokens[followed:]:
             self.take(token)
 
     def take(self, token: int) -> None:

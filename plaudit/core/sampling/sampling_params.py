@@ -121,8 +121,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _need(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
         _need(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "0 (none) or more")
-        asked = self.prompt_logprobs
-        _need(asked is None or asked >= 0, "prompt_logprobs", asked, "None, or 0 (their own) or more")
+        count = self.prompt_logprobs
+        _need(count is None or count >= 0, "prompt_logprobs", count, "None, or 0 (their own) or more")
         for token, bias in self.logit_bias.items():
             _need(math.isfinite(bias), f"logit_bias[{token}]", bias, "finite (bad_words_ids forbids a token)")
 

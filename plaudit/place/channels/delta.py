@@ -61,11 +61,11 @@ def changes(weights: Weights, before: dict[str, Tensor], since: int) -> Weights:
     travelling: dict[str, Tensor] = {}
     packed: dict[str, Entry] = {}
     for entry, (name, tensor) in zip(weights.layout.entries, weights, strict=True):
-        found = pack(tensor, before[name])
-        if found is None:
+        changed = pack(tensor, before[name])
+        if changed is None:
             travelling[name] = tensor
-        elif len(found):
-            travelling[name], packed[name] = found, entry
+        elif len(changed):
+            travelling[name], packed[name] = changed, entry
     made = Weights(travelling)
     aliases = {name: entry for name, entry in weights.layout.aliases.items() if entry in travelling}
     made.layout = Layout(made.layout.entries, aliases, part=True, since=since, packed=packed)

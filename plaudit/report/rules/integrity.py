@@ -57,33 +57,37 @@ def paid_for_length(run: History) -> Finding | None:
 
 
 def paid_for_repetition(run: History) -> Finding | None:
-    curve = run.curve("response/repetition")
-    if curve is None or (seen := moved(curve)) is None:
+    if (rise := _rise(run, "response/repetition", 0.1)) is None:
         return None
-    before, after, chance = seen
-    told = f"{percent(before)} → {percent(after)} of a response repeats four tokens it has had before"
-    if after - before <= max(0.1, chance) or _rightly(run) or _falls(run):
-        return Finding("repetition", "fine", f"{told}.")
+    before, after, step = rise
+    says = f"{percent(before)} → {percent(after)} of a response repeats four tokens it has had before"
+    if step is None:
+        return Finding("repetition", "fine", f"{says}.")
     cure = "Read samples: if the reward takes more of the same for better, mend it, or punish length."
-    return Finding(
-        "the reward pays for repetition", "bad", f"{told}, and the reward holds or rises.", cure,
-        since(curve, before + max(0.1, chance)),
-    )  # fmt: skip
+    return Finding("the reward pays for repetition", "bad", f"{says}, and the reward holds or rises.", cure, step)
 
 
 def one_answer(run: History) -> Finding | None:
-    curve = run.curve("response/common")
-    if curve is None or (seen := moved(curve)) is None:
+    if (rise := _rise(run, "response/common", 0.15)) is None:
         return None
-    before, after, chance = seen
-    told = f"the most common response answers {percent(after)} of a step's prompts ({percent(before)} at first)"
-    if after - before <= max(0.15, chance) or _rightly(run) or _falls(run):
-        return Finding("responses differ", "fine", f"{told[0].upper()}{told[1:]}.")
+    before, after, step = rise
+    says = f"The most common response answers {percent(after)} of a step's prompts ({percent(before)} at first)"
+    if step is None:
+        return Finding("responses differ", "fine", f"{says}.")
     cure = "Read it: a form of words that pleases the judge or the rule, whatever was asked. Mend the reward."
-    return Finding(
-        "one answer for many prompts", "bad", f"{told[0].upper()}{told[1:]}, and the reward holds or rises.", cure,
-        since(curve, before + max(0.15, chance)),
-    )  # fmt: skip
+    return Finding("one answer for many prompts", "bad", f"{says}, and the reward holds or rises.", cure, step)
+
+
+def _rise(run: History, name: str, least: float) -> tuple[float, float, int | None] | None:
+    """First and last level of a curve, and since when it is higher by more than `least` and chance while the reward
+    holds or rises and no more answers are right; None for that step where it is not so."""
+    curve = run.curve(name)
+    if curve is None or (levels := moved(curve)) is None:
+        return None
+    before, after, chance = levels
+    if after - before <= max(least, chance) or _rightly(run) or _falls(run):
+        return before, after, None
+    return before, after, since(curve, before + max(least, chance))
 
 
 def _rightly(run: History) -> bool:

@@ -63,8 +63,8 @@ class RemoteScorer:
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         if hidden:
             raise ConfigError('a server gives no hidden states: set search.clusters to "text", "encoder" or "served"')
-        found = self._server.each(self._one, list(zip(paths, items_of(paths), strict=True)))
-        return [Scored(error=str(each)) if isinstance(each, RequestRefused) else each for each in found]
+        replies = self._server.each(self._one, list(zip(paths, items_of(paths), strict=True)))
+        return [Scored(error=str(each)) if isinstance(each, RequestRefused) else each for each in replies]
 
     def release(
         self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
@@ -168,18 +168,18 @@ class RemoteScorer:
         )
         assert isinstance(self.reading, ProcessReading)
         tokenizer, columns = self.reading.tokenizer, work.columns or ()
-        found = []
+        logprobs = []
         for column in columns:
             names = (f"token_id:{column}", tokenizer.decode([column]), tokenizer.convert_ids_to_tokens(column))
-            found.append(next((float(shown[name]) for name in names if name in shown), None))
-        known = [value for value in found if value is not None]
+            logprobs.append(next((float(shown[name]) for name in names if name in shown), None))
+        known = [value for value in logprobs if value is not None]
         least = min(map(float, shown.values()), default=0.0)
-        if not known or (len(known) < len(found) and math.exp(least - max(known)) > KNOWN_TO):
+        if not known or (len(known) < len(logprobs) and math.exp(least - max(known)) > KNOWN_TO):
             raise RequestRefused(
                 422, "", f"{self._server.url}/v1/completions shows {sorted(shown)} as the likeliest tokens after a "
                 f"step, and not {[tokenizer.convert_ids_to_tokens(c) for c in columns]}: is it a process model?",
             )  # fmt: skip
-        return self._row("/v1/completions", [least if value is None else value for value in found])
+        return self._row("/v1/completions", [least if value is None else value for value in logprobs])
 
 
 def open_remote(table: PrmTable) -> RemoteScorer:

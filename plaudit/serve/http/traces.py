@@ -191,8 +191,8 @@ def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:
         if protocol not in OTLP:
             raise ConfigError(f"{PROTOCOLS[1]} is {protocol!r}; expected one of {', '.join(OTLP)}")
         registered = OTLP[protocol]
-    found = next(iter(entry_points(group="opentelemetry_traces_exporter", name=registered)), None)
-    if found is None:
+    entry_point = next(iter(entry_points(group="opentelemetry_traces_exporter", name=registered)), None)
+    if entry_point is None:
         raise ConfigError(f"OTEL_TRACES_EXPORTER asks for {name}, and {registered} is not installed: {INSTALL}")
-    exporter: SpanExporter = found.load()()
+    exporter: SpanExporter = entry_point.load()()
     return exporter

@@ -62,7 +62,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def top(self) -> int | None:
-        """How many likely tokens beside the log-prob of each; None: no log-probs."""
+        """How many likely tokens beside the log-prob of each; None: no log-probs. Chats and completions each
+        say it in their own way."""
         raise NotImplementedError
 
     @property
