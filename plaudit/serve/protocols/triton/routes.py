@@ -38,7 +38,8 @@ class TritonRoutes(ProtocolRoutes):
         super().__init__(scoring)
         served = scoring.models.served
         models = [name for name, model in served.items() if isinstance(model, ServedModel) and model.kind in SCORED]
-        self.names = [*models, *(alias for alias, name in scoring.aliases.items() if name in models)]
+        aliases = [alias for alias, name in scoring.aliases.items() if name in models and alias not in models]
+        self.names = [*models, *aliases]
 
     def routes(self) -> list[Route]:
         routes = [

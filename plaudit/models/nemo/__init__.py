@@ -1,0 +1,1 @@
+"""NeMo's archives of reward models (`.nemo`), turned into plain Hugging Face directories."""
