@@ -14,6 +14,8 @@ from hypothesis import settings
 KEEPS_BYTECODE = not sys.dont_write_bytecode
 sys.dont_write_bytecode = False
 
+from plaudit.events import read_lines  # noqa: E402
+from plaudit.metrics import undescribed  # noqa: E402
 from tests.browser import MISSING  # noqa: E402
 from tests.rotation import DAY, SHARES, in_turn  # noqa: E402
 
@@ -92,3 +94,17 @@ def _in_the_repository() -> Iterator[None]:
 def _seeded() -> None:
     """What a test draws does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _metrics_are_described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every metric of the training runs that a file of tests makes is in plaudit/metrics.py, of which the reference
+    page is made. A run has its recipe beside its log and begins with a plan; made-up logs have not."""
+    before = {*tmp_path_factory.getbasetemp().iterdir()}
+    yield
+    new = [path for path in tmp_path_factory.getbasetemp().iterdir() if path.is_dir() and path not in before]
+    for log in (log for path in new for log in path.rglob("events*.jsonl") if (log.parent / "recipe.toml").exists()):
+        events = list(read_lines(log))
+        if any(event["kind"] == "plan" for event in events):
+            names = {name for event in events if event["kind"] == "metric" for name in event["values"]}
+            assert not undescribed(names), f"{log}: add a line to plaudit/metrics.py and run python docs/metrics.py"

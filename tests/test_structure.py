@@ -17,7 +17,7 @@ PACKAGE = ROOT / "plaudit"
 # Lower layers never import higher ones, and what is on one layer does not import its neighbours.
 LAYERS = [
     {"errors", "records", "algo"},
-    {"config", "events", "output", "process"},
+    {"config", "events", "metrics", "output", "process"},
     {"models", "worlds", "plan", "report"},
     {"core"},
     {"reward"},

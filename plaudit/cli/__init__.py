@@ -3,8 +3,6 @@
 A command is a function in the file of its kind, registered with `app`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated

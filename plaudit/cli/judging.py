@@ -1,7 +1,5 @@
 """`plaudit judge-check`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`plaudit keys`: the file of keys that `plaudit serve --api-key-file` reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

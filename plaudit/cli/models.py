@@ -1,7 +1,5 @@
 """`plaudit generate`, `score`, `import`: one model at work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

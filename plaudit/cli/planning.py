@@ -1,10 +1,8 @@
 """`plaudit plan`."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from typing import Any
 
 from plaudit.cli.app import app, resolve_model
 from plaudit.plan.options import PlanOptions
@@ -19,10 +17,9 @@ def plan(**options: Any) -> None:
 
 def _parameters() -> list[inspect.Parameter]:
     """Those of the command: the fields of PlanOptions."""
-    hints = get_type_hints(PlanOptions, include_extras=True)
     return [
         inspect.Parameter(
-            option.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[option.name],
+            option.name, inspect.Parameter.KEYWORD_ONLY, annotation=option.type,
             default=option.default if option.default_factory is MISSING else option.default_factory(),
         )
         for option in fields(PlanOptions)
@@ -30,7 +27,7 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 plan.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-plan.__annotations__ = get_type_hints(PlanOptions, include_extras=True)
+plan.__annotations__ = {option.name: option.type for option in fields(PlanOptions)}
 app.command()(plan)
 
 

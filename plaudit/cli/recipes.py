@@ -1,7 +1,5 @@
 """`plaudit recipes`, `init`: recipes to start from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`plaudit report`, `bench`: what runs did, what this machine does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

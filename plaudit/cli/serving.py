@@ -1,7 +1,5 @@
 """`plaudit serve`, `deploy`, `critic`: models behind HTTP."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from functools import partial
@@ -110,7 +108,7 @@ def serve_rewards(
     sys.exit(_serve(table))
 
 
-def _serve(table: ServeTable) -> int:
+def _serve(table: "ServeTable") -> int:
     from plaudit.search.service.routes import SearchRoutes
     from plaudit.serve.server import serve
 

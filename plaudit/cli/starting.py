@@ -1,7 +1,5 @@
 """`plaudit doctor`, `launch`: whether machines are fit for a run, and how it starts on many of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`plaudit train`, `pairs`, `steps`: learn, and make data to learn from."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ import typer
 from plaudit.cli.app import Out, Sets, app, resolve_model
 from plaudit.cli.live import shown_live
 from plaudit.cli.tracking import tracked
-from plaudit.models.catalog import PACKAGED
 
 if TYPE_CHECKING:
     from plaudit.config import Recipe, RlRecipe
@@ -97,8 +94,10 @@ def train(
         _say_outcome(directory, *outcome)
 
 
-def _first_words(tree: Recipe, directory: Path, resume: bool) -> None:
+def _first_words(tree: "Recipe", directory: Path, resume: bool) -> None:
     """Before torch is imported, which takes seconds: whether the model is there, and what is about to happen."""
+    from plaudit.models.catalog import PACKAGED
+
     if tree.model.path not in (None, PACKAGED) and not resume:
         resolve_model(tree.model.path)
     if sys.stderr.isatty():  # elsewhere an error stays the one line that is written
@@ -106,7 +105,7 @@ def _first_words(tree: Recipe, directory: Path, resume: bool) -> None:
 
 
 def _train_rl(
-    tree: RlRecipe,
+    tree: "RlRecipe",
     directory: Path,
     resume: bool,
     fresh: bool,
@@ -138,7 +137,7 @@ def _train_rl(
 
 
 def _train_supervised(
-    tree: SupervisedRecipe,
+    tree: "SupervisedRecipe",
     directory: Path,
     resume: bool,
     fresh: bool,

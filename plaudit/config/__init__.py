@@ -1,24 +1,29 @@
-"""Recipes and other configuration, typed. Imports no torch."""
+"""Recipes and other configuration, typed. Imports no torch. Names are imported when first asked for, so that what
+needs no recipe, such as `plaudit recipes`, starts without pydantic."""
 
-from plaudit.config.algorithm import RlAlgorithm
-from plaudit.config.recipe import Recipe, load_recipe, parse_recipe
-from plaudit.config.rl import RlRecipe
-from plaudit.config.supervised import (
-    BaseRecipe,
-    BradleyTerry,
-    DataTable,
-    NewModel,
-    PreferenceAlgorithm,
-    PreferenceRecipe,
-    PrmRecipe,
-    Regression,
-    RewardRecipe,
-    SftRecipe,
-    SumsTable,
-    SupervisedTrain,
-    TrainTable,
-)
-from plaudit.config.table import Table, differences, to_toml
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plaudit.config.algorithm import RlAlgorithm
+    from plaudit.config.recipe import Recipe, load_recipe, parse_recipe
+    from plaudit.config.rl import RlRecipe
+    from plaudit.config.supervised import (
+        BaseRecipe,
+        BradleyTerry,
+        DataTable,
+        NewModel,
+        PreferenceAlgorithm,
+        PreferenceRecipe,
+        PrmRecipe,
+        Regression,
+        RewardRecipe,
+        SftRecipe,
+        SumsTable,
+        SupervisedTrain,
+        TrainTable,
+    )
+    from plaudit.config.table import Table, differences, to_toml
 
 __all__ = [
     "BaseRecipe",
@@ -43,3 +48,17 @@ __all__ = [
     "parse_recipe",
     "to_toml",
 ]
+
+_HOMES = {
+    "algorithm": ("RlAlgorithm",),
+    "recipe": ("Recipe", "load_recipe", "parse_recipe"),
+    "rl": ("RlRecipe",),
+    "table": ("Table", "differences", "to_toml"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'plaudit.config' has no attribute {name!r}")
+    return getattr(import_module(f"plaudit.config.{_HOME.get(name, 'supervised')}"), name)

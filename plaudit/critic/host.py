@@ -17,13 +17,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from prometheus_client import Gauge
 
 from plaudit.config.critic import CriticServerTable
 from plaudit.serve.http.app import Admission
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.logs import Log
-from plaudit.serve.metrics import Metrics
+from plaudit.serve.metrics import CriticGauges, Metrics
 from plaudit.serve.protocols.critic.wire import Lesson
 from plaudit.serve.protocols.triton.wire import Rows
 from plaudit.serve.workers import frames
@@ -87,8 +86,7 @@ class CriticHost:
         self._shown = ""
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._updates = Gauge("plaudit_critic_updates", "Updates of the critic", registry=metrics.registry)
-        self._loss = Gauge("plaudit_critic_loss", "Value loss of the last update", registry=metrics.registry)
+        self._gauges = CriticGauges(metrics.registry)
         self.link = Link(
             NAME, table.model_dump(exclude_none=True), self, _environment(), table.limits.load_seconds, module
         )
@@ -121,7 +119,7 @@ class CriticHost:
         )  # fmt: skip
         answer = await self._call(frame, request, sum(lengths))
         metrics: dict[str, float] = msgspec.json.decode(answer.text, type=dict[str, int | float])
-        self._loss.set(metrics["value/loss"])
+        self._gauges.loss.set(metrics["value/loss"])
         return metrics
 
     async def save(self, request: Request) -> State:
@@ -219,7 +217,7 @@ class CriticHost:
 
     def _take(self, state: State) -> None:
         self.state = state
-        self._updates.set(state.updates)
+        self._gauges.updates.set(state.updates)
 
     def _fail(self, id: int, error: HttpError) -> None:
         call = self._calls.pop(id, None)

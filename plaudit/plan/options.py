@@ -1,7 +1,5 @@
 """The options of `plaudit plan`: names, types, defaults and help, declared once for the command line and for `ask`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated

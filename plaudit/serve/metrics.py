@@ -140,6 +140,14 @@ class Metrics:
         gc.callbacks.append(seen)
 
 
+class CriticGauges:
+    """What `plaudit critic` has besides."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.updates = Gauge("plaudit_critic_updates", "Updates of the critic", registry=registry)
+        self.loss = Gauge("plaudit_critic_loss", "Value loss of the critic's last update", registry=registry)
+
+
 class VersionCounts:
     """What one version of a model has answered, for those who choose between two."""
 
