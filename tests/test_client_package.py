@@ -76,7 +76,8 @@ def test_every_module_is_there_and_loads_without_the_rest(wheel: Path) -> None:
     }  # fmt: skip
     extra = {f"plaudit_client/{name}" for name in ("__init__.py", "errors.py", "records.py", "py.typed")}
     assert names == expected | extra
-    modules = sorted(name.removesuffix(".py").replace("/", ".") for name in names if name.endswith(".py"))
+    python = {name for name in names if name.endswith(".py")} - {"plaudit_client/integrations/nemo_rl.py"}
+    modules = sorted(name.removesuffix(".py").replace("/", ".") for name in python)  # that one imports NeMo RL
     alone(wheel, f"import importlib\nfor name in {modules!r}: importlib.import_module(name.removesuffix('.__init__'))")
 
 

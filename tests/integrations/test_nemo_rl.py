@@ -1,0 +1,172 @@
+"""NeMo RL's environment, called as NeMo RL calls it.
+
+NeMo RL is installed from its repository with a GPU's packages, so that what an environment sees of it is written again
+in INTERFACE, after its source of 2026-08-22; Ray is the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from plaudit.errors import ConfigError, ServerError
+from tests.serve.process import ServerProcess
+from tests.serve.test_native import chains
+
+ray = pytest.importorskip("ray", reason="ray is installed by `make slow`")
+pytestmark = pytest.mark.slow
+PAIRS = chains(6)
+INTERFACE = {
+    "environments/interfaces.py": """
+        import abc
+        from typing import Generic, NamedTuple, TypeVar
+        MetadataT = TypeVar("MetadataT")
+
+        class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
+            observations: list
+            metadata: list
+            next_stop_strings: list
+            rewards: object
+            terminateds: object
+            answers: list
+
+        class EnvironmentInterface(abc.ABC, Generic[MetadataT]):
+            @abc.abstractmethod
+            def step(self, message_log_batch, metadata): ...
+            @abc.abstractmethod
+            def global_post_process_and_metrics(self, batch): ...
+    """,
+    "environments/utils.py": """
+        ENV_REGISTRY = {}
+
+        def register_env(env_name, actor_class_fqn):
+            if env_name in ENV_REGISTRY:
+                raise ValueError(f"Env name {env_name} already registered")
+            ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
+    """,
+    "distributed/ray_actor_environment_registry.py": "ACTOR_ENVIRONMENT_REGISTRY = {}",
+    "distributed/virtual_cluster.py": """
+        import sys
+
+        class PY_EXECUTABLES:
+            SYSTEM = sys.executable
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """plaudit.integrations.nemo_rl, beside a package nemo_rl."""
+    root = tmp_path_factory.mktemp("interface")
+    for name, code in INTERFACE.items():
+        file = root / "nemo_rl" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(code), encoding="utf-8")
+    before = set(sys.modules)
+    sys.path.insert(0, str(root))
+    try:
+        yield importlib.import_module("plaudit.integrations.nemo_rl")
+    finally:
+        sys.path.remove(str(root))
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "nemo_rl" or name == "plaudit.integrations.nemo_rl":
+                del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(None) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(server: ServerProcess) -> list[float]:
+    items = server.rewards([{"prompt": p, "responses": [r]} for p, r in PAIRS]).json()["items"]
+    return [item["scores"][0] for item in items]
+
+
+def logs(before: str = "") -> list[list[dict[str, Any]]]:
+    return [[{"role": "user", "content": before + p}, {"role": "assistant", "content": r}] for p, r in PAIRS]
+
+
+def environment(package: Any, **config: Any) -> Any:
+    """The class that Ray's actor has, without an actor."""
+    return package.RewardEnvironment.__ray_metadata__.modified_class(config)
+
+
+def test_the_rewards_are_those_of_the_server(package: Any, server: ServerProcess, expected: list[float]) -> None:
+    about = [{"ground_truth": "7", "question": p} for p, _ in PAIRS]
+    ways = {
+        "rendered": (environment(package, url=server.url, prompts="rendered", end="<eos>"), logs("<bos>")),
+        "prompt_key": (environment(package, url=server.url, model="sums", prompt_key="question"), logs("changed")),
+    }
+    for name, (made, batch) in ways.items():
+        returned = asyncio.run(made.step(batch, about))
+        assert returned._fields == (
+            "observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers",
+        )  # fmt: skip
+        assert returned.rewards.tolist() == pytest.approx(expected, abs=5e-5), name
+        assert returned.rewards.shape == returned.terminateds.shape == (len(PAIRS),)
+        assert returned.terminateds.all()
+        assert returned.metadata == about
+        assert returned.answers == [r for _, r in PAIRS]
+        assert {entry["role"] for entry in returned.observations} == {"environment"}
+    batch = {"total_reward": torch.tensor([1.0, 3.0])}
+    assert made.global_post_process_and_metrics(batch) == (
+        batch, {"plaudit/mean_reward": 2.0, "plaudit/min_reward": 1.0, "plaudit/max_reward": 3.0},
+    )  # fmt: skip
+
+
+def test_messages_reach_the_server_as_messages(package: Any) -> None:
+    truth = {"ground_truth": "7"}
+    single = package._item({"prompts": "messages"}, logs()[0], truth)
+    assert (single.prompt, single.response, single.truth) == ((logs()[0][0],), PAIRS[0][1], "7")
+    turns = [
+        *logs()[0],
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Yes", "token_ids": [1]},
+    ]
+    several = package._item({"prompts": "messages", "truth_key": "other"}, turns, {"other": 3})
+    assert several.messages == (*logs()[0], turns[2], {"role": "assistant", "content": "Yes"})
+    assert several.truth == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "prompts is None and prompt_key None; set one"),
+        ({"prompts": "text"}, "prompts is 'text'"),
+        ({"prompts": "rendered", "prompt_key": "q"}, "set one"),
+        ({"prompts": "rendered", "modle": "x"}, "has 'modle'; it takes url, model"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(package: Any, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        environment(package, **config)
+
+
+def test_what_has_no_reward_raises(package: Any, server: ServerProcess) -> None:
+    made = environment(package, url=server.url, prompt_key="question")
+    with pytest.raises(ConfigError, match=r"extra_env_info has no 'question'.*\['answer'\]"):
+        asyncio.run(made.step(logs()[:1], [{"answer": 1}]))
+    with pytest.raises(ServerError, match=r"no reward for conversation\[0\]: too_long"):
+        asyncio.run(made.step(logs()[:1], [{"question": "1+" * 300}]))
+
+
+def test_it_is_registered_by_a_name(package: Any) -> None:
+    utils = importlib.import_module("nemo_rl.environments.utils")
+    registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
+    package.register()
+    place = "plaudit.integrations.nemo_rl.RewardEnvironment"
+    assert {"plaudit": {"actor_class_fqn": place}} == utils.ENV_REGISTRY
+    assert {place: sys.executable} == registry.ACTOR_ENVIRONMENT_REGISTRY
+    assert hasattr(package.RewardEnvironment, "options")  # NeMo RL makes an actor of it: .options(...).remote(config)
+    with pytest.raises(ValueError, match="already registered"):
+        package.register()
