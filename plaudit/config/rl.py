@@ -431,11 +431,6 @@ class RlRecipe(BaseRecipe):
             raise ValueError(
                 f'placement.name = "async" trains on one rank, and resources name {ranks}: set name = "disaggregated"'
             )
-        if name == "async" and self.algorithm.dynamic is not None:
-            raise ValueError(
-                'algorithm.dynamic draws prompts until enough groups tell something, and placement.name = "async" has '
-                "drawn them ahead: leave one of them out"
-            )
 
     def _can_have_ranks(self) -> None:
         """Engines of several ranks."""

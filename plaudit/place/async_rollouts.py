@@ -5,12 +5,14 @@ Prompts are asked as long as there is capacity, in prompts:
     min(concurrency - running, (staleness + version + 1) × prompts_per_step - (accepted + running))
 
 where `version` is the learner's when it last came for a batch (a step makes one), and `accepted` counts all groups that
-were ever finished and kept. Weights that are published meanwhile reach sequences in flight, which keep their tokens;
-each token has the version it was sampled with. A sample is as old as its oldest token, and no batch holds one that is
-too old: that is checked in the samples themselves.
+were ever finished and kept. With dynamic sampling groups whose rewards are all equal are not kept: others are asked in
+their place. Weights that are published meanwhile reach sequences in flight, which keep their tokens; each token has the
+version it was sampled with. A sample is as old as its oldest token, and no batch holds one that is too old: that is
+checked in the samples themselves.
 
 Prompts are named by their number in the data. What a prompt is sampled with depends on its number alone, as in
-`train.rollouts`; with staleness 0 a step's prompts are asked together, and the samples are those of a synchronous run.
+`train.rollouts`; with staleness 0 a step's prompts are asked together, and the samples are those of a synchronous run,
+with dynamic sampling too, whose rounds are then asked whole.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from plaudit.config import RlRecipe
 from plaudit.errors import RunError
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.data.answered import with_prompt
 from plaudit.train.data.prompts import Prompts
+from plaudit.train.rollouts.batch_metrics import filtered
 from plaudit.train.rollouts.dump import as_plain, from_plain
-from plaudit.train.rollouts.rollouts import Player, SampleScorer
+from plaudit.train.rollouts.rollouts import Player, SampleScorer, rewards_differ
 from plaudit.train.run.clock import Clock
 
 FILE = "rollouts.jsonl"
@@ -37,11 +41,21 @@ CLOSE_SECONDS = 5.0  # for rewards that are being asked for; nobody wants them a
 Group = list[Sample]
 
 
+class Choice(NamedTuple):
+    """The prompts of the next batch; and all that were looked at for it, those whose rewards differ and the others."""
+
+    numbers: list[int]
+    kept: list[int]
+    spare: list[int]
+
+
 class AsyncRollouts:
     """`mend` brings engines back that were lost; it is called while this waits, when no weights are on the move.
 
     _order    prompts that were asked and not yet learned from, in the order in which they were first asked
     _again    those of them that must be asked anew
+    _used     groups that were learned from: prompts_per_step in each step
+    _equal    ready groups whose rewards do not differ, with dynamic sampling
     """
 
     def __init__(
@@ -56,6 +70,7 @@ class AsyncRollouts:
         self.mend = mend
         self.size = recipe.train.prompts_per_step
         self.staleness = recipe.placement.staleness
+        self.dynamic = recipe.algorithm.dynamic
         self.concurrency = recipe.placement.concurrency or (self.staleness + 1) * self.size
         self.version = 0
         self.step = 0
@@ -67,6 +82,7 @@ class AsyncRollouts:
         self._running: set[int] = set()
         self._played: dict[int, Group] = {}  # to be scored
         self._ready: dict[int, Group] = {}  # scored, in the order of their end
+        self._equal: set[int] = set()
         self._failure: Exception | None = None
         self._closed = False
         self._news = threading.Condition()
@@ -82,16 +98,18 @@ class AsyncRollouts:
             self._scorer.start()
         with self.clock("wait"):
             with self._news:
-                self.step, self.version = step, version
+                self.step, self.version, self._used = step, version, step * self.size
                 self._top_up()
-            while (numbers := self._complete()) is None:
+            while (choice := self._complete()) is None:
                 self.mend()
         with self._news:
-            groups = [self._ready.pop(number) for number in numbers]
-            self._order = deque(number for number in self._order if number not in set(numbers))
-            self._used += len(numbers)
-        batch = Batch(tuple(replace(s, group=i) for i, group in enumerate(groups) for s in group), version)
-        self.scorer.check(batch.samples)
+            kept, spare = ([self._ready[number] for number in part] for part in (choice.kept, choice.spare))
+            groups = [self._ready[number] for number in choice.numbers]
+            self._forget({*choice.kept, *choice.spare})
+            self._used += self.size
+        metrics = {} if self.dynamic is None else filtered(kept, spare)
+        batch = Batch(tuple(replace(s, group=i) for i, group in enumerate(groups) for s in group), version, metrics)
+        self.scorer.check([sample for group in (*kept, *spare) for sample in group])
         if (oldest := max(_age(group, version) for group in groups)) > self.staleness:
             raise RunError(
                 f"step {step}: a sample is {oldest} versions old, and placement.staleness = {self.staleness}"
@@ -114,7 +132,8 @@ class AsyncRollouts:
 
     def save(self, directory: Path) -> None:
         with self._news:
-            head = {"used": self._used, "order": list(self._order), "dropped": self.dropped, "size": self.size}
+            # With `drawn` as it is now: more may have been asked since the loop looked.
+            head = {"order": list(self._order), "drawn": self.drawn, "dropped": self.dropped, "size": self.size}
             lines: list[object] = [head]
             for number, group in self._ready.items():
                 lines += [{"number": number, **as_plain(sample)} for sample in group]
@@ -122,8 +141,7 @@ class AsyncRollouts:
         (directory / FILE).write_text(text)
 
     def load(self, directory: Path) -> None:
-        if not (directory / FILE).exists():  # of a run that was not async until now: all that was asked was used
-            self._used = self.drawn
+        if not (directory / FILE).exists():  # of a run that was not async until now: nothing waits to be learned from
             return
         head, *rows = [json.loads(line) for line in (directory / FILE).read_text().splitlines()]
         if (size := head.get("size", self.size)) != self.size:  # how far ahead may be asked is counted in it
@@ -131,17 +149,25 @@ class AsyncRollouts:
                 f'placement.name = "async" counts in prompts_per_step, which was {size} and is {self.size}: '
                 f"--set train.prompts_per_step={size} goes on"
             )
-        self._used, self._order, self.dropped = head["used"], deque(head["order"]), head["dropped"]
+        self._order, self.dropped = deque(head["order"]), head["dropped"]
+        self.drawn = head.get("drawn", self.drawn)
         for row in rows:
             self._ready.setdefault(row["number"], []).append(from_plain(row))
+        self._equal = {number for number, group in self._ready.items() if self._tells_nothing(group)}
         self._again = deque(number for number in self._order if number not in self._ready)
 
     # Inside; all but the threads' own work under the lock
 
     def _capacity(self) -> int:
         running = len(self._running)
-        accepted = self._used + len(self._played) + len(self._ready)
-        return min(self.concurrency - running, (self.staleness + self.step + 1) * self.size - (accepted + running))
+        accepted = self._used + len(self._played) + len(self._ready) - len(self._equal)
+        free = min(self.concurrency - running, (self.staleness + self.step + 1) * self.size - (accepted + running))
+        if self.dynamic is None:
+            return free
+        if self.staleness == 0 and free > 0:
+            free = 0 if running or self._played else len(self._again) or self.size
+        # Were no group to tell anything, prompts would be asked without end.
+        return min(free, (self.staleness + 1) * self.dynamic.rounds * self.size - len(self._order) + len(self._again))
 
     def _top_up(self) -> None:
         """Ask for as many prompts as there is capacity for; without staleness those of one step in one call."""
@@ -162,10 +188,12 @@ class AsyncRollouts:
             threading.Thread(target=self._play, args=(piece, prompts), name="rollout", daemon=True).start()
 
     def _play(self, numbers: list[int], prompts: list[Prompt]) -> None:
-        step, place = divmod(numbers[0], self.size)
+        chunk, place = divmod(numbers[0], self.size)
+        # As a synchronous run has it, where a step may draw several times.
+        step = self.step if self.dynamic is not None and self.staleness == 0 else chunk
         try:
             n = self.recipe.train.samples_per_prompt
-            samples = self.player.play(prompts, n, f"{step} {step * self.size}", place)
+            samples = self.player.play(prompts, n, f"{step} {chunk * self.size}", place)
         except Exception as error:
             self._fail(error)
             return
@@ -194,6 +222,8 @@ class AsyncRollouts:
                 for number, group in scored.items():
                     del self._played[number]
                     self._ready[number] = group
+                    if self._tells_nothing(group):
+                        self._equal.add(number)
                 self._top_up()
                 self._news.notify_all()
 
@@ -212,7 +242,7 @@ class AsyncRollouts:
             self._failure = self._failure or error
             self._news.notify_all()
 
-    def _complete(self) -> list[int] | None:
+    def _complete(self) -> Choice | None:
         """The prompts of the next batch, if they are all there; else after a while None."""
         with self._news:
             self._news.wait_for(lambda: self._failure is not None or self._choose() is not None, LOOK_SECONDS)
@@ -220,22 +250,50 @@ class AsyncRollouts:
                 raise self._failure
             return self._choose()
 
-    def _choose(self) -> list[int] | None:
-        if self.recipe.placement.stale == "wait":
-            # In the order in which they were asked none can be too old: the prompt that is asked with n others ahead
-            # of it is asked at a version of at least n / prompts_per_step - staleness - 1, and used in step n / B.
-            numbers = [self._order[i] for i in range(min(self.size, len(self._order)))]
-        else:
+    def _choose(self) -> Choice | None:
+        line: Iterable[int] = self._order
+        if self.recipe.placement.stale == "drop":
             self._drop()
-            numbers = list(self._ready)[: self.size]
-        return numbers if len(numbers) == self.size and all(number in self._ready for number in numbers) else None
+            line = self._ready
+        # Otherwise in the order in which they were asked, where none can be too old: the prompt that is asked with n
+        # others ahead of it is asked at a version of at least n / prompts_per_step - staleness - 1, and used in step
+        # n / B. Those ahead that turn out to tell nothing are not among the n: it is used earlier.
+        whole = self.dynamic is not None and self.staleness == 0
+        if whole and (self._running or self._played):
+            return None
+        most = self.size * (1 if self.dynamic is None else self.dynamic.rounds)
+        kept: list[int] = []
+        spare: list[int] = []
+        for number in line:
+            if number not in self._ready:
+                return None
+            (spare if number in self._equal else kept).append(number)
+            if not whole and (len(kept) == self.size or len(kept) + len(spare) == most):
+                break
+        if len(kept) < self.size and len(kept) + len(spare) < most:
+            return None
+        return Choice((kept + spare)[: self.size], kept, spare)
+
+    def _tells_nothing(self, group: Group) -> bool:
+        return self.dynamic is not None and not rewards_differ(group)
+
+    def _forget(self, numbers: set[int]) -> None:
+        """What was learned from, or is not to be."""
+        for number in numbers:
+            del self._ready[number]
+        self._order = deque(number for number in self._order if number not in numbers)
+        self._equal -= numbers
 
     def _drop(self) -> None:
-        """Ask anew what has become too old."""
+        """Ask anew what has become too old; groups that tell nothing are not worth it."""
         old = [n for n, group in self._ready.items() if _age(group, self.version) > self.staleness]
         for number in old:
-            self.dropped += len(self._ready.pop(number))
-            self._again.append(number)
+            self.dropped += len(self._ready[number])
+            if number in self._equal:
+                self._forget({number})
+            else:
+                del self._ready[number]
+                self._again.append(number)
         if old:
             self._top_up()
 

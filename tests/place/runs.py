@@ -21,6 +21,7 @@ GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}}
 PPO: dict[str, Any] = {
     "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"}, "train": {"minibatches": 2},
 }  # fmt: skip
+DAPO: dict[str, Any] = {"algorithm": {"name": "dapo", "dynamic": {"rounds": 3}}}
 OWN_AFFAIRS = ("time/", "perf/", "publish/", "rollout/")  # metrics that a placement may change
 
 

@@ -1,5 +1,6 @@
 """Generation beside training: staleness as it is in the samples, in-flight updates, nothing lost and nothing twice."""
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -11,9 +12,10 @@ import pytest
 
 from plaudit.models import load_policy
 from plaudit.place.async_rollouts import AsyncRollouts
-from plaudit.records import Prompt, Sample
+from plaudit.records import Batch, Prompt, Sample
 from plaudit.rl.loop import RlTraining
 from plaudit.train.data.encoder import LengthLimits
+from plaudit.train.rollouts.rollouts import Rollouts
 from plaudit.train.rollouts.sources import open_prompts
 from plaudit.train.run.clock import Clock
 from tests.place.rollout_host import RolloutHost
@@ -183,13 +185,11 @@ def test_what_a_checkpoint_keeps_is_neither_lost_nor_asked_again(tmp_path: Path)
     assert used(rollouts, 0) == [0, 1]
     until(lambda: set(rollouts._ready) == {3, 4})
     rollouts.save(tmp_path)
-    drawn = rollouts.drawn
     open_gates(player, 2, 5)
     rollouts.close()
 
     player = Player()
     again = scheduled(player, "wait", staleness=2)
-    again.drawn = drawn
     again.load(tmp_path)
     open_gates(player, 2, 5, 6, 7, 8, 9)
     assert used(again, 1) == [2, 3]
@@ -197,6 +197,95 @@ def test_what_a_checkpoint_keeps_is_neither_lost_nor_asked_again(tmp_path: Path)
     assert (3,) not in player.gates, "it was scored before"
     assert (4,) not in player.gates
     again.close()
+
+
+class Drawn:
+    """Answers at once, with tokens that the seed and the place in the step decide."""
+
+    def play(self, prompts: list[Prompt], n: int, seed: str, first: int = 0) -> list[Sample]:
+        return [
+            Sample(
+                tuple(prompt.token_ids or ()), (token, 2), "", (0.0, 0.0), (0.0, 0.0), (0, 0), (1, 1), "stop",
+                group=group, index=index,
+            )
+            for group, prompt in enumerate(prompts)
+            for index in range(n)
+            for token in [random.Random(f"{seed} {first + group} {index}").randrange(100)]
+        ]  # fmt: skip
+
+
+class Uneven(Scorer):
+    """About half of all groups of two have equal rewards."""
+
+    def ask(self, prompts: list[Prompt], samples: list[Sample]) -> list[Sample]:
+        return [replace(sample, reward=float(sample.token_ids[0] % 2)) for sample in samples]
+
+
+def filtering(staleness: int, stale: str = "wait", rounds: int = 3) -> AsyncRollouts:
+    tree = recipe(
+        placement={"name": "async", "staleness": staleness, "stale": stale},
+        train={"prompts_per_step": 4, "samples_per_prompt": 2},
+        algorithm={"name": "dapo", "dynamic": {"rounds": rounds}},
+    )  # fmt: skip
+    return AsyncRollouts(tree, Drawn(), Numbers(), Uneven(), Clock(), lambda: None)  # type: ignore[arg-type]
+
+
+def test_dynamic_sampling_without_staleness_is_that_of_a_synchronous_run_also_after_a_resumption(
+    tmp_path: Path,
+) -> None:
+    rollouts = filtering(0)
+    straight = Rollouts(rollouts.recipe, Drawn(), Numbers(), Uneven(), Clock())  # type: ignore[arg-type]
+    for step in range(12):
+        expected = straight.next(step, 0)
+        if step == 5:
+            rollouts.save(tmp_path)
+            rollouts.close()
+            rollouts = filtering(0)
+            rollouts.load(tmp_path)
+        assert rollouts.next(step, 0) == expected
+        assert rollouts.drawn == straight.drawn
+    assert straight.drawn > 12 * 4, "some groups were replaced"
+    rollouts.close()
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop"])
+def test_groups_that_tell_nothing_are_replaced_ahead_of_the_learner(tmp_path: Path, stale: str) -> None:
+    rollouts = filtering(2, stale, rounds=8)
+    batches: list[Batch] = []
+    for step in range(12):
+        if step == 6:
+            rollouts.save(tmp_path)
+            rollouts.close()
+            rollouts = filtering(2, stale, rounds=8)
+            rollouts.load(tmp_path)
+        batches.append(rollouts.next(step, 0))
+    rollouts.close()
+    groups = [batch.samples[at : at + 2] for batch in batches for at in range(0, 8, 2)]
+    assert all(a.reward != b.reward and a.prompt_ids == b.prompt_ids for a, b in groups)
+    used = [group[0].prompt_ids[0] for group in groups]
+    assert len({*used}) == len(used) == 48, "none twice"
+    if stale == "wait":  # exactly those whose rewards differ, in their order
+        samples = Uneven().ask([], [s for n in range(max(used) + 1) for s in alone(n)])
+        pairs = zip(samples[::2], samples[1::2], strict=True)
+        assert used == [a.prompt_ids[0] for a, b in pairs if a.reward != b.reward]
+        assert sum(batch.metrics["dynamic/drawn"] for batch in batches) == max(used) + 1
+
+
+def alone(number: int) -> list[Sample]:
+    """What a prompt is answered with ahead of the learner: by its number alone."""
+    chunk, place = divmod(number, 4)
+    return Drawn().play([Prompt(str(number), (number,))], 2, f"{chunk} {chunk * 4}", place)
+
+
+def test_where_no_group_tells_anything_the_rounds_end_it() -> None:
+    rollouts = filtering(1, rounds=2)
+    rollouts.scorer = Scorer()  # type: ignore[assignment]
+    batches = [rollouts.next(step, 0) for step in range(4)]
+    assert [len(batch.samples) for batch in batches] == [8] * 4
+    assert [batch.metrics["dynamic/filtered"] for batch in batches] == [1.0] * 4
+    until(lambda: not rollouts._running and not rollouts._played)
+    assert rollouts.drawn <= 4 * 8 + 2 * 2 * 4, "bounded ahead"
+    rollouts.close()
 
 
 def test_a_killed_run_goes_on_with_what_it_had(tmp_path: Path, rollout_host: RolloutHost) -> None:

@@ -17,7 +17,7 @@ from plaudit.models import load_policy
 from plaudit.place.channels.weights import Weights
 from plaudit.rl.loop import RlTraining
 from tests.place.rollout_host import RolloutHost
-from tests.place.runs import GRPO, PPO, assert_equal, samples, small, train
+from tests.place.runs import DAPO, GRPO, PPO, assert_equal, samples, small, train
 from tests.train.rl_world import Silent, recipe, weights
 
 ONE = {"rollout": {"processes": 1}}
@@ -97,7 +97,7 @@ def test_a_lora_run_publishes_its_adapter_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tables", [GRPO, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("tables", [GRPO, PPO, DAPO], ids=["grpo", "ppo", "dapo"])
 def test_ten_steps_in_every_placement(tmp_path: Path, rollout_host: RolloutHost, tables: dict[str, Any]) -> None:
     expected = train(tmp_path / "colocated", small(10, tables), rollout_host)
     for name, placed in PLACEMENTS.items():
@@ -121,7 +121,6 @@ def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: R
         ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: leave it out"),
         ({"placement": {"name": "hybrid", "channel": "disk"}}, "are shared"),
         ({"placement": {"name": "async"}, "resources": {"data_parallel": 2}}, "trains on one rank"),
-        ({"placement": {"name": "async"}, "algorithm": {"name": "dapo", "dynamic": {"rounds": 2}}}, "drawn them ahead"),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"devices": ("cuda:0", "cuda:1")}}},
             r"2 device\(s\) for 1 process",

@@ -89,7 +89,7 @@ class Rollouts:
         spare: list[list[Sample]] = []
         for _ in range(rounds):
             for group in self._round(step):
-                (kept if dynamic is None or _differ(group) else spare).append(group)
+                (kept if dynamic is None or rewards_differ(group) else spare).append(group)
             if len(kept) >= wanted:
                 break
         # A batch keeps its size; groups that teach nothing fill it where the rounds gave too few that do.
@@ -146,6 +146,6 @@ def sampling_params(table: SamplingTable, n: int, seed: str) -> SamplingParams:
     )  # fmt: skip
 
 
-def _differ(group: Sequence[Sample]) -> bool:
+def rewards_differ(group: Sequence[Sample]) -> bool:
     rewards = [sample.reward + turn_rewards(sample) for sample in group if sample.reward is not None]
     return bool(informative(torch.tensor(rewards), [0] * len(rewards)))
