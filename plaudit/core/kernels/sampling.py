@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plaudit.algo.tokens.token_kernel import BLOCK, WARPS, fold
-from plaudit.core.kernels.truncation import EVERYTHING, Truncation, packed_key
+from plaudit.core.kernels.truncation import BEST, EVERYTHING, Truncation, cut_logit, key_logit, key_token
 
 
 @triton.jit
@@ -35,39 +35,55 @@ def _mix64(x):
 
 
 @triton.jit
+def _gumbel(seed, token):
+    u = _uniform(seed, token)
+    # log1p(-u) by Kahan's trick: exact where u is tiny, which is where the winners are
+    rest = 1.0 - u
+    gone = rest - 1.0
+    return -tl.log(-tl.where(gone == 0.0, -u, tl.log(rest) * (u / -gone)))
+
+
+@triton.jit
 def _sample(
     logits, keys, inverse, greedy, tokens, positions, drawn, left, alive, stops, step, out_tokens, out_logprobs,
-    out_raw, out_alive, out_tempered, cuts, kept_peaks, kept_totals, rows, vocabulary, stop_count, STOPS: tl.constexpr,
-    BLOCK: tl.constexpr, TRUNCATED: tl.constexpr, EVERYTHING: tl.constexpr,
+    out_raw, out_alive, out_tempered, cuts, kept_peaks, kept_totals, kept_best, kept_counts, rows, vocabulary,
+    stop_count, STOPS: tl.constexpr, BLOCK: tl.constexpr, TRUNCATED: tl.constexpr, EVERYTHING: tl.constexpr,
+    BEST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inverse + row)
     noise_scale = 1.0 - tl.load(greedy + row).to(tl.float32)
     count = tl.load(drawn + row)
     seed = _mix64(tl.load(keys + row).to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-    if TRUNCATED:
-        cut = tl.load(cuts + row)
     best = float("-inf")
     chosen = 0
+    few = 0
+    if TRUNCATED:
+        cut = tl.load(cuts + row)
+        lowest, highest_id = cut_logit(cut, EVERYTHING)
+        few = tl.load(kept_counts + row)
+        if few > 0:  # all that is kept is in a list, and needs no noise for the rest of the vocabulary
+            at = tl.arange(0, BEST)
+            key = tl.load(kept_best + row * BEST + at, mask=at < few, other=0)
+            mine = key_token(key).to(tl.int32)
+            noisy = tl.where(at < few, key_logit(key) + noise_scale * _gumbel(seed, mine), float("-inf"))
+            best = tl.max(noisy, axis=0)
+            chosen = tl.min(tl.where((noisy == best) & (at < few), mine, 0x7FFFFFFF), axis=0)
     raw_peak, raw_sum, peak, total = float("-inf"), 0.0, float("-inf"), 0.0
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < vocabulary
         raw = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
         shaped = raw * scale
-        u = _uniform(seed, token)
-        # log1p(-u) by Kahan's trick: exact where u is tiny, which is where the winners are
-        rest = 1.0 - u
-        gone = rest - 1.0
-        log1p = tl.where(gone == 0.0, -u, tl.log(rest) * (u / -gone))
-        if TRUNCATED:
-            allowed = inside & (packed_key(shaped, token) >= cut)
-        else:
-            allowed = inside
-        noisy = tl.where(allowed, shaped - noise_scale * tl.log(-log1p), float("-inf"))
-        top, where = tl.max(noisy, axis=0, return_indices=True)
-        chosen = tl.where(top > best, start + where, chosen)
-        best = tl.maximum(top, best)
+        if few == 0:
+            if TRUNCATED:
+                allowed = inside & ((shaped > lowest) | ((shaped == lowest) & (token <= highest_id)))
+            else:
+                allowed = inside
+            noisy = tl.where(allowed, shaped + noise_scale * _gumbel(seed, token), float("-inf"))
+            top, where = tl.max(noisy, axis=0, return_indices=True)
+            chosen = tl.where(top > best, start + where, chosen)
+            best = tl.maximum(top, best)
         raw_peak, raw_sum = fold(raw_peak, raw_sum, raw)
         if scale != 1.0:
             peak, total = fold(peak, total, shaped)
@@ -108,9 +124,11 @@ def sample(
     truncation  what was kept of these logits; None: everything
     """
     rows, vocabulary = logits.shape
-    kept = (inverse,) * 3 if truncation is None else (truncation.cuts, truncation.peaks, truncation.totals)
+    kept: tuple[Tensor, ...] = (inverse,) * 5
+    if truncation is not None:
+        kept = (truncation.cuts, truncation.peaks, truncation.totals, truncation.best, truncation.counts)
     _sample[(rows,)](
         logits, keys, inverse, greedy, *state, stops, step, *outputs, *kept, rows, vocabulary, stops.shape[1],
         STOPS=triton.next_power_of_2(stops.shape[1]), BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)),
-        TRUNCATED=truncation is not None, EVERYTHING=EVERYTHING, num_warps=WARPS, enable_fp_fusion=False,
+        TRUNCATED=truncation is not None, EVERYTHING=EVERYTHING, BEST=BEST, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -3,9 +3,9 @@
 What is kept of a row is a prefix of its tokens in falling order, ties to the lower token id. So one number says it: the
 packed key (logit, then token id) of the last token that is kept. Three launches, in this order:
 
-    _chunk_keys   the largest key of every chunk of tokens, and the chunk's share of the softmax
-    _cut_by_best  takes the best tokens one by one, up to BEST: the next is the best of the chunks' largest, and only
-                  its own chunk is read again
+    _chunk_peaks  the largest logit of every chunk of tokens, and the chunk's share of the softmax
+    _cut_by_best  takes the best tokens one by one, up to BEST: the next is in the chunk with the largest logit that is
+                  left, and only that chunk is read again
     _cut_by_mass  rows whose cut lies deeper: bisection over the logits, several thresholds in each pass
 
 Letters: B rows, V vocabulary.
@@ -38,13 +38,27 @@ def packed_key(x, token):
 
 
 @triton.jit
-def _logit_of(key):
+def key_logit(key):
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _chunk_keys(logits, inverse, keys, sums, vocabulary, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def cut_logit(cut, EVERYTHING: tl.constexpr):
+    """A cut as numbers to compare with: the lowest logit that is kept, and the highest token id at that logit."""
+    everything = cut == EVERYTHING
+    lowest = tl.where(everything, float("-inf"), key_logit(cut))
+    return lowest, tl.where(everything, 0xFFFFFFFF, 0xFFFFFFFF - (cut & 0xFFFFFFFF))
+
+
+@triton.jit
+def key_token(key):
+    """The token of a packed key."""
+    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+
+
+@triton.jit
+def _chunk_peaks(logits, inverse, highest, sums, vocabulary, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -52,16 +66,17 @@ def _chunk_keys(logits, inverse, keys, sums, vocabulary, chunks, CHUNK: tl.const
     x = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")) * tl.load(inverse + row)
     peak = tl.max(x, axis=1)
     total = tl.sum(tl.where(inside, tl.exp(x - tl.maximum(peak, -3.0e38)[:, None]), 0.0), axis=1)
-    tl.store(keys + row * chunks + chunk, tl.max(packed_key(x, token), axis=1), mask=chunk < chunks)
+    tl.store(highest + row * chunks + chunk, peak, mask=chunk < chunks)
     tl.store(sums + row * chunks + chunk, total, mask=chunk < chunks)
 
 
 @triton.jit
 def _cut_by_best(
-    logits, inverse, top_k, top_p, min_p, keys, sums, best, cuts, peaks, totals, vocabulary, chunks,
+    logits, inverse, top_k, top_p, min_p, highest, sums, best, counts, cuts, peaks, totals, vocabulary, chunks,
     CHUNK: tl.constexpr, BEST: tl.constexpr, CHUNKS: tl.constexpr, EVERYTHING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    tl.store(counts + row, 0)
     k = tl.minimum(tl.load(top_k + row), vocabulary)
     p, least = tl.load(top_p + row), tl.load(min_p + row)
     if (k == vocabulary) & (p >= 1.0) & (least == 0.0):
@@ -69,24 +84,28 @@ def _cut_by_best(
         return
     scale = tl.load(inverse + row)
     chunk = tl.arange(0, CHUNKS)
-    key = tl.load(keys + row * chunks + chunk, mask=chunk < chunks, other=DEEPER)
+    high = tl.load(highest + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     share = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
-    peak = _logit_of(tl.max(key, axis=0))
-    mass = tl.sum(tl.where(chunk < chunks, share * tl.exp(_logit_of(key) - peak), 0.0), axis=0)
+    peak = tl.max(high, axis=0)
+    mass = tl.sum(tl.where(chunk < chunks, share * tl.exp(high - peak), 0.0), axis=0)
+    # By the chunk's first token, which orders chunks of equal logits as their own tokens would.
+    key = tl.where(chunk < chunks, packed_key(high, chunk * CHUNK), DEEPER)
+    last = tl.full([], 2**63 - 1, tl.int64)
     count = tl.minimum(k, BEST)
     for rank in range(count):
-        top = tl.max(key, axis=0)
-        tl.store(best + row * BEST + rank, top)
-        mine = ((0xFFFFFFFF - (top & 0xFFFFFFFF)) // CHUNK).to(tl.int32)
+        mine = (key_token(tl.max(key, axis=0)) // CHUNK).to(tl.int32)
         token = mine * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")) * scale
-        token_key = packed_key(x, token)
-        key = tl.where(chunk == mine, tl.max(tl.where(token_key < top, token_key, DEEPER), axis=0), key)
+        left = tl.where(token < vocabulary, packed_key(x, token), DEEPER)
+        left = tl.where(left < last, left, DEEPER)
+        last = tl.max(left, axis=0)
+        tl.store(best + row * BEST + rank, last)
+        key = tl.where(chunk == mine, tl.max(tl.where(left < last, left, DEEPER), axis=0), key)
     tl.debug_barrier()  # the best were stored by one thread and are read by all
     rank = tl.arange(0, BEST)
     taken = rank < count
     ours = tl.load(best + row * BEST + rank, mask=taken, other=DEEPER)
-    weight = tl.where(taken, tl.exp(_logit_of(ours) - peak), 0.0)
+    weight = tl.where(taken, tl.exp(key_logit(ours) - peak), 0.0)
     if k <= BEST:
         mass = tl.sum(weight, axis=0)
     before = tl.cumsum(weight, axis=0) - weight
@@ -98,6 +117,7 @@ def _cut_by_best(
         tl.store(cuts + row, DEEPER)
         tl.store(totals + row, mass)
     else:
+        tl.store(counts + row, kept)
         tl.store(cuts + row, cut)
         tl.store(totals + row, tl.sum(tl.where(keep, weight, 0.0), axis=0))
 
@@ -149,7 +169,7 @@ def _cut_by_mass(
         low = tl.full([], -(2**31), tl.int64)
         _, edge = _lowest(logits, row, scale, peak, low, top, k, float("inf"), vocabulary, WAYS, BLOCK)
         count, above = _at(logits, row, scale, peak, edge, vocabulary, WAYS, BLOCK)
-        mass = above + (k - count).to(tl.float32) * tl.exp(_logit_of(edge << 32) - peak)
+        mass = above + (k - count).to(tl.float32) * tl.exp(key_logit(edge << 32) - peak)
         low = edge - 1
     floor = low
     mass_limit = tl.where(p >= 1.0, float("inf"), p * mass)
@@ -160,7 +180,7 @@ def _cut_by_mass(
     )
     count, above = _at(logits, row, scale, peak, edge, vocabulary, WAYS, BLOCK)
     upto, _ = _at(logits, row, scale, peak, edge - 1, vocabulary, WAYS, BLOCK)
-    each = tl.exp(_logit_of(edge << 32) - peak)
+    each = tl.exp(key_logit(edge << 32) - peak)
     ties = upto - count
     room = tl.minimum(tl.maximum(tl.ceil((mass_limit - above) / each), 1.0), ties.to(tl.float32))
     allowed = tl.minimum(k - count, room.to(tl.int32))
@@ -200,6 +220,8 @@ class Truncation:
     cuts    (B,) int64, the packed key of the last token that is kept
     peaks   (B,) the row's largest logit, tempered
     totals  (B,) the sum of exp(logit - peak) over what is kept
+    best    (B, BEST) int64, packed keys in falling order; the first `counts` of them are all that is kept
+    counts  (B,) int32; 0: more is kept than `best` has
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
@@ -209,9 +231,9 @@ class Truncation:
         self.top_p, self.min_p = torch.ones(rows, device=device), torch.zeros(rows, device=device)
         self.cuts = torch.full((rows,), EVERYTHING, dtype=torch.int64, device=device)
         self.peaks, self.totals = torch.zeros(rows, device=device), torch.ones(rows, device=device)
-        self._keys = torch.empty(rows, self.chunks, dtype=torch.int64, device=device)
-        self._sums = torch.empty(rows, self.chunks, device=device)
-        self._best = torch.empty(rows, BEST, dtype=torch.int64, device=device)
+        self.best = torch.empty(rows, BEST, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._highest, self._sums = (torch.empty(rows, self.chunks, device=device) for _ in range(2))
 
     def load(self, rows: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
         """These rows have these options; the others keep everything."""
@@ -221,12 +243,12 @@ class Truncation:
     def find(self, logits: Tensor, inverse: Tensor) -> None:
         """logits (B, V) float32, inverse temperatures (B,)."""
         rows, vocabulary = logits.shape
-        _chunk_keys[(rows, triton.cdiv(self.chunks, 64))](
-            logits, inverse, self._keys, self._sums, vocabulary, self.chunks, CHUNK=CHUNK, BLOCK=64, num_warps=4
+        _chunk_peaks[(rows, triton.cdiv(self.chunks, 64))](
+            logits, inverse, self._highest, self._sums, vocabulary, self.chunks, CHUNK=CHUNK, BLOCK=64, num_warps=4
         )
         _cut_by_best[(rows,)](
-            logits, inverse, self.top_k, self.top_p, self.min_p, self._keys, self._sums, self._best, self.cuts,
-            self.peaks, self.totals, vocabulary, self.chunks, CHUNK=CHUNK, BEST=BEST,
+            logits, inverse, self.top_k, self.top_p, self.min_p, self._highest, self._sums, self.best, self.counts,
+            self.cuts, self.peaks, self.totals, vocabulary, self.chunks, CHUNK=CHUNK, BEST=BEST,
             CHUNKS=triton.next_power_of_2(self.chunks), EVERYTHING=EVERYTHING, num_warps=4,
         )  # fmt: skip
         _cut_by_mass[(rows,)](
