@@ -15,7 +15,7 @@ from plaudit.core.kv.stateful import StatefulPool, StatefulTree
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.scheduler import Chunk, Plan, Scheduler
 from plaudit.core.sequence import Sequence
-from plaudit.core.states import RUNNING, Name, StateBooks, slots_for
+from plaudit.core.states import RUNNING, Name, StateBooks, states_for
 from plaudit.errors import RequestError
 
 
@@ -30,10 +30,13 @@ def keep_states(backend: Backend, kv_bytes: int | float | None, max_running: int
             "pipeline_parallel = 1"
         )
     size, each = pool_bytes(decoder, kv_bytes), decoder.state_bytes()
-    slots = slots_for(each, size, block_size * decoder.token_bytes(), max_running)
-    max_running = min(max_running, slots // RUNNING)
+    least = RUNNING + backend.state_rows(1)
+    states = states_for(each, size, block_size * decoder.token_bytes(), max_running, least)
+    max_running = min(max_running, states // least)
+    while (slots := states - backend.state_rows(max_running)) < RUNNING * max_running:
+        max_running -= 1  # its rows are rounded up
     backend.states = StateBooks(block_size, slots, every, max_running)
-    return max_running, slots * each
+    return max_running, states * each
 
 
 def refuse_handover(decoder: Decoder) -> None:

@@ -30,15 +30,15 @@ Name = tuple[int, int]
 """A block, and how many of its tokens the state has seen."""
 
 
-def slots_for(each: int, size: int, block_bytes: int, max_running: int) -> int:
-    """How many states of `each` bytes a pool of `size` bytes holds beside its blocks."""
-    needed = RUNNING * each + block_bytes
+def states_for(each: int, size: int, block_bytes: int, max_running: int, least: int = RUNNING) -> int:
+    """How many states of `each` bytes a pool of `size` bytes holds beside its blocks; a sequence needs `least`."""
+    needed = least * each + block_bytes
     if size < needed:
         raise RequestError(
-            f"kv_bytes gives {size} bytes, and one sequence needs {RUNNING} states of {each} bytes and a block of "
-            f"{block_bytes}: {RUNNING} × {each} + {block_bytes} = {needed}; raise kv_bytes to {needed} or more"
+            f"kv_bytes gives {size} bytes, and one sequence needs {least} states of {each} bytes and a block of "
+            f"{block_bytes}: {least} × {each} + {block_bytes} = {needed}; raise kv_bytes to {needed} or more"
         )
-    return max(RUNNING, min(HOUSE * max_running, int(PART * size) // each))
+    return max(least, min(HOUSE * max_running, int(PART * size) // each))
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class StateBooks:
     def __init__(self, block_size: int, slots: int = SLOTS, every: int = EVERY, running: int = SLOTS // 4) -> None:
         if every < 1 or every % block_size:
             raise RequestError(f"state_every is {every} tokens, and must be a multiple of the block of {block_size}")
-        self.block_size, self.slots, self.every = block_size, slots, every
+        self.block_size, self.slots, self.every, self.running = block_size, slots, every, running
         self.spare = slots - RUNNING * running  # what is left for states that are kept for others
         self.reached = 0  # slots from the first to the last that was ever taken
         self.dropped = 0  # kept states that made room for others
@@ -200,15 +200,47 @@ class StateBooks:
 
 
 class StateBank:
-    """The states' memory: per layer, tensors of (slots, ...)."""
+    """The states' memory: per layer, tensors of (slots + rows, ...). The rows behind the slots are for a batch that
+    decodes in place, under the same addresses whatever its sequences are."""
 
-    def __init__(self, shapes: StateShapes, slots: int, device: torch.device) -> None:
+    def __init__(self, shapes: StateShapes, slots: int, device: torch.device, rows: int = 0) -> None:
+        self.device, self._slots = device, slots
         self._layers = {
             layer: {
-                name: torch.zeros(slots, *shape, dtype=dtype, device=device) for name, (shape, dtype) in parts.items()
+                name: torch.zeros(slots + rows, *shape, dtype=dtype, device=device)
+                for name, (shape, dtype) in parts.items()
             }
             for layer, parts in shapes.items()
         }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for parts in self._layers.values() for tensor in parts.values())
+
+    def rows(self, layer: int, count: int) -> Carry:
+        """The first rows behind the slots themselves, not a copy."""
+        return Carry({name: self._rows(tensor, count) for name, tensor in self._layers[layer].items()})
+
+    def load_rows(self, slots: Tensor) -> None:
+        """The states in these slots into the first rows."""
+        for parts in self._layers.values():
+            for tensor in parts.values():
+                self._rows(tensor, len(slots)).copy_(tensor.index_select(0, slots))
+
+    def keep_rows(self, layer: int, carry: Carry) -> None:
+        """What a mixer has made of the rows, where it has not written into them."""
+        for name, tensor in carry.state.items():
+            row = self._rows(self._layers[layer][name], len(tensor))
+            if row.data_ptr() != tensor.data_ptr():
+                row.copy_(tensor)
+
+    def store_rows(self, rows: Tensor, slots: Tensor) -> None:
+        for parts in self._layers.values():
+            for tensor in parts.values():
+                tensor.index_copy_(0, slots, tensor.index_select(0, self._slots + rows))
+
+    def _rows(self, tensor: Tensor, count: int) -> Tensor:
+        return tensor[self._slots : self._slots + count]
 
     def take(self, layer: int, slots: Tensor) -> Carry:
         """A copy of the states in these slots."""

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     GPTNeoXConfig,
@@ -50,6 +51,11 @@ ALL = {
     "gpt-oss": GptOssConfig(
         **GROUPED, head_dim=16, sliding_window=20, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "deepseek-v2": DeepseekV2Config(
+        **SHAPE, num_key_value_heads=4, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=1, topk_method="group_limited_greedy", first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=32,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, head_dim=16,
     ),
     "deepseek-v3": DeepseekV3Config(
         **SHAPE, num_key_value_heads=4, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
@@ -198,7 +204,7 @@ def test_bf16_logprobs_are_no_worse_than_those_of_transformers(name: str) -> Non
         errors["transformers"].append(theirs - true)
     means = {name: torch.cat(parts).abs().mean().item() for name, parts in errors.items()}
     # Experts whose scores nearly tie go either way, here and there: gpt-oss has 1.7 on this model.
-    most = 2.0 if name in ("gpt-oss", "mixtral", "qwen3-moe", "deepseek-v3") else 1.2
+    most = 2.0 if name in ("gpt-oss", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3") else 1.2
     assert max(means["decoded"], means["read"]) <= most * means["transformers"] + 1e-4, means
 
 

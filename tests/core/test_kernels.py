@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 GPU = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
@@ -25,6 +26,7 @@ from plaudit.core.proof.support import inspect  # noqa: E402
 from plaudit.core.sampling.noise import row_key, token_hashes  # noqa: E402
 from plaudit.core.sampling.sampler import Sampler  # noqa: E402
 from plaudit.core.sampling.sampling_params import SamplingParams  # noqa: E402
+from tests.core import test_recurrent as recurrent  # noqa: E402
 from tests.core import tiny  # noqa: E402
 from tests.rotation import mostly_slow  # noqa: E402
 
@@ -403,6 +405,37 @@ def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
     second = sampler.draw(logits[1], torch.tensor([0, 2, 3, 3, 5], device=DEVICE))
     for row in (1, 2, 4):
         assert outputs[0][1, row] == second.tokens[row] == tokens[row]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 40)])
+def test_a_step_of_the_gated_delta_rule(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    keys, values = sizes
+    query, key, value = (randn(3, 1, 4, n, dtype=dtype) for n in (keys, keys, values))
+    decay, beta, state = -randn(3, 1, 4).abs(), randn(3, 1, 4, dtype=dtype).sigmoid(), randn(3, 4, keys, values)
+    for norm in (True, False):
+        expected, after = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
+            query, key, value, decay, beta, state.clone(), output_final_state=True, use_qk_l2norm_in_kernel=norm
+        )
+        mine = state.clone()
+        close(kernels.delta_step(query, key, value, decay, beta, mine, norm), expected)
+        close(mine, after)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [3, 4])
+def test_a_step_of_a_convolution(dtype: torch.dtype, width: int) -> None:
+    x, tail, weight = randn(3, 50, 1, dtype=dtype), randn(3, 50, width, dtype=dtype), randn(50, width, dtype=dtype)
+    for bias, activation in ((None, None), (randn(50, dtype=dtype), "silu")):
+        theirs, mine = tail.clone(), tail.clone()
+        expected = modeling_qwen3_5.causal_conv1d_update(x, theirs, weight, bias, activation)
+        close(kernels.convolution_step(x, mine, weight, bias, activation is not None), expected)
+        assert torch.equal(mine, theirs)
+
+
+def test_recurrent_steps_are_found_by_what_they_compute() -> None:
+    names = {name for _, name, _ in Fusion(recurrent.model("qwen3_next").model.to(DEVICE)).functions}
+    assert {"torch_recurrent_gated_delta_rule", "causal_conv1d_update"} <= names
 
 
 def _truncated(vocabulary: int, options: list[SamplingParams], logits: torch.Tensor) -> None:

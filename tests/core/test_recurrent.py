@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Confi
 from plaudit.config.placement import EngineTable
 from plaudit.config.search import GenerationTable
 from plaudit.core import Engine, SamplingParams
+from plaudit.core import engine as engine_module
+from plaudit.core.device.backend import DecodeBatch, Decoded
+from plaudit.core.device.cpu import CpuBackend
+from plaudit.core.device.cpu_decode import DecodeWindow
+from plaudit.core.device.mixing import Stand
 from plaudit.core.kv.blocks import BlockPool
+from plaudit.core.model.mixers import Mixer
 from plaudit.core.model.packing import hidden_rows, pack_tree, use_packed_attention
-from plaudit.core.states import EVERY, StateBooks
+from plaudit.core.states import EVERY, StateBank, StateBooks
 from plaudit.errors import ConfigError, RequestError
 from plaudit.models import load_policy
 from plaudit.models.heads.value_head import ValueModel
@@ -228,6 +235,62 @@ def test_a_state_is_not_handed_over() -> None:
     engine = engine_of(model("lfm2"))
     with pytest.raises(RequestError, match="states are not handed over with the KV"):
         engine.give_kv([3, 4, 5])
+
+
+class RowsWindow(DecodeWindow):
+    """Decodes in the bank's own rows, as graphs do on a GPU."""
+
+    bank: StateBank
+
+    def mix(self, mixer: Mixer, hidden: torch.Tensor) -> torch.Tensor:
+        carry = self.bank.rows(mixer.layer, hidden.shape[1])
+        mixed = mixer(hidden[0][:, None], carry).transpose(0, 1)
+        self.bank.keep_rows(mixer.layer, carry)
+        return mixed
+
+
+class RowsBackend(CpuBackend):
+    def state_rows(self, running: int) -> int:
+        return running
+
+    def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        assert self.states is not None
+        stand = Stand(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
+        window = RowsWindow(self.cache, batch, steps, self.block_size)
+        window.bank = self.bank
+        noted = []
+        for _ in range(steps):
+            window.next()
+            hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
+            noted.append((batch.sampler.draw(self.decoder.logits(hidden), batch.drawn), batch.alive))
+            batch.advance(noted[-1][0].tokens)
+        window.store()
+        stand.store(steps, noted[-1][1].tolist())
+        yield Decoded.of(noted)
+
+
+@pytest.mark.parametrize(
+    "family", ["lfm2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "lfm2")]
+)
+def test_states_that_decode_in_rows_of_the_bank(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model(family)
+    monkeypatch.setattr(engine_module, "backend_of", RowsBackend)
+    run = engine_of(module, max_running=6)
+    assert isinstance(run.backend, RowsBackend)
+    prompts = tiny.sequences(4, 5, 2, 40)
+    samples = run.generate(prompts, SamplingParams(n=2, max_tokens=45, seed=6, stop_token_ids=(7, 9)))
+    assert len({len(s.token_ids) for s in samples}) > 2
+    right(module, samples)
+    talks = [[*s.prompt_ids, *s.token_ids, 7, 8] for s in samples]
+    right(module, run.generate(talks, SamplingParams(max_tokens=20, seed=7, ignore_eos=True)))
+    run.check()
+    shape = run.decoder
+    each, block = shape.state_bytes(), BLOCK * shape.token_bytes()
+    small = engine_of(module, kv_bytes=max(24 * each, 12 * each + 10 * block), budget=32, max_running=4)
+    right(module, small.generate(prompts, SamplingParams(max_tokens=80, seed=6, ignore_eos=True)))
+    assert small.stats().preemptions > 0
+    assert small.kv_held() <= max(24 * each, 12 * each + 10 * block)
+    small.check()
 
 
 def test_new_weights_make_states_unreachable() -> None:

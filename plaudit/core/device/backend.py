@@ -117,6 +117,10 @@ class Backend(ABC):
     def open(self, blocks: int) -> None:
         """Allocate KV for this many blocks. Called before the first forward, and again after close()."""
 
+    def state_rows(self, running: int) -> int:
+        """States beside those of the slots that so many sequences take while they decode."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Free the KV."""

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from plaudit.core import kernels
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
+from plaudit.core.device.mixing import Mixing, Stand
 from plaudit.core.device.paged import KVCache, PagedBackend, PagedLayout, Step
 from plaudit.core.model.attention import Layout, Rule
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.fusion import Fusion
+from plaudit.core.model.mixers import Mixer
 from plaudit.core.model.operations import Rotation
 from plaudit.core.model.packing import Packed, grouped_layout
 from plaudit.core.model.varlen import VarlenLayout, supported
 from plaudit.core.sampling.sampler import Drawn, Sampler
+from plaudit.core.states import StateBank
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 STOPS = 8  # stop tokens a row may have on the device; rows with more are decoded step by step
@@ -37,16 +40,20 @@ PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows i
 class StoredLayout(VarlenLayout):
     """New keys and values go into the cache first; attention reads them from there."""
 
-    def __init__(self, step: Step, cache: KVCache, device: torch.device) -> None:
+    def __init__(self, step: Step, cache: KVCache, device: torch.device, mixing: Mixing | None = None) -> None:
         def grouped() -> Layout:
             plain = grouped_layout(step.shapes, step.slots, device)
             return PagedLayout(plain.groups, plain.restore, cache=cache, slots=step.new, copies=step.copies)
 
-        self.cache = cache
+        self.cache, self.mixing = cache, mixing
         self.paged = PagedLayout((), torch.empty(0), cache=cache, slots=step.new, copies=step.copies)
         # Where nothing was cached before, the new keys are all there is, and they lie end to end.
         alone = step.copies is None and not any(before for _, _, before in step.shapes)
         super().__init__(step.shapes, step.slots, device, grouped, end_to_end=alone)
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        assert self.mixing is not None
+        return self.mixing.mix(mixer, hidden)
 
     def attend_wanted(
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
@@ -63,9 +70,20 @@ class StoredLayout(VarlenLayout):
 class DecodeLayout(Layout):
     """One query per row, over the pages of its table."""
 
-    def __init__(self, cache: KVCache, size: int, tables: Tensor, positions: Tensor, splits: int) -> None:
+    def __init__(
+        self, cache: KVCache, size: int, tables: Tensor, positions: Tensor, splits: int,
+        bank: StateBank | None = None,
+    ) -> None:  # fmt: skip
         super().__init__((), torch.empty(0))
         self.cache, self.size, self.tables, self.positions, self.splits = cache, size, tables, positions, splits
+        self.bank = bank
+
+    def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
+        assert self.bank is not None
+        carry = self.bank.rows(mixer.layer, len(self.positions))
+        mixed = mixer(hidden[0][:, None], carry).transpose(0, 1)
+        self.bank.keep_rows(mixer.layer, carry)
+        return mixed
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -114,7 +132,8 @@ class DecodeGraph:
         self.results = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self.outputs)
         kv_heads = max(layer.kv_heads for layer in backend.decoder.layers)
         splits = max(1, min(16, PROGRAMS // (rows * kv_heads)))
-        self.layout = DecodeLayout(backend.cache, backend.block_size, self.tables, self.positions, splits)
+        bank = backend.bank if backend.states is not None else None
+        self.layout = DecodeLayout(backend.cache, backend.block_size, self.tables, self.positions, splits, bank)
         self.truncation: kernels.Truncation | None = None
         self._capture()
 
@@ -297,22 +316,40 @@ class CudaBackend(PagedBackend):
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         step = self.arrange(spans, copies)
-        layout = StoredLayout(step, self.cache, self.decoder.device)
+        mixing = None if self.states is None else Mixing(self.states, self.bank, spans, copies)
+        layout = StoredLayout(step, self.cache, self.decoder.device, mixing)
         with self.fusion.applied(self.exact):
             return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         graph = self._graph(len(batch.lengths))
         if batch.sampler.by_kernel and batch.stops.shape[1] <= STOPS:
-            return graph.run(batch, min(steps, WINDOW))
-        return graph.run_slowly(batch, min(steps, self.look_every))
+            pieces = graph.run(batch, min(steps, WINDOW))
+        else:
+            pieces = graph.run_slowly(batch, min(steps, self.look_every))
+        return pieces if self.states is None else self._with_states(batch, pieces)
+
+    def _with_states(self, batch: DecodeBatch, pieces: Iterator[Decoded]) -> Iterator[Decoded]:
+        """States are stored before the host hears of a token: it may give their blocks away."""
+        assert self.states is not None
+        stand = Stand(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
+        done = list(pieces)
+        stand.store(sum(len(piece.tokens) for piece in done), done[-1].alive[-1].tolist())
+        yield from done
+
+    def state_rows(self, running: int) -> int:
+        return _bucket(running)
 
     def _graph(self, rows: int) -> DecodeGraph:
         captured = (self.decoder.adapter_state(), *(p.data_ptr() for p in self.decoder.module.parameters()))
         if captured != self._captured:
             self._forget_graphs()
             self._captured = captured
-        bucket = next((b for b in BUCKETS if b >= rows), -(-rows // 256) * 256)
+        bucket = _bucket(rows)
         if bucket not in self._graphs:
             self._graphs[bucket] = DecodeGraph(self, bucket, self._table_width)
         return self._graphs[bucket]
+
+
+def _bucket(rows: int) -> int:
+    return next((b for b in BUCKETS if b >= rows), -(-rows // 256) * 256)

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plaudit.core.device.backend import Copy, Span
 from plaudit.core.model.mixers import Carry, Mixer
+from plaudit.core.model.packing import send
 from plaudit.core.states import StateBank, StateBooks
 
 
@@ -44,7 +46,7 @@ class Mixing:
         for span in spans:
             pieces += _pieces(books, span, row, copied)
             row += len(span.tokens)
-        self.groups = _grouped(pieces)
+        self.groups = _grouped(pieces, bank.device)
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
         """(1, T, width) -> the same."""
@@ -85,7 +87,7 @@ def _source(books: StateBooks, span: Span, copied: dict[tuple[int, int], int]) -
     return slot
 
 
-def _grouped(pieces: Sequence[Piece]) -> list[PieceGroup]:
+def _grouped(pieces: Sequence[Piece], device: torch.device) -> list[PieceGroup]:
     """In an order in which a state is there before it is needed."""
     levels: dict[int, int] = {}  # of the slots that this step fills
     members: dict[tuple[int, int, bool], list[Piece]] = defaultdict(list)
@@ -96,10 +98,38 @@ def _grouped(pieces: Sequence[Piece]) -> list[PieceGroup]:
     groups = []
     for level, tokens, fresh in sorted(members):
         some = members[level, tokens, fresh]
-        rows = torch.tensor([piece.first for piece in some])[:, None] + torch.arange(tokens)
-        sources = None if fresh else torch.tensor([piece.source for piece in some])
-        groups.append(PieceGroup(rows, sources, torch.tensor([piece.target for piece in some])))
+        rows = np.array([piece.first for piece in some])[:, None] + np.arange(tokens)
+        sources = None if fresh else send(np.array([piece.source for piece in some]), device)
+        groups.append(PieceGroup(send(rows, device), sources, send(np.array([p.target for p in some]), device)))
     return groups
+
+
+class Stand:
+    """Where the rows of a batch stand that decodes in the bank's own rows, many steps without the host. One that ends
+    on the way leaves no state: its tensors go on with the others, and a prompt that goes on from it is read again from
+    the state before."""
+
+    def __init__(self, books: StateBooks, bank: StateBank, tables: Sequence[Sequence[int]], at: Sequence[int]) -> None:
+        self.books, self.bank, self.tables, self.at = books, bank, tables, at
+        bank.load_rows(send(np.array(_slots(books, tables, at)), bank.device))
+
+    def store(self, steps: int, alive: Sequence[bool]) -> None:
+        """These rows lived through so many steps."""
+        rows, slots = [], []
+        for row, (table, at, lived) in enumerate(zip(self.tables, self.at, alive, strict=True)):
+            if lived:
+                rows.append(row)
+                slots.append(self.books.stand(self.books.name(table, at + steps), self.books.name(table, at)))
+        if rows:
+            self.bank.store_rows(*(send(np.array(each), self.bank.device) for each in (rows, slots)))
+
+
+def _slots(books: StateBooks, tables: Sequence[Sequence[int]], at: Sequence[int]) -> list[int]:
+    """Of the states of rows that have seen so many tokens."""
+    slots = [books.find(books.name(table, seen)) for table, seen in zip(tables, at, strict=True)]
+    if None in slots:
+        raise RuntimeError(f"no state after {at[slots.index(None)]} tokens of a row that decodes")
+    return slots  # type: ignore[return-value]
 
 
 class Walk:
@@ -110,10 +140,7 @@ class Walk:
         self.tables = tables
         self.at = list(at)  # tokens that each row's state has seen
         self._stored = list(at)  # and the one in its slot
-        slots = [books.find(books.name(table, seen)) for table, seen in zip(tables, at, strict=True)]
-        if None in slots:
-            raise RuntimeError(f"no state after {at[slots.index(None)]} tokens of a row that decodes")
-        self._slots = torch.tensor(slots)
+        self._slots = torch.tensor(_slots(books, tables, at))
         self._carries: dict[int, Carry] = {}
 
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:

@@ -93,7 +93,9 @@ class PagedBackend(Backend):
             [made(layer.kv_heads, layer.key_dim) for layer in layers],
             [made(layer.kv_heads, layer.value_dim) for layer in layers],
         )
-        self._bank = StateBank(self.decoder.states, self.states.slots, device) if self.states else None
+        if self.states is not None:
+            rows = self.state_rows(self.states.running)
+            self._bank = StateBank(self.decoder.states, self.states.slots, device, rows)
 
     @property
     def bank(self) -> StateBank:
@@ -107,7 +109,8 @@ class PagedBackend(Backend):
     def kv_bytes(self, reached: int) -> int:
         if self._cache is None:
             return 0
-        return sum(layer.nbytes for layer in (*self._cache.keys, *self._cache.values))
+        states = 0 if self._bank is None else self._bank.nbytes
+        return sum(layer.nbytes for layer in (*self._cache.keys, *self._cache.values)) + states
 
     def read(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         keys = [each.index_select(0, slots) for each in self.cache.keys]

@@ -20,13 +20,16 @@ from plaudit.core.kernels.pointwise import (
     silu_mul,
     silu_mul_backward,
 )
+from plaudit.core.kernels.recurrent import convolution_step, delta_step
 from plaudit.core.kernels.sampling import sample
 from plaudit.core.kernels.truncation import Truncation
 
 __all__ = [
     "Truncation",
     "add_rms_norm",
+    "convolution_step",
     "decode_attention",
+    "delta_step",
     "query_tiles",
     "rms_norm",
     "rms_norm_backward",

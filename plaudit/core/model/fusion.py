@@ -1,9 +1,9 @@
 """Fused kernels for parts of a model that every family writes the same way, found by what they compute.
 
-Norms, gated MLPs and rotary embeddings cost many small launches in eager mode. A part is replaced only if a kernel gave
-what the part itself gives on random input, so nothing depends on a model's name; what is not recognised runs as it is.
-Replacements hold inside `applied()` alone: the module itself is not changed. Unless told otherwise,
-products are steady there too (algo/tokens/products.py).
+Norms, gated MLPs, rotary embeddings and single tokens of recurrent layers cost many small launches in eager mode. A
+part is replaced only if a kernel gave what the part itself gives on random input, so nothing depends on a model's name;
+what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module itself is not changed.
+Unless told otherwise, products are steady there too (algo/tokens/products.py).
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ class Fusion:
             original = getattr(home, "apply_rotary_pos_emb", None)
             if original is not None and _same_rotary(original, next(trunk.parameters())):
                 self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(original)))
+            for name, fuse in STATE_STEPS.items():
+                original = getattr(home, name, None)
+                if original is not None and _same_step(
+                    name, original, fused := fuse(original), next(trunk.parameters())
+                ):
+                    self.functions.append((home, name, fused))
 
     def covers(self, parts: Sequence[nn.Module]) -> bool:
         """Whether a kernel gave what each of these parts gives, and what the rotary embedding does."""
         fused_modules = {module for module, _ in self.forwards}
-        return bool(self.functions) and fused_modules.issuperset(parts)
+        return any(name == "apply_rotary_pos_emb" for _, name, _ in self.functions) and fused_modules.issuperset(parts)
 
     @contextmanager
     def applied(self, steady: bool = True) -> Iterator[None]:
@@ -103,6 +109,70 @@ def _rotary_or(original: Call) -> Call:
         return differentiable.rotary(query, key, cos, sin)
 
     return rotate
+
+
+def _delta_or(original: Call) -> Call:
+    """Of `torch_recurrent_gated_delta_rule`. A state that is taken by the kernel is written in place."""
+
+    def step(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **rest: Any,
+    ) -> Any:  # fmt: skip
+        state = initial_state
+        takes = state is not None and state.dtype == torch.float32 and state.is_contiguous() and output_final_state
+        if not takes or query.shape[1] != 1 or torch.is_grad_enabled():
+            return original(
+                query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, **rest
+            )
+        assert state is not None
+        return kernels.delta_step(query, key, value, g, beta, state, use_qk_l2norm_in_kernel), state
+
+    return step
+
+
+def _convolution_or(original: Call) -> Call:
+    """Of `causal_conv1d_update`, which writes the state in place itself."""
+
+    def step(
+        hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Any:  # fmt: skip
+        takes = hidden_states.shape[-1] == 1 and conv_state.is_contiguous() and conv_state.shape[-1] == weight.shape[-1]
+        if not takes or activation not in (None, "silu", "swish") or torch.is_grad_enabled():
+            return original(hidden_states, conv_state, weight, bias, activation)
+        return kernels.convolution_step(hidden_states, conv_state, weight, bias, activation is not None)
+
+    return step
+
+
+STATE_STEPS = {"torch_recurrent_gated_delta_rule": _delta_or, "causal_conv1d_update": _convolution_or}
+"""What transformers calls one token of a recurrent layer, and the kernel for it."""
+
+
+def _same_step(name: str, original: Call, fused: Call, like: Tensor) -> bool:
+    """Output and state, on random input of a delta rule or a convolution."""
+    if name == "causal_conv1d_update":
+        x, weight, bias, tail = (_random(like, *shape) for shape in ((3, 20, 1), (20, 4), (20,), (3, 20, 4)))
+
+        def called(function: Call) -> tuple[Tensor, Tensor]:
+            return function(x, own := tail.clone(), weight, bias, "silu"), own
+    else:
+        query, key, value = (_random(like, 3, 1, 2, size) for size in (16, 16, 24))
+        decay, beta = (_random(like, 3, 1, 2).sigmoid() for _ in range(2))
+        state = _random(like, 3, 2, 16, 24).float()
+
+        def called(function: Call) -> tuple[Tensor, Tensor]:
+            out, last = function(
+                query, key, value, g=-decay.float(), beta=beta, initial_state=state.clone(), output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            return out, last
+
+    try:
+        with torch.no_grad():
+            return all(_same(a, b) for a, b in zip(called(fused), called(original), strict=True))
+    except (TypeError, RuntimeError):  # another signature
+        return False
 
 
 def _same_rotary(original: Call, like: Tensor) -> bool:

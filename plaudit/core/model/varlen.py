@@ -31,7 +31,7 @@ class VarlenLayout(Layout):
         self, spans: Sequence[tuple[int, int, int]], rows: Sequence[np.ndarray], device: torch.device | str,
         grouped: Callable[[], Layout], *, end_to_end: bool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__((), torch.empty(0))
+        super().__init__((), torch.empty(0), spans, rows)
         new, before = (np.array([span[field] for span in spans]) for field in (1, 2))
         whole = new + before
         self.longest_query, self.longest_key = int(new.max()), int(whole.max())

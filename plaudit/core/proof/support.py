@@ -110,7 +110,7 @@ def _refuse_by_name(name: str, config: Any) -> None:
 
 
 def _refuse_layers(base: nn.Module, config: Any) -> None:
-    """A model with recurrent layers must have them all as mixers, and runs on a CPU."""
+    """A model with recurrent layers must have them all as mixers."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = [kind for kind in getattr(text, "layer_types", None) or () if _recurrent(kind)]
     mixers, name = mixers_of(base), f"{type(base).__name__} ({text.model_type})"
@@ -118,11 +118,6 @@ def _refuse_layers(base: nn.Module, config: Any) -> None:
         lists = [part for part in base.modules() if isinstance(part, nn.ModuleList) and len(part)]
         layer = type(mixers[0] if mixers else lists[0][0]).__name__
         raise ModelError(f"{name} mixes tokens with recurrent layers that the core does not know: {layer}")
-    if mixers and next(base.parameters()).device.type != "cpu":
-        raise ModelError(
-            f"{name} has recurrent layers ({type(mixers[0]).__name__}), which the core runs on a CPU alone: load it "
-            "with device = 'cpu'"
-        )
 
 
 def _recurrent(kind: str) -> bool:

@@ -1,0 +1,168 @@
+"""Models with recurrent layers on one GPU: tokens/s of a Qwen3.5-like shape of 2B, and how far batches and learner differ.
+
+    python benchmarks/hybrid_gpu.py [--only speed,bits] [--profile] [--out FILE]
+
+speed   whole calls of random weights in bf16, temperature 1 with log-probs, best of two after a warm-up; beside them the
+        floor of a decode step, from products, states and keys at rates that are measured in the same run
+bits    tiny models of four families in bf16: log-probs of a sample in a batch of 700 beside those that it has in a batch
+        of 7, alone, in a read, and in the learner's forward pass
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from core_gpu import limits, show_profile
+from stamp import stamp
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    LlamaConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.model.packing import use_packed_attention
+from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
+
+WORKS = ((1024, 128, 256), (256, 128, 256), (64, 128, 256), (1, 128, 128))
+BIG = Qwen3_5TextConfig(
+    vocab_size=248_320, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, tie_word_embeddings=True,
+    max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+COMMON = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+          "eos_token_id": 2, "num_hidden_layers": 4}  # fmt: skip
+MIXED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+TINY = {
+    "Llama": LlamaConfig(**COMMON),
+    "Qwen3.5": Qwen3_5TextConfig(**COMMON, head_dim=64, layer_types=MIXED, **DELTA),
+    "Qwen3-Next": Qwen3NextConfig(
+        **COMMON, head_dim=64, layer_types=MIXED, **DELTA, num_experts=0, mlp_only_layers=[0, 1, 2, 3]
+    ),
+    "LFM2": Lfm2Config(
+        **COMMON, layer_types=["conv", "conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
+    ),
+    "Granite 4 (Mamba-2)": GraniteMoeHybridConfig(
+        **COMMON, layer_types=MIXED, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_chunk_size=64,
+        num_local_experts=0, shared_intermediate_size=512,
+    ),
+}  # fmt: skip
+
+
+def made(config: Any) -> Any:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def floor_seconds(module: Any, engine: Engine, rows: int, length: float, rates: dict[str, float]) -> float:
+    """Of a decode step: weights or products, whichever takes longer, states read and written, keys and values read."""
+    weights = sum(p.numel() for p in module.parameters())  # the embeddings are the head
+    products = max(2.0 * weights * rows / rates["flops"], 2.0 * weights / rates["bytes"])
+    states = 2.0 * rows * engine.decoder.state_bytes() / rates["bytes"]
+    return products + states + rows * length * engine.decoder.token_bytes() / rates["bytes"]
+
+
+def speed(profile: bool) -> dict[str, Any]:
+    module, rates, results = made(BIG), limits(), {}
+    print(f"{sum(p.numel() for p in module.parameters()) / 1e9:.2f}B parameters", flush=True)
+    rng = np.random.default_rng(0)
+    for count, prompt, new in WORKS:
+        engine = Engine(module, kv_bytes=int(count * 0.122e9 + 2e9), max_running=count)
+        params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, seed=1)
+
+        def seconds(
+            params: SamplingParams, engine: Engine = engine, count: int = count, prompt: int = prompt
+        ) -> float:  # fmt: skip
+            prompts = [rng.integers(5, 248_000, prompt).tolist() for _ in range(count)]
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            engine.generate(prompts, params)
+            return time.perf_counter() - begin
+
+        seconds(params)
+        best = min(seconds(params) for _ in range(2))
+        first = min(seconds(replace(params, max_tokens=1)) for _ in range(2))
+        decode = (best - first) / (new - 1)
+        floor = floor_seconds(module, engine, count, prompt + new / 2, rates)
+        results[f"{count} × ({prompt} → {new})"] = row = {
+            "tokens_per_second": count * new / best, "prefill_seconds": first, "decode_milliseconds": decode * 1e3,
+            "floor_milliseconds": floor * 1e3, "share_of_limit": floor / decode, "state_bytes": engine.decoder.state_bytes(),
+            "running": engine._runner.scheduler.max_running,
+        }  # fmt: skip
+        print(count, prompt, new, {key: round(value, 3) for key, value in row.items()}, flush=True)
+        if profile and count in (64, 1024):
+            show_profile(lambda seconds=seconds, params=params: seconds(replace(params, max_tokens=32)))  # type: ignore[misc]
+        engine.sleep()
+        del engine
+        torch.cuda.empty_cache()
+    return results
+
+
+def difference(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    apart = np.abs(np.array(ours, dtype=np.float32) - np.array(theirs, dtype=np.float32))
+    return {"equal": float((apart == 0).mean()), "mean": float(apart.mean()), "max": float(apart.max())}
+
+
+def bits() -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(5, 500, int(n)).tolist() for n in rng.integers(1, 120, 700)]
+    params = SamplingParams(temperature=1.0, max_tokens=70, ignore_eos=True, seed=3)
+    results: dict[str, Any] = {}
+    for name, config in TINY.items():
+        module = made(config)
+        engine = Engine(module, kv_bytes=8 * 2**30, max_running=700)
+        many = engine.generate(prompts, params)
+        rows: dict[str, Any] = {}
+        for at_once in (7, 1):
+            fewer = Engine(module, kv_bytes=2**30, max_running=at_once)
+            again = [s for i in range(0, 21, at_once) for s in fewer.generate(prompts[i : i + at_once], params)]
+            same = [(a, b) for a, b in zip(again, many[:21], strict=True) if a.token_ids == b.token_ids]
+            flat = [[value for pair in same for value in pair[k].logprobs] for k in (0, 1)]
+            rows[f"700 beside {at_once}"] = {"same_tokens": len(same) / 21} | (difference(*flat) if same else {})
+        samples = many[:64]
+        responses = pack_responses(samples, torch.device("cuda"))
+        module.train()
+        use_packed_attention(module)
+        found, _ = logprobs_and_entropy(engine.decoder, responses, hidden_of(module, responses), 1.0)
+        module.eval()
+        sampled = [value for sample in samples for value in sample.logprobs]
+        rows["700 beside the learner"] = difference(sampled, found.detach().cpu().tolist())
+        read = engine.logprobs([[*s.prompt_ids, *s.token_ids] for s in samples])
+        tails = [v for s, values in zip(samples, read, strict=True) for v in values[-len(s.token_ids) :].tolist()]
+        rows["700 beside a read"] = difference(sampled, tails)
+        results[name] = rows
+        print(name, json.dumps(rows), flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="bits,speed")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hybrid_gpu.json"))
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("hybrid_gpu: no CUDA device here; skipped")
+        return
+    results = json.loads(arguments.out.read_text())["results"] if arguments.out.is_file() else {}
+    for name in arguments.only.split(","):
+        results[name] = bits() if name == "bits" else speed(arguments.profile)
+        record = stamp(__file__, torch.cuda.get_device_name(), {})
+        arguments.out.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
