@@ -6,8 +6,12 @@ smollm2-grpo   the shipped recipe, 100 steps; then the same again from its seed
 smollm2-ppo    the same task by PPO with a critic and four minibatches a step, 20 steps
 placements     GRPO of a random Llama of 1B, 64 × (128 → 256), 5 steps in each placement of one process
 shapes         the same, colocated, of Qwen3, Mistral (a window of 128) and Gemma 2 (windows and soft caps) shapes
-kinds          the same of the Llama: PPO with a critic, async at staleness 0, layers recomputed with the optimizer on
-               the host, and without deterministic updates
+kinds          the same of the Llama: PPO with a critic, layers recomputed with the optimizer on the host, and without
+               deterministic updates
+lora           the same of the Llama with LoRA adapters, and 3 steps of one of 8B
+async          the same of the Llama, rollouts in a process of their own on the same GPU, at staleness 0
+seeds          smollm2-grpo of three seeds at once, 100 steps: as it is, and with a learner on transformers' and
+               torch's own kernels, whose log-probs are not the engine's; the steps to a reward of 0.75 and 0.95
 verify         the colocated run once more with dumps, and what `plaudit verify` says of it
 free           smollm2-grpo with train.deterministic = false, for what determinism costs
 
@@ -34,6 +38,7 @@ from rich.table import Table
 from stamp import stamp
 
 import plaudit
+from plaudit.core.model import fused, varlen
 from plaudit.events import read_events
 
 CRITIC = {"algorithm.name": "ppo", "critic.lr": 1e-5, "train.minibatches": 4, "train.samples_per_prompt": 4}
@@ -68,6 +73,38 @@ def figures(directory: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def reached(directory: Path) -> dict[str, int | None]:
+    """The first step with a mean reward of so much."""
+    rewards = [e["values"]["reward/mean"] for e in read_events(directory) if "reward/mean" in e.get("values", {})]
+    return {
+        str(level): next((step for step, value in enumerate(rewards, 1) if value >= level), None)
+        for level in (0.75, 0.95)
+    }
+
+
+def seeds(root: Path, steps: int, apart: bool) -> dict[str, Any]:
+    """Three runs at once, each in a process of its own."""
+    kind, runs = "apart" if apart else "equal", {}
+    for seed in (1, 2, 3):
+        out = root / f"{kind}-{seed}"
+        command = [sys.executable, __file__, "--child", str(out), "--seed", str(seed), "--steps", str(steps)]
+        runs[out] = subprocess.Popen([*command, "--apart"] if apart else command)
+    failed = [out.name for out, process in runs.items() if process.wait(timeout=400)]
+    if failed:
+        raise RuntimeError(f"{', '.join(failed)} failed")
+    rows = [figures(out) | {"reached": reached(out)} for out in runs]
+    whole = {key: rows[0][key] for key in ("steps", "seconds", "reward", "weights")}
+    whole |= {"exact_steps": min(row["exact_steps"] for row in rows)}
+    return whole | {key: max(row[key] for row in rows) for key in ("mismatch_max", "mismatch_mean")} | {"seeds": rows}
+
+
+def child(arguments: argparse.Namespace) -> None:
+    if arguments.apart:
+        fused._fusion = lambda module: None  # transformers' own norms, gates and rotary embeddings
+        varlen._backward_fits = lambda *_: False  # type: ignore[assignment] # torch's own attention
+    smollm2(arguments.child, arguments.steps, {"seed": arguments.seed, "engine.kv_bytes": 8 << 30})
+
+
 def smollm2(out: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     both = {"train.dump": True, "train.eval_every": 1000, "train.checkpoint.every": 25, **options}
     plaudit.train("smollm2-grpo", reward=right, steps=steps, out=out, fresh=True, options=both, quiet=True)
@@ -93,13 +130,17 @@ def placed(
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("colocated", {"algorithm": {"name": "ppo"}, "critic": {"lr": 1e-5}}),
-    "async, staleness 0": ("async", {"placement": {"name": "async", "staleness": 0}}),
     "recomputed, optimizer on the host": (
         "colocated",
         {"model": {"recompute": True}, "train": {"offload_optimizer": True}},
     ),
     "free": ("colocated", {"train": {"deterministic": False}}),
 }
+
+
+ASYNC = {"placement": {"name": "async", "staleness": 0}, "resources": {"rollout": {"devices": ["cuda:0"]}},
+         "engine": {"kv_bytes": 8 << 30}}  # fmt: skip
+LORA = {"model": {"lora": {"rank": 16}}, "train": {"lr": 1e-4}}
 
 
 def verified(root: Path, steps: int) -> dict[str, Any]:
@@ -138,6 +179,28 @@ def make_shapes(directory: Path) -> None:
             save(kind(config).to(torch.bfloat16), tokenizer, directory / name)
 
 
+def large_lora(root: Path, steps: int) -> dict[str, Any]:
+    """A Llama of 8B by its shape, with the tokenizer of the small one."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from plaudit.models import save
+
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=14336, max_position_embeddings=1024, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.bfloat16)  # in float32 first it would be twice as much
+    with torch.device("cuda"):
+        module = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    save(module, AutoTokenizer.from_pretrained(root / "models" / "policy"), root / "models" / "8B")
+    del module
+    torch.cuda.empty_cache()
+    tables = {**LORA, "engine": {"kv_bytes": 8 << 30}}
+    return placed(root / "lora-8B", root / "models", "colocated", steps, "8B", tables)
+
+
 def make_model(directory: Path) -> None:
     from swapped_gpu import BIG, make_models
 
@@ -162,7 +225,7 @@ def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
         make_model(root / "models")
         for name in ("colocated", "swapped", "hybrid"):
             works[f"1B {name}"] = lambda name=name: placed(root / name, root / "models", name, steps or 5)
-    if {"shapes", "kinds", "verify"} & {*chosen} and "placements" not in chosen:
+    if {"shapes", "kinds", "lora", "async", "verify"} & {*chosen} and "placements" not in chosen:
         make_model(root / "models")
     if "shapes" in chosen:
         make_shapes(root / "models")
@@ -173,6 +236,16 @@ def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
             works[f"1B {name}"] = lambda name=name, placement=placement, tables=tables: placed(
                 root / name.replace(" ", "-"), root / "models", placement, steps or 5, tables=tables
             )
+    if "lora" in chosen:
+        works["1B LoRA"] = lambda: placed(root / "lora", root / "models", "colocated", steps or 5, tables=LORA)
+        works["8B LoRA"] = lambda: large_lora(root, steps or 3)
+    if "async" in chosen:
+        works["1B async, staleness 0"] = lambda: placed(
+            root / "async", root / "models", "async", steps or 5, tables=ASYNC
+        )
+    if "seeds" in chosen:
+        works["smollm2-grpo, three seeds"] = lambda: seeds(root, steps or 100, apart=False)
+        works["smollm2-grpo, three seeds, learner apart"] = lambda: seeds(root, steps or 100, apart=True)
     if "verify" in chosen:
         works["1B verify"] = lambda: verified(root, steps or 5)
     return works
@@ -184,7 +257,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--runs", type=Path, help="keep the runs here")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/exact_training_gpu.json"))
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments)
+        return
     if not torch.cuda.is_available():
         print("exact_training_gpu: no CUDA device here; skipped")
         return

@@ -1,11 +1,11 @@
-"""Models with recurrent layers on one GPU: tokens/s of a Qwen3.5-like shape of 2B, and how far batches and learner differ.
+"""Models with recurrent layers on one GPU: tokens/s of a Qwen3.5-like shape of 2B, and how far batches differ.
 
     python benchmarks/hybrid_gpu.py [--only speed,bits] [--profile] [--out FILE]
 
-speed   whole calls of random weights in bf16, temperature 1 with log-probs, best of two after a warm-up; beside them the
-        floor of a decode step, from products, states and keys at rates that are measured in the same run
-bits    tiny models of four families in bf16: log-probs of a sample in a batch of 700 beside those that it has in a batch
-        of 7, alone, in a read, and in the learner's forward pass
+speed   whole calls of random weights in bf16, temperature 1 with log-probs, best of two after a warm-up; beside them
+        the floor of a decode step, from products, states and keys at rates that are measured in the same run
+bits    tiny models of four families in bf16: log-probs of a sample in a batch of 700 beside those that it has in a
+        batch of 7, alone, in a read, and in the learner's forward pass
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def speed(profile: bool) -> dict[str, Any]:
         floor = floor_seconds(module, engine, count, prompt + new / 2, rates)
         results[f"{count} × ({prompt} → {new})"] = row = {
             "tokens_per_second": count * new / best, "prefill_seconds": first, "decode_milliseconds": decode * 1e3,
-            "floor_milliseconds": floor * 1e3, "share_of_limit": floor / decode, "state_bytes": engine.decoder.state_bytes(),
-            "running": engine._runner.scheduler.max_running,
+            "floor_milliseconds": floor * 1e3, "share_of_limit": floor / decode,
+            "state_bytes": engine.decoder.state_bytes(), "running": engine._runner.scheduler.max_running,
         }  # fmt: skip
         print(count, prompt, new, {key: round(value, 3) for key, value in row.items()}, flush=True)
         if profile and count in (64, 1024):
