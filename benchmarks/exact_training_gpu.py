@@ -140,7 +140,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 ASYNC = {"placement": {"name": "async", "staleness": 0}, "resources": {"rollout": {"devices": ["cuda:0"]}},
          "engine": {"kv_bytes": 8 << 30}}  # fmt: skip
-LORA = {"model": {"lora": {"rank": 16}}, "train": {"lr": 1e-4}}
+LORA = {"model": {"lora": {"rank": 16}}, "engine": {"kv_bytes": 8 << 30}}
 
 
 def verified(root: Path, steps: int) -> dict[str, Any]:
@@ -197,8 +197,7 @@ def large_lora(root: Path, steps: int) -> dict[str, Any]:
     save(module, AutoTokenizer.from_pretrained(root / "models" / "policy"), root / "models" / "8B")
     del module
     torch.cuda.empty_cache()
-    tables = {**LORA, "engine": {"kv_bytes": 8 << 30}}
-    return placed(root / "lora-8B", root / "models", "colocated", steps, "8B", tables)
+    return placed(root / "lora-8B", root / "models", "colocated", steps, "8B", LORA)
 
 
 def make_model(directory: Path) -> None:
