@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -24,3 +25,14 @@ def test_a_row_has_its_test_its_page_and_the_version_that_runs(client: Client) -
     if client.package:
         assert f"{client.package}=={client.version}" in (ROOT / "Makefile").read_text(encoding="utf-8")
     assert client.how not in ("package", "server") or client.package
+
+
+@pytest.mark.parametrize(
+    "client", [client for client in CLIENTS if client.needs], ids=lambda client: f"{client.project}-{client.function}"
+)
+def test_what_must_be_set_is_in_the_first_paragraphs_of_its_page(client: Client) -> None:
+    """Before the first table or heading."""
+    text = (PAGE.parent / f"{client.page}.md").read_text(encoding="utf-8")
+    opening = re.split(r"^(?:## |\|)", text, maxsplit=1, flags=re.MULTILINE)[0]
+    for name in re.findall(r"`([^`]+)`", client.needs):
+        assert name.removeprefix("/") in opening, name

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.serve.mistakes import FORMS, MISTAKES
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "protocols" / "conformance.md"
 HOWS = {
@@ -259,7 +261,7 @@ CLIENTS = (
         "openr",
         "",
         "",
-        "",
+        "one request to its controller (`register_worker`)",
         "a text without a tag is an error",
     ),
     Client(
@@ -322,7 +324,45 @@ def page() -> str:
             f"| [{client.project}]({client.page}.md) | {version} | {client.function} | {client.how} | {unchanged} | "
             f"{client.differences} | `{client.test.removeprefix('tests/')}` |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *mistakes()]) + "\n"
+
+
+# How the statuses of the original are known.
+COMPARED = {"triton": "PyTriton 0.7.0, asked", "vllm": "vLLM 0.32.0, asked"}
+RECORDED = {
+    "openrlhf": "source of `serve_rm`: it reads JSON by hand and cuts what is too long",
+    "openr": "source of its worker: it reads JSON by hand, and scores what is empty or too long somehow",
+    "sglang": "source: two shapes, flat where the schema refuses",
+    "tei": "source: where the schema refuses its body is plain text",
+    "infinity": "source: where the schema refuses its body is FastAPI's `detail`; it cuts what is too long",
+    "nemo-gym": "source: FastAPI's, whose `detail` is a list where the schema refuses",
+    "openai": "its documentation",
+    "slime": "it has no server of its own",
+    "native": "ours",
+}
+
+
+def mistakes() -> list[str]:
+    names = ("native", *COMPARED, *(name for name in RECORDED if name != "native"))
+    lines = [
+        "## Twelve mistakes", "",
+        "What each protocol answers to the commonest mistakes, in its own shape of an error, and in brackets what its",
+        "own server answers where that is another status. `serve/test_trainers.py` makes all of them here, `interop/`",
+        "makes those of PyTriton and vLLM there as well, and 21 more with Triton's tensors",
+        "(`interop/test_mistakes.py`). No mistake of a client is a 5xx: that would blame the server, and clients would",
+        "try again. 200: the protocol has no such field, cuts as its own server does, or has an error for each item.",
+        "",
+        f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}",
+    ]  # fmt: skip
+    for mistake, what in MISTAKES.items():
+        lines.append(f"| {what} | {' | '.join(_status(name, mistake) for name in names)} |")
+    sources = [f"| {name} | {source} |" for name, source in {**COMPARED, **RECORDED}.items() if source != "ours"]
+    return [*lines, "", "| protocol | where the original's statuses are from |", "| --- | --- |", *sources]
+
+
+def _status(name: str, mistake: str) -> str:
+    status, original = FORMS[name].statuses[mistake], FORMS[name].originally.get(mistake)
+    return f"{status}" if original is None else f"{status} ({original})"
 
 
 if __name__ == "__main__":

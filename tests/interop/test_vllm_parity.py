@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.interop import vllm_cases
 from tests.interop.environments import ROOT
 from tests.interop.vllm_cases import Case
 from tests.reward import tiny
+from tests.serve.mistakes import FORMS, made
 from tests.serve.process import ServerProcess, free_port
 
 pytestmark = pytest.mark.interop
@@ -34,7 +35,7 @@ START_SECONDS = 400.0
 TOLERANCE = 1e-4
 POSITIONS = 64
 STEP_TAG = "?"
-UNEQUAL = ("created", "message")  # by nature; their types are compared
+UNEQUAL = ("created", "message", "detail")  # by nature; their types are compared
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,8 @@ def test_vllm_and_plaudit_answer_alike(setting: Setting, tmp_path: Path) -> None
         assert not wrong, "vLLM and Plaudit:\n" + "\n".join(wrong)
         check_gets(vllm, server.http)
         check_raw_bodies(vllm, server.http, setting.cases[0].path)
+        if setting.name == "reward":
+            check_mistakes(vllm, server.http)
 
 
 def check_gets(vllm: httpx.Client, ours: httpx.Client) -> None:
@@ -215,3 +218,15 @@ def check_raw_bodies(vllm: httpx.Client, ours: httpx.Client, path: str) -> None:
         theirs, mine = ((reply.status_code, reply.json()) for reply in replies)
         assert theirs[0] == mine[0] == 400
         assert not unlike(theirs[1], mine[1], {}), (theirs, mine)
+
+
+def check_mistakes(vllm: httpx.Client, ours: httpx.Client) -> None:
+    """The twelve of every protocol: status, keys and types, at vLLM's own paths."""
+    form = FORMS["vllm"]
+    own = replace(form, path="/classify", body={**form.body, "model": "reward"}, long=[vllm_cases.LONG])
+    theirs, mine = made(vllm, own), made(ours, replace(own, path="/vllm/classify"), "/vllm")
+    statuses = {mistake: reply.status_code for mistake, reply in theirs.items()}
+    assert statuses == {**form.statuses, **form.originally}
+    for mistake, reply in theirs.items():
+        assert mine[mistake].status_code == form.statuses[mistake], mistake
+        assert not unlike(reply.json(), mine[mistake].json(), own.body), (mistake, reply.text, mine[mistake].text)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from plaudit.serve.protocols import openrlhf
 from tests.serve.hostile import Target
+from tests.serve.mistakes import FORMS, MISTAKES, made, said, verify
 from tests.serve.process import ServerProcess
 from tests.serve.test_native import chains
 
@@ -266,15 +266,6 @@ def _rounded(value: Any) -> Any:
 # NeMo Gym
 
 
-def verify(prompt: Any, *output: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"responses_create_params": {"input": prompt}, "response": {"id": "r", "output": list(output)}, **fields}
-
-
-def said(text: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text, "annotations": []}]
-    return {"type": "message", "role": "assistant", "status": "completed", "id": "m", "content": content}
-
-
 def test_nemo_gym_gets_its_request_back_with_the_reward_of_the_same_chat(server: ServerProcess) -> None:
     thought = {"type": "reasoning", "id": "t", "summary": []}
     for number, (prompt, response) in enumerate(chains(3)):
@@ -311,103 +302,11 @@ def test_a_session_of_nemo_gym_is_a_name_and_what_has_no_reward_is_an_error(serv
 # Mistakes
 
 
-@dataclass(frozen=True)
-class Form:
-    """A protocol's request: its input is under `key`. `shape`: what its errors look like."""
-
-    path: str
-    body: dict[str, Any]
-    key: str
-    empty: Any
-    long: Any
-    shape: Callable[[Any], bool]
-    statuses: dict[str, int]
-
-
-LONG = "7+8=15;" * 300
-OWN = lambda error: set(error) == {"error"} and set(error["error"]) == {"type", "message", "request_id", "retryable"}  # noqa: E731
-LIKE_OPENAI = lambda error: set(error) == {"error"} and set(error["error"]) == {"message", "type", "param", "code"}  # noqa: E731
-ALL = {"method": 405, "path": 404, "gzip": 400}
-BROKEN = dict.fromkeys(("no body", "cut", "list"), 400)
-INVALID = {"missing": 422, "null": 422, "type": 422}
-
-
-def sentences(text: str) -> list[dict[str, Any]]:
-    return [{"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": [text]}]
-
-
-# Statuses as our server gives them; vLLM's are compared with vLLM case by case (interop/test_vllm_parity.py). 200: a
-# mistake that the protocol does not know, or that is an item's own error.
-FORMS = {
-    "native": Form(
-        "/v1/rewards", {"model": "sums", "items": [{"text": "#3"}]}, "items", [], [{"text": LONG}], OWN,
-        {**ALL, **BROKEN, **INVALID, "cut": 400, "list": 422, "empty": 422, "long": 200, "model": 404},
-    ),
-    "triton": Form(
-        "/v2/models/sums/infer", {"inputs": sentences("#3")}, "inputs", [], sentences(LONG),
-        lambda error: set(error) == {"error"} and isinstance(error["error"], str),
-        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 200, "model": 200},
-    ),
-    "openrlhf": Form(
-        "/get_reward", {"query": ["#3"]}, "query", [], [LONG], OWN,
-        {**ALL, **dict.fromkeys(BROKEN, 422), **INVALID, "empty": 200, "long": 422, "model": 200},
-    ),
-    "slime": Form(
-        "/remote_rm", {"prompt": "1+2=", "response": "#3", "label": ""}, "response", "", LONG, OWN,
-        {**ALL, **dict.fromkeys(BROKEN, 422), **INVALID, "empty": 200, "long": 422, "model": 200},
-    ),
-    "openr": Form(
-        "/worker_value_inference", {"input_str": "1+2=#3;"}, "input_str", [], LONG,
-        lambda error: set(error) == {"text", "error_code"},
-        {**ALL, **BROKEN, **INVALID, "empty": 422, "long": 422, "model": 200},
-    ),
-    "sglang": Form(
-        "/sglang/classify", {"text": "#3"}, "text", [], LONG, lambda error: set(error["error"]) == {"message"},
-        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 400, "model": 200},
-    ),
-    "tei": Form(
-        "/predict", {"inputs": "#3"}, "inputs", [], LONG, lambda error: set(error) == {"error", "error_type"},
-        {**ALL, **BROKEN, **INVALID, "empty": 400, "long": 413, "model": 200},
-    ),
-    "infinity": Form(
-        "/infinity/classify", {"model": "sums", "input": ["#3"]}, "input", [], [LONG], LIKE_OPENAI,
-        {**ALL, **BROKEN, **INVALID, "empty": 422, "long": 422, "model": 404},
-    ),
-    "vllm": Form(
-        "/vllm/classify", {"model": "sums", "input": ["#3"]}, "input", [], [LONG], LIKE_OPENAI,
-        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 400, "model": 404},
-    ),
-    "openai": Form(
-        "/v1/completions", {"model": "sums", "prompt": "1+2="}, "prompt", [], LONG, LIKE_OPENAI,
-        {**ALL, **BROKEN, **dict.fromkeys(INVALID, 400), "empty": 400, "long": 400, "model": 404},
-    ),
-    "nemo-gym": Form(
-        "/verify", verify("1+2=", said("#3")), "response", {"output": []}, {"output": [said(LONG)]},
-        lambda error: set(error) == {"detail"},
-        {**ALL, **BROKEN, **INVALID, "empty": 422, "long": 422, "model": 200},
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_twelve_mistakes_have_the_protocols_own_errors(server: ServerProcess, name: str) -> None:
-    form, json_type = FORMS[name], {"content-type": "application/json"}
-
-    def posted(value: Any) -> httpx.Response:
-        return server.http.post(form.path, json={**form.body, form.key: value})
-
-    def raw(content: bytes, **headers: str) -> httpx.Response:
-        return server.http.post(form.path, content=content, headers={**json_type, **headers})
-
-    replies = {
-        "no body": raw(b""), "cut": raw(b"{"), "list": server.http.post(form.path, json=[1]),
-        "missing": server.http.post(form.path, json={k: v for k, v in form.body.items() if k != form.key}),
-        "type": posted(5), "null": posted(None), "empty": posted(form.empty), "long": posted(form.long),
-        "model": server.http.post(form.path, json={**form.body, "model": "nobody"}),
-        "gzip": raw(b"xx", **{"content-encoding": "gzip"}), "method": server.http.get(form.path),
-        "path": server.http.post(f"/{name}{form.path.removeprefix(f'/{name}')}x", json=form.body),
-    }  # fmt: skip
-    assert {mistake: reply.status_code for mistake, reply in replies.items()} == form.statuses
+    replies = made(server.http, FORMS[name], f"/{name}")
+    assert set(replies) == set(MISTAKES)
+    assert {mistake: reply.status_code for mistake, reply in replies.items()} == FORMS[name].statuses
     for mistake, reply in replies.items():
         if reply.status_code != 200:
-            assert form.shape(reply.json()), (mistake, reply.text)
+            assert FORMS[name].shape(reply.json()), (mistake, reply.text)

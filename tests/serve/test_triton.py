@@ -437,8 +437,9 @@ def test_errors_of_paths_verbs_and_encodings_have_tritons_shape(server: ServerPr
     http = server.http
     for path in ("/v2/models/nobody/infer", "/v2/models/reward_model/versions/2/infer", "/v2/repository/models/x/load"):
         refused(http.post(path, json={}), status=404)
-    for path in ("/v2/models/nobody", "/v2/models/nobody/config", "/v2/models/nobody/ready"):
+    for path in ("/v2/models/nobody", "/v2/models/nobody/config"):
         refused(http.get(path), "unknown model: 'nobody' is not found", "reward_model", status=404)
+    refused(http.get("/v2/models/nobody/ready"), "Model version not ready", "reward_model", status=400)
     refused(http.get("/v2/models/reward_model/versions/2"), "versions/2", "version is 1", status=404)
     refused(http.get(INFER), "POST", status=405)
     refused(http.post("/v2/models/reward_model/ready"), "GET", status=405)

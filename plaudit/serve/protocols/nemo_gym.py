@@ -50,7 +50,8 @@ class NemoGymRoutes(ProtocolRoutes):
     @staticmethod
     def errors(error: HttpError, request_id: str) -> Reply:
         """FastAPI's shape."""
-        return error.shaped({"detail": str(error)}, request_id)
+        status = 422 if error.type == "invalid_json" else error.status  # as FastAPI's own
+        return error.shaped({"detail": str(error)}, request_id, status)
 
     async def session(self, request: Request) -> Reply:
         name = request.fields().get("resources_session_id")

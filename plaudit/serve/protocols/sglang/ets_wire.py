@@ -72,4 +72,4 @@ def _require(field: Any) -> Require:
 
 
 def _bad(message: str) -> HttpError:
-    return HttpError(400, "invalid_request", message)
+    return HttpError(400, "refused", message)

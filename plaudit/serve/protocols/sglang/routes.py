@@ -168,7 +168,7 @@ class SGLangRoutes(ProtocolRoutes):
         for place in places:
             if parsed.requires[place].at != reading.tag[-1]:
                 raise HttpError(
-                    422, "invalid_request", f"{ets.FIELD} is {parsed.requires[place].at}, and a step of {served.name} "
+                    422, "refused", f"{ets.FIELD} is {parsed.requires[place].at}, and a step of {served.name} "
                     f"ends with {reading.tag[-1]} ({reading.format.tag!r}); send that id, or [PLUS, MINUS, TAG]",
                 )  # fmt: skip
         steps, empty = await self._steps(request, served, parsed, places)
@@ -252,7 +252,7 @@ def _generate_works(tokens: list[int], wish: Wish) -> tuple[Work | None, Work | 
     start = count if wish.start is None else wish.start
     if start > count:
         raise HttpError(
-            400, "invalid_request", f"logprob_start_len is {start}, and there are {count} tokens; take a smaller one"
+            400, "refused", f"logprob_start_len is {start}, and there are {count} tokens; take a smaller one"
         )
     first = Work(tokens, tuple(range(start, count - 1)), (NEXT, *wish.tokens), 0, False, logprobs=True)
     last = Work(tokens, (count - 1,), wish.tokens or (0,), 0, False, logprobs=True)
@@ -287,7 +287,7 @@ def _check_ids(served: ServedModel, tokens: Sequence[int], field: str) -> None:
     size = served.intake().facts.vocab_size
     for token in tokens:
         if not 0 <= token < size:
-            raise HttpError(400, "invalid_request", f"{field} has {token}; {served.name} has the tokens 0..{size - 1}")
+            raise HttpError(400, "refused", f"{field} has {token}; {served.name} has the tokens 0..{size - 1}")
 
 
 def _several_labels(served: ServedModel) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ import numpy as np
 from plaudit.serve.http.message import HttpError, Reply, convert
 
 Name = Callable[[int], str | None]
+# In SGLang a request that its schema refuses has another shape than one that is refused later.
+SCHEMA_ERRORS = ("invalid_json", "invalid_request")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +125,18 @@ def claims_rerank(fields: Mapping[str, Any]) -> bool:
 
 
 def write_error(error: HttpError, request_id: str) -> Reply:
+    if error.type in SCHEMA_ERRORS:
+        return write_openai_error(error, request_id)
     return error.shaped({"error": {"message": str(error)}}, request_id, _status(error))
 
 
 def write_openai_error(error: HttpError, request_id: str) -> Reply:
-    """As the routes below /v1 have it: flat."""
+    """As the routes below /v1 have it, and all where the request's schema refuses: flat."""
     status = _status(error)
-    kind = "BadRequestError" if status == 400 else "InternalServerError" if status == 500 else str(status)
+    if error.type in SCHEMA_ERRORS:
+        kind = "Bad Request"
+    else:
+        kind = "BadRequestError" if status == 400 else "InternalServerError" if status == 500 else str(status)
     fields = {"object": "error", "message": str(error), "type": kind, "param": None, "code": status}
     return error.shaped(fields, request_id, status)
 
@@ -331,4 +338,4 @@ def _usage(tokens: int) -> dict[str, int]:
 
 
 def _bad(message: str) -> HttpError:
-    return HttpError(400, "invalid_request", message)
+    return HttpError(400, "refused", message)

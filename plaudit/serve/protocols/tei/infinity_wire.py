@@ -39,9 +39,9 @@ class InfinityRerank(_Named):
 
 
 def write_error(error: HttpError, request_id: str) -> Reply:
-    kind = HTTPStatus(error.status).phrase
-    content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.status}}
-    return error.shaped(content, request_id)
+    status = {"invalid_json": 422, "unknown_model": 400}.get(error.type, error.status)
+    content = {"error": {"message": str(error), "type": HTTPStatus(status).phrase, "param": None, "code": status}}
+    return error.shaped(content, request_id, status)
 
 
 def classified(id: str, model: str, rows: Sequence[np.ndarray], labels: Sequence[str], tokens: int) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class TritonRoutes(ProtocolRoutes):
     async def unknown(self, request: Request) -> Reply:
         name, _, rest = request.path.removeprefix("/v2/models/").partition("/")
         served = ", ".join(self.names[:MOST_NAMED]) or "none"
+        if rest.rpartition("/")[2] == "ready":
+            raise HttpError(400, "unknown_model", f"Model version not ready: {request.path[:200]!r}; served: {served}")
         if name in self.names:
             raise HttpError(404, "not_found", f"no {rest[:100]!r} of model {name!r}; its only version is 1, see /docs")
         raise HttpError(

@@ -25,7 +25,8 @@ ERROR_NAMES = {
     400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError",
 }  # fmt: skip
 # In vLLM a request that its schema refuses has another type than one that is refused later.
-SCHEMA_ERRORS = ("invalid_json", "invalid_request")
+SCHEMA_ERRORS = ("invalid_json", "invalid_request", "bad_encoding")
+PATH_ERRORS = ("not_found", "method_not_allowed")  # which its framework answers
 NUMBERS = {"float32": "f4", "float16": "f2"}
 ORDERS = {"native": "=", "little": "<", "big": ">"}
 MOST_PRIORITY = 10
@@ -40,6 +41,8 @@ class FieldError(HttpError):
 
 
 def write_error(error: HttpError, request_id: str) -> Reply:
+    if error.type in PATH_ERRORS:
+        return error.shaped({"detail": str(error)}, request_id)
     status = 400 if error.status in (415, 422) else error.status
     schema = error.type in SCHEMA_ERRORS
     name = "Bad Request" if schema else ERROR_NAMES.get(status, HTTPStatus(status).phrase)
