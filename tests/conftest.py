@@ -37,6 +37,8 @@ BEGIN = time.monotonic()
 MINUTES = float(os.environ.get("PLAUDIT_MINUTES") or 0)
 OUT_OF_TIME = "the stage has used its minutes (PLAUDIT_MINUTES)"
 
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
+
 # Longest first, those of the slow stage before those of the fast one. Begun last, one of these would run on alone while
 # the other processes have nothing left to do.
 LONGEST = (
@@ -47,8 +49,12 @@ LONGEST = (
 )  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`--no-loadscope-reorder` keeps this order where several processes share the files."""
+    for item in items:
+        if not SLOW.isdisjoint({item.nodeid, item.nodeid.partition("[")[0]}):
+            item.add_marker("slow")
     slow = [item for item in items if item.get_closest_marker("slow")] if SHARES > 1 else []
     left_out = {item for number, item in enumerate(slow) if not in_turn(number, SHARES)}
     if left_out:

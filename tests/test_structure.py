@@ -263,3 +263,10 @@ def test_no_pickle_and_no_remote_code() -> None:
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert isinstance(node.value, ast.Constant), name
                 assert node.value.value is False, name
+
+
+def test_the_list_of_slow_tests_names_tests() -> None:
+    lines = [line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if not line.startswith("#")]
+    named = [line.partition("[")[0].split("::") for line in lines]
+    assert [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text()] == []
+    assert lines == sorted(set(lines))

@@ -161,6 +161,14 @@ class TrainTable(Table):
 class SupervisedTrain(TrainTable):
     batch: PositiveInt
     """Items per step: demonstrations, pairs or judged solutions."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: steps of weight matrices are made orthogonal, at rates like AdamW's; the rest is stepped by AdamW."""
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        if self.optimizer == "muon" and self.offload_optimizer:
+            raise ValueError('train.optimizer = "muon" needs whole matrices: set train.offload_optimizer = false')
+        return self
 
 
 class SftAlgorithm(Table):

@@ -14,10 +14,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from plaudit.process import nursery
 from plaudit.process.nursery import Nursery
@@ -71,21 +70,36 @@ async def spawn_soon(module: str, environment: Mapping[str, str]) -> tuple[Child
     loop = asyncio.get_running_loop()
     result: asyncio.Future[tuple[Child, socket.socket]] = loop.create_future()
 
-    def settle(settler: Callable[[Any], None], value: Any) -> None:
-        if not result.cancelled():
-            settler(value)
+    def settle(started: tuple[Child, socket.socket] | None, error: Exception | None) -> None:
+        if result.cancelled():
+            _give_up(started)
+        elif error is not None:
+            result.set_exception(error)
+        elif started is not None:
+            result.set_result(started)
 
     def run() -> None:
-        settler: Callable[[Any], None] = result.set_result
+        started, failure = None, None
         try:
-            value: Any = spawn(module, environment)
+            started = spawn(module, environment)
         except Exception as error:  # whatever it is: somebody waits
-            settler, value = result.set_exception, error
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, settler, value)
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, started, failure)
+        except RuntimeError:  # the loop has ended
+            _give_up(started)
 
     threading.Thread(target=run, daemon=True).start()
     return await result
+
+
+def _give_up(started: tuple[Child, socket.socket] | None) -> None:
+    """Of a child that nobody waits for any more: end it."""
+    if started is not None:
+        child, sock = started
+        sock.close()
+        child.kill()
+        child.wait(10)
 
 
 def _start(module: str, fd: int, environment: Mapping[str, str]) -> Child:

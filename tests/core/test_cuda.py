@@ -23,11 +23,12 @@ from transformers import (
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device.backend import DecodeBatch, Decoded
+from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import pack, use_packed_attention
 from plaudit.core.proof.support import inspect
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
 
-Fusion = pytest.importorskip("plaudit.core.model.fusion").Fusion  # needs Triton
+differentiable = pytest.importorskip("plaudit.core.model.differentiable")  # needs Triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -146,7 +147,7 @@ def test_llama_shapes_run_lean_and_give_the_rows_of_the_learners_kernels(dtype: 
         with torch.inference_mode():
             found = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
             decoder.lean = None
-            with Fusion(decoder.trunk).applied():
+            with Fusion(decoder.trunk, differentiable).applied():
                 expected = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
         assert torch.equal(found, expected)
 

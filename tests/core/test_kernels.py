@@ -183,7 +183,7 @@ def test_a_model_learns_by_fused_kernels_as_without() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(tiny.CONFIGS["qwen3"]).to(DEVICE)
-    fusion = Fusion(model.model)
+    fusion = Fusion(model.model, differentiable)
     assert len(fusion.forwards) == 2 * 5 + 1  # two layers: two norms, two of queries and keys, a gate; the last norm
     assert len(fusion.functions) == 1
     ids = torch.randint(3, 80, (1, 18), device=DEVICE)
@@ -434,7 +434,7 @@ def test_a_step_of_a_convolution(dtype: torch.dtype, width: int) -> None:
 
 
 def test_recurrent_steps_are_found_by_what_they_compute() -> None:
-    names = {name for _, name, _ in Fusion(recurrent.model("qwen3_next").model.to(DEVICE)).functions}
+    names = {name for _, name, _ in Fusion(recurrent.model("qwen3_next").model.to(DEVICE), differentiable).functions}
     assert {"torch_recurrent_gated_delta_rule", "causal_conv1d_update"} <= names
 
 

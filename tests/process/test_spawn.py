@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -151,3 +152,30 @@ def test_a_module_that_is_not_there_ends_the_child_alone() -> None:
     with sock:
         assert child.wait(60) == 1
     assert nursery.parent is None, "this process was not forked"
+
+
+def test_a_child_that_nobody_waits_for_any_more_ends() -> None:
+    """As of a server that is stopped while its worker starts: neither process nor socket is left."""
+    children: list[tuple[Child, socket.socket]] = []
+
+    async def give_up() -> None:
+        task = asyncio.create_task(spawn.spawn_soon("tests.process.child", {}))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        deadline = time.monotonic() + 60
+        while (not children or children[0][0].poll() is None) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    def remember(module: str, environment: dict[str, str]) -> tuple[Child, socket.socket]:
+        children.append(start(module, environment))
+        return children[-1]
+
+    start = spawn.spawn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spawn, "spawn", remember)
+        asyncio.run(give_up())
+    child, sock = children[0]
+    assert child.poll() == -signal.SIGKILL
+    assert sock.fileno() == -1, "it is closed"

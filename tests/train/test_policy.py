@@ -9,6 +9,7 @@ import torch
 
 from plaudit.algo.kl import kl_estimate
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.model.fused import recompute_contexts
 from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError
 from plaudit.models import load_policy, new_llama
@@ -160,7 +161,7 @@ def test_recomputing_activations_changes_no_gradient() -> None:
     learner.gradient(data, 0.1)
     expected = gradients(module)
     module.zero_grad()
-    module.gradient_checkpointing_enable({"use_reentrant": False})
+    module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
     module.train()
     learner.gradient(data, 0.1)
     assert relative(gradients(module), expected) < 1e-6

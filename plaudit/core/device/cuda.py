@@ -18,6 +18,7 @@ from plaudit.core import kernels
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.device.mixing import Mixing, Stand
 from plaudit.core.device.paged import KVCache, PagedBackend, PagedLayout, Step
+from plaudit.core.model import differentiable
 from plaudit.core.model.attention import Layout, Rule
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.fusion import Fusion
@@ -282,7 +283,7 @@ class CudaBackend(PagedBackend):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
-        self.fusion = Fusion(decoder.trunk)
+        self.fusion = Fusion(decoder.trunk, differentiable)
         self.scratch = 0
         self._graphs: dict[int, DecodeGraph] = {}
         self._forget_graphs()

@@ -86,9 +86,6 @@ class Layout:
         for i, group in enumerate(self.groups):
             if group.alone is not None:
                 q, k, v = (x[None, group.alone] for x in (query, key, value))
-            elif group.whole and query.requires_grad:
-                # Supervised training keeps its numbers to the bit, and so what its recipes were tried with.
-                q, k, v = query[group.queries], keys[group.keys], values[group.keys]
             elif group.whole:  # its keys are new themselves: they need not be looked for in a cache
                 q, k, v = (rows_at(x, group.queries) for x in (query, key, value))
             else:

@@ -13,6 +13,11 @@ from torch.autograd.function import Function
 
 from plaudit.core import kernels
 
+# By the names that transformers has for single tokens of recurrent layers.
+STATE_STEPS = {
+    "torch_recurrent_gated_delta_rule": kernels.delta_step, "causal_conv1d_update": kernels.convolution_step
+}  # fmt: skip
+
 
 class _RmsNorm(Function):
     @staticmethod

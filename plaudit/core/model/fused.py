@@ -1,19 +1,18 @@
-"""The trunk's forward pass in training, with fused kernels where it runs on a GPU in half precision."""
+"""The trunk's forward pass in training, with fused kernels on a GPU in half precision and on a CPU in float32."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from plaudit.core.model import operations
+from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.varlen import HALF
-
-if TYPE_CHECKING:
-    from plaudit.core.model.fusion import Fusion
 
 _FUSIONS: WeakKeyDictionary[nn.Module, Fusion] = WeakKeyDictionary()
 _APPLIED: list[Fusion] = []
@@ -43,10 +42,13 @@ def _fusion(module: nn.Module) -> Fusion | None:
     base = trunk(module)
     parameter = next(base.parameters())
     # Sharded weights are whole inside their layer alone.
-    if not parameter.is_cuda or parameter.dtype not in HALF or isinstance(parameter, DTensor):
+    if parameter.dtype not in (HALF if parameter.is_cuda else (torch.float32,)) or isinstance(parameter, DTensor):
         return None
     if module not in _FUSIONS:
-        from plaudit.core.model.fusion import Fusion  # brings triton
+        if parameter.is_cuda:
+            from plaudit.core.model import differentiable  # brings triton
 
-        _FUSIONS[module] = Fusion(base)
+            _FUSIONS[module] = Fusion(base, differentiable)
+        else:
+            _FUSIONS[module] = Fusion(base, operations)
     return _FUSIONS[module]

@@ -2,30 +2,43 @@
 
 Norms, gated MLPs, rotary embeddings and single tokens of recurrent layers cost many small launches in eager mode. A
 part is replaced only if a kernel gave what the part itself gives on random input, so nothing depends on a model's name;
-what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module itself is not changed.
-Unless told otherwise, products are steady there too (algo/tokens/products.py).
+what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module itself is not changed. On a
+GPU products are steady there too, unless told otherwise (algo/tokens/products.py).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from plaudit.algo.tokens.products import SteadyProducts
-from plaudit.core import kernels
-from plaudit.core.model import differentiable
 
 Call = Callable[..., Any]
 PROBED = 64  # size of the heads that a rotary embedding is tried on
 
 
+class Kernels(Protocol):
+    """The module `differentiable`, of a GPU, or `operations`, in plain torch."""
+
+    STATE_STEPS: Mapping[str, Call]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor: ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 class Fusion:
-    def __init__(self, trunk: nn.Module) -> None:
+    @torch.no_grad()
+    def __init__(self, trunk: nn.Module, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.on_gpu = next(trunk.parameters()).is_cuda
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
         kind_of: dict[tuple[type, Any], str | None] = {}
@@ -36,13 +49,12 @@ class Fusion:
                 self._gated(module, kind_of)
         for home in {sys.modules[type(module).__module__] for module in trunk.modules()}:
             original = getattr(home, "apply_rotary_pos_emb", None)
-            if original is not None and _same_rotary(original, next(trunk.parameters())):
-                self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(original)))
-            for name, fuse in STATE_STEPS.items():
+            if original is not None and _same_rotary(kernels, original, next(trunk.parameters())):
+                self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(kernels, original)))
+            for name, kernel in kernels.STATE_STEPS.items():
                 original = getattr(home, name, None)
-                if original is not None and _same_step(
-                    name, original, fused := fuse(original), next(trunk.parameters())
-                ):
+                fused = FUSED_STEPS[name](original, kernel) if original is not None else None
+                if original is not None and fused is not None and _same_step(name, original, fused, trunk):
                     self.functions.append((home, name, fused))
 
     def covers(self, parts: Sequence[nn.Module]) -> bool:
@@ -58,7 +70,7 @@ class Fusion:
                 module.__dict__["forward"] = forward
             for home, name, function in self.functions:
                 setattr(home, name, function)
-            with SteadyProducts() if steady else nullcontext():
+            with SteadyProducts() if steady and self.on_gpu else nullcontext():
                 yield
         finally:
             for module, _ in self.forwards:
@@ -71,21 +83,21 @@ class Fusion:
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
             return
-        key = (type(module), weight.dtype)
+        rms_norm, key = self.kernels.rms_norm, (type(module), weight.dtype)
         if key not in kind_of:
             probe = _random(weight, 4, weight.shape[0])
             kinds = {"llama": False, "gemma": True}
             kind_of[key] = next(
-                (k for k, g in kinds.items() if _same(kernels.rms_norm(probe, weight, epsilon, g), module(probe))), None
+                (k for k, g in kinds.items() if _same(rms_norm(probe, weight, epsilon, g), module(probe))), None
             )
         kind = kind_of[key]
         if kind is not None:
             gemma = kind == "gemma"
-            self.forwards.append((module, lambda x: differentiable.rms_norm(x, weight, epsilon, gemma)))
+            self.forwards.append((module, lambda x: rms_norm(x, weight, epsilon, gemma)))
 
     def _gated(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
         def fused(x: Tensor) -> Tensor:
-            down: Tensor = module.down_proj(differentiable.silu_mul(module.gate_proj(x), module.up_proj(x)))
+            down: Tensor = module.down_proj(self.kernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
             return down
 
         weight = module.gate_proj.weight
@@ -101,17 +113,17 @@ def _is_gated(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj", "down_proj"))
 
 
-def _rotary_or(original: Call) -> Call:
+def _rotary_or(kernels: Kernels, original: Call) -> Call:
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
-        packed = query.is_cuda and query.shape[0] == 1 and cos.shape[-1] == query.shape[-1]
+        packed = query.shape[0] == 1 and cos.shape[-1] == query.shape[-1]
         if rest or named or not packed or cos.requires_grad:
             return original(query, key, cos, sin, *rest, **named)
-        return differentiable.rotary(query, key, cos, sin)
+        return kernels.rotary(query, key, cos, sin)
 
     return rotate
 
 
-def _delta_or(original: Call) -> Call:
+def _delta_or(original: Call, kernel: Call) -> Call:
     """Of `torch_recurrent_gated_delta_rule`. A state that is taken by the kernel is written in place."""
 
     def step(
@@ -125,12 +137,12 @@ def _delta_or(original: Call) -> Call:
                 query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, **rest
             )
         assert state is not None
-        return kernels.delta_step(query, key, value, g, beta, state, use_qk_l2norm_in_kernel), state
+        return kernel(query, key, value, g, beta, state, use_qk_l2norm_in_kernel), state
 
     return step
 
 
-def _convolution_or(original: Call) -> Call:
+def _convolution_or(original: Call, kernel: Call) -> Call:
     """Of `causal_conv1d_update`, which writes the state in place itself."""
 
     def step(
@@ -140,17 +152,18 @@ def _convolution_or(original: Call) -> Call:
         takes = hidden_states.shape[-1] == 1 and conv_state.is_contiguous() and conv_state.shape[-1] == weight.shape[-1]
         if not takes or activation not in (None, "silu", "swish") or torch.is_grad_enabled():
             return original(hidden_states, conv_state, weight, bias, activation)
-        return kernels.convolution_step(hidden_states, conv_state, weight, bias, activation is not None)
+        return kernel(hidden_states, conv_state, weight, bias, activation is not None)
 
     return step
 
 
-STATE_STEPS = {"torch_recurrent_gated_delta_rule": _delta_or, "causal_conv1d_update": _convolution_or}
-"""What transformers calls one token of a recurrent layer, and the kernel for it."""
+FUSED_STEPS = {"torch_recurrent_gated_delta_rule": _delta_or, "causal_conv1d_update": _convolution_or}
+"""What transformers calls one token of a recurrent layer, and how a kernel takes its place."""
 
 
-def _same_step(name: str, original: Call, fused: Call, like: Tensor) -> bool:
+def _same_step(name: str, original: Call, fused: Call, trunk: nn.Module) -> bool:
     """Output and state, on random input of a delta rule or a convolution."""
+    like = next(trunk.parameters())
     if name == "causal_conv1d_update":
         x, weight, bias, tail = (_random(like, *shape) for shape in ((3, 20, 1), (20, 4), (20,), (3, 20, 4)))
 
@@ -175,7 +188,7 @@ def _same_step(name: str, original: Call, fused: Call, like: Tensor) -> bool:
         return False
 
 
-def _same_rotary(original: Call, like: Tensor) -> bool:
+def _same_rotary(kernels: Kernels, original: Call, like: Tensor) -> bool:
     query, key = (_random(like, 1, 5, n, PROBED).transpose(1, 2) for n in (4, 2))
     angle = _random(like, 1, 5, PROBED // 2).repeat(1, 1, 2).float()
     cos, sin = angle.cos().to(like.dtype), angle.sin().to(like.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from plaudit.core import kernels
+from plaudit.core.model import differentiable
 from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.operations import Operations, Rotation
 
@@ -26,7 +27,7 @@ class KernelRotation(Rotation):
 class KernelOperations(Operations):
     def compute(self, trunk: nn.Module, parts: Sequence[nn.Module]) -> bool:
         # The rows of a whole trunk in half precision are too coarse to tell one norm or gate from another.
-        return Fusion(trunk).covers(parts)
+        return Fusion(trunk, differentiable).covers(parts)
 
     def rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
         return KernelRotation(cos, sin)

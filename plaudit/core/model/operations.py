@@ -1,15 +1,20 @@
-"""What a lean trunk computes between its products, in plain torch. `kernel_operations.py` has the same for a GPU."""
+"""What is computed between the products, in plain torch: by a lean trunk (`kernel_operations.py` has the same for a GPU),
+and by a learner on a CPU (`differentiable.py` for a GPU), whose backward passes here go over the rows half as often as
+autograd does with the modules' own steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
 
 MANY_ROWS = 256  # up to here one more call costs more than to copy queries and keys into one tensor
+STATE_STEPS: Mapping[str, Callable[..., Any]] = {}  # single tokens of recurrent layers are the modules' own
 
 
 @dataclass(frozen=True)
@@ -57,3 +62,57 @@ class Operations:
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate, inplace=True).mul_(up)
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = scale.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        normed = x * scale
+        ctx.save_for_backward(normed, weight, scale)
+        y: Tensor = normed * weight
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, weight, scale = ctx.saved_tensors
+        product = grad * normed
+        along = (product @ weight).div_(-weight.shape[0]).unsqueeze(-1)  # of the gradient, on the row itself
+        dx = (grad * weight).addcmul_(normed, along).mul_(scale)
+        return dx, product.reshape(-1, weight.shape[0]).sum(0), None
+
+
+class _Rotary(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        ctx.save_for_backward(cos, signed)
+        return _rotate(query, cos, signed), _rotate(key, cos, signed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        cos, signed = ctx.saved_tensors
+        return _rotate(query, cos, -signed), _rotate(key, cos, -signed), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor:
+    y: Tensor = _RmsNorm.apply(x, 1 + weight if gemma else weight, epsilon)  # type: ignore[no-untyped-call]
+    return y
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """query (1, H, T, D) and key (1, K, T, D) by cos and sin (1, T, D)."""
+    rotated: tuple[Tensor, Tensor] = _Rotary.apply(query, key, cos[:, None], sin[:, None])  # type: ignore[no-untyped-call]
+    return rotated
+
+
+def _rotate(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), signed)

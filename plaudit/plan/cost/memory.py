@@ -105,11 +105,13 @@ def attention_numbers(trainer: Trainer, length: float) -> float:
 
 
 def _norm_bytes_per_token(trainer: Trainer) -> float:
-    """Of a layer's two norms. Fused, each keeps what it was given, and what follows keeps its result. Plain modules
-    work in fp32: beside two-byte activations they keep a copy of their input of four bytes."""
-    if _fused(trainer):
+    """Of a layer's two norms. Fused, each keeps what it was given or the same scaled, and what follows keeps its result;
+    so on a CPU too, where fp32 is trained, one process to a model. Plain modules work in fp32: beside two-byte
+    activations they keep a copy of their input of four bytes."""
+    layout, wide = trainer.layout, trainer.dtype == "fp32"
+    if _fused(trainer) or (wide and layout.tp * layout.dp == 1):
         return 8.0 * trainer.model.hidden
-    return (12.0 if trainer.dtype == "fp32" else 16.0) * trainer.model.hidden
+    return (12.0 if wide else 16.0) * trainer.model.hidden
 
 
 def _fused(trainer: Trainer) -> bool:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from plaudit.config import TrainTable
+from plaudit.config.supervised import SupervisedTrain
+from plaudit.train.optim.muon import Muon
 from plaudit.train.optim.optimizer import Optimizer, spread, trained, wide
 
 BUCKET = 1 << 26
@@ -226,4 +228,6 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 
 def new_optimizer(model: nn.Module, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> Optimizer:
     """Of a model on one rank."""
+    if isinstance(table, SupervisedTrain) and table.optimizer == "muon":
+        return Muon(model, table, beside)
     return (HostOptimizer if table.offload_optimizer else Optimizer)(model, table, beside)

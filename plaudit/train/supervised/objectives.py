@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from plaudit.algo.supervised_losses import attribute_error, bradley_terry, step_cross_entropy
 from plaudit.algo.tokens.logprobs import token_logprobs
 from plaudit.config import BradleyTerry
+from plaudit.core.model.attention import rows_at
 from plaudit.core.model.fused import fused_rows
-from plaudit.core.model.packing import pack
+from plaudit.core.model.packing import pack, pack_tree, send
 from plaudit.train.supervised.examples import Comparison, Demonstration, Example, Rating, StepTargets
 
 
@@ -98,18 +100,22 @@ class JudgeSteps(Objective):
 
 def outcome_scores(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
     """(N, labels) in float32, read at the last token of each sequence."""
-    packed = pack(sequences, _device(model), lone=False)
-    last = [start + length - 1 for start, length in zip(packed.starts, packed.lengths, strict=True)]
-    rows = fused_rows(model, packed)[torch.tensor(last, device=packed.input_ids.device)]
-    return _head(rows, model.score)
+    return _head(_rows_at_ends(model, sequences, [[len(tokens) - 1] for tokens in sequences]), model.score)
 
 
 def step_logits(model: nn.Module, sequences: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Tensor:
     """(steps of all sequences, 2) in float32."""
-    packed = pack(sequences, _device(model), lone=False)
-    at = [start + end for start, of in zip(packed.starts, ends, strict=True) for end in of]
-    rows = fused_rows(model, packed)[torch.tensor(at, device=packed.input_ids.device)]
-    return _head(rows, model.score)
+    return _head(_rows_at_ends(model, sequences, ends), model.score)
+
+
+def _rows_at_ends(model: nn.Module, sequences: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Tensor:
+    """The hidden states at `ends` of each sequence. What sequences have in common at their beginning, the prompt of two
+    answers for one, is computed once."""
+    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
+    tree = pack_tree([sequences[i] for i in order], _device(model), lone=False)
+    rows = dict(zip(order, tree.rows, strict=True))
+    at = np.concatenate([rows[i][list(of)] for i, of in enumerate(ends)])
+    return rows_at(fused_rows(model, tree.packed), send(at, _device(model)))
 
 
 def _head(rows: Tensor, head: nn.Module | Tensor) -> Tensor:
