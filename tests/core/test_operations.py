@@ -3,6 +3,8 @@ differences."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -39,7 +41,7 @@ def test_rotary_embeddings() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
 def test_a_trunk_learns_by_them_as_without(family: str) -> None:
-    module = AutoModelForCausalLM.from_config(tiny.CONFIGS[family])
+    module = AutoModelForCausalLM.from_config(copy.deepcopy(tiny.CONFIGS[family]))
     use_packed_attention(module)
     packed = pack([[3, 4, 5, 6, 7], [8, 9, 10]], lone=False)
     fusion = fused._fusion(module)

@@ -5,6 +5,7 @@ They keep for backward what they were given and nothing else; plain modules keep
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.function import Function
 from plaudit.core import kernels
 
 # By the names that transformers has for single tokens of recurrent layers.
-STATE_STEPS = {
+STATE_STEPS: Mapping[str, Callable[..., Any]] = {
     "torch_recurrent_gated_delta_rule": kernels.delta_step, "causal_conv1d_update": kernels.convolution_step
 }  # fmt: skip
 

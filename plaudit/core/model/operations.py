@@ -1,6 +1,6 @@
-"""What is computed between the products, in plain torch: by a lean trunk (`kernel_operations.py` has the same for a GPU),
-and by a learner on a CPU (`differentiable.py` for a GPU), whose backward passes here go over the rows half as often as
-autograd does with the modules' own steps."""
+"""What is computed between the products, in plain torch: by a lean trunk (for a GPU: `kernel_operations.py`), and by a
+learner on a CPU (for a GPU: `differentiable.py`), with backward passes that go over the rows half as often as autograd
+does with the modules' own steps."""
 
 from __future__ import annotations
 
