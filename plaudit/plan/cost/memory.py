@@ -105,8 +105,8 @@ def attention_numbers(trainer: Trainer, length: float) -> float:
 
 
 def _norm_bytes_per_token(trainer: Trainer) -> float:
-    """Of a layer's two norms. Fused, each keeps what it was given, or that scaled, and what follows keeps its result; so
-    on a CPU too, where fp32 is trained, one process to a model. Plain modules work in fp32: beside two-byte
+    """Of a layer's two norms. Fused, each keeps what it was given, or that scaled, and what follows keeps its result.
+    So on a CPU too, where fp32 is trained, one process to a model. Plain modules work in fp32: beside two-byte
     activations they keep a copy of their input of four bytes."""
     layout, wide = trainer.layout, trainer.dtype == "fp32"
     if _fused(trainer) or (wide and layout.tp * layout.dp == 1):
