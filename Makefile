@@ -56,7 +56,7 @@ slow-parallel: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym $(VENV)/.ray $(VENV)/.
 slow-ray: $(INSTALLED) $(VENV)/.ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 900 $(RAY)
 
-interop: $(INSTALLED) .venv-interop/.installed .venv-interop/.openenv .venv-pytriton/.installed .venv-vllm/.installed .venv-docs/.installed
+interop: $(INSTALLED) .venv-interop/.installed .venv-interop/.openenv .venv-verifiers/.installed .venv-pytriton/.installed .venv-vllm/.installed .venv-docs/.installed
 	@$(BIN)/python -m pytest -m interop --timeout 900 -rs tests/interop
 
 soak: $(INSTALLED) $(VENV)/.ray
@@ -162,6 +162,13 @@ $(VENV)/.encoder: $(INSTALLED)
 .venv-interop/.openenv: .venv-interop/.installed
 	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openenv==0.10.0
 	@.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check fastmcp==3.4.10 fastapi uvicorn websockets tomli tomli_w typer rich pyyaml jsonschema
+	@touch $@
+
+# It wants openai before 3, .venv-interop has a later one.
+.venv-verifiers/.installed: pyproject.toml
+	@echo "setting up .venv-verifiers (once; a few minutes)"
+	@$(PYTHON) -m venv .venv-verifiers
+	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 transformers==5.19.0 verifiers==0.4.0
 	@touch $@
 
 # Another rival, whose client NeMo-Aligner uses. Its server is known to run on Debian 12's own python3 (3.11.2); it wants numpy before 2.
