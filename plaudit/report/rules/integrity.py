@@ -1,4 +1,4 @@
-"""Whether the reward is being gamed, by length, by repetition, by one answer for all prompts.
+"""Whether the reward is being gamed, by length, by brevity, by repetition, by one answer for all prompts.
 
 Each compares the last twentieth of the run so far with its first fifth, so that it is told soon after it begins. More
 of any of them is no fault where more answers are right.
@@ -56,6 +56,27 @@ def paid_for_length(run: History) -> Finding | None:
     return Finding("the reward pays for length", "bad", says, cure, since(length, before + max(chance, before / 4)))
 
 
+def paid_for_brevity(run: History) -> Finding | None:
+    """Shorter responses to a prompt have more reward, and responses shrink, without more of them being right. Only
+    where that is known: a policy that stops rambling shrinks too."""
+    length, paid = run.curve("length/mean"), run.curve("reward/length_correlation")
+    lengths, ties = moved(length), moved(paid)
+    if length is None or lengths is None or ties is None or moved(run.right) is None:
+        return None
+    before, after, chance = lengths
+    shrunk = after < 0.75 * before and before - after > chance
+    if not shrunk or ties[1] > -0.3 or ties[0] - ties[1] < min(ties[2], 0.1) or _rightly(run):
+        return None
+    says = (
+        f"Samples shrink, {before:.0f} → {after:.0f} tokens, and shorter ones have more reward (correlation within a "
+        f"prompt {number(ties[0])} → {number(ties[1])}), while no more answers are right."
+    )
+    cure = "Read short samples: if the form of an answer is paid for without its content, mend the reward."
+    fallen = Curve(length.steps, tuple(-value for value in length.values))
+    step = since(fallen, -before + max(chance, before / 4))
+    return Finding("the reward pays for brevity", "bad", says, cure, step)
+
+
 def paid_for_repetition(run: History) -> Finding | None:
     if (rise := _rise(run, "response/repetition", 0.1)) is None:
         return None
@@ -109,4 +130,4 @@ def _window(values: list[float]) -> int:
 WATCHED = (
     "reward/mean", "accuracy", "length/mean", "reward/length_correlation", "response/repetition", "response/common"
 )  # fmt: skip
-GAMED = (paid_for_length, paid_for_repetition, one_answer)
+GAMED = (paid_for_length, paid_for_brevity, paid_for_repetition, one_answer)

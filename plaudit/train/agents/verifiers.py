@@ -7,6 +7,7 @@ a turn in the process itself, which is all that a taskset without tool servers n
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -34,6 +35,8 @@ __all__ = ["OneAnswer"]
 HARNESS = "plaudit_one_answer"  # verifiers finds a harness by the name of a top-level module
 sys.modules.setdefault(HARNESS, sys.modules[__name__])
 INDEX = "verifiers_index"
+_FREE: list[str] = []
+_NUMBERS = itertools.count()
 
 
 class OneAnswer(Harness[HarnessConfig]):  # type: ignore[misc]
@@ -82,14 +85,16 @@ async def play(
     """
     task = _tasks(taskset, env, json.dumps(options or {}))[prompt.extra[INDEX]]
     environment = _environment(taskset, env, options or {})
-    variable = f"PLAUDIT_AGENT_{api_key}"  # verifiers takes keys from the environment alone
+    # verifiers takes keys from the environment alone. Variables are used again, never deleted: another thread that
+    # copies the environment meanwhile would miss them.
+    variable = _FREE.pop() if _FREE else f"PLAUDIT_AGENT_{next(_NUMBERS)}"
     os.environ[variable] = api_key
     try:
         context = ModelContext("policy", EvalClientConfig(base_url=base_url, api_key_var=variable))
         async with environment.serving():
             episode = await environment.run_episode(task, context)
     finally:
-        del os.environ[variable]
+        _FREE.append(variable)
     played = [trace for trace in episode.traces if trace.agent.trainable]
     if not episode.ok or not played:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
