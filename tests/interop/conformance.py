@@ -336,7 +336,7 @@ RECORDED = {
     "tei": "source: where the schema refuses its body is plain text",
     "infinity": "source: where the schema refuses its body is FastAPI's `detail`; it cuts what is too long",
     "nemo-gym": "source: FastAPI's, whose `detail` is a list where the schema refuses",
-    "openai": "its documentation",
+    "openai": "its documentation; not held against the service itself",
     "slime": "it has no server of its own",
     "native": "ours",
 }
