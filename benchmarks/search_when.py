@@ -1,7 +1,8 @@
 """When a tree beats best-of-n: accuracy at equal tokens by depth, policy accuracy and quality of the process model.
 
     python benchmarks/search_when.py [--questions 1000] [--minutes 15]      measures what is missing, then prints
-    python benchmarks/search_when.py --minutes 0 --write                    writes docs/search-when.md
+    python benchmarks/search_when.py --minutes 0 --write                    writes docs/search-when.md, and
+                                                                            plaudit/search/when.json for `--method auto`
 
 Every cell is a ground, an AUC, a method and a width of `search_world.py`; questions come in batches of 125, the first
 batch of all cells before the second of any. What is done is in benchmarks/results/search-when.json, written after every
@@ -11,6 +12,7 @@ round of a batch: the next run goes on from there. One process, one thread.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -29,6 +31,7 @@ from plaudit.search.tree.frontier import Choice, Frontier
 
 RESULTS = Path(__file__).parent / "results" / "search-when.json"
 PAGE = Path(__file__).parent.parent / "docs" / "search-when.md"
+TABLE = Path(__file__).parent.parent / "plaudit" / "search" / "when.json"
 BATCH = 125
 GROUNDS = [Ground(8, 0.30), Ground(8, 0.05), Ground(24, 0.30), Ground(24, 0.05)]
 AUCS = [0.55, 0.6, 0.7, 0.8, 0.9]
@@ -37,8 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "beam": {"method": "beam", "distinct": True},
     "dvts": {"method": "dvts"},
     "rebase": {"method": "rebase"},
-    "ets": {"method": "ets"},
-    "ets, KV budget": {"method": "ets", "temperature": 1.0, "cluster_weight": 0.0},
+    "ets": {"method": "ets", "clusters": "text"},
+    "ets, KV budget": {"method": "ets", "clusters": "text", "temperature": 1.0, "cluster_weight": 0.0},
     "discard": {"method": "rebase"},
     "best-of-n, lead": {"method": "best-of-n"},
     "best-of-n, lead 0.95": {"method": "best-of-n"},
@@ -48,6 +51,9 @@ METHODS: dict[str, dict[str, Any]] = {
 CHEAP, DEAR = ("best-of-n", "beam", "dvts", "rebase"), ("ets", "ets, KV budget")
 LEADS = [f"{name}, {lead}" for name in ("best-of-n", "rebase") for lead in ("lead", "lead 0.95")]
 MAJORITY = "majority"  # the same samples as best-of-n, counted without the process model
+TREES = (*CHEAP[1:], *DEAR)
+SHOWN = (MAJORITY, CHEAP[0], *TREES)
+READY = (*CHEAP, "ets")  # what a table can advise: a KV budget has a size of one's own
 
 
 def discard(frontier: Frontier) -> Choice:
@@ -81,7 +87,7 @@ def measured(ground: Ground, auc: float, name: str, width: int, batch: int) -> l
     keys = dict(METHODS[name])
     if name == "ets, KV budget":  # room for a path of the usual length and for so many steps beside it
         keys["kv_budget"] = round(24 + STEP_TOKENS * (1.2 * ground.depth + 4 * math.sqrt(width)))
-    rule = SearchRuleTable(width=width, clusters="text", max_depth=1000, **keys)
+    rule = SearchRuleTable(width=width, max_depth=1000, **keys)
     budget = BudgetTable(lead=0.95 if name.endswith("0.95") else name.endswith("lead"))
     rows = dict.fromkeys(("weighted", MAJORITY) if name == "best-of-n" else ("weighted",), "")
     generated = kv = 0
@@ -146,39 +152,52 @@ def lead(cell: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 
 def advice(leads: dict[str, tuple[float, float]]) -> str:
     """The method that is ahead of best-of-n by more than its interval, the furthest of several."""
-    ahead = {name: mean for name, (mean, half) in leads.items() if mean > half}
-    if ahead:
-        return max(ahead, key=ahead.__getitem__)
-    behind = all(mean < -half for mean, half in leads.values())
-    return "best-of-n" if behind else "best-of-n (no tree is ahead)"
+    ahead = {name: mean for name, (mean, half) in leads.items() if mean > half and name in READY}
+    return max(ahead, key=ahead.__getitem__) if ahead else CHEAP[0]
 
 
-def ground_table(cells: dict[tuple[Any, ...], dict[str, Any]], ground: Ground, width: int) -> list[str]:
-    trees = (*CHEAP[1:], *DEAR)
+def table(found: dict[str, Any]) -> dict[str, Any]:
+    """What `--method auto` and the page read: by cell what every method reached, and which one to use."""
+    measured = outcomes(found["rows"])
     lines = []
-    for auc in (*AUCS, 1.0):
-        at = {
-            name: cells.get((ground.depth, ground.accuracy, auc, width, name)) for name in (MAJORITY, CHEAP[0], *trees)
-        }
+    for ground, width, auc in itertools.product(GROUNDS, (4, 16, 64), (*AUCS, 1.0)):
+        at = {name: measured.get((ground.depth, ground.accuracy, auc, width, name)) for name in SHOWN}
         base = at[CHEAP[0]]
-        if base is None:
-            continue
-        leads = {name: lead(cell, base) for name in trees if (cell := at[name]) is not None}
+        leads = {name: lead(cell, base) for name in TREES if base is not None and (cell := at[name]) is not None}
         if not leads:
             continue
-        shown = [f"{auc:g}" if auc < 1 else "exact labels"]
-        for name in (MAJORITY, CHEAP[0], *trees):
-            cell = at[name]
-            if cell is None:
-                shown.append("")
-                continue
-            mean = sum(map(int, cell["right"])) / len(cell["right"])
-            more = "" if name not in leads else f" ({leads[name][0]:+.3f} ± {leads[name][1]:.3f})"
-            shown.append(f"{mean:.3f}{more}")
-        lines.append("| " + " | ".join([*shown, advice(leads)]) + " |")
+        methods: dict[str, dict[str, float]] = {}
+        for name, cell in at.items():
+            if cell is not None:
+                methods[name] = {"accuracy": round(cell["right"].count("1") / len(cell["right"]), 6)}
+            if name in leads:
+                methods[name] |= {"lead": round(leads[name][0], 6), "interval": round(leads[name][1], 6)}
+        lines.append(
+            {"steps": ground.depth, "accuracy": ground.accuracy, "auc": auc, "width": width, "use": advice(leads),
+             "methods": methods}
+        )  # fmt: skip
+    return {
+        **{name: found[name] for name in ("script", "machine", "date", "commit")},
+        "keys": {name: METHODS[name] for name in READY}, "cells": lines,
+    }  # fmt: skip
+
+
+def ground_table(cells: list[dict[str, Any]], ground: Ground, width: int) -> list[str]:
+    lines = []
+    for cell in cells:
+        if (cell["steps"], cell["accuracy"], cell["width"]) != (ground.depth, ground.accuracy, width):
+            continue
+        shown = [f"{cell['auc']:g}" if cell["auc"] < 1 else "exact labels"]
+        for name in SHOWN:
+            at = cell["methods"].get(name)
+            more = f" ({at['lead']:+.3f} ± {at['interval']:.3f})" if at is not None and "lead" in at else ""
+            shown.append("" if at is None else f"{at['accuracy']:.3f}{more}")
+        trees = [at for name, at in cell["methods"].items() if name in TREES]
+        unsure = cell["use"] == CHEAP[0] and any(at["lead"] >= -at["interval"] for at in trees)
+        lines.append("| " + " | ".join([*shown, cell["use"] + (" (no tree is ahead)" if unsure else "")]) + " |")
     if not lines:
         return []
-    headings = ["AUC", MAJORITY, *CHEAP, *DEAR, "use"]
+    headings = ["AUC", *SHOWN, "use"]
     return [f"### {ground.name}, width {width}", "", "| " + " | ".join(headings) + " |",
             "| " + " | ".join(["---"] * len(headings)) + " |", *lines, ""]  # fmt: skip
 
@@ -237,8 +256,9 @@ python benchmarks/search_when.py --minutes 30 --write
 {least} to {most} questions a cell, {date}, {machine}.
 
 A tree's accuracy stands with its lead over PRM-weighted best-of-n of the same width and its 95 % interval, question by
-question. `use` is the method that leads by more than that interval, the furthest of several. Empty cells were not
-measured.
+question. `use` is the method that leads by more than that interval, the furthest of several; a KV budget is left out,
+since it has a size of one's own. Empty cells were not measured. `plaudit search --method auto` reads the same cells, in
+`plaudit/search/when.json` ([how](search.md#auto)).
 
 ## Accuracy
 """
@@ -258,13 +278,13 @@ Measure the AUC of a PRM on steps of your own before you read a row off; `plaudi
 """
 
 
-def page(found: dict[str, Any]) -> str:
+def page(found: dict[str, Any], known: list[dict[str, Any]]) -> str:
     cells = outcomes(found["rows"])
     counts = [len(cell["right"]) for cell in cells.values()]
     lines = [TOP.format(least=min(counts), most=max(counts), machine=found["machine"], date=found["date"])]
     for ground in GROUNDS:
         for width in (4, 16, 64):
-            lines += ground_table(cells, ground, width)
+            lines += ground_table(known, ground, width)
     return "\n".join([*lines, COSTS, *costs_table(cells, 16), LABELS, *labels_table(cells), LIMITS])
 
 
@@ -272,12 +292,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--write", action="store_true", help="Write docs/search-when.md.")
+    parser.add_argument("--write", action="store_true", help="Write docs/search-when.md and plaudit/search/when.json.")
     args = parser.parse_args()
     found = measure(args.questions, args.minutes)
-    print(page(found))
+    known = table(found)
+    text = page(found, known["cells"])
+    print(text)
     if args.write:
-        PAGE.write_text(page(found))
+        PAGE.write_text(text)
+        with written(TABLE) as file:
+            file.write(json.dumps(known, separators=(",", ":")).replace('{"steps"', '\n{"steps"') + "\n")
 
 
 if __name__ == "__main__":

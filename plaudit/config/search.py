@@ -169,8 +169,25 @@ class StepsTable(Table):
         return stop
 
 
+class GroundTable(Table):
+    """What decides whether a tree pays, as a pilot measures it."""
+
+    steps: Positive
+    """Of a response, on average."""
+    accuracy: Annotated[float, Field(ge=0, le=1)]
+    """The share of single responses that are right."""
+    auc: Annotated[float, Field(ge=0, le=1)]
+    """The chance that the PRM's last score is higher for a right response than for a wrong one to the same question."""
+
+
 class SearchRuleTable(Table):
-    method: Method = "ets"
+    method: Literal[Method, "auto"] = "ets"
+    """auto: by the table of docs/search-when.md, for the ground that is given or that a pilot measures."""
+    ground: GroundTable | None = None
+    """auto: in place of a pilot, where questions have no right answers."""
+    pilot: PositiveInt = 32
+    """auto: questions with a right answer that are searched by best-of-n first, and by the method that the table then
+    names."""
     width: PositiveInt = 16
     """Paths that are searched at once."""
     keep: PositiveInt | None = None
@@ -207,9 +224,11 @@ class SearchRuleTable(Table):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.ground is not None and self.method != "auto":
+            raise ValueError(f'ground is for method = "auto", and this is {self.method!r}')
         if self.lookahead and self.method != "dvts":
             raise ValueError(f'lookahead is for method = "dvts", and this is {self.method!r}')
-        if self.method == "ets" and (self.clusters in ("encoder", "served")) != (self.encoder is not None):
+        if self.method in ("ets", "auto") and (self.clusters in ("encoder", "served")) != (self.encoder is not None):
             raise ValueError(f"clusters = {self.clusters!r} and encoder = {self.encoder!r}: name both or neither")
         return self
 
@@ -291,6 +310,10 @@ class SearchServiceTable(Table):
 
     @model_validator(mode="after")
     def _by_text(self) -> Self:
+        if self.rule.method == "auto" and self.rule.ground is None:
+            raise ValueError(
+                'search.rule.method = "auto" needs search.rule.ground: a server has no answers to measure by'
+            )
         if self.rule.encoder is not None:
             raise ValueError("search.rule.encoder: a server's searches have clusters by text; leave it out")
         if self.rule.width > self.max_width:

@@ -12,12 +12,13 @@ for outcome in found:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plaudit.config.search import parse_search
 from plaudit.errors import ConfigError
 from plaudit.search.backends.policy import CorePolicy
+from plaudit.search.pilot import Chosen
 from plaudit.search.questions.questions import question
 from plaudit.search.runner import Outcome
 from plaudit.search.search import Search
@@ -29,15 +30,25 @@ _STEPS = ("stop", "answer", "equivalence", "final", "temperature", "top_p", "max
 _BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
 
 
+class Outcomes(list[Outcome]):
+    """choice   what rule="auto" came to"""
+
+    def __init__(self, outcomes: Iterable[Outcome], choice: Chosen | None) -> None:
+        super().__init__(outcomes)
+        self.choice = choice
+
+
 def search(
     questions: Sequence[str | Mapping[str, Any]], *, engine: str | Engine,
     prm: str | Mapping[str, Any] | None = None, orm: str | Mapping[str, Any] | None = None, rule: str = "ets",
     width: int = 16, seed: int = 1, concurrent: int = 64, threads: int | None = None,
     options: Mapping[str, Any] | None = None, **keys: Any,
-) -> list[Outcome]:  # fmt: skip
+) -> Outcomes:  # fmt: skip
     """An outcome for every question, in order. One without an answer says in `stopped` why.
 
     questions   texts, or {"prompt" or "messages"[, "answer": the right one]}
+    rule        a method; "auto": the one that fits, by options["ground"] (its steps, accuracy and auc) or by a pilot on
+                questions with an "answer". `choice` of the result says which, why, and what the pilot cost
     engine      a model directory or name, or an Engine with its tokenizer
     prm         a process model's directory or name, the URL of `plaudit serve`, or the keys of a recipe's [prm] table,
                 such as {"url": ..., "protocol": "vllm", "path": ...}; with best-of-n an outcome model will do
@@ -70,7 +81,11 @@ def search(
         parsed = [
             question(i, row, recipe.data, opened.tokenizer, f"question {i + 1}") for i, row in enumerate(rows)
         ]  # fmt: skip
-        return sorted(opened.run(parsed), key=lambda outcome: outcome.question.index)
+        choice = opened.settle(parsed) if recipe.search.method == "auto" else None
+        kept = [] if choice is None else choice.kept
+        over = {outcome.question.index for outcome in kept}
+        found = [*kept, *opened.run(each for each in parsed if each.index not in over)]
+        return Outcomes(sorted(found, key=lambda outcome: outcome.question.index), choice)
     finally:
         opened.close()
 

@@ -1,6 +1,6 @@
 """The run directory of a search: every question's tree as a line, and what they add up to.
 
-runs/<name>/  recipe.toml  results.jsonl  summary.json  events.jsonl  lock
+runs/<name>/  recipe.toml  results.jsonl  summary.json  events.jsonl  lock, of `method = "auto"` also choice.json
 
 A question is written when it is over, in one write. A run that goes on searches only what is missing: questions that
 failed or were interrupted are searched again.
@@ -23,6 +23,7 @@ from plaudit.config.search import SearchRecipe, parse_search
 from plaudit.errors import RunError, StorageError
 from plaudit.events import EventLog
 from plaudit.output import written
+from plaudit.search.pilot import Chosen
 from plaudit.search.runner import Outcome
 from plaudit.search.tree.costs import totals
 from plaudit.search.tree.tree import Node
@@ -46,6 +47,7 @@ class Record:
         self.resume = resume
         self.fresh = fresh
         self.results = directory / "results.jsonl"
+        self.choice: dict[str, Any] | None = None
         self.done: dict[int, dict[str, Any]] = {}
         self.events: EventLog
         self._shown = 0
@@ -68,6 +70,14 @@ class Record:
         os.close(self._file)
         os.close(self._lock)
 
+    def chose(self, choice: Chosen) -> None:
+        """What `method = "auto"` came to: kept for a run that goes on, with the pilot's questions as results."""
+        self.choice = choice.figures()
+        with written(self.directory / "choice.json") as file:
+            file.write(json.dumps(self.choice, indent=2) + "\n")
+        for outcome in choice.kept:
+            self.add(outcome)
+
     def add(self, outcome: Outcome) -> None:
         line = result(outcome)
         self.done[outcome.question.index] = {key: value for key, value in line.items() if key != "nodes"}
@@ -89,10 +99,13 @@ class Record:
         answers that could not be compared, are of this part. `programme_share`: of programmes and clusters in all
         seconds."""
         search = self.recipe.search
-        figures = {"method": search.method, "width": search.width, **summary(self.done.values())}
+        method = search.method if self.choice is None else self.choice["method"]
+        figures = {"method": method, "width": search.width, **summary(self.done.values())}
         share = (figures.get("solver_seconds", 0.0) + figures.get("cluster_seconds", 0.0)) / max(seconds, 1e-9)
         figures |= {"seconds": round(seconds, 3), "programme_share": round(share, 4)}
         figures["phases"] = {name: round(spent, 3) for name, spent in phases.items()}
+        if self.choice is not None:
+            figures["choice"] = self.choice
         if undecided:
             figures["undecided"] = undecided
         with written(self.directory / "summary.json") as file:
@@ -106,7 +119,8 @@ class Record:
         stored = self.directory / "recipe.toml"
         begun = self.results.exists() and self.results.stat().st_size > 0
         if self.fresh or not begun:
-            for path in (stored, self.results, self.directory / "summary.json", *self.directory.glob("events*.jsonl")):
+            written_whole = [self.directory / name for name in ("summary.json", "choice.json")]
+            for path in (stored, self.results, *written_whole, *self.directory.glob("events*.jsonl")):
                 path.unlink(missing_ok=True)
         elif not self.resume:
             raise RunError(
@@ -120,6 +134,8 @@ class Record:
                     f"cannot resume {self.directory}: it was begun with {key} = {old!r}, the recipe says {new!r}"
                 )
             self._keep_complete()
+            if (chosen := self.directory / "choice.json").is_file():
+                self.choice = json.loads(chosen.read_text())
         with written(stored) as file:
             file.write(to_toml(self.recipe))
 

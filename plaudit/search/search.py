@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from plaudit.search.backends.scoring import check_fits, open_scorers
 from plaudit.search.drivers.driver import Driver
 from plaudit.search.drivers.methods import new_driver
 from plaudit.search.lanes import run_lanes
+from plaudit.search.pilot import Chosen, choose
 from plaudit.search.questions.questions import GymChecker, Question, open_questions
 from plaudit.search.questions.reading import AnswerReading
 from plaudit.search.record import Record
 from plaudit.search.runner import Outcome, Runner
 from plaudit.search.tree.tree import Tree
+from plaudit.search.when import following
 
 Progress = Callable[[int, int], None]
 """Told how many questions are done, and of how many."""
@@ -57,6 +59,20 @@ class Search:
         """A recipe that differs in [search] alone: from now on its method, with the same models."""
         self._end()
         self._begin(recipe)
+
+    def settle(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
+        """`method = "auto"`: from now on the method that fits these questions, or the one chosen `before`."""
+        recipe, reading = self.recipe, AnswerReading(self.recipe.steps)
+        try:
+            choice = Chosen(before, "") if before is not None else choose(recipe, questions, self._searched, reading)
+        finally:
+            reading.close()
+        self.turn_to(following(recipe, choice.method))
+        return choice
+
+    def _searched(self, recipe: SearchRecipe, questions: Sequence[Question]) -> list[Outcome]:
+        self.turn_to(recipe)
+        return sorted(self.run(questions), key=lambda outcome: outcome.question.index)
 
     def questions(self) -> list[Question]:
         return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed, self.checker)
@@ -140,9 +156,13 @@ def run_searches(
 
 def _recorded(search: Search, record: Record, progress: Progress) -> dict[str, Any]:
     questions = search.questions()
-    waiting = [question for question in questions if question.index not in record.done]
     spent = _seconds_before(record.directory) if record.resume else 0.0
     began = time.monotonic()
+    if search.recipe.search.method == "auto":
+        choice = search.settle(questions, None if record.choice is None else record.choice["method"])
+        if record.choice is None:
+            record.chose(choice)
+    waiting = [question for question in questions if question.index not in record.done]
     progress(len(record.done), len(questions))
     try:
         for outcome in search.run(waiting):

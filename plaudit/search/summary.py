@@ -26,6 +26,10 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def summary_text(figures: Mapping[str, Any]) -> str:
     lines = [f"{figures['method']}, width {figures['width']}: {figures['questions']} questions"]
+    if (choice := figures.get("choice")) is not None:
+        lines.append(f"  chosen because    {choice['why']}")
+        if spent := choice["discarded"].get("generated"):
+            lines.append(f"  pilot             {spent:,} more generated tokens, of searches whose results are not kept")
     if "accuracy" in figures:
         lines.append(f"  accuracy          {figures['accuracy']:.3f} ± {Z_95 * figures['accuracy_se']:.3f} (95 %)")
     else:

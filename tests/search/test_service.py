@@ -70,6 +70,20 @@ def test_the_answer_is_that_of_the_library(server: ServerProcess, method: str) -
     assert sum(each["votes"] for each in found["votes"]) == pytest.approx(sum(a.weight for a in outcome.answers))
 
 
+def test_auto_goes_by_the_ground_that_is_given(server: ServerProcess) -> None:
+    ground = {"steps": 8, "accuracy": 0.3, "auc": 0.8}
+    found = asked(server, body(method="auto", ground=ground))
+    assert (found["method"], found["response"]) == ("rebase", asked(server, body(method="rebase"))["response"])
+    assert found["why"].startswith("the nearest cell of the table (8 steps, 30% right, AUC 0.8, width 4) says rebase")
+    chat = {"messages": [{"role": "user", "content": QUESTION}], "seed": 1}
+    search = {"method": "auto", "ground": ground, "width": 8, "steps": STEPS}
+    said = asked(server, {**chat, "search": search}, "/v1/chat/completions")["search"]
+    assert (said["method"], said["why"]) == ("rebase", found["why"])
+    refused = server.http.post("/v1/search", json=body(method="auto"))
+    assert refused.status_code == 422
+    assert "a server has no right answers to measure by: give search.ground" in refused.json()["error"]["message"]
+
+
 def test_an_outcome_model_judges_best_of_n(server: ServerProcess) -> None:
     steps = {**STEPS, "stop": ";"}  # an outcome model has no steps of its own
     found = asked(server, {**body(method="best-of-n", vote="best", steps=steps), "prm": "sums"})

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from plaudit.config.search import Method, OrmTable, PrmTable, SearchRecipe
+from plaudit.config.search import OrmTable, PrmTable, SearchRecipe
 from plaudit.errors import ConfigError, Refused, RequestError, RequestRefused
 from plaudit.records import Item
 from plaudit.search.backends.scored import Path, Scored, Scorer, items_of, last_scores, mismatch, whole_score
@@ -141,7 +141,7 @@ class ServedScorer:
         self.client.close()
 
 
-def open_scorer(table: PrmTable, threads: int | None = None, method: Method = "ets") -> Scorer:
+def open_scorer(table: PrmTable, threads: int | None = None, method: str = "ets") -> Scorer:
     kind = "orm" if isinstance(table, OrmTable) else "prm"
     if table.protocol != "plaudit":
         from plaudit.search.backends.remote_scoring import open_remote
@@ -200,7 +200,7 @@ def check_fits(scorer: Scorer, recipe: SearchRecipe) -> None:
         )
 
 
-def _refuse_whole(table: PrmTable | None, method: Method) -> None:
+def _refuse_whole(table: PrmTable | None, method: str) -> None:
     if method != "best-of-n":
         raise ConfigError(
             f"search.method = {method!r} chooses among steps, and {_name(table)} is an outcome model, which scores "

@@ -26,6 +26,7 @@ from plaudit.search.runner import Outcome
 from plaudit.search.service.running import RunningSearch
 from plaudit.search.service.search_request import SearchRequest, read_search, read_searched_chat, recipe_of
 from plaudit.search.service.served_models import LoopCalls, ServedJudge, ServedPolicy
+from plaudit.search.when import advise, following
 from plaudit.serve.handle import ModelHandle
 from plaudit.serve.http.message import HttpError, Reply, Request, Route
 from plaudit.serve.model import ServedModel
@@ -91,6 +92,10 @@ class SearchRoutes:
         judging = judge.reading if isinstance(judge, ServedModel) else None
         split = judging.format.split if isinstance(judging, ProcessReading) else "\n\n"
         recipe = recipe_of(wanted, self.table, split, intake.limit - prompt)
+        advice = None
+        if recipe.search.ground is not None:
+            advice = advise(recipe.search.ground, recipe.search.width)
+            recipe = following(recipe, advice.method)
         check_room(prompt, recipe.steps.max_tokens, intake.limit, "prompt" if wanted.chat is None else "messages")
         if self._open >= self.table.concurrent:
             self.scoring.models.metrics.rejected.labels("overload").inc()
@@ -113,6 +118,7 @@ class SearchRoutes:
         about = {
             "id": f"search-{request.id}", "object": "search", "model": served.name, "prm": judge.name,
             "method": recipe.search.method, "width": recipe.search.width, "seed": recipe.seed,
+            **({} if advice is None else {"why": advice.why}),
         }  # fmt: skip
         return search, about
 
@@ -231,8 +237,8 @@ def _content(result: dict[str, Any]) -> str:
 
 
 def _details(result: dict[str, Any]) -> dict[str, Any]:
-    names = ("prm", "method", "width", "seed", "answer", "stopped", "votes", "rounds", "calls", "kv_tokens")
-    return {name: result[name] for name in names}
+    names = ("prm", "method", "why", "width", "seed", "answer", "stopped", "votes", "rounds", "calls", "kv_tokens")
+    return {name: result[name] for name in names if name in result}
 
 
 def _chat_head(request: Request, about: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from plaudit.serve.protocols.openai import wire
 FIELDS = ("model", "prm", "prompt", "messages", "seed", "stream", "search")
 RULE = (
     "method", "width", "keep", "lookahead", "branch", "temperature", "branch_weight", "cluster_weight", "cost",
-    "kv_budget", "aggregate", "vote", "max_depth",
+    "kv_budget", "aggregate", "vote", "max_depth", "ground",
 )  # fmt: skip
 STEPS = ("stop", "answer_after", "temperature", "top_p", "max_step_tokens", "max_tokens")
 BUDGET = ("generated", "kv_tokens", "calls", "seconds", "lead")
@@ -93,9 +93,17 @@ def recipe_of(wanted: SearchRequest, table: SearchServiceTable, stop: str, most_
     if (mark := steps.pop("answer_after", None)) is not None:
         steps["answer"] = _after(mark)
     rule = {name: value for name, value in options.items() if name in RULE}
+    defaults_of_rule = table.rule.model_dump()
+    if rule.get("method", table.rule.method) != "auto":
+        defaults_of_rule["ground"] = None
+    elif rule.get("ground", table.rule.ground) is None:
+        raise _wrong(
+            'search.method is "auto", and a server has no right answers to measure by: give search.ground, '
+            '{"steps", "accuracy", "auc"} as `plaudit search --method auto` measures it, or name a method'
+        )
     tree = {
         "seed": wanted.seed, "model": {"path": "policy"}, "data": {"path": "request"}, "prm": {"path": "prm"},
-        "search": {**table.rule.model_dump(), **rule, "clusters": "text", "encoder": None},
+        "search": {**defaults_of_rule, **rule, "clusters": "text", "encoder": None},
         "steps": {**defaults, **steps}, "budget": budget,
     }  # fmt: skip
     try:
