@@ -385,7 +385,7 @@ class RlRecipe(BaseRecipe):
     def _can_be_placed(self) -> None:
         self._can_be_served()
         placement, rollout = self.placement, self.resources.rollout
-        name, count, ranks = placement.name, self.rollout_processes, self.resources.ranks
+        name, count = placement.name, self.rollout_processes
         if name in ("disaggregated", "async") and count == 0:
             raise ValueError(
                 f'placement.name = "{name}" generates in processes of their own, and resources.rollout.processes = 0: '
@@ -426,10 +426,6 @@ class RlRecipe(BaseRecipe):
             raise ValueError(
                 f'placement.channel = "{placement.channel}" copies weights, and in placement.name = "hybrid" they are '
                 'shared: leave it out, or set name = "disaggregated"'
-            )
-        if name == "async" and ranks > 1:
-            raise ValueError(
-                f'placement.name = "async" trains on one rank, and resources name {ranks}: set name = "disaggregated"'
             )
 
     def _can_have_ranks(self) -> None:

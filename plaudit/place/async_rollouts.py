@@ -86,7 +86,7 @@ class AsyncRollouts:
         self._failure: Exception | None = None
         self._closed = False
         self._news = threading.Condition()
-        self._scoring = threading.Lock()
+        self.scoring = threading.Lock()  # whoever uses the scorer has it
         self._scorer: threading.Thread | None = None
 
     # What the loop asks for
@@ -118,7 +118,7 @@ class AsyncRollouts:
 
     def heldout(self, prompts: Sequence[Prompt], n: int, seed: str) -> list[Sample]:
         samples = self.player.play(prompts, n, seed, evaluate=True)
-        with self._scoring:
+        with self.scoring:
             return self.scorer.score([prompts[sample.group] for sample in samples], samples)
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class AsyncRollouts:
     def _scored(self, played: dict[int, Group]) -> dict[int, Group]:
         prompts = dict(zip(played, self.prompts.train(list(played)), strict=True))
         flat = [(number, sample) for number, group in played.items() for sample in group]
-        with self._scoring:
+        with self.scoring:
             scored = self.scorer.ask([prompts[number] for number, _ in flat], [sample for _, sample in flat])
         groups: dict[int, Group] = {number: [] for number in played}
         for (number, _), sample in zip(flat, scored, strict=True):

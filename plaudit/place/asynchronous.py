@@ -10,30 +10,46 @@ from typing import Literal
 
 from plaudit.place.async_rollouts import AsyncRollouts
 from plaudit.place.disaggregated import Disaggregated
+from plaudit.place.shared_queue import SharedQueue
+from plaudit.train.rollouts.rollouts import RolloutSource
+from plaudit.train.rollouts.sharing import SharedScorer
 
 
 class Asynchronous(Disaggregated):
-    rollouts: AsyncRollouts
+    """queue   the main rank's"""
+
+    queue: AsyncRollouts | None = None
 
     @property
     def keep(self) -> Literal["recompute", "continue"]:
         return self.stage.recipe.placement.in_flight
 
-    def _rollouts(self) -> AsyncRollouts:
-        stage = self.stage
-        return AsyncRollouts(stage.recipe, self._player(), stage.prompts, stage.scorer, stage.clock, self.engine.mend)
+    def _rollouts(self) -> RolloutSource:
+        stage, player, scorer = self.stage, self._player(), self.stage.scorer
+        own = scorer.scorer if isinstance(scorer, SharedScorer) else scorer
+        if stage.ranks.main:
+            self.queue = AsyncRollouts(stage.recipe, player, stage.prompts, own, stage.clock, self.engine.mend)
+        everyone = stage.ranks.everyone
+        if self.queue is not None and everyone.size == 1:
+            return self.queue
+        return SharedQueue(self.queue, self._for_all(player), scorer, stage.clock, everyone)
 
     def publish(self, version: int) -> dict[str, float]:
-        ahead = {"rollout/dropped": self.rollouts.dropped, "rollout/staleness_bound": self.rollouts.staleness}
-        return {**super().publish(version), **{name: float(value) for name, value in ahead.items()}}
+        metrics = super().publish(version)
+        if self.queue is None:
+            return metrics
+        ahead = {"rollout/dropped": self.queue.dropped, "rollout/staleness_bound": self.queue.staleness}
+        return {**metrics, **{name: float(value) for name, value in ahead.items()}}
 
     def save(self, directory: Path) -> None:
-        self.rollouts.save(directory)
+        if self.queue is not None:
+            self.queue.save(directory)
 
     def load(self, directory: Path) -> None:
-        self.rollouts.load(directory)
+        if self.queue is not None:
+            self.queue.load(directory)
 
     def close(self) -> None:
         super().close()  # first: whoever waits for an engine is told
-        if hasattr(self, "rollouts"):
-            self.rollouts.close()
+        if self.queue is not None:
+            self.queue.close()

@@ -60,10 +60,12 @@ class Disaggregated:
 
     def _rollouts(self) -> RolloutSource:
         stage = self.stage
-        player: Player = self._player()
-        if stage.ranks.everyone.size > 1:
-            player = MainPlayer(player if stage.ranks.main else None, stage.ranks.everyone)
-        return Rollouts(stage.recipe, player, stage.prompts, stage.scorer, stage.clock)
+        return Rollouts(stage.recipe, self._for_all(self._player()), stage.prompts, stage.scorer, stage.clock)
+
+    def _for_all(self, player: Player) -> Player:
+        """The main rank's, which has the engines, as one of all ranks."""
+        ranks = self.stage.ranks
+        return player if ranks.everyone.size == 1 else MainPlayer(player if ranks.main else None, ranks.everyone)
 
     def _player(self) -> Player:
         stage, trainee = self.stage, self.stage.trainee

@@ -228,6 +228,7 @@ class RlTraining:
                     metrics |= self.placement.publish(self.version)
             except (*NO_SAMPLES, Interrupted) as error:
                 lost = error
+            lost = self._lost_by_any(lost)
             self.seconds = time.monotonic() - begin
             self._report(batch, metrics, experience)
             if lost is None and self.ranks.everyone.size == 1:  # others would wait without knowing for what
@@ -243,6 +244,11 @@ class RlTraining:
             if self.step % train.checkpoint.every == 0:
                 self.save_checkpoint()
             self.seconds = time.monotonic() - begin
+
+    def _lost_by_any(self, lost: Exception | None) -> Exception | None:
+        """The main rank alone publishes: where it cannot, all ranks end, or they would wait for it."""
+        said = self.ranks.everyone.from_main(None if lost is None else str(lost))
+        return lost or (None if said is None else ChannelError(f"rank 0: {said}"))
 
     def _leave_on_signal(self) -> AbstractContextManager[None]:
         """Not over several ranks: one that left would leave the others waiting. They end after the step, together."""

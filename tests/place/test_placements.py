@@ -120,7 +120,6 @@ def test_two_workers_share_the_prompts_out_in_order(tmp_path: Path, colocated: R
         ({"placement": {"name": "async"}, "resources": {"rollout": {"processes": 0}}}, "set 1 or more"),
         ({"resources": {"rollout": {"processes": 2}}}, "processes = 2: leave it out"),
         ({"placement": {"name": "hybrid", "channel": "disk"}}, "are shared"),
-        ({"placement": {"name": "async"}, "resources": {"data_parallel": 2}}, "trains on one rank"),
         (
             {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"devices": ("cuda:0", "cuda:1")}}},
             r"2 device\(s\) for 1 process",

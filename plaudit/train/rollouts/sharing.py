@@ -5,8 +5,8 @@ What is sampled depends on the prompt's place in the step, not on the rank that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from plaudit.errors import PlauditError, RankLost
 from plaudit.records import Prompt, Sample
@@ -23,6 +23,13 @@ class Share:
     error: str | None = None
     interrupted: bool = False
     """A signal came to this rank: the error is not one of rewards."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    drawn: int = 0
+
+    def check(self, rank: int) -> None:
+        """Raises what went wrong at the rank whose share it is."""
+        if self.error is not None:
+            raise (Interrupted if self.interrupted else RewardFailed)(f"rank {rank}: {self.error}")
 
 
 class SharedPlayer:
@@ -52,8 +59,10 @@ class MainPlayer:
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
     ) -> list[Sample]:
         player = self.player
-        mine = Share() if player is None else _share_of(lambda: player.play(prompts, n, seed, first, evaluate))
-        return _together(self.group, mine)
+        mine = Share() if player is None else share_of(lambda: player.play(prompts, n, seed, first, evaluate))
+        share: Share = self.group.from_main(mine, Share)
+        share.check(0)
+        return list(share.samples)
 
 
 class SharedScorer:
@@ -75,7 +84,7 @@ class SharedScorer:
         if self.main_asks:
             mine = range(len(samples) if self.group.index == 0 else 0)
         return _together(
-            self.group, _share_of(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
+            self.group, share_of(lambda: self.scorer.ask([prompts[i] for i in mine], [samples[i] for i in mine]))
         )
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -85,7 +94,7 @@ class SharedScorer:
         self.scorer.close()
 
 
-def _share_of(work: Callable[[], list[Sample]]) -> Share:
+def share_of(work: Callable[[], Sequence[Sample]]) -> Share:
     """A rank that fails says so, and all end alike with their state saved; alone it would leave them waiting."""
     try:
         with leave_on_signal():
@@ -101,6 +110,5 @@ def _share_of(work: Callable[[], list[Sample]]) -> Share:
 def _together(group: Group, mine: Share) -> list[Sample]:
     shares: list[Share] = group.gather_values(mine, Share)
     for rank, share in enumerate(shares):
-        if share.error is not None:
-            raise (Interrupted if share.interrupted else RewardFailed)(f"rank {rank}: {share.error}")
+        share.check(rank)
     return [sample for share in shares for sample in share.samples]

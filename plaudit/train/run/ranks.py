@@ -57,6 +57,20 @@ class Group:
         """The same for plain values and records: msgspec's types."""
         return [msgspec.msgpack.decode(part, type=kind) for part in self.gather(msgspec.msgpack.encode(value))]
 
+    def from_main(self, value: Any, kind: Any = Any) -> Any:
+        """The first rank's value, on each of them; the others' own is not looked at."""
+        if self.size == 1:
+            return value
+        assert self.channel is not None
+        data = msgspec.msgpack.encode(value) if self.index == 0 else b""
+        with named_losses():
+            first = dist.get_global_rank(self.channel, 0)
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, first, self.channel)
+            sent = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
+            dist.broadcast(sent, first, self.channel)
+        return value if self.index == 0 else msgspec.msgpack.decode(sent.numpy().tobytes(), type=kind)
+
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         """The parts of all ranks end to end, on the CPU; each has those of its share, in order."""
         mine = torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0)

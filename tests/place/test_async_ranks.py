@@ -1,0 +1,155 @@
+"""async over several training ranks: the numbers of one rank, bounded staleness, and what becomes of it when a process
+dies. Real processes, gloo."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from plaudit.config import to_toml
+from plaudit.events import read_events
+from plaudit.place.async_rollouts import FILE
+from tests.place.rollout_host import RolloutHost
+from tests.place.runs import samples, small, train
+from tests.place.test_async import ages, asked, prompts_of
+from tests.train.rl_world import weights
+from tests.train.test_ranks import ENV, LIMIT, begun, command, fork_ranks, ranks_of, steps
+
+pytestmark = pytest.mark.slow
+
+# A low rate: Adam's first steps have the size of the rate whatever the gradient's, and spread rounding with it.
+GRPO: dict[str, Any] = {
+    "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "train": {"lr": 3e-5, "checkpoint": {"every": 5}},
+}  # fmt: skip
+PPO: dict[str, Any] = {
+    "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
+    "train": {"lr": 3e-5, "minibatches": 2, "checkpoint": {"every": 5}},
+}  # fmt: skip
+TOGETHER = {"placement": {"name": "async", "staleness": 0}}
+AHEAD = {"placement": {"name": "async", "staleness": 2}}
+
+
+def written(directory: Path, count: int, tables: dict[str, Any], **placed: Any) -> Path:
+    file = directory / "recipe.toml"
+    file.write_text(to_toml(small(count, tables, **placed)))
+    return file
+
+
+def assert_close(found: Path, expected: Path) -> None:
+    """The same samples; losses and weights as far as sums in another order can be."""
+    tokens = [[sample.token_ids for sample in batch] for batch in samples(found)]
+    assert tokens == [[sample.token_ids for sample in batch] for batch in samples(expected)]
+    assert len(steps(found)) == len(steps(expected)) == 10
+    for here, there in zip(steps(found), steps(expected), strict=True):
+        assert here["policy/loss"] == pytest.approx(there["policy/loss"], abs=1e-5)
+        assert here["reward/mean"] == pytest.approx(there["reward/mean"], abs=1e-6)
+    for name, tensor in weights(expected).items():
+        assert torch.allclose(weights(found)[name], tensor, atol=2e-5), name
+
+
+@pytest.mark.parametrize(
+    ("tables", "data", "tensor"),
+    [(GRPO, 2, 1), (PPO, 2, 1), (GRPO, 1, 2), (GRPO, 2, 2)],
+    ids=["grpo-2x1", "ppo-2x1", "grpo-1x2", "grpo-2x2"],
+)
+def test_without_staleness_ten_steps_are_those_of_one_rank_and_of_a_synchronous_run(
+    tables: dict[str, Any], data: int, tensor: int, tmp_path: Path, rollout_host: RolloutHost
+) -> None:
+    train(tmp_path / "one", small(10, tables, **TOGETHER), rollout_host)
+    train(tmp_path / "synchronous", small(10, tables, placement={"name": "disaggregated"}), rollout_host)
+    file, run = written(tmp_path, 10, tables, **TOGETHER), tmp_path / "many"
+    fork_ranks(data * tensor, command(file, run, data, tensor)[3:], tmp_path)
+    assert_close(run, tmp_path / "one")
+    assert_close(run, tmp_path / "synchronous")
+    # One rank goes on with the state of several, and several with that of one.
+    shutil.rmtree(run / "checkpoints" / "step-000010")
+    train(run, small(10, tables, **TOGETHER), rollout_host, resume=True)
+    assert_close(run, tmp_path / "one")
+    shutil.rmtree(run / "checkpoints" / "step-000010")
+    fork_ranks(data * tensor, command(file, run, data, tensor, "--resume")[3:], tmp_path)
+    assert_close(run, tmp_path / "one")
+
+
+def test_ahead_of_two_ranks_no_sample_is_too_old_and_every_prompt_is_used_once(tmp_path: Path) -> None:
+    file, run = written(tmp_path, 6, GRPO, **AHEAD), tmp_path / "run"
+    fork_ranks(2, command(file, run, 2)[3:], tmp_path)
+    assert 0 < max(ages(run)) <= 2
+    assert prompts_of(run) == asked(small(6, GRPO), 48), "in their order, none twice, none left out"
+    assert all(values["publish/gather_bytes"] == values["publish/bytes"] for values in steps(run))
+
+
+def started(file: Path, run: Path, *more: str) -> "subprocess.Popen[str]":
+    child = subprocess.Popen(command(file, run, 2, 1, *more), env=ENV, stderr=subprocess.PIPE, text=True)
+    begun(run, child)
+    return child
+
+
+def worker_of(rank: psutil.Process) -> psutil.Process:
+    (found,) = [each for each in rank.children(recursive=True) if "place.workers.worker" in " ".join(each.cmdline())]
+    return found
+
+
+def until(true: Callable[[], bool], child: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + LIMIT
+    while not true():
+        assert child.poll() is None, child.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_rollout_process_is_replaced_and_sigterm_saves_what_was_submitted(tmp_path: Path) -> None:
+    file, run = written(tmp_path, 100_000, GRPO, **AHEAD), tmp_path / "run"
+    child = started(file, run)
+    main = ranks_of(child.pid)[0]
+    worker_of(main).kill()
+    until(lambda: steps(run)[-1]["rollout/restarts"] == 1, child)
+    child.terminate()
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert "stopped by SIGTERM at step " in said
+    done = len(steps(run))
+    (latest,) = [path for path in (run / "checkpoints").glob("step-*") if path.name == f"step-{done:06d}"]
+    assert (latest / FILE).exists()
+    fork_ranks(2, command(file, run, 2, 1, "--resume", "--set", f"train.steps={done + 4}")[3:], tmp_path)
+    assert prompts_of(run) == asked(small(6, GRPO), 8 * (done + 4)), "no prompt lost, none twice"
+    assert max(ages(run)) <= 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(rank: int, tmp_path: Path) -> None:
+    file, run = written(tmp_path, 100_000, GRPO, **AHEAD), tmp_path / "run"
+    child = started(file, run)
+    until(lambda: (run / "checkpoints" / "latest").exists(), child)
+    ranks = ranks_of(child.pid)
+    worker = worker_of(ranks[0])
+    os.kill(ranks[rank].pid, signal.SIGKILL)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode not in (0, None)
+    assert f"rank {rank} was ended by SIGKILL" in said
+    _, left = psutil.wait_procs([*ranks.values(), worker], timeout=60)
+    assert not left
+    last = int((run / "checkpoints" / "latest").read_text().removeprefix("step-"))
+    fork_ranks(2, command(file, run, 2, 1, "--resume", "--set", f"train.steps={last + 3}")[3:], tmp_path)
+    assert prompts_of(run) == asked(small(6, GRPO), 8 * (last + 3))
+
+
+def test_a_publication_that_fails_saves_the_state_of_all_ranks(tmp_path: Path) -> None:
+    """The disk that weights travel by is gone: the main rank knows, and the others are told."""
+    file = written(tmp_path, 100_000, GRPO, placement={**AHEAD["placement"], "channel": "disk"})
+    run = tmp_path / "run"
+    child = started(file, run)
+    shutil.rmtree(run / "weights")
+    (run / "weights").write_text("in the way")
+    _, said = child.communicate(timeout=90)
+    assert child.returncode not in (0, None)
+    assert "the state is saved: --resume goes on" in said
+    assert (run / "checkpoints" / "latest").exists()
+    assert [event for event in read_events(run) if event["kind"] == "span" and event["name"] == "checkpoint"]
