@@ -198,7 +198,7 @@ class ServedCritic:
         def save_model(directory: Path) -> Path:
             return save(critic.model, critic.tokenizer, directory)
 
-        path = self.saves.save(self.saves.next(), save_model, critic.optimizer.state(), state)
+        path = self.saves.save(self.saves.next(), save_model, critic.optimizer.save, state)
         self.save_name, self.saved = path.name, self.updates
 
     def _scrubbed(self, error: Exception) -> str:

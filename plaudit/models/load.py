@@ -161,7 +161,7 @@ def _load(
     seen = examine(directory, dtype, device)
     config, tokenizer, stored_kind = seen.config, seen.tokenizer, seen.kind
     if stored_kind != kind and not (fresh_head and kind != "policy"):
-        raise ModelError(_wrong_kind(directory, stored_kind, kind))
+        raise ModelError(wrong_kind(directory, stored_kind, kind))
     if kind in LABELS:
         _choose_labels(
             directory, config, stored_kind == kind, LABELS[kind] if stored_kind != kind and labels is None else labels
@@ -173,7 +173,7 @@ def _load(
     return Loaded(_to_device(module.eval(), device), tokenizer, directory, kind)
 
 
-def _wrong_kind(directory: Path, stored_kind: Kind, kind: Kind) -> str:
+def wrong_kind(directory: Path, stored_kind: Kind, kind: Kind) -> str:
     holds = f"{directory} holds a {stored_kind} model, expected a {kind} model"
     if kind == "policy":
         return f"{holds}; give the directory of a causal language model"

@@ -10,34 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from plaudit.errors import ModelError
 from plaudit.models import catalog, weights
 from plaudit.models.dtypes import DTYPES
 from plaudit.models.fresh import set_pad
 from plaudit.models.heads.value_head import HEAD, ValueModel
-from plaudit.models.load import Kind, examine
-
-STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """What is kept of a tensor: start .. end - 1 along one dimension."""
-
-    dim: int
-    start: int
-    end: int
-
-    def of(self, tensor: Any) -> Any:
-        return tensor[(slice(None),) * self.dim + (slice(self.start, self.end),)]
-
+from plaudit.models.load import AUTO, Kind, examine, wrong_kind
+from plaudit.models.quiet import quiet
+from plaudit.models.weights import Cut
 
 Read = Callable[[str, Cut | None], Tensor]
 """The tensor of a name, or what is kept of it, in memory of its own."""
@@ -55,18 +42,25 @@ class Outline:
     kind: Kind
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
-        """From its file, and no more of it than the cut; file pages that were passed over are nobody's memory."""
+        """From its file, and no more of it than the cut."""
         if name not in self.stored:
             raise ModelError(
                 f"{self.path} keeps {name!r} in another form, which cannot be read in part: load it and save it again "
                 "with transformers, or set tensor_parallel = 1 and pipeline_parallel = 1"
             )
-        at = self.stored[name]
-        if at.dtype not in STORED:
-            raise ModelError(f"{at.file}: tensor {name!r} has dtype {at.dtype}; known: {', '.join(STORED)}")
-        whole = np.memmap(at.file, f"i{weights.BITS[at.dtype] // 8}", "r", at.begin, at.shape)
-        kept = np.array(whole if cut is None else cut.of(whole), order="C")
-        return torch.from_numpy(kept).view(STORED[at.dtype])
+        return self.stored[name].read(*([] if cut is None else [cut]))
+
+    @property
+    def readable(self) -> bool:
+        """Whether the files have its tensors as the module does; else some are fused or split when they are loaded."""
+        tied: Mapping[str, str] = getattr(self.module, "all_tied_weights_keys", {})
+        names = {tied.get(name, name) for name in self.module.state_dict()}
+        return names - self.new <= self.stored.keys()
+
+    @property
+    def new(self) -> set[str]:
+        """The names of a value head that no file has."""
+        return {"score.weight"} - self.stored.keys() if self.kind == "value" else set()
 
     def files(self, module: nn.Module) -> set[Path]:
         """Those that the weights of a part come from."""
@@ -75,24 +69,39 @@ class Outline:
         return {self.stored[name].file for name in sources}
 
 
-def outline(path: str | Path, dtype: str = "float32", device: str = "cpu") -> Outline:
-    """Whatever the directory holds, checked as `load_any` checks it."""
+def outline(
+    path: str | Path, dtype: str = "float32", device: str = "cpu", kind: Literal["policy", "value"] | None = None
+) -> Outline:
+    """Whatever the directory holds, checked as `load_any` checks it; or a model of a kind. A value model can be made of
+    any: its head is then without weights."""
     directory = catalog.resolve(path)
     seen = examine(directory, dtype, device)
-    module, stored = seen.module, weights.renamed(seen.module, seen.stored)[0]
-    if seen.kind == "value":
+    if kind == "policy" and seen.kind != kind:
+        raise ModelError(wrong_kind(directory, seen.kind, kind))
+    module = seen.module
+    if kind == "value" and seen.kind != kind:
+        with quiet(), torch.device("meta"):
+            module = AUTO[kind].from_config(seen.config, trust_remote_code=False)
+    stored = weights.renamed(module, seen.stored)[0]
+    if "value" in (kind, seen.kind):
         module = ValueModel(module)
         stored = {f"trunk.{name}": at for name, at in stored.items()}
-        stored["score.weight"] = weights.read_header(directory / HEAD)["weight"]
+        if seen.kind == "value":
+            stored["score.weight"] = weights.read_header(directory / HEAD)["weight"]
     for parameter in module.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])  # and not the buffers, which keep their own
+    seen.config.dtype = DTYPES[dtype]
+    if (kind or seen.kind) == "policy" and (directory / GENERATION_CONFIG_NAME).is_file():
+        with quiet():
+            generation: Any = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        module.generation_config = generation
     set_pad(module, seen.tokenizer.pad_token_id)
-    return Outline(module.eval(), stored, seen.tokenizer, directory, seen.kind)
+    return Outline(module.eval(), stored, seen.tokenizer, directory, kind or seen.kind)
 
 
 def fill(module: nn.Module, read: Read, cuts: Mapping[str, Cut], device: str) -> None:
     """Give a module on the meta device its weights, in place, on a device."""
-    _compute_buffers(module, device)
+    compute_buffers(module, device)
     tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
     filled: dict[str, nn.Parameter] = {}
     for name, blank in module.state_dict(keep_vars=True).items():
@@ -107,7 +116,7 @@ def fill(module: nn.Module, read: Read, cuts: Mapping[str, Cut], device: str) ->
         setattr(module.get_submodule(home), leaf, own)
 
 
-def _compute_buffers(module: nn.Module, device: str) -> None:
+def compute_buffers(module: nn.Module, device: str) -> None:
     """Angles and scales that no file has: transformers computes them anew where it initialises weights."""
     base: Any = getattr(module, module.base_model_prefix)  # type: ignore[call-overload]
     saved = module.state_dict().keys()

@@ -6,6 +6,9 @@ import ctypes
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -32,26 +35,62 @@ def save(
 ) -> Path:
     """Write config, safetensors and tokenizer to `directory`, replacing a model that is there. `reward` is the text of
     its reward.toml, which says how its scores are read."""
-    target = Path(os.path.realpath(directory))
-    _refuse_foreign(target)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        _write(module, tokenizer, temporary)
+    new = Replacement.begin(directory)
+    with new.guarded():
+        _write(module, tokenizer, new.temporary)
         if reward is not None:
-            (temporary / "reward.toml").write_text(reward, encoding="utf-8")
-        _sync(temporary)
-        _move(temporary, target)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if _is_storage(error):
-            reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
-            raise StorageError(
-                f"cannot save {target}: {reason}; what was there before is intact: free some space and try again"
-            ) from error
-        raise
-    return target
+            (new.temporary / "reward.toml").write_text(reward, encoding="utf-8")
+        new.finish()
+    return new.target
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A directory that is written and then takes the place of `target` in one step."""
+
+    target: Path
+    temporary: Path
+
+    @classmethod
+    def begin(cls, directory: str | Path) -> Replacement:
+        target = Path(os.path.realpath(directory))
+        _refuse_foreign(target)
+        new = cls(target, target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.saving"))
+        with new.guarded():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            new.temporary.mkdir()
+        return new
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """After any error nothing is left of it."""
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            if _is_storage(error):
+                reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
+                raise StorageError(
+                    f"cannot save {self.target}: {reason}; what was there before is intact: free some space and try "
+                    "again"
+                ) from error
+            raise
+
+    def finish(self) -> None:
+        _sync(self.temporary)
+        _move(self.temporary, self.target)
+
+
+def write_config(module: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """A model's directory without its weights, as transformers writes it. The module may be on the meta device."""
+    with quiet():
+        set_pad(module, tokenizer.pad_token_id)
+        module.config.architectures = [type(module).__name__]
+        module.config.dtype = str(module.dtype).removeprefix("torch.")
+        module.config.save_pretrained(directory)
+        if module.can_generate():
+            module.generation_config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def _write(module: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from plaudit.errors import ModelError, UnsafeModel
 from plaudit.models.safety import pickles, read_json
@@ -24,7 +26,20 @@ BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
+TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEADER_LIMIT = 100_000_000  # the safetensors library's own bound
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is kept of a tensor: start .. end - 1 along one dimension."""
+
+    dim: int
+    start: int
+    end: int
+
+    def of(self, tensor: Any) -> Any:
+        return tensor[(slice(None),) * self.dim + (slice(self.start, self.end),)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +52,34 @@ class Stored:
     begin: int
     """Its first byte in the file."""
 
+    def read(self, *cuts: Cut) -> Tensor:
+        """What the cuts leave of it, one after the other, in memory of its own. File pages that were passed over are
+        nobody's memory."""
+        if self.dtype not in TORCH:
+            raise ModelError(f"{self.file}: a tensor has dtype {self.dtype}; known: {', '.join(TORCH)}")
+        if not math.prod(self.shape):
+            return torch.empty(self.shape, dtype=TORCH[self.dtype])
+        part = np.memmap(self.file, f"i{BITS[self.dtype] // 8}", "r", self.begin, self.shape)
+        for cut in cuts:
+            part = cut.of(part)
+        return torch.from_numpy(np.array(part, order="C")).view(TORCH[self.dtype])
+
 
 def read_directory(directory: Path) -> dict[str, Stored]:
     """Every tensor of a single or sharded checkpoint, each known to lie whole inside its file."""
-    if (directory / SINGLE).is_file():
-        return read_header(directory / SINGLE)
-    if (directory / INDEX).is_file():
-        return _read_shards(directory)
+    if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
+        return read_stem(directory / SINGLE)
     if pickled := pickles(directory):
         raise UnsafeModel(
             f"{directory} holds only pickled weights ({', '.join(pickled[:3])}), which can run code; "
             "convert them to safetensors elsewhere and load that"
         )
     raise ModelError(f"no weights in {directory}: looked for {SINGLE} and {INDEX}")
+
+
+def read_stem(path: Path) -> dict[str, Stored]:
+    """Every tensor of a file or, where it is not there, of those that path.index.json names."""
+    return read_header(path) if path.is_file() else _read_shards(path.with_name(f"{path.name}.index.json"))
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -125,8 +155,8 @@ def _siblings(name: str, converters: Iterable[Any], expected: Mapping[str, Any])
     return siblings
 
 
-def _read_shards(directory: Path) -> dict[str, Stored]:
-    index = directory / INDEX
+def _read_shards(index: Path) -> dict[str, Stored]:
+    directory = index.parent
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ModelError(f"{index} has no weight_map; copy the model again")
@@ -139,7 +169,7 @@ def _read_shards(directory: Path) -> dict[str, Stored]:
                 raise ModelError(f"{directory} lacks the shard {shard}, which holds tensor {name!r}; copy it again")
             shards[shard] = read_header(directory / shard)
         if name not in shards[shard]:
-            raise ModelError(f"{directory / shard} lacks tensor {name!r}, which {INDEX} puts there; copy it again")
+            raise ModelError(f"{directory / shard} lacks tensor {name!r}, which {index.name} puts there; copy it again")
     return {name: tensor for tensors in shards.values() for name, tensor in tensors.items()}
 
 

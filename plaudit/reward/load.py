@@ -33,9 +33,10 @@ from plaudit.core.proof.support import accepted
 from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
 from plaudit.models.catalog import CONFIG
-from plaudit.models.part import Cut, fill, outline
+from plaudit.models.part import fill, outline
 from plaudit.models.text import tokenizer_parts
 from plaudit.models.text_classifier import TextClassifier, looks_ahead
+from plaudit.models.weights import Cut
 from plaudit.reward.blend import BlendReward
 from plaudit.reward.directory import complete
 from plaudit.reward.encoder_reading import outcome_reading

@@ -52,7 +52,7 @@ from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.pause import PAUSE
 from plaudit.train.run.proof import step_proof
-from plaudit.train.run.ranks import ALONE, Ranks
+from plaudit.train.run.ranks import ALONE, Ranks, together
 from plaudit.train.run.run import Run
 from plaudit.train.run.signals import Interrupted, StopRequest, interruptible, leave_on_signal, stop_requested
 
@@ -348,8 +348,8 @@ class RlTraining:
         return [sample.reward for sample in judged if sample.reward is not None]
 
     def _finish(self) -> dict[str, Any]:
-        if self.ranks.main:  # first: nothing that was learned depends on whether it can be measured
-            self.trainee.save_final(self.run.final)
+        # First: nothing that was learned depends on whether it can be measured.
+        self.trainee.save_final(self.run.final)
         after = self._look(f"the model is in {self.run.final}, and --resume evaluates it")
         summary: dict[str, Any] = {
             "task": "rl", "algorithm": self.recipe.algorithm.name, "seed": self.recipe.seed,
@@ -385,11 +385,11 @@ class RlTraining:
         }
         with self.clock("checkpoint"), self.run.events.span("checkpoint", step=self.step):
             trainee = self.trainee
-            self.run.checkpoints.save(self.step, trainee.save_model, trainee.optimizer.state(), state, self._save_more)
+            self.run.checkpoints.save(self.step, trainee.save_model, trainee.optimizer.save, state, self._save_more)
 
     def _save_more(self, directory: Path) -> None:
         self.trainee.save(directory)
-        self.placement.save(directory)
+        together(self.ranks.everyone, lambda: self.placement.save(directory))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state

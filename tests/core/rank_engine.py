@@ -21,7 +21,8 @@ from plaudit.core.model.split import check_split, join, keep_part
 from plaudit.core.model.stages import RankPosition, connect
 from plaudit.core.proof.support import inspect
 from plaudit.models import ValueModel
-from plaudit.models.part import Cut, fill
+from plaudit.models.part import fill
+from plaudit.models.weights import Cut
 from tests.core.tiny import CONFIGS, model, sequences
 
 CASES = {

@@ -16,8 +16,10 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.models import new_llama
 from plaudit.models.fresh import seeded
 from plaudit.models.heads.value_head import ValueModel
+from plaudit.models.weights import read_stem
 from plaudit.records import Batch
 from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.shard_files import full
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy.critic import LocalCritic
@@ -98,19 +100,23 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
     return RlLearner(tree, policy(module), learns, critic, reference, Clock()), critic
 
 
-def update(case: str, ranks: Ranks, device: str = "cpu") -> Update:
+def update(case: str, ranks: Ranks, directory: Path, device: str = "cpu") -> Update:
     teacher, critic = learner(case, ranks, device)
     metrics, _ = teacher.update(Batch(tuple(made_up())), 0)
     found: dict[str, Tensor] = {}
     parts = {"policy": teacher.optimizer} | ({} if critic is None else {"critic": critic.optimizer})
     for name, adam in parts.items():
         found |= {f"{name}/{key}": value for key, value in gathered(adam).items()}
-        found |= {f"{name}-state/{key}": value for key, value in adam.state().items()}
+        found |= {f"{name}-state/{key}": value for key, value in saved(adam, directory / f"{name}-adam").items()}
     if critic is not None:
-        saved = critic.model if critic.shards is None else critic.shards.gathered()
-        if saved is not None:
-            found |= {f"critic-weights/{n}": p.detach() for n, p in saved.named_parameters()}
+        found |= {f"critic-weights/{n}": full(p).detach() for n, p in critic.model.named_parameters()}
     return Update(found, metrics)
+
+
+def saved(adam: Optimizer, path: Path) -> dict[str, Tensor]:
+    """Its state as it comes back from the disk."""
+    adam.save(path.with_suffix(".safetensors"))
+    return {name: at.read() for name, at in read_stem(path.with_suffix(".safetensors")).items()}
 
 
 def gathered(adam: Optimizer) -> dict[str, Tensor]:
@@ -130,7 +136,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with join(ResourcesTable(data_parallel=data, tensor_parallel=tensor, timeout=60.0), "cpu") as ranks:
         for case in CASES:
-            found = update(case, ranks)
+            found = update(case, ranks, directory)
             if ranks.main:
                 save_file({n: t.contiguous() for n, t in found.tensors.items()}, directory / f"{case}.safetensors")
             (directory / f"{case}-{ranks.everyone.index}.json").write_text(json.dumps(found.metrics))

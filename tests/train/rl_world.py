@@ -13,6 +13,7 @@ from plaudit.config import RlRecipe, parse_recipe
 from plaudit.config.algorithm import over
 from plaudit.core.proof.support import inspect
 from plaudit.models import new_llama
+from plaudit.models.weights import read_directory
 from plaudit.records import Sample
 from plaudit.train.policy.policy import Policy
 
@@ -113,7 +114,4 @@ class Silent:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, torch.Tensor] = load_file(run / "final" / "model.safetensors")
-    return found
+    return {name: at.read() for name, at in read_directory(run / "final").items()}

@@ -2,10 +2,12 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from plaudit.errors import BadCheckpoint
 from plaudit.train.run.checkpoint import Checkpoints
@@ -16,6 +18,7 @@ SAVER = """
 import os, resource, signal, sys
 from pathlib import Path
 import torch
+from safetensors.torch import save_file
 from plaudit.errors import StorageError
 from plaudit.models import new_llama, save
 from plaudit.train.run.checkpoint import Checkpoints
@@ -29,7 +32,8 @@ model = new_llama("policy", vocab_size=len(tokenizer), hidden_size=32, layers=1,
 
 def write(directory, step):
     optimizer = {"exp_avg/x": torch.full((4,), float(step))}
-    Checkpoints(directory, keep=3).save(step, lambda path: save(model, tokenizer, path), optimizer, {"mark": step})
+    Checkpoints(directory, keep=3).save(step, lambda path: save(model, tokenizer, path),
+                                        lambda path: save_file(optimizer, path), {"mark": step})
 
 def break_at(at):
     if fault == "full":
@@ -63,6 +67,10 @@ for at in map(int, sys.argv[3:]):
             os._exit(3)
     print(at, "ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+
+
+def saver(tensors: dict[str, torch.Tensor]) -> Callable[[Path], None]:
+    return lambda path: save_file(tensors, path)
 
 
 def break_saves(root: Path, fault: str, *points: int) -> tuple[dict[int, int], list[str]]:
@@ -100,7 +108,7 @@ def test_killed_at_every_fault_point_the_last_whole_checkpoint_is_found(tmp_path
 
 def test_the_save_after_a_killed_one_clears_its_leftovers(three: Path) -> None:
     (three / "step-000004.tmp" / "model").mkdir(parents=True)
-    Checkpoints(three, keep=2).save(5, lambda path: path.mkdir(), {"exp_avg/x": torch.zeros(1)}, {"mark": 5})
+    Checkpoints(three, keep=2).save(5, lambda path: path.mkdir(), saver({"exp_avg/x": torch.zeros(1)}), {"mark": 5})
     assert sorted(path.name for path in three.iterdir()) == ["latest", "step-000003", "step-000005"]
 
 
@@ -118,7 +126,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_says_so_in_one_line(tmp_p
 def three(tmp_path: Path) -> Path:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
-        optimizer = {"exp_avg/x": torch.full((4,), float(step))}
+        optimizer = saver({"exp_avg/x": torch.full((4,), float(step))})
         checkpoints.save(step, lambda p: (p.mkdir(), (p / "config.json").write_text("{}")), optimizer, {"mark": step})
     return tmp_path
 
@@ -184,7 +192,7 @@ def test_every_byte_is_on_the_disk_before_the_checkpoint_has_its_name(
         (path / "weights").write_bytes(b"1234")
 
     directory = tmp_path / "checkpoints"
-    final = Checkpoints(directory, keep=3).save(7, save_model, {"x": torch.ones(2)}, {"mark": 7})
+    final = Checkpoints(directory, keep=3).save(7, save_model, saver({"x": torch.ones(2)}), {"mark": 7})
     temporary = final.with_name(f"{final.name}.tmp")
     named = calls.index(("rename", temporary))
     synced = {path for kind, path in calls[:named] if kind == "fsync"}

@@ -18,15 +18,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
 
 from plaudit.config import to_toml
 from plaudit.config.placement import ResourcesTable
 from plaudit.errors import ConfigError
 from plaudit.events import read_events
+from plaudit.models import load_policy, load_tokenizer, resolve, save
 from plaudit.rl.loop import RlTraining
+from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.ranks import ALONE, DATA, TENSOR, Ranks, join
 from plaudit.train.run.run import Run
-from tests.forked import run_all
+from tests.core.tiny import model
+from tests.forked import ForkedCommand, run_all
+from tests.train.rank_save import tiny_of_sums
 from tests.train.rank_update import CASES, Update, update
 from tests.train.rl_world import Silent, recipe, weights
 
@@ -51,8 +56,8 @@ def fork_ranks(world: int, words: list[str], outputs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Update]:
-    return {case: update(case, ALONE) for case in CASES}
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Update]:
+    return {case: update(case, ALONE, tmp_path_factory.mktemp(case)) for case in CASES}
 
 
 SLOW = pytest.mark.slow
@@ -85,16 +90,38 @@ def test_gradients_losses_and_state_are_those_of_one_rank(
             assert told["policy/ratio_max"] == pytest.approx(1.0, rel=0, abs=near)
 
 
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Untied and tied, with a vocabulary that does not divide; norms in heads, half precision; and a mixture of
+    experts, whose files keep its tensors in another form."""
+    root = tmp_path_factory.mktemp("models")
+    modules = {
+        "untied": model("llama"), "tied": model("gemma3"), "norms": model("qwen3"), "bf16": model("qwen2").bfloat16(),
+        "experts": model("mixtral"),
+    }  # fmt: skip
+    for name, module in modules.items():
+        save(module, load_tokenizer(resolve("sums")), root / name)
+    return [str(root / name) for name in modules]
+
+
+@SLOW
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2), (3, 1)])
+def test_every_rank_reads_its_part_of_a_model_to_the_bit(
+    data: int, tensor: int, directories: list[str], tmp_path: Path
+) -> None:
+    fork_ranks(data * tensor, ["-m", "tests.train.rank_load", str(data), str(tensor), *directories], tmp_path)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_mesh_of_one_gpu_computes_what_a_plain_module_does(alone: dict[str, Update]) -> None:
+def test_a_mesh_of_one_gpu_computes_what_a_plain_module_does(alone: dict[str, Update], tmp_path: Path) -> None:
     """NCCL takes one rank a GPU: on one GPU this is all of the sharded path that can run."""
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks = Ranks(mesh=init_device_mesh("cuda", (1, 1), mesh_dim_names=(DATA, TENSOR)))
         for case, expected in alone.items():
-            found = update(case, ranks, "cuda").tensors
+            found = update(case, ranks, tmp_path, "cuda").tensors
             for name, wanted in expected.tensors.items():
                 difference = (found[name].cpu() - wanted).norm() / wanted.norm().clamp_min(1e-12)
                 assert difference < 1e-4, (case, name, difference)
@@ -153,6 +180,9 @@ def close(found: Path, expected: Path) -> None:
         assert values["policy/loss"] == pytest.approx(wanted["policy/loss"], abs=1e-5)
     for name, wanted in weights(expected).items():
         assert torch.allclose(weights(found)[name], wanted, atol=2e-5), name
+    for name in ("config.json", "generation_config.json"):
+        assert (found / "final" / name).read_text() == (expected / "final" / name).read_text()
+    AutoModelForCausalLM.from_pretrained(found / "final")
 
 
 @pytest.mark.slow
@@ -196,6 +226,59 @@ def test_a_run_of_one_goes_on_over_ranks(data: int, tensor: int, tmp_path: Path)
     back_to_step_2(tmp_path / "many")
     fork_ranks(data * tensor, command(file, tmp_path / "many", data, tensor, "--resume")[3:], tmp_path)
     close(tmp_path / "many", tmp_path / "one")
+
+
+@SLOW
+def test_a_run_goes_on_over_ranks_of_another_shape(tmp_path: Path) -> None:
+    run_alone(tmp_path / "one", PPO)
+    file, run = written(tmp_path / "recipe.toml", PPO), tmp_path / "many"
+    fork_ranks(2, command(file, run, 2)[3:], tmp_path)
+    step = run / "checkpoints" / "step-000002"
+    parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    for name in parts:
+        assert (step / "model" / name).is_file()
+        assert (step / "critic" / name).is_file()
+        assert (step / name.replace("model", "optimizer")).is_file()
+        assert (run / "final" / name).is_file()
+    assert set(json.loads((step / "manifest.json").read_text())) == {
+        str(path.relative_to(step)) for path in step.rglob("*") if path.is_file() and path.name != "manifest.json"
+    }
+    back_to_step_2(run)
+    fork_ranks(2, command(file, run, 1, 2, "--resume")[3:], tmp_path)
+    close(run, tmp_path / "one")
+
+
+@SLOW
+@pytest.mark.parametrize(("rank", "call"), [(1, 1), (1, 2), (0, 3), (0, 12)])
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(
+    rank: int, call: int, tmp_path: Path
+) -> None:
+    """At one of its first fsyncs; each rank's file of the model has one, that of the optimizer another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ["-m", "tests.train.rank_save", str(tmp_path / "checkpoints"), str(rank), str(call)]
+    children = [ForkedCommand(words, tmp_path / f"output-{n}", {**env, "RANK": str(n)}) for n in range(2)]
+    codes = [child.wait(LIMIT) for child in children]
+    assert codes[rank] == -signal.SIGKILL, (tmp_path / f"output-{rank}").read_text()
+    assert codes[1 - rank] not in (0, -signal.SIGKILL)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoint = checkpoints.load(lambda message: pytest.fail(message))
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    assert load_policy(checkpoint.model).module.model.norm.weight[0].item() == 1.0  # type: ignore[union-attr, index]
+    assert set(checkpoint.optimizer()) == {f"exp_avg/{n}" for n, _ in tiny_of_sums().named_parameters()}
+
+
+@SLOW
+def test_a_rank_that_cannot_write_is_named_and_the_checkpoint_before_is_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    fork_ranks(2, ["-m", "tests.train.rank_save", str(directory), "1", "full"], tmp_path)
+    for rank in range(2):
+        said = (tmp_path / f"output-{rank}").read_text()
+        assert "step-000002: rank 1: File too large; earlier checkpoints are intact" in said
+    assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-000001"]
 
 
 def ranks_of(parent: int) -> dict[int, psutil.Process]:

@@ -23,7 +23,8 @@ from plaudit.core.model.attention import use_packed_attention
 from plaudit.core.model.packing import pack, trunk
 from plaudit.core.model.stages import RankPosition, drop_embeddings, drop_head, keep_layers, stages_of
 from plaudit.errors import ModelError
-from plaudit.models.part import Cut, Read, fill
+from plaudit.models.part import Read, fill
+from plaudit.models.weights import Cut
 
 TRIED = 8  # rows of a trial
 SUMMED = "replicated_with_grad_allreduce"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.errors import WeightsRefused, nearest
-from plaudit.models.part import Cut
+from plaudit.models.weights import Cut
 from plaudit.place.channels.packing import as_bits, unpack
 from plaudit.place.channels.weights import Entry, Layout, Weights, named_tensors
 

@@ -31,8 +31,8 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32;
 def new_served(stage: PlacementContext, channel: Channel) -> ServerFleet:
     """The main rank's; the others have none."""
     recipe, trainee = stage.recipe, stage.trainee
-    reader = Engine(trainee.loaded.module, trainee.loaded.tokenizer)
-    places = _places(stage, sorted(reader.end_tokens)) if stage.ranks.main else []
+    reader = Engine(trainee.loaded.module, trainee.loaded.tokenizer) if stage.ranks.main else None
+    places = [] if reader is None else _places(stage, sorted(reader.end_tokens))
     if recipe.engine.probe:
         prompts = [list(prompt.token_ids or ()) for prompt in stage.prompts.train(range(PROBE_PROMPTS))]
         for place in places:
@@ -43,6 +43,7 @@ def new_served(stage: PlacementContext, channel: Channel) -> ServerFleet:
         return Weights.of(module if recipe.model.lora is None else lora.merged(module))
 
     def trainer(context: Sequence[int]) -> np.ndarray:
+        assert reader is not None  # there is no engine to compare with on other ranks
         vocabulary = range(trainee.decoder.vocab_size)
         return reader.score([list(context)], columns=vocabulary, logprobs=True)[0]
 

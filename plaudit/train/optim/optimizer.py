@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from plaudit.config import TrainTable
 from plaudit.errors import RunError
+from plaudit.models.weights import read_stem
 
 
 class NotFinite(RunError):
@@ -92,7 +93,7 @@ class Optimizer:
         save_file(self.state(), path)
 
     def restore(self, path: Path) -> None:
-        self.load(load_file(path))
+        self.load({name: at.read() for name, at in read_stem(path).items()})
 
     def _apply(self, rate: float) -> None:
         """The step itself, by gradients that are finite and clipped."""

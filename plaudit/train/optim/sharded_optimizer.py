@@ -1,10 +1,12 @@
 """The optimizer of a sharded module: AdamW on this rank's parts, as plain tensors.
 
 torch's clipping and its fused AdamW refuse parameters of different meshes side by side. On local parts both are simple
-again; only the norm needs an exchange. Its state is saved whole, so that a run can go on with other ranks.
+again; only the norm needs an exchange. Its state is saved as whole tensors, so that a run can go on with other ranks.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from plaudit.config import TrainTable
+from plaudit.models.weights import Cut, Stored, read_stem
 from plaudit.train.optim.optimizer import Optimizer, local_master
-from plaudit.train.optim.sharding import Shards
+from plaudit.train.optim.shard_files import Whole, write_shards
+from plaudit.train.optim.sharding import Shards, cuts
 from plaudit.train.run.ranks import TENSOR
 
 
@@ -47,20 +51,19 @@ class ShardedOptimizer(Optimizer):
                 master.grad *= factor
         return norm.float()
 
-    def state(self) -> dict[str, Tensor]:
-        """Every tensor, whole, on the main rank; nothing on the others. All take part, tensor by tensor."""
-        tensors: dict[str, Tensor] = {}
-        for path, part in super().state().items():
-            name = path.split("/", 1)[1]
-            like = self.shards.parameters[name]
-            whole = part if part.ndim == 0 else self.shards.whole(part.to(like.device), like).cpu()
-            if self.shards.main:
-                tensors[path] = whole
-        return tensors
+    def save(self, path: Path) -> None:
+        """By all ranks, tensor by tensor."""
+        write_shards(path, [self._whole(name, part) for name, part in self.state().items()], self.shards.everyone)
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        parts = {}
-        for path, whole in tensors.items():
-            like = self.shards.parameters[path.split("/", 1)[1]]
-            parts[path] = whole if whole.ndim == 0 else self.shards.part(whole, like)
-        super().load(parts)
+    def restore(self, path: Path) -> None:
+        """This rank's parts, whoever wrote them."""
+        self.load({name: at.read(*self._cuts(name, at)) for name, at in read_stem(path).items()})
+
+    def _whole(self, path: str, part: Tensor) -> Whole:
+        like = self.shards.parameters[path.split("/", 1)[1]]
+        if part.ndim == 0:
+            return Whole(path, part.dtype, (), lambda: part)
+        return Whole(path, part.dtype, tuple(like.shape), lambda: self.shards.whole(part.to(like.device), like))
+
+    def _cuts(self, path: str, at: Stored) -> list[Cut]:
+        return cuts(self.shards.parameters[path.split("/", 1)[1]]) if at.shape else []

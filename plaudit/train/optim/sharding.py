@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.split import SUMMED, planned, split_parts
 from plaudit.errors import ModelError
+from plaudit.models.weights import Cut, Stored
 from plaudit.train.run.ranks import DATA, TENSOR, Ranks
 
 FORWARD = "sharded_rows"
@@ -38,7 +40,7 @@ class Shards:
         assert ranks.mesh is not None
         self.module = module
         self.mesh = ranks.mesh
-        self.main = ranks.main
+        self.everyone = ranks.everyone
         self.skeleton = _copied(module, "meta")
         self.summed: set[str] = set()
         """Parameters that every tensor rank holds whole but uses for its own heads only: their gradients add up."""
@@ -59,18 +61,27 @@ class Shards:
         register_fsdp_forward_method(module, FORWARD)
         self.parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
 
+    def fill(self, stored: Mapping[str, Stored], device: str) -> None:
+        """Give a module that was split on the meta device its weights: of every tensor just this rank's part is read.
+        Those that are not stored are zeros."""
+        self.module._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+        self.parameters = dict(self.module.named_parameters())  # type: ignore[arg-type]
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if name in stored and (local := parameter.to_local()).numel():
+                    local.copy_(stored[name].read(*cuts(parameter)))
+            for name, buffer in self.module.named_buffers():
+                if name in stored:
+                    buffer.copy_(stored[name].read())
+
     def whole(self, part: Tensor, like: DTensor) -> Tensor:
         """A tensor that is split as a parameter is, put together. Every rank takes part."""
         split = DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
         return split.full_tensor()
-
-    def part(self, whole: Tensor, like: DTensor) -> Tensor:
-        """This rank's part of a tensor that every rank has."""
-        whole = whole.to(like.device)
-        split = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-        return split.to_local().clone()
 
     def publish(self, copy_of: nn.Module) -> None:
         """Write the weights into a whole copy of the module, one parameter at a time."""
@@ -81,7 +92,7 @@ class Shards:
 
     def gathered(self) -> nn.Module | None:
         """The whole module on the CPU of the main rank, for saving; None on the others, which take part."""
-        whole = _copied(self.skeleton, "cpu") if self.main else None
+        whole = _copied(self.skeleton, "cpu") if self.everyone.index == 0 else None
         targets = {} if whole is None else dict(whole.named_parameters())
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -105,6 +116,23 @@ class Shards:
             for name, _, style in split_parts(base, self.mesh[TENSOR].size())
         }
         parallelize_module(self.module, self.mesh[TENSOR], styles)
+
+
+def cuts(like: DTensor) -> list[Cut]:
+    """What this rank has of a tensor that is split as a parameter is: first the part of its tensor rank, of that the
+    part of its data rank, each as torch.chunk cuts."""
+    parts: list[Cut] = []
+    shape = list(like.shape)
+    for mesh_dim, placement in reversed(list(enumerate(like.placements))):
+        if isinstance(placement, Replicate):
+            continue
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        each = -(-shape[dim] // like.device_mesh.size(mesh_dim))
+        start = min(like.device_mesh.get_local_rank(mesh_dim) * each, shape[dim])
+        cut = Cut(dim, start, min(start + each, shape[dim]))
+        shape[dim] = cut.end - cut.start
+        parts.append(cut)
+    return parts
 
 
 def _copied(module: nn.Module, device: str) -> nn.Module:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -17,12 +16,15 @@ from plaudit.core.model.packing import send, use_packed_attention
 from plaudit.models import ValueModel, save
 from plaudit.records import Sample
 from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, read_values, values_of
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.tally import Tally
 from plaudit.train.run.ranks import ONE, Group
+
+OPTIMIZER = "critic-optimizer.safetensors"
 
 
 class Critic(Protocol):
@@ -88,15 +90,15 @@ class LocalCritic:
         return tally
 
     def save(self, directory: Path) -> None:
-        model = self.model if self.shards is None else self.shards.gathered()
-        tensors = self.optimizer.state()
-        if model is not None:  # the main rank has it
-            save(model, self.tokenizer, directory / "critic")
-            save_file(tensors, directory / "critic-optimizer.safetensors")
+        if self.shards is None:
+            save(self.model, self.tokenizer, directory / "critic")
+        else:
+            save_shards(self.shards, self.tokenizer, directory / "critic")
+        self.optimizer.save(directory / OPTIMIZER)
 
     def load(self, directory: Path) -> None:
         """The optimizer's state; the model was loaded from `directory` / "critic" when it was made."""
-        self.optimizer.restore(directory / "critic-optimizer.safetensors")
+        self.optimizer.restore(directory / OPTIMIZER)
 
 
 class SharedCritic:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from safetensors.torch import load_file
 from torch import nn
@@ -15,7 +17,8 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.fused import recompute_contexts
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import ConfigError
-from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_value
+from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_tokenizer, load_value, resolve
+from plaudit.models.part import compute_buffers, outline
 from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
@@ -31,14 +34,50 @@ from plaudit.train.run.overdue import Warn
 from plaudit.train.run.ranks import Ranks
 
 
+def split_model(
+    source: str | Path, kind: Literal["policy", "value"], table: PolicyModelTable, ranks: Ranks,
+    prepare: Callable[[nn.Module], object],
+) -> Shards:  # fmt: skip
+    """A model over the ranks, of which each reads its own part. `prepare` is called with the module before it is split,
+    when it may have no weights yet. A value head that no file has is left to be set."""
+    device = choose_device(table.device)
+    seen = outline(source, table.dtype, device, kind)
+    if seen.readable:
+        compute_buffers(seen.module, device)
+        prepare(seen.module)
+        shards = Shards(seen.module, ranks)
+        shards.fill(seen.stored, device)
+        return shards
+    # Files that keep tensors in another form, as those of most mixtures of experts do, are read by transformers.
+    if kind == "policy":
+        loaded = load_policy(source, table.dtype, device)
+    else:
+        loaded = load_value(source, table.dtype, device, fresh_head=True)
+    prepare(loaded.module)
+    return Shards(loaded.module, ranks)
+
+
 def load_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> Loaded:
     """The policy as it is at the start of this run or, with a checkpoint, as it was there."""
-    assert table.path is not None
-    source = checkpoint.model if checkpoint is not None and table.lora is None else table.path
-    loaded = load_policy(source, table.dtype, choose_device(table.device))
+    loaded = load_policy(_source(table, checkpoint), table.dtype, choose_device(table.device))
     without_dropout(loaded.module)
     prepare(loaded.module, table, seed, checkpoint)
     return loaded
+
+
+def split_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None, ranks: Ranks) -> Shards:
+    """The same over ranks."""
+
+    def ready(module: nn.Module) -> None:
+        without_dropout(module)
+        prepare(module, table, seed, checkpoint)
+
+    return split_model(_source(table, checkpoint), "policy", table, ranks, ready)
+
+
+def _source(table: PolicyModelTable, checkpoint: Checkpoint | None) -> str | Path:
+    assert table.path is not None
+    return checkpoint.model if checkpoint is not None and table.lora is None else table.path
 
 
 def prepare(module: nn.Module, table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> None:
@@ -60,8 +99,7 @@ def new_reference(recipe: RlRecipe, policy: Policy, ranks: Ranks) -> Reference |
     if recipe.model.lora is not None:
         return WithoutAdapter(policy)
     assert recipe.model.path is not None
-    loaded = load_policy(recipe.model.path, recipe.model.dtype, choose_device(recipe.model.device))
-    return _frozen(loaded.module, recipe, ranks)
+    return _frozen(recipe.model.path, recipe, ranks)
 
 
 def new_teachers(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, warn: Warn) -> Teachers | None:
@@ -84,21 +122,26 @@ def new_teachers(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, ranks: Ra
 def _local_teacher(
     name: str, path: str, top_k: int, recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, ranks: Ranks
 ) -> LocalTeacher:
-    loaded = load_policy(path, recipe.model.dtype, choose_device(recipe.model.device))
-    check_vocabulary(name, path, loaded.tokenizer, tokenizer)
+    check_vocabulary(name, path, load_tokenizer(resolve(path)), tokenizer)
     if top_k > len(tokenizer):
         raise ConfigError(
             f"algorithm.teachers.{name}.top_k = {top_k}, and the vocabulary has {len(tokenizer)} tokens: take fewer"
         )
-    return LocalTeacher(_frozen(loaded.module, recipe, ranks), len(tokenizer))
+    return LocalTeacher(_frozen(path, recipe, ranks), len(tokenizer))
 
 
-def _frozen(module: nn.Module, recipe: RlRecipe, ranks: Ranks) -> Policy:
+def _frozen(path: str, recipe: RlRecipe, ranks: Ranks) -> Policy:
     """A model that is read as the policy is, and learns nothing."""
-    module.requires_grad_(False)
-    use_packed_attention(module)
-    if ranks.mesh is not None:
-        Shards(module, ranks)
+
+    def freeze(module: nn.Module) -> None:
+        module.requires_grad_(False)
+        use_packed_attention(module)
+
+    if ranks.mesh is None:
+        module = load_policy(path, recipe.model.dtype, choose_device(recipe.model.device)).module
+        freeze(module)
+    else:
+        module = split_model(path, "policy", recipe.model, ranks, freeze).module
     return Policy(
         Decoder(module, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
         max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens, group=ranks.data,
@@ -117,26 +160,27 @@ def new_critic(
         return RemoteCritic(table, recipe.algorithm.clip.value, vocabulary, warn)
     source = checkpoint.path / "critic" if checkpoint is not None else table.path or recipe.model.path
     assert source is not None
-    loaded = load_value(
-        source, recipe.model.dtype, choose_device(recipe.model.device), fresh_head=checkpoint is None,
-        seed=recipe.seed,
-    )  # fmt: skip
-    model = loaded.module
-    assert isinstance(model, ValueModel)
-    if len(loaded.tokenizer) != vocabulary:
+    if (tokens := len(tokenizer := load_tokenizer(resolve(source)))) != vocabulary:
         raise ConfigError(
-            f"critic.path has a vocabulary of {len(loaded.tokenizer)} tokens and the policy one of {vocabulary}: "
+            f"critic.path has a vocabulary of {tokens} tokens and the policy one of {vocabulary}: "
             "the critic reads the policy's tokens, so they must be the same"
         )
+    shards = None
+    if ranks.mesh is None:
+        device, fresh = choose_device(recipe.model.device), checkpoint is None
+        model = load_value(source, recipe.model.dtype, device, fresh_head=fresh, seed=recipe.seed).module
+        without_dropout(model)
+    else:
+        shards = split_model(source, "value", recipe.model, ranks, without_dropout)
+        model = shards.module
+    assert isinstance(model, ValueModel)
     if checkpoint is None:
         nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
-    without_dropout(model)
     train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
-    shards = None if ranks.mesh is None else Shards(model, ranks)
     optimizer = new_optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
     optimizer.key = "critic.lr"
     return LocalCritic(
-        model, loaded.tokenizer, optimizer, clip=recipe.algorithm.clip.value,
+        model, tokenizer, optimizer, clip=recipe.algorithm.clip.value,
         micro_batch_tokens=recipe.train.micro_batch_tokens, shards=shards, group=ranks.data,
     )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import time
 from pathlib import Path
@@ -12,34 +11,49 @@ from safetensors.torch import load_file, save_file
 from plaudit.config import RlRecipe
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.proof.support import inspect
-from plaudit.models import save
-from plaudit.models.catalog import resolve
+from plaudit.models import Loaded, load_tokenizer, resolve, save
 from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.remote_critic import RemoteCritic
 from plaudit.train.policy.rl_learner import RlLearner
-from plaudit.train.policy.rl_models import load_trained, new_critic, new_reference, new_teachers, value_head
+from plaudit.train.policy.rl_models import (
+    load_trained,
+    new_critic,
+    new_reference,
+    new_teachers,
+    split_trained,
+    value_head,
+)
 from plaudit.train.policy.teachers import Teachers
-from plaudit.train.run.checkpoint import Checkpoint
+from plaudit.train.run.checkpoint import OPTIMIZER, Checkpoint
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.overdue import Warn
 from plaudit.train.run.ranks import Ranks
 
 
 class Trainee:
-    """`loaded` has the whole policy. Over several ranks the learner trains `shards` of a copy, and the whole one is as
-    they were at the last `make_whole`."""
+    """`loaded` has the whole policy. Over several ranks the learner trains `shards` of it, and the whole one, which is
+    for engines, is as they were at the last `make_whole`; on a rank that has no engine to serve it has no weights."""
 
     def __init__(self, recipe: RlRecipe, ranks: Ranks, checkpoint: Checkpoint | None, clock: Clock, warn: Warn) -> None:
         self.recipe = recipe
-        self.loaded = load_trained(recipe.model, recipe.seed, checkpoint)
+        self.shards: Shards | None = None
+        if ranks.mesh is not None:
+            self.shards = split_trained(recipe.model, recipe.seed, checkpoint, ranks)
+        if self.shards is None or ranks.main or not recipe.rollout_processes:
+            self.loaded = load_trained(recipe.model, recipe.seed, checkpoint)
+            self.decoder = inspect(self.loaded.module)
+        else:
+            assert recipe.model.path is not None
+            path = resolve(recipe.model.path)
+            self.loaded = Loaded(self.shards.skeleton, load_tokenizer(path), path, "policy")
+            self.decoder = Decoder(self.shards.module, "causal")
         module = self.loaded.module
-        self.decoder = inspect(module)
-        self.shards = None if ranks.mesh is None else Shards(copy.deepcopy(module), ranks)
         head = value_head(module) if recipe.critic is not None and recipe.critic.shared else None
         self.policy = Policy(
             self.decoder if self.shards is None else Decoder(self.shards.module, "causal"), recipe.algorithm,
@@ -76,9 +90,13 @@ class Trainee:
         size = sum(p.numel() * p.element_size() for p in self.loaded.module.parameters())
         return {"publish/gather_seconds": time.monotonic() - begin, "publish/gather_bytes": float(size)}
 
-    def save_model(self, directory: Path) -> Path:
+    def save_model(self, directory: Path) -> None:
+        """By all ranks, where there are several."""
+        if self.shards is not None:
+            save_shards(self.shards, self.loaded.tokenizer, directory)
+            return
         module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
-        return save(module, self.loaded.tokenizer, directory)
+        save(module, self.loaded.tokenizer, directory)
 
     def save_final(self, directory: Path) -> None:
         """The model, and the adapter where one was trained."""
@@ -99,7 +117,7 @@ class Trainee:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.learner.load(checkpoint.state["learner"])
-        self.optimizer.load(checkpoint.optimizer())
+        self.optimizer.restore(checkpoint.path / OPTIMIZER)
         if self.critic is not None:
             self.critic.load(checkpoint.path)
         if self.policy.value_head is not None:

@@ -4,8 +4,9 @@
                               and for PPO the critic and its optimizer
     checkpoints/latest        the name of the newest complete one
 
-Everything is written to a temporary directory and synced; the manifest, with the SHA-256 of each file, comes last;
-then one rename, then the pointer. A process killed anywhere leaves the previous checkpoint in place. Reading verifies
+Over several ranks a file of weights is one for each rank and an index (optim/shard_files.py). Everything is written to
+a temporary directory and synced; the manifest, with the SHA-256 of each file, comes last; then one rename, then the
+pointer. A process killed anywhere leaves the previous checkpoint in place. Reading verifies
 the hashes and, where a file is damaged, falls back to the checkpoint before and says so.
 """
 
@@ -20,14 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plaudit.errors import BadCheckpoint, StorageError, nearest
+from plaudit.models.weights import read_stem
 from plaudit.output import sync, write_atomically
+from plaudit.train.run.ranks import ONE, Group, together
 
-LATEST = "latest"
+LATEST, OPTIMIZER, STATE = "latest", "optimizer.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d{6,})")
+_SHARD = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,47 +44,64 @@ class Checkpoint:
         return self.path / "model"
 
     def optimizer(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = load_file(self.path / "optimizer.safetensors")
-        return tensors
+        return {name: at.read() for name, at in read_stem(self.path / OPTIMIZER).items()}
 
 
 class Checkpoints:
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, group: Group = ONE) -> None:
+        """`group`: the ranks that write them together."""
         self.directory = directory
         self.keep = keep
+        self.group = group
 
     def save(
-        self, step: int, save_model: Callable[[Path], object], optimizer: dict[str, Tensor], state: dict[str, Any],
-        more: Callable[[Path], object] | None = None,
+        self, step: int, save_model: Callable[[Path], object], save_optimizer: Callable[[Path], object],
+        state: dict[str, Any], more: Callable[[Path], object] | None = None,
     ) -> Path:  # fmt: skip
-        """`more` writes what else belongs to it into the directory it is given."""
+        """`more` writes what else belongs to it into the directory it is given. What they cannot write must be an error
+        on every rank (`together`)."""
         final = self.directory / f"step-{step:06d}"
         temporary = self.directory / f"{final.name}.tmp"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            self._by_main(lambda: _make_anew(temporary))
             save_model(temporary / "model")
-            save_file(optimizer, temporary / "optimizer.safetensors")
+            save_optimizer(temporary / OPTIMIZER)
             if more is not None:
                 more(temporary)
-            _write(temporary / "state.json", json.dumps({"step": step, **state}))
-            _write(temporary / "manifest.json", json.dumps(_manifest(temporary), indent=1))
-            for path in (*temporary.rglob("*"), temporary):
-                sync(path)
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
-            sync(self.directory)
-            write_atomically(self.directory / LATEST, final.name)
+            hashes = self._hashes(temporary)
+            self._by_main(lambda: self._name(temporary, final, hashes, {"step": step, **state}))
         except (OSError, StorageError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if self.group.index == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise StorageError(
                 f"cannot write the checkpoint {final}: {reason}; earlier checkpoints are intact: "
                 "free some space and --resume"
             ) from error
-        self._prune()
+        self._by_main(self._prune)
         return final
+
+    def _by_main(self, write: Callable[[], object]) -> None:
+        together(self.group, write if self.group.index == 0 else lambda: None)
+
+    def _hashes(self, temporary: Path) -> dict[str, str]:
+        """SHA-256 of each file. A rank reads those that it has written."""
+        hashes: dict[str, str] = {}
+        together(self.group, lambda: hashes.update(_manifest(temporary, self.group)))
+        return {name: digest for part in self.group.gather_values(hashes) for name, digest in part.items()}
+
+    def _name(self, temporary: Path, final: Path, hashes: dict[str, str], state: dict[str, Any]) -> None:
+        """Complete what all have written, and let it be a checkpoint."""
+        _write(temporary / STATE, json.dumps(state))
+        hashes[STATE] = sha256(temporary / STATE)
+        _write(temporary / "manifest.json", json.dumps(dict(sorted(hashes.items())), indent=1))
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        sync(self.directory)
+        write_atomically(self.directory / LATEST, final.name)
 
     def load(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None if there is none at all."""
@@ -124,7 +144,7 @@ def _open(path: Path) -> Checkpoint:
             if digest != expected:
                 hashes = f"SHA-256 {digest[:12]}, expected {expected[:12]}"
                 raise BadCheckpoint(f"{path / name} is damaged ({hashes}): {path.name} is left out")
-        state = _json(path / "state.json")
+        state = _json(path / STATE)
     except OSError as error:
         raise BadCheckpoint(f"{error.filename} cannot be read ({error.strerror}): {path.name} is left out") from error
     return Checkpoint(path, state["step"], state)
@@ -138,9 +158,20 @@ def _json(path: Path) -> dict[str, Any]:
         raise BadCheckpoint(f"{path} is damaged ({error}): {path.parent.name} is left out") from error
 
 
-def _manifest(directory: Path) -> dict[str, str]:
+def _make_anew(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _manifest(directory: Path, group: Group) -> dict[str, str]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): sha256(path) for path in files}
+    return {str(path.relative_to(directory)): sha256(path) for path in files if _writer(path.name) == group.index}
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file: what has no number of a shard is the main one's."""
+    shard = _SHARD.search(name)
+    return 0 if shard is None else int(shard[1]) - 1
 
 
 def sha256(path: Path) -> str:

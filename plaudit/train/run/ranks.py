@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plaudit.config.placement import ResourcesTable
-from plaudit.errors import ConfigError, RankLost
+from plaudit.errors import ConfigError, RankLost, StorageError
 from plaudit.train.run.launch import PARENT
 
 DATA, TENSOR = "data", "tensor"
@@ -144,6 +144,20 @@ def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
         everyone = dist.new_group(list(range(world)), backend="gloo", timeout=limit)
         yield Ranks(Group(dist.get_rank(), world, everyone), Group(data, shape[0], channels[tensor]), mesh)
     dist.destroy_process_group()  # only after success: with a rank gone there is nobody to say goodbye to
+
+
+def together(group: Group, write: Callable[[], object]) -> None:
+    """Let every rank write its part. What one of them could not write is an error on all, which else would wait."""
+    reason = ""
+    try:
+        write()
+    except (OSError, StorageError) as error:
+        if group.size == 1:
+            raise
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(group.gather_values(reason, str)) if text]
+    if failures:
+        raise StorageError(failures[0])
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class SupervisedTraining:
             self.run.checkpoints.save(
                 self.step,
                 self.save_model,
-                self.optimizer.state(),
+                self.optimizer.save,
                 {
                     "seconds": self.seconds, "random": randomness.capture(), "threads": torch.get_num_threads(),
                     "before": self.before,

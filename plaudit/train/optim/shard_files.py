@@ -1,0 +1,161 @@
+"""Sharded models and optimizers on disk, written by all ranks at once: safetensors files and an index in JSON.
+
+Every tensor is whole and in one file, and every rank writes one file, so whatever reads sharded safetensors reads them,
+and so does any number of ranks. Tensors are put together one at a time: beside its shards a rank has one at most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
+
+from plaudit.models import ValueModel, save
+from plaudit.models.heads.value_head import HEAD
+from plaudit.models.saving import Replacement, write_config
+from plaudit.models.weights import SINGLE, TORCH
+from plaudit.train.optim.sharding import Shards
+from plaudit.train.run.checksum import memory_of
+from plaudit.train.run.ranks import Group, together
+
+NAMES = {dtype: name for name, dtype in TORCH.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that is put together when `gather` is called, by all ranks."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    gather: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_shards(path: Path, tensors: Sequence[Whole], group: Group) -> None:
+    """`path` is the file that one process would write: model.safetensors becomes model-00001-of-00002.safetensors, one
+    for each rank that has a share, and model.safetensors.index.json. All ranks give the same tensors."""
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # as safetensors does: then all are aligned
+    total = sum(tensor.nbytes for tensor in tensors)
+    owners, passed = [], 0
+    for tensor in tensors:
+        owners.append(min(passed * group.size // max(total, 1), group.size - 1))
+        passed += tensor.nbytes
+
+    def write() -> None:
+        _write_part(path.with_name(shard_name(path, group.index, group)), tensors, [o == group.index for o in owners])
+        if group.index == 0:
+            files = {tensor.name: shard_name(path, owner, group) for tensor, owner in zip(tensors, owners, strict=True)}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+            path.with_name(f"{path.name}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    together(group, write)
+
+
+def shard_name(path: Path, rank: int, group: Group) -> str:
+    return f"{path.stem}-{rank + 1:05d}-of-{group.size:05d}{path.suffix}"
+
+
+def _write_part(path: Path, tensors: Sequence[Whole], mine: Sequence[bool]) -> None:
+    """This rank's file. An error waits until the end, for the others need this rank to go on."""
+    failed: OSError | None = None
+    own = [tensor for tensor, yes in zip(tensors, mine, strict=True) if yes]
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("wb")) if own else None
+            if file is not None:
+                file.write(_header(own))
+        except OSError as error:
+            failed = error
+        for tensor, yes in zip(tensors, mine, strict=True):
+            whole = tensor.gather()
+            if yes and file is not None and failed is None:
+                try:
+                    file.write(memory_of(whole.detach().cpu().contiguous()))
+                except OSError as error:
+                    failed = error
+        if failed is not None:
+            raise failed
+        if file is not None:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _header(tensors: Sequence[Whole]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.nbytes
+        shape = list(tensor.shape)
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """As `models.save`, by all ranks together."""
+    group = shards.everyone
+    main = group.index == 0
+    skeleton = shards.skeleton
+    base: Any = skeleton.trunk if isinstance(skeleton, ValueModel) else skeleton
+    if not _as_stored(base):  # transformers makes other tensors of these, from all of them at once
+        module = shards.gathered()
+        together(group, lambda: None if module is None else save(module, tokenizer, directory))
+        return
+    new: Replacement | None = None
+
+    def begin() -> None:
+        nonlocal new
+        new = Replacement.begin(directory) if main else None
+
+    together(group, begin)
+    place = Path(group.from_main("" if new is None else str(new.temporary), str))
+    with nullcontext() if new is None else new.guarded():
+        prefix = "trunk." if base is not skeleton else ""
+        named = {**shards.parameters, **{n: b for n, b in shards.module.named_buffers() if n in skeleton.state_dict()}}
+        tensors = [
+            Whole(name.removeprefix(prefix), tensor.dtype, tuple(tensor.shape), partial(full, tensor))
+            for name, tensor in named.items()
+            if name.startswith(prefix)
+        ]
+        write_shards(place / SINGLE, tensors, group)
+        head = full(shards.parameters["score.weight"]).detach().cpu().contiguous() if prefix else None
+
+        def finish() -> None:
+            if new is not None:
+                write_config(base, tokenizer, place)
+                if head is not None:
+                    save_file({"weight": head}, place / HEAD)
+                new.finish()
+
+        together(group, finish)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Put together, if it is sharded; every rank takes part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_stored(module: Any) -> bool:
+    """Whether transformers writes the module's own tensors, and not some that it makes of them."""
+    tensors = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    return bool(revert_weight_conversion(module, tensors).keys() == tensors.keys())

@@ -1,0 +1,64 @@
+"""Models that every rank reads its part of, beside the same models split after they were loaded whole. A test runs this
+on each rank: python -m tests.train.rank_load DATA TENSOR DIRECTORY..."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from plaudit.config.placement import ResourcesTable
+from plaudit.config.supervised import PolicyModelTable
+from plaudit.core.model.packing import pack
+from plaudit.models import load_policy, load_value
+from plaudit.models.heads.value_head import ValueModel
+from plaudit.train.optim.sharding import Shards, packed_rows
+from plaudit.train.policy.rl_models import split_model
+from plaudit.train.run.ranks import Ranks, join
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's parts, tied ones under each of their names, and all buffers."""
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in named.items()}
+
+
+def check(directory: str, dtype: str, ranks: Ranks) -> None:
+    table = PolicyModelTable(path=directory, dtype=dtype, device="cpu")
+    for kind in ("policy", "value"):
+        read = split_model(directory, kind, table, ranks, lambda module: None).module
+        if kind == "policy":
+            whole = load_policy(directory, dtype)
+        else:
+            whole = load_value(directory, dtype, fresh_head=True)
+            for module in (whole.module, read):  # as a critic's are at first
+                assert isinstance(module, ValueModel)
+                nn.init.zeros_(module.score.weight)
+        names = {name: id(each) for name, each in whole.module.named_parameters(remove_duplicate=False)}
+        expected = Shards(whole.module, ranks).module
+        found, wanted = tensors(read), tensors(expected)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(found[name], tensor), (directory, kind, name)
+        parameters = dict(read.named_parameters(remove_duplicate=False))
+        for name, same in names.items():
+            assert [n for n in names if names[n] == same] == [n for n in names if parameters[n] is parameters[name]]
+        assert read.config.to_dict() == expected.config.to_dict()
+        packed = pack([[1, 2, 3], [4, 5]], "cpu")
+        assert torch.equal(packed_rows(read, packed), packed_rows(expected, packed))
+
+
+def main() -> None:
+    data, tensor = int(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    with join(ResourcesTable(data_parallel=data, tensor_parallel=tensor, timeout=60.0), "cpu") as ranks:
+        for directory in sys.argv[3:]:
+            if tensor > 1 and Path(directory).name == "experts":
+                continue  # they are not split this way
+            check(directory, "bfloat16" if Path(directory).name == "bf16" else "float32", ranks)
+
+
+if __name__ == "__main__":
+    main()
