@@ -31,6 +31,9 @@ class Rewarded(NamedTuple):
     """(T,) the critic's, before each token."""
     bootstrap: Tensor | None = None
     """(N,) the value after the last token."""
+    branches: Sequence[Sequence[Sequence[int]]] = ()
+    """(N,) of samples that are a tree: [node, end] of each part, where nodes are numbered in their group, and samples
+    that share a part have its number."""
 
 
 class Advantages(NamedTuple):

@@ -73,6 +73,8 @@ class AdvantageTable(Table):
     return         the discounted rewards that follow, without a baseline
     group          the reward less its group's mean
     leave-one-out  the reward less the mean of the others in its group
+    branch         in a tree of responses: of each part, what its branch reaches less what its siblings reach
+    best-only      the size of the group for its best, 0 for the others and where all are equal
     best-worst     1 for the best of the group, -1 for the worst, 0 for the others and where all are equal
     none           nothing: the reward is measured, and what is learned is the teachers'
     """
@@ -85,8 +87,8 @@ class AdvantageTable(Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.scale != "none" and self.estimator != "group":
-            raise ValueError(f'scale = "{self.scale}" is for estimator = "group", not for "{self.estimator}"')
+        if self.scale != "none" and self.estimator not in ("group", "branch"):
+            raise ValueError(f'scale = "{self.scale}" is for estimator = "group" or "branch", not "{self.estimator}"')
         return self
 
 

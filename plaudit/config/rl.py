@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -10,10 +11,10 @@ from pydantic import Field, PositiveInt, model_validator
 from plaudit.algo.methods import METHODS
 from plaudit.config.algorithm import RlAlgorithm
 from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, ResourcesTable
-from plaudit.config.prompting import AskingTable
+from plaudit.config.prompting import AskingTable, SamplingTable
 from plaudit.config.reward import RewardTable, RlRewardTable, RuleTable
 from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable
-from plaudit.config.table import NonNegative, Positive, Table
+from plaudit.config.table import Positive, Table
 from plaudit.config.world import World
 
 
@@ -170,44 +171,6 @@ class RlTrainTable(TrainTable):
     """Samples per evaluation that go into the event log, token by token."""
 
 
-class EvalSamplingTable(Table):
-    """How held-out prompts are answered; what is left out is as in training."""
-
-    temperature: NonNegative | None = None
-    """0: the likeliest token each time."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    max_tokens: PositiveInt | None = None
-
-    @model_validator(mode="after")
-    def _matters(self) -> Self:
-        for name, off in (("top_p", 1), ("top_k", 0)):
-            if self.temperature == 0 and (value := getattr(self, name)) not in (None, off):
-                raise ValueError(f"temperature = 0 takes the likeliest token: leave out {name} = {value:g}")
-        return self
-
-
-class SamplingTable(Table):
-    temperature: NonNegative = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    eval: EvalSamplingTable | None = None
-
-    @property
-    def truncation(self) -> str:
-        """What cuts the distribution that is learned from, in words; "" where nothing does."""
-        cuts = {"top_p": self.top_p if self.top_p < 1 else None, "top_k": self.top_k or None}
-        return " and ".join(f"sampling.{name} = {cut:g}" for name, cut in cuts.items() if cut is not None)
-
-    def evaluating(self) -> SamplingTable:
-        """As this, with what `eval` says otherwise."""
-        own = {} if self.eval is None else self.eval.model_dump(exclude_none=True)
-        greedy = {"top_p": 1.0, "top_k": 0} if own.get("temperature") == 0 else {}  # training's cannot matter then
-        return self.model_copy(update=own | greedy)
-
-
 class RlRecipe(BaseRecipe):
     task: Literal["rl"]
     model: PolicyModelTable
@@ -278,6 +241,7 @@ class RlRecipe(BaseRecipe):
                 f"sampling.eval.temperature = 0 gives the same response every time, and train.eval_samples = "
                 f"{train.eval_samples}: set one of them to 1"
             )
+        self._can_branch()
         for table in self.scored_here():
             self._fits_the_data(table)
         overlong = algorithm.shaping.overlong
@@ -326,6 +290,21 @@ class RlRecipe(BaseRecipe):
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.needs_critic:
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
         return self
+
+    def _can_branch(self) -> None:
+        branch, n, estimator = self.sampling.branch, self.train.samples_per_prompt, self.algorithm.advantage.estimator
+        if branch and math.prod(branch) != n:
+            raise ValueError(
+                f"sampling.branch = {list(branch)} gives {' × '.join(map(str, branch))} = {math.prod(branch)} "
+                f"responses to a prompt, and train.samples_per_prompt = {n}: make them equal"
+            )
+        if estimator == "branch" and not branch:
+            raise ValueError(
+                f"{self.algorithm.name} compares the branches of a tree of responses, and there is none: give "
+                "sampling.branch, such as [2, 2, 2] for 8 responses, and sampling.step, the text that ends a step"
+            )
+        if branch and (self.agent is not None or self.environment is not None):
+            raise ValueError("sampling.branch is for single responses: leave it out, or [agent] and [environment]")
 
     def _can_be_taught(self) -> None:
         for name, teacher in self.algorithm.teachers.items():

@@ -4,7 +4,8 @@ import os
 import signal
 from typing import Any
 
-from plaudit.config.rl import EnvironmentTable, SamplingTable
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.rl import EnvironmentTable
 from plaudit.core import Engine
 from plaudit.core.proof.support import inspect
 from plaudit.models import encode, load_policy

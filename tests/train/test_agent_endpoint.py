@@ -24,7 +24,8 @@ import httpx
 import pytest
 
 from plaudit.config import RlRecipe, load_recipe
-from plaudit.config.rl import AgentTable, SamplingTable
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.rl import AgentTable
 from plaudit.core import Engine
 from plaudit.core.sequence import Update
 from plaudit.errors import ConfigError

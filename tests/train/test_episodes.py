@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from plaudit.config import RlRecipe, load_recipe
-from plaudit.config.rl import EnvironmentTable, SamplingTable
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.rl import EnvironmentTable
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError

@@ -75,6 +75,7 @@ RUNS = {
     },
     "ppo-shared": {"algorithm": PPO, "critic": {"shared": True}, "reward": {"path": "sums"}},
     "lora": {"algorithm": {"name": "dapo"}, "model": {"lora": {"rank": 4}}},
+    "tree": {"algorithm": {"name": "tree-grpo"}, "sampling": {"branch": [2, 2], "step": ";"}},
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plaudit.config.rl import SamplingTable
+from plaudit.config.prompting import SamplingTable
 from plaudit.core import Engine
 from plaudit.models import load_policy
 from plaudit.records import Item, Score

@@ -8,6 +8,7 @@ from plaudit.algo.methods import (
     dapo,
     distill,
     dr_grpo,
+    expert_iteration,
     grpo,
     gspo,
     online_dpo,
@@ -15,6 +16,7 @@ from plaudit.algo.methods import (
     reinforce,
     reinforce_plus,
     rloo,
+    tree_grpo,
 )  # fmt: skip
 
 METHODS: dict[str, Method] = {
@@ -25,9 +27,11 @@ METHODS: dict[str, Method] = {
     "rloo": rloo.METHOD,
     "grpo": grpo.METHOD,
     "dr-grpo": dr_grpo.METHOD,
+    "tree-grpo": tree_grpo.METHOD,
     "dapo": dapo.METHOD,
     "gspo": gspo.METHOD,
     "cispo": cispo.METHOD,
+    "expert-iteration": expert_iteration.METHOD,
     "online-dpo": online_dpo.METHOD,
     "distill": distill.METHOD,
 }

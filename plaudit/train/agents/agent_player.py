@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from plaudit.config.rl import AgentTable, SamplingTable
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.rl import AgentTable
 from plaudit.errors import ConfigError, one_line
 from plaudit.records import ItemError, Prompt, Sample
 from plaudit.train.agents.agent_episode import AgentEpisode

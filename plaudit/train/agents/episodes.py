@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, Literal
 
 from plaudit.config import RlRecipe
-from plaudit.config.rl import EnvironmentTable, SamplingTable
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.rl import EnvironmentTable
 from plaudit.errors import PlauditError, one_line
 from plaudit.records import FinishReason, ItemError, Prompt, Sample, Turn
 from plaudit.train.agents.agent_player import AgentPlayer
@@ -25,6 +26,7 @@ from plaudit.train.agents.observation import ObservationEncoder, shortened
 from plaudit.train.agents.parallel_calls import Overdue, ParallelCalls, close_all
 from plaudit.train.agents.turn_driver import PendingTurn, TurnDriver, new_driver
 from plaudit.train.rollouts.rollouts import Generator, Player, SingleTurn, sampling_params
+from plaudit.train.rollouts.tree_turn import TreeTurn
 from plaudit.train.run.clock import Clock
 
 End = Literal["done", "tokens", "turns", "engine", "environment", "time"]
@@ -37,7 +39,8 @@ def new_player(recipe: RlRecipe, engine: Generator, tokenizer: Any, positions: i
     if recipe.agent is not None:
         return AgentPlayer(engine, tokenizer, positions, recipe.sampling, recipe.agent, recipe.seed, clock)
     if recipe.environment is None:
-        return SingleTurn(engine, recipe.sampling, recipe.seed)
+        single = SingleTurn(engine, recipe.sampling, recipe.seed)
+        return TreeTurn(single, tokenizer) if recipe.sampling.branch else single
     return Episodes(engine, tokenizer, positions, recipe.sampling, recipe.environment, recipe.seed, clock=clock)
 
 

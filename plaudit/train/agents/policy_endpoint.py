@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from plaudit.config.keys import KeyTable, hashed
-from plaudit.config.rl import AgentTable, SamplingTable
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.rl import AgentTable
 from plaudit.config.serve import LimitsTable
 from plaudit.core.sequence import Update
 from plaudit.errors import PlauditError, RunError

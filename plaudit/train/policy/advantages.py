@@ -79,7 +79,7 @@ def estimate(
     advantages, returns = estimators()[algorithm.advantage.estimator].compute(
         Rewarded(
             per_token, mask, lengths, [sample.group for sample in samples], algorithm.gamma, algorithm.lam,
-            algorithm.advantage.scale, values, bootstrap,
+            algorithm.advantage.scale, values, bootstrap, [sample.extra.get("branches", ()) for sample in samples],
         )
     )  # fmt: skip
     if algorithm.advantage.whiten:

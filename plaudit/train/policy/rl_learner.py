@@ -155,6 +155,7 @@ class RlLearner:
             "advantage/mean": experience.advantages[own].mean().item(),
             "advantage/min": experience.advantages[own].min().item(),
             "advantage/max": experience.advantages[own].max().item(),
+            "advantage/zero": (experience.advantages[own] == 0).float().mean().item(),
             "kl/coef": self.kl.coef,
         }
         if experience.returns is not None and experience.values is not None:

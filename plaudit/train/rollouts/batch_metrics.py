@@ -55,6 +55,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     kept = [math.exp(p - q) for sample in samples for p, q in _truncated(sample)]
     if kept:
         figures["rollout/truncated_mass"] = 1 - sum(kept) / len(kept)
+    figures |= branching(samples)
     turns = [float(sample.extra["turns"]) for sample in samples if "turns" in sample.extra]
     if turns:
         figures["turns/mean"] = sum(turns) / len(turns)
@@ -84,6 +85,28 @@ def integrity(samples: Sequence[Sample]) -> dict[str, float]:
         if len({*lengths}) > 1 and len({*rewards}) > 1:
             ties.append(correlation(lengths, rewards))
     return figures | ({"reward/length_correlation": fmean(ties)} if ties else {})
+
+
+def branching(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of trees of responses: what was sampled for them, parts that responses share once."""
+    parts: dict[tuple[int, int], int] = {}
+    leaves, tokens = set(), 0
+    for sample in samples:
+        begin = 0
+        for node, end in sample.extra.get("branches", ()):
+            parts[sample.group, node] = end - begin
+            begin = end
+        if begin:
+            leaves.add((sample.group, node))
+            tokens += begin
+    if not tokens:
+        return {}
+    generated = sum(parts.values())
+    return {
+        "tree/generated_tokens": float(generated),
+        "tree/shared": 1 - generated / tokens,
+        "tree/early": 1 - len(leaves) / sum(1 for sample in samples if sample.extra.get("branches")),
+    }
 
 
 def _fours(sample: Sample) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ import torch
 
 from plaudit.algo.methods.dapo import informative
 from plaudit.config import RlRecipe
-from plaudit.config.rl import SamplingTable
+from plaudit.config.prompting import SamplingTable
 from plaudit.core import SamplingParams
 from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.data.answered import with_prompt

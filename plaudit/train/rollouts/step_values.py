@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.config import RlRecipe
+from plaudit.config.prompting import SamplingTable
 from plaudit.config.recipe import parse_recipe
-from plaudit.config.rl import EnvironmentTable, SamplingTable
+from plaudit.config.rl import EnvironmentTable
 from plaudit.config.table import read_toml
 from plaudit.core import Engine
 from plaudit.errors import DataError, RunError
