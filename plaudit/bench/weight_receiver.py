@@ -10,7 +10,7 @@ import torch
 
 from plaudit.bench.shape import LlamaShaped
 from plaudit.place.channels.channel import answered
-from plaudit.place.channels.group import BroadcastGroup
+from plaudit.place.channels.group import ChannelGroup
 from plaudit.place.channels.messages import Invitation, typed
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.channels.weights import Weights
@@ -35,7 +35,7 @@ def main(file: str, parameters: str, dtype: str, device: str) -> None:
             case "sum":
                 return {"checksum": checksum_of(module)}
             case "join":
-                raw["group"] = BroadcastGroup(typed(message["join"], Invitation), 1, SECONDS)
+                raw["group"] = ChannelGroup(typed(message["join"], Invitation), 1, SECONDS)
                 raw["flat"] = torch.empty(message["bytes"], dtype=torch.uint8)
                 return {}
             case "broadcast":
@@ -46,7 +46,7 @@ def main(file: str, parameters: str, dtype: str, device: str) -> None:
     serve_wire(socket.socket(fileno=int(file)), respond)
 
 
-def broadcast(group: BroadcastGroup, flat: torch.Tensor, piece: int) -> None:
+def broadcast(group: ChannelGroup, flat: torch.Tensor, piece: int) -> None:
     """Nothing but gloo: pieces of one buffer, two under way."""
     under_way = []
     for start in range(0, flat.numel(), piece):

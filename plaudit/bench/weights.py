@@ -37,7 +37,7 @@ from plaudit.errors import ConfigError, WeightsRefused
 from plaudit.place.channels.channel import Channel
 from plaudit.place.channels.collective import CollectiveChannel
 from plaudit.place.channels.disk import DiskChannel
-from plaudit.place.channels.group import BroadcastGroup, Rendezvous
+from plaudit.place.channels.group import ChannelGroup, Rendezvous
 from plaudit.place.channels.messages import plain
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
@@ -227,7 +227,7 @@ def _gloo_limit(other: _Other, size: int) -> tuple[str, Callable[[], float]]:
     meeting = Rendezvous("127.0.0.1", SECONDS)
     invitation = meeting.invitation("gloo", 2)
     other.wire.tell({"bench": "join", "join": plain(invitation), "bytes": size})
-    group = BroadcastGroup(invitation, 0, SECONDS, meeting.store)
+    group = ChannelGroup(invitation, 0, SECONDS, meeting.store)
     other.wire.answer(SECONDS)
 
     def once(piece: int) -> float:

@@ -24,8 +24,9 @@ class PlacementTable(Table):
     """
 
     name: Literal["colocated", "swapped", "hybrid", "disaggregated", "async"] = "colocated"
-    channel: Literal["disk", "collective", "shared"] | None = None
-    """How weights reach rollout processes. Default: shared."""
+    channel: Literal["disk", "collective", "shared", "reshard"] | None = None
+    """How weights reach rollout processes. Default: shared. reshard: every training rank sends each rank of an engine
+    the part that it needs, and none gathers the policy."""
     delta: bool = False
     """disk, collective: once a process has all weights, only values that have changed travel, bit for bit. The trainer
     keeps one more copy of the policy in host memory."""

@@ -401,6 +401,11 @@ class RlRecipe(BaseRecipe):
                 'placement.channel = "disk" or "collective" and placement.name = "disaggregated" or "async", without '
                 "model.lora; or leave delta out"
             )
+        if placement.channel == "reshard" and (self.engine.name != "core" or self.model.lora is not None):
+            raise ValueError(
+                'placement.channel = "reshard" sends parts of all weights to engines of the core: set "collective", or '
+                "leave out engine.name and model.lora"
+            )
         if name == "hybrid" and placement.channel not in (None, "shared"):
             raise ValueError(
                 f'placement.channel = "{placement.channel}" copies weights, and in placement.name = "hybrid" they are '

@@ -29,10 +29,9 @@ class Asynchronous(Disaggregated):
         own = scorer.scorer if isinstance(scorer, SharedScorer) else scorer
         if stage.ranks.main:
             self.queue = AsyncRollouts(stage.recipe, player, stage.prompts, own, stage.clock, self.engine.mend)
-        everyone = stage.ranks.everyone
-        if self.queue is not None and everyone.size == 1:
+        if self.queue is not None and stage.ranks.everyone.size == 1:
             return self.queue
-        return SharedQueue(self.queue, self._for_all(player), scorer, stage.clock, everyone)
+        return SharedQueue(self.queue, self._for_all(player), scorer, stage.clock, self.orders)
 
     def publish(self, version: int) -> dict[str, float]:
         metrics = super().publish(version)

@@ -15,12 +15,14 @@ from plaudit.place.channels.channel import Channel
 from plaudit.place.channels.collective import CollectiveChannel
 from plaudit.place.channels.delta import DeltaChannel
 from plaudit.place.channels.disk import DiskChannel
+from plaudit.place.channels.reshard.sending import ReshardChannel
 from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
 from plaudit.place.engines.build import new_served
 from plaudit.place.engines.server_fleet import ServerFleet
 from plaudit.place.placement import PlacementContext
 from plaudit.place.ray.rollouts import RayRollouts
+from plaudit.place.resharding import new_reshard
 from plaudit.place.resources import rollout_seats
 from plaudit.place.workers import frames
 from plaudit.place.workers.fleet import Fleet
@@ -30,6 +32,7 @@ from plaudit.train.agents.agent_player import AgentPlayer
 from plaudit.train.agents.episodes import new_player
 from plaudit.train.rollouts.rollouts import Player, Rollouts, RolloutSource
 from plaudit.train.rollouts.sharing import MainPlayer
+from plaudit.train.run.orders import Orders
 
 
 class Disaggregated:
@@ -39,12 +42,13 @@ class Disaggregated:
     def __init__(self, stage: PlacementContext) -> None:
         self.stage = stage
         self.learner = stage.trainee.learner
-        channel = new_channel(stage, paused=self.paused)
+        self.orders = Orders(stage.ranks.everyone)
+        channel = new_channel(stage, self.orders, paused=self.paused)
         self.engine: Fleet | ServerFleet
         if stage.recipe.engine.name == "core":
             if stage.recipe.placement.delta:
-                channel = DeltaChannel(channel, new_channel(stage, paused=False, within="changes"))
-            self.engine = new_fleet(stage, channel, self.keep)
+                channel = DeltaChannel(channel, new_channel(stage, self.orders, paused=False, within="changes"))
+            self.engine = new_fleet(stage, channel, self.orders, self.keep)
         else:
             self.engine = new_served(stage, channel)
         try:
@@ -65,7 +69,7 @@ class Disaggregated:
     def _for_all(self, player: Player) -> Player:
         """The main rank's, which has the engines, as one of all ranks."""
         ranks = self.stage.ranks
-        return player if ranks.everyone.size == 1 else MainPlayer(player if ranks.main else None, ranks.everyone)
+        return player if ranks.everyone.size == 1 else MainPlayer(player if ranks.main else None, self.orders)
 
     def _player(self) -> Player:
         stage, trainee = self.stage, self.stage.trainee
@@ -74,10 +78,15 @@ class Disaggregated:
         return self.player
 
     def publish(self, version: int) -> dict[str, float]:
-        metrics = self.stage.trainee.make_whole()
+        # To reshard nothing is gathered: every rank sends what it has.
+        metrics = {} if self.stage.recipe.placement.channel == "reshard" else self.stage.trainee.make_whole()
         if not self.stage.ranks.main:
+            self.orders.value(None)
             return metrics
-        publication = self.engine.publish(version)
+        try:
+            publication = self.engine.publish(version)
+        finally:
+            self.orders.value(None)  # the others carry out what the publication needs until they hear this
         return {
             **metrics,
             "publish/seconds": publication.seconds,
@@ -98,7 +107,9 @@ class Disaggregated:
             self.player.close()
 
 
-def new_fleet(stage: PlacementContext, channel: Channel, keep: Literal["recompute", "continue"]) -> Fleet:
+def new_fleet(
+    stage: PlacementContext, channel: Channel, orders: Orders, keep: Literal["recompute", "continue"]
+) -> Fleet:
     """The main rank's; the others have none."""
     recipe, trainee = stage.recipe, stage.trainee
     news = threading.Condition()
@@ -110,16 +121,19 @@ def new_fleet(stage: PlacementContext, channel: Channel, keep: Literal["recomput
             start = frames.Start(tree, list(seat.devices), seat.threads, list(seat.cores), keep)
             engines.append(RemoteEngine(f"rollout {index}", start, stage.host, news))
     readers = recipe.resources.rollout.prefill
+    weights = channel.weights if isinstance(channel, ReshardChannel) else lambda: Weights.of(trainee.loaded.module)
     kind = Fleet if not readers else partial(SplitFleet, readers)
-    fleet = kind(engines, channel, lambda: Weights.of(trainee.loaded.module), news, stage.warn)
+    fleet = kind(engines, channel, weights, news, stage.warn)
     in_place = isinstance(channel, SharedChannel) and channel.in_place  # nothing travels there
     if recipe.model.lora is not None and not in_place:
-        fleet.part = new_channel(stage, paused=False, within="adapter"), lambda: Weights.trained(trainee.loaded.module)
+        adapter = new_channel(stage, orders, paused=False, within="adapter")
+        fleet.part = adapter, lambda: Weights.trained(trainee.loaded.module)
     return fleet
 
 
-def new_channel(stage: PlacementContext, *, paused: bool, within: str = ".") -> Channel:
-    """`paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory.
+def new_channel(stage: PlacementContext, orders: Orders, *, paused: bool, within: str = ".") -> Channel:
+    """`orders`: of the main rank to the others, where a channel needs all of them.
+    `paused`: no engine runs while the learner changes the weights, so they may share the learner's own memory.
     `within`: the folder of this channel's files among those of the run's weights."""
     table = stage.recipe.placement
     host = "127.0.0.1"
@@ -128,6 +142,7 @@ def new_channel(stage: PlacementContext, *, paused: bool, within: str = ".") -> 
         host = stage.host.address
         # Ray shows a process its own GPU alone: what is in another's cannot be mapped.
         near = stage.host.near and stage.trainee.decoder.device.type == "cpu"
+    backend: Literal["gloo", "nccl"] = "nccl" if stage.trainee.decoder.device.type == "cuda" else "gloo"
     default: Literal["disk", "collective", "shared"] = (
         "disk" if stage.recipe.engine.name == "sglang" else "shared" if near else "collective"
     )
@@ -135,8 +150,9 @@ def new_channel(stage: PlacementContext, *, paused: bool, within: str = ".") -> 
         case "disk":
             return DiskChannel(stage.directory / "weights" / within, seconds=table.deadline)
         case "collective":
-            backend: Literal["gloo", "nccl"] = "nccl" if stage.trainee.decoder.device.type == "cuda" else "gloo"
             return CollectiveChannel(backend, host=host, seconds=table.deadline)
+        case "reshard":
+            return new_reshard(stage, orders, backend, host)
         case "shared":
             if not near:
                 raise ConfigError(

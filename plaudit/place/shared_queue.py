@@ -16,7 +16,7 @@ from plaudit.records import Batch, Prompt, Sample
 from plaudit.train.rollouts.rollouts import Player, SampleScorer
 from plaudit.train.rollouts.sharing import Share, share_of
 from plaudit.train.run.clock import Clock
-from plaudit.train.run.ranks import Group
+from plaudit.train.run.orders import Orders
 
 
 class SharedQueue:
@@ -25,13 +25,13 @@ class SharedQueue:
     """
 
     def __init__(
-        self, queue: AsyncRollouts | None, player: Player, scorer: SampleScorer, clock: Clock, group: Group
+        self, queue: AsyncRollouts | None, player: Player, scorer: SampleScorer, clock: Clock, orders: Orders
     ) -> None:
         self.queue = queue
         self.player = player
         self.scorer = scorer
         self.clock = clock
-        self.group = group
+        self.orders = orders
         self._drawn = 0  # as the main rank last said
 
     @property
@@ -47,7 +47,7 @@ class SharedQueue:
     def next(self, step: int, version: int) -> Batch:
         mine = Share() if self.queue is None else _taken(self.queue, step, version)
         with self.clock("wait"):
-            share: Share = self.group.from_main(mine, Share)
+            share: Share = self.orders.value(mine, Share)
         share.check(0)
         self._drawn = share.drawn
         return Batch(share.samples, version, share.metrics)

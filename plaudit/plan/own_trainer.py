@@ -10,7 +10,7 @@ from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import DTYPE_BYTES
 from plaudit.plan.shape.workload import Workload
 
-CHANNELS = ("", "shared", "ipc", "broadcast", "disk")
+CHANNELS = ("", "shared", "ipc", "broadcast", "reshard", "disk")
 CHANNEL = "broadcast"
 """Between pools, where no other is chosen."""
 RESPONSE_SECONDS = 0.15e-3
@@ -57,7 +57,8 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "LoRA over several ranks": workload.lora_rank > 0 and training.devices > 1,
         "optimizer on the host over several ranks": training.offload_optimizer and training.devices > 1,
         "reference on the host": training.park,
-        f"{plan.placement} over several ranks": plan.placement in ("swapped", "async") and plan.cluster.devices > 1,
+        "swapped over several ranks": plan.placement == "swapped" and plan.cluster.devices > 1,
+        "reshard channel of an adapter": plan.channel == "reshard" and workload.lora_rank > 0,
         f"{plan.channel} channel": plan.channel not in CHANNELS,
     }
     return (*unsupported(workload), *(name for name, true in lacks.items() if true))

@@ -88,7 +88,9 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
     tables = recipe.model_dump(exclude_unset=True)  # a default of ours may differ from the preset's of a method
     apart = not plan.shared
     placement = {**tables.get("placement", {}), "name": plan.placement}
-    if apart and several_nodes:  # within a node the default, shared memory, is the fastest
+    if plan.channel == "reshard":
+        placement["channel"] = "reshard"
+    elif apart and several_nodes:  # within a node the default, shared memory, is the fastest
         placement["channel"] = "disk" if plan.channel == "disk" else "collective"
     elif not apart:
         placement.pop("channel", None)

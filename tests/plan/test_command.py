@@ -133,11 +133,19 @@ def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wante
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hardware", "placement"), [("1x2xH100", "colocated"), ("1x2xH100", "async")])
-def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("hardware", "placement", "more"),
+    [
+        ("1x2xH100", "colocated", ()), ("1x2xH100", "async", ()), ("1x3xH100", "async", ("--channel", "reshard")),
+    ],
+)  # fmt: skip
+def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str, more: tuple[str, ...]) -> None:
     out = tmp_path / "planned.toml"
-    run = plaudit("--for", "sums-grpo", "--hardware", hardware, "--placement", placement, "--out", str(out))
+    run = plaudit("--for", "sums-grpo", "--hardware", hardware, "--placement", placement, *more, "--out", str(out))
     assert run.returncode == 0, run.stderr
+    if more:
+        planned = tomllib.loads(out.read_text())
+        assert (planned["resources"]["data_parallel"], planned["placement"]["channel"]) == (2, "reshard")
     small = ["train.steps=1", "train.prompts_per_step=8", "data.eval_items=8"]
     done = subprocess.run(
         [sys.executable, "-m", "plaudit", "train", str(out), "--out", str(tmp_path / "run"),

@@ -33,7 +33,7 @@ from plaudit.place.channels.channel import (
     Wire,
     check_acknowledged,
 )
-from plaudit.place.channels.group import BroadcastGroup, GroupBroken, Pending, Rendezvous
+from plaudit.place.channels.group import ChannelGroup, GroupBroken, Pending, Rendezvous
 from plaudit.place.channels.messages import CollectivePrepare, CollectiveTake
 from plaudit.place.channels.weights import ALIGNMENT, Entry, Layout, Weights
 from plaudit.train.run.checksum import BLOCK_BYTES, Checksum, as_bytes
@@ -56,7 +56,7 @@ class CollectiveChannel:
         self.host = host
         self._publisher = Publisher(seconds)
         self._rendezvous: Rendezvous | None = None
-        self._group: BroadcastGroup | None = None
+        self._group: ChannelGroup | None = None
         self._members: list[Wire] = []
 
     def publish(self, weights: Weights, version: int, wires: Sequence[Wire]) -> Publication:
@@ -94,7 +94,7 @@ class CollectiveChannel:
         extra = largest + sum(answer.extra_bytes for answer in answers)
         return Publication(exchange.version, exchange.elapsed, layout.nbytes, extra)
 
-    def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> BroadcastGroup:
+    def _met(self, exchange: Exchange, wires: Sequence[Wire], layout: Layout) -> ChannelGroup:
         """A group of these receivers and nobody else: the one there is, or a new one."""
         group = self._group
         have = None if group is None else group.id
@@ -112,7 +112,7 @@ class CollectiveChannel:
             rank += wire.ranks
         try:
             if not exchange.lost:  # else nobody needs to wait for a group that cannot be
-                self._group = BroadcastGroup(invitation, 0, exchange.left, self._rendezvous.store)
+                self._group = ChannelGroup(invitation, 0, exchange.left, self._rendezvous.store)
         except GroupBroken as error:
             exchange.answers(wires, GRACE_SECONDS)
             raise WeightsRefused(f"{error}; every receiver is alive: publish again") from error
@@ -129,19 +129,22 @@ class CollectiveChannel:
 
 class CollectiveSide:
     def __init__(self) -> None:
-        self._group: BroadcastGroup | None = None
+        self._group: ChannelGroup | None = None
 
     def prepare(self, body: CollectivePrepare) -> bool:
         """Whether it is in the group."""
         if body.join is not None:
             self.close()
-            self._group = BroadcastGroup(body.join, body.join.rank, body.join.seconds)
+            self._group = ChannelGroup(body.join, body.join.rank, body.join.seconds)
         return self._group is not None and self._group.id == body.group
 
+    def group(self, id: str) -> ChannelGroup:
+        if self._group is None or self._group.id != id:
+            raise WeightsRefused(f"the engine is not in the group {id}: publish again")
+        return self._group
+
     def take(self, body: CollectiveTake, layout: Layout, target: Target) -> Received:
-        group = self._group
-        if group is None or group.id != body.group:
-            raise WeightsRefused(f"the engine is not in the group {body.group}: publish again")
+        group = self.group(body.group)
         arrivals = _Arrivals(group, layout, target, body.seconds)
         try:
             target.load(arrivals)
@@ -161,7 +164,7 @@ class CollectiveSide:
 class _Arrivals:
     """Iterates over the tensors that are not in the target's own memory yet; all of them are summed."""
 
-    def __init__(self, group: BroadcastGroup, layout: Layout, target: Target, seconds: float) -> None:
+    def __init__(self, group: ChannelGroup, layout: Layout, target: Target, seconds: float) -> None:
         self.group = group
         self.layout = layout
         self.target = target
@@ -240,7 +243,7 @@ class _UnderWay:
 
 
 def _send(
-    group: BroadcastGroup, layout: Layout, pairs: Iterator[tuple[str, Tensor]], checksum: Checksum, exchange: Exchange
+    group: ChannelGroup, layout: Layout, pairs: Iterator[tuple[str, Tensor]], checksum: Checksum, exchange: Exchange
 ) -> int:
     """All tensors, in buckets; the most memory that copies took."""
     under_way = _UnderWay()

@@ -53,11 +53,12 @@ class Rendezvous:
         return Invitation(self.host, self.store.port, secrets.token_hex(8), backend, size)
 
 
-class BroadcastGroup:
+class ChannelGroup:
     """backend   "gloo" for tensors of the CPU, "nccl" for those of a GPU"""
 
     def __init__(self, invitation: Invitation, rank: int, seconds: float, store: Any = None) -> None:
         self.id = invitation.group
+        self.rank = rank
         backend, size = invitation.backend, invitation.size
         limit = timedelta(seconds=max(seconds, 0.1))
         self.device = torch.device("cpu" if backend == "gloo" else "cuda")
@@ -81,6 +82,15 @@ class BroadcastGroup:
         with _broken_if_it_fails():
             return Pending(self._group, self._group.broadcast([flat], options), flat)
 
+    def send(self, flat: Tensor, rank: int) -> Pending:
+        """Start it. `flat` must live until the end. Of two to the same rank, the first arrives first."""
+        with _broken_if_it_fails():
+            return Pending(self._group, self._group.send([flat], rank, 0), flat)
+
+    def receive(self, flat: Tensor, rank: int) -> Pending:
+        with _broken_if_it_fails():
+            return Pending(self._group, self._group.recv([flat], rank, 0), flat)
+
     def _connect(self, seconds: float) -> None:
         """NCCL connects at the first exchange, in a call that knows no deadline: so that is made by a thread."""
         device = torch.cuda.current_device()
@@ -102,7 +112,7 @@ class BroadcastGroup:
 
 
 class Pending:
-    """A broadcast under way; it keeps its tensor alive."""
+    """An exchange under way; it keeps its tensor alive."""
 
     def __init__(self, group: Any, work: Any, flat: Tensor) -> None:
         self._group = group
@@ -112,7 +122,7 @@ class Pending:
     def wait(self, seconds: float) -> Tensor:
         with _broken_if_it_fails():
             if self.flat.device.type == "cpu":
-                self._work.wait()
+                self._work.wait(timedelta(seconds=max(seconds, 0.1)))
             else:
                 self._watch(time.monotonic() + seconds)
         return self.flat
@@ -121,7 +131,7 @@ class Pending:
         while not self._work.is_completed():
             if time.monotonic() > until:
                 self._group.abort()
-                raise GroupBroken("NCCL did not finish a broadcast in time")
+                raise GroupBroken("NCCL did not finish an exchange in time")
             time.sleep(LOOK_SECONDS)
         self._work.wait()
 

@@ -1,6 +1,6 @@
 """What a trainer's channel and a receiver say to each other. Wires carry these messages as plain data.
 
-trainer -> receiver   WeightMessage: the layout of the weights, and one of the four bodies
+trainer -> receiver   WeightMessage: the layout of the weights, and one of the five bodies
 receiver -> trainer   WeightReply, to each of them
 """
 
@@ -73,7 +73,20 @@ class CollectiveTake(msgspec.Struct, tag="collective", frozen=True):
     seconds: float
 
 
-Body = DiskTake | SharedTake | CollectivePrepare | CollectiveTake
+class ReshardTake(msgspec.Struct, tag="reshard", frozen=True):
+    """mesh     of the training ranks, which are the first of the group
+    splits   of each tensor over it (reshard/routes.py)
+    parts    of every engine rank, a fingerprint of what it is sent
+    """
+
+    group: str
+    seconds: float
+    mesh: tuple[int, ...]
+    splits: dict[str, tuple[tuple[int, int], ...]]
+    parts: tuple[str, ...]
+
+
+Body = DiskTake | SharedTake | CollectivePrepare | CollectiveTake | ReshardTake
 
 
 class WeightMessage(msgspec.Struct, frozen=True):

@@ -12,10 +12,12 @@ from plaudit.place.channels.messages import (
     CollectivePrepare,
     CollectiveTake,
     DiskTake,
+    ReshardTake,
     SharedTake,
     WeightMessage,
     WeightReply,
 )
+from plaudit.place.channels.reshard.receiving import take_parts
 from plaudit.place.channels.shared import SharedSide
 from plaudit.place.channels.target import DeltaTarget, ModuleTarget, PartTarget
 from plaudit.place.channels.weights import Layout
@@ -68,8 +70,22 @@ class WeightReceiver:
                 return self._shared[part].take(body, message.publisher, message.layout, target)
             case CollectiveTake() as body:
                 return self._collective[part].take(body, message.layout, target)
+            case ReshardTake() as body:
+                return self._take_parts(body, message.layout)
             case _:
                 raise AssertionError(f"nothing is taken from {message.body}")
+
+    def _take_parts(self, body: ReshardTake, layout: Layout) -> Received:
+        if not isinstance(self.target, ModuleTarget | PartTarget):
+            raise WeightsRefused(
+                'parts were published to an engine that takes whole tensors: set placement.channel = "collective"'
+            )
+        side = self._collective[layout.part]
+        try:
+            return take_parts(body, side.group(body.group), layout, self.target)
+        except BaseException:
+            side.close()  # so that nobody waits for this rank
+            raise
 
     def close(self) -> None:
         for part in (False, True):

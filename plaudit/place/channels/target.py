@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from plaudit.errors import WeightsRefused, nearest
 from plaudit.models.weights import Cut
 from plaudit.place.channels.packing import as_bits, unpack
+from plaudit.place.channels.reshard.routes import Box, kept_box, meeting, needed, whole_box
 from plaudit.place.channels.weights import Entry, Layout, Weights, named_tensors
 
 
@@ -60,6 +61,14 @@ class ModuleTarget:
         for place in {place.data_ptr(): place for place in self._places[name]}.values():
             _change(place, places, numbers, add)
 
+    def needs(self, layout: Layout) -> dict[str, Box]:
+        return needed(layout, named_tensors(self.module), {})
+
+    def views(self, name: str, box: Box) -> list[Tensor]:
+        """Its own memory of a part of an entry, in each tensor that has it."""
+        places = {place.data_ptr(): place.detach() for place in self._places[name]}.values()
+        return [place[box.within(whole_box(place.shape))] for place in places]
+
     @property
     def devices(self) -> set[torch.device]:
         return {tensor.device for places in self._places.values() for tensor in places}
@@ -107,6 +116,14 @@ class PartTarget:
         for name, tensor in tensors:
             for place, cut in self._places[name]:
                 place.copy_(tensor if cut is None else cut.of(tensor))
+
+    def needs(self, layout: Layout) -> dict[str, Box]:
+        return needed(layout, named_tensors(self.part), self.cuts)
+
+    def views(self, name: str, box: Box) -> list[Tensor]:
+        whole = whole_box(self._shapes[name])
+        held = [(place, whole if cut is None else kept_box(whole, cut)) for place, cut in self._places[name]]
+        return [place[met.within(outer)] for place, outer in held if (met := meeting(box, outer)) is not None]
 
     @torch.no_grad()
     def change(self, name: str, places: Tensor, numbers: Tensor, add: bool) -> None:

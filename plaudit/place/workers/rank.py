@@ -26,8 +26,9 @@ from plaudit.core.proof.support import inspect
 from plaudit.errors import ConfigError, ModelError
 from plaudit.models.part import outline
 from plaudit.place.channels.channel import Receiver, answered
-from plaudit.place.channels.messages import CollectivePrepare, WeightMessage, WeightReply, plain, typed
+from plaudit.place.channels.messages import CollectivePrepare, ReshardTake, WeightMessage, WeightReply, plain, typed
 from plaudit.place.channels.receiver import WeightReceiver
+from plaudit.place.channels.reshard.receiving import joined
 from plaudit.place.channels.target import PartTarget
 from plaudit.place.workers import frames
 from plaudit.process.guard import Guard
@@ -84,14 +85,17 @@ class RanksReceiver:
         said = self.leader.take_weights(data, lambda: _taken(self.own, 0, data))
         replies = [msgspec.msgpack.decode(each, type=WeightReply) for each in said]
         errors = [f"rank {rank}: {reply.error}" for rank, reply in enumerate(replies) if reply.error is not None]
-        checksums = {reply.checksum for reply in replies}
-        if len(checksums) > 1 and not errors:
-            errors = [f"its ranks received different bytes (checksums {sorted(map(str, checksums))}): publish again"]
+        checksums = [str(reply.checksum) for reply in replies]
+        checksum = replies[0].checksum
+        if isinstance(message.body, ReshardTake):  # to each its own
+            checksum = joined(checksums)
+        elif len(set(checksums)) > 1 and not errors:
+            errors = [f"its ranks received different bytes (checksums {sorted(set(checksums))}): publish again"]
         self.version = None if errors else self.own.version
         if errors:
             return WeightReply(message.exchange, error="; ".join(errors))
         return msgspec.structs.replace(
-            replies[0], extra_bytes=sum(reply.extra_bytes for reply in replies),
+            replies[0], checksum=checksum, extra_bytes=sum(reply.extra_bytes for reply in replies),
             in_group=all(reply.in_group for reply in replies),
         )  # fmt: skip
 

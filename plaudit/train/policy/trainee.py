@@ -45,7 +45,8 @@ class Trainee:
         self.shards: Shards | None = None
         if ranks.mesh is not None:
             self.shards = split_trained(recipe.model, recipe.seed, checkpoint, ranks)
-        if self.shards is None or ranks.main or not recipe.rollout_processes:
+        serves = ranks.main and recipe.placement.channel != "reshard"  # where all ranks serve their shards
+        if self.shards is None or serves or not recipe.rollout_processes:
             self.loaded = load_trained(recipe.model, recipe.seed, checkpoint)
             self.decoder = inspect(self.loaded.module)
         else:

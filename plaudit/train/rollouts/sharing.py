@@ -13,6 +13,7 @@ from plaudit.records import Prompt, Sample
 from plaudit.reward.reward import cuts
 from plaudit.train.rollouts.rollouts import Player, SampleScorer
 from plaudit.train.rollouts.scorer import RewardFailed
+from plaudit.train.run.orders import Orders
 from plaudit.train.run.ranks import Group
 from plaudit.train.run.signals import Interrupted, leave_on_signal
 
@@ -50,17 +51,17 @@ class SharedPlayer:
 class MainPlayer:
     """The main rank has the engines and plays all; the others hear what came of it."""
 
-    def __init__(self, player: Player | None, group: Group) -> None:
+    def __init__(self, player: Player | None, orders: Orders) -> None:
         """`player` is the main rank's."""
         self.player = player
-        self.group = group
+        self.orders = orders
 
     def play(
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
     ) -> list[Sample]:
         player = self.player
         mine = Share() if player is None else share_of(lambda: player.play(prompts, n, seed, first, evaluate))
-        share: Share = self.group.from_main(mine, Share)
+        share: Share = self.orders.value(mine, Share)
         share.check(0)
         return list(share.samples)
 

@@ -1,0 +1,101 @@
+"""The engine's side of a reshard: buckets of every training rank at a time, straight into the engine's own memory."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from plaudit.errors import WeightsRefused
+from plaudit.place.channels.channel import Received
+from plaudit.place.channels.group import ChannelGroup, Pending
+from plaudit.place.channels.messages import ReshardTake
+from plaudit.place.channels.reshard.routes import Bucket, Split, TensorPart, TrainingSide, buckets, fingerprint, routes
+from plaudit.place.channels.target import ModuleTarget, PartTarget
+from plaudit.place.channels.weights import Layout
+from plaudit.train.run.checksum import Checksum, as_bytes
+
+AHEAD = 2  # buckets of a rank that are waited for: one is summed and written while the next comes in
+
+
+def take_parts(body: ReshardTake, group: ChannelGroup, layout: Layout, target: ModuleTarget | PartTarget) -> Received:
+    """What this rank of the engine needs, from whoever has it."""
+    splits = {name: tuple(Split(*each) for each in cuts) for name, cuts in body.splits.items()}
+    training = TrainingSide(body.mesh, splits)
+    number, needs = group.rank - training.ranks, target.needs(layout)
+    if body.parts[number] != fingerprint(needs):
+        raise WeightsRefused(
+            "the trainer plans other parts for this rank of the engine than it has: start both from one recipe and "
+            "model directory"
+        )
+    planned = routes(layout, training, {number: needs})
+    streams = [_Stream(group, sender, pieces, target) for (sender, _), pieces in sorted(planned.items())]
+    until = time.monotonic() + body.seconds
+    while any(stream.ahead() for stream in streams):
+        # All ranks post the buckets of a round before they wait for any of it, so that nobody waits in a circle.
+        for stream in streams:
+            stream.take(until - time.monotonic())
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    return Received(joined([stream.checksum.hexdigest() for stream in streams]), sum(s.most_copies for s in streams))
+
+
+def joined(checksums: Sequence[str]) -> str:
+    """One checksum of several, in their order."""
+    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()[:32]
+
+
+class _Stream:
+    """What comes from one training rank."""
+
+    def __init__(
+        self, group: ChannelGroup, sender: int, pieces: Sequence[TensorPart], target: ModuleTarget | PartTarget
+    ) -> None:
+        self.group = group
+        self.sender = sender
+        self.target = target
+        self.checksum = Checksum()
+        self.most_copies = 0
+        self._coming = self._posted(buckets(pieces))
+        self._waiting: deque[tuple[Pending, Bucket, Tensor | None]] = deque()
+
+    def ahead(self) -> bool:
+        """Post what may come next; whether anything is still to come."""
+        while len(self._waiting) < AHEAD and (posted := next(self._coming, None)) is not None:
+            self._waiting.append(posted)
+        return bool(self._waiting)
+
+    def take(self, seconds: float) -> None:
+        if not self._waiting:
+            return
+        pending, bucket, copy = self._waiting.popleft()
+        self.checksum.update(pending.wait(seconds))
+        if copy is not None and bucket.last:
+            for piece, place in bucket.places():
+                data = copy[place : place + piece.nbytes].view(piece.entry.torch_dtype).view(piece.box.shape)
+                for view in self.target.views(piece.entry.name, piece.box):
+                    view.copy_(data)
+
+    def _posted(self, coming: Iterator[Bucket]) -> Iterator[tuple[Pending, Bucket, Tensor | None]]:
+        """Each with the memory of its pieces, where that is not the target's own."""
+        memory, own = torch.empty(0), False
+        for bucket in coming:
+            if bucket.start == 0:
+                memory, own = self._memory(bucket)
+            flat = memory[bucket.start : bucket.end]
+            yield self.group.receive(flat, self.sender), bucket, None if own else memory
+
+    def _memory(self, bucket: Bucket) -> tuple[Tensor, bool]:
+        """Where all pieces of a bucket go, and whether that is the target's own memory."""
+        if len(bucket.pieces) == 1:
+            (piece,) = bucket.pieces
+            views = self.target.views(piece.entry.name, piece.box)
+            if len(views) == 1 and views[0].is_contiguous() and views[0].device.type == self.group.device.type:
+                return as_bytes(views[0]), True
+        size = bucket.packed_size
+        self.most_copies = max(self.most_copies, AHEAD * size)
+        return torch.empty(size, dtype=torch.uint8, device=self.group.device), False
