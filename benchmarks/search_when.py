@@ -106,7 +106,7 @@ def measured(ground: Ground, auc: float, name: str, width: int, batch: int) -> l
     ]  # fmt: skip
 
 
-def measure(questions: int, minutes: float) -> dict[str, Any]:
+def measure(questions: int, minutes: float, only: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "script": "benchmarks/search_when.py", "machine": processor(), "date": time.strftime("%Y-%m-%d"),
         "commit": commit(), "cpu_seconds": 0.0, "rows": [],
@@ -118,13 +118,16 @@ def measure(questions: int, minutes: float) -> dict[str, Any]:
     end = time.monotonic() + 60 * minutes
     for batch in range(math.ceil(questions / BATCH)):
         for ground, auc, name, width, most in cells():
-            done = (ground.depth, ground.accuracy, auc, name, width, batch) in known
+            named = f"{ground.name}, AUC {auc}, width {width}"
+            done = (only and named not in only) or (ground.depth, ground.accuracy, auc, name, width, batch) in known
             if done or batch >= most or time.monotonic() > end:
                 continue
             began = time.process_time()
             rows += measured(ground, auc, name, width, batch)
+            if processor() not in found["machine"]:  # of what was measured before
+                found["machine"] += f"; {processor()}"
             found["cpu_seconds"] += time.process_time() - began
-            print(f"{ground.name}, AUC {auc}, {name}, width {width}, batch {batch}", flush=True)
+            print(f"{named}: {name}, batch {batch}", flush=True)
             with written(RESULTS) as file:
                 text = json.dumps(found, separators=(",", ":"))
                 file.write(text.replace('{"depth"', '\n{"depth"') + "\n")
@@ -293,8 +296,14 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--write", action="store_true", help="Write docs/search-when.md and plaudit/search/when.json.")
+    parser.add_argument(
+        "--cell",
+        action="append",
+        default=[],
+        help='Only this one: "8 steps, 30%% right, AUC 0.8, width 16".',
+    )
     args = parser.parse_args()
-    found = measure(args.questions, args.minutes)
+    found = measure(args.questions, args.minutes, args.cell)
     known = table(found)
     text = page(found, known["cells"])
     print(text)
