@@ -260,19 +260,15 @@ class RlRecipe(BaseRecipe):
                     f"train.offload_optimizer is for one rank, and resources name {self.resources.ranks}, which share "
                     "the optimizer out among them already: leave one of them out"
                 )
-            if self.model.lora is not None:
+            if self.model.lora is not None and self.resources.tensor_parallel > 1:
                 raise ValueError(
-                    f"model.lora trains on one rank, and resources name {self.resources.ranks}: leave one of them out"
+                    f"model.lora trains with whole matrices, and resources.tensor_parallel = "
+                    f"{self.resources.tensor_parallel} splits them: set data_parallel in its place"
                 )
             if self.placement.name == "swapped":
                 raise ValueError(
                     f'placement.name = "swapped" is for one rank, and resources name {self.resources.ranks}, which '
                     'share the memory out among them already: set name = "colocated"'
-                )
-            if self.critic is not None and self.critic.shared:
-                raise ValueError(
-                    f"critic.shared trains on one rank, and resources name {self.resources.ranks}: give the critic a "
-                    "model of its own (shared = false)"
                 )
             if self.critic is not None and self.critic.url is not None:
                 raise ValueError(

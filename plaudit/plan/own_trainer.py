@@ -54,7 +54,7 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "data parallelism without FSDP": training.dp > 1 and training.zero < 3,
         "tensor parallelism of experts": training.tp > 1 and model.experts > 0,
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
-        "LoRA over several ranks": workload.lora_rank > 0 and training.devices > 1,
+        "LoRA with tensor parallelism": workload.lora_rank > 0 and training.tp > 1,
         "optimizer on the host over several ranks": training.offload_optimizer and training.devices > 1,
         "reference on the host": training.park,
         "swapped over several ranks": plan.placement == "swapped" and plan.cluster.devices > 1,

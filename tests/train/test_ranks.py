@@ -281,6 +281,60 @@ def test_a_rank_that_cannot_write_is_named_and_the_checkpoint_before_is_kept(tmp
     assert sorted(path.name for path in directory.iterdir()) == ["latest", "step-000001"]
 
 
+LORA: dict[str, Any] = {**GRPO, "model": {"lora": {"rank": 4}}}
+SHARED: dict[str, Any] = {
+    **PPO, "critic": {"shared": True, "warmup": 1}, "train": {"prompts_per_step": 6, "minibatches": 2, "lr": 3e-5}
+}  # fmt: skip
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("tables", "data", "tensor"),
+    [
+        pytest.param(LORA, 2, 1, id="lora-2x1"),
+        pytest.param({**LORA, "placement": {"name": "disaggregated"}}, 2, 1, id="lora-2x1-disaggregated"),
+        pytest.param(SHARED, 2, 1, id="shared-2x1"),
+        pytest.param(SHARED, 1, 2, id="shared-1x2"),
+    ],
+)
+def test_adapters_and_shared_critics_learn_over_ranks_what_they_learn_on_one(
+    tables: dict[str, Any], data: int, tensor: int, tmp_path: Path
+) -> None:
+    ten = {"steps": 10, "checkpoint": {"every": 5}}
+    tree = recipe(**{**tables, "train": {**tables["train"], **STEPS, **ten}})
+    with Run(tmp_path / "one", tree) as opened:
+        RlTraining(tree, opened, Silent()).fit()
+    file, run = written(tmp_path / "recipe.toml", tables, **ten), tmp_path / "many"
+    fork_ranks(data * tensor, command(file, run, data, tensor)[3:], tmp_path)
+    check_ten(run, tmp_path / "one")
+    shutil.rmtree(run / "checkpoints" / "step-000010")
+    with Run(run, tree, resume=True) as opened:
+        RlTraining(tree, opened, Silent()).fit()
+    check_ten(run, tmp_path / "one")
+    shutil.rmtree(run / "checkpoints" / "step-000010")
+    fork_ranks(data * tensor, command(file, run, data, tensor, "--resume")[3:], tmp_path)
+    check_ten(run, tmp_path / "one")
+
+
+def check_ten(found: Path, expected: Path) -> None:
+    assert shown(found) == shown(expected)
+    learned = [event for event in steps(expected) if "policy/grad_norm" in event]
+    assert len(steps(found)) == len(steps(expected)) >= 9
+    assert len(learned) >= 9
+    for values, wanted in zip(steps(found), steps(expected), strict=True):
+        for name in ("policy/loss", "value/loss", "kl/reference"):
+            if name in wanted:
+                assert values[name] == pytest.approx(wanted[name], abs=1e-5), name
+    for name, wanted_tensor in weights(expected).items():
+        assert torch.allclose(weights(found)[name], wanted_tensor, atol=2e-5), name
+    if (expected / "final" / "adapter").exists():
+        assert (found / "final" / "adapter" / "adapter_config.json").is_file()
+        adapters = [load_file(run / "final" / "adapter" / "adapter_model.safetensors") for run in (found, expected)]
+        assert adapters[0].keys() == adapters[1].keys()
+        for name, tensor in adapters[1].items():
+            assert torch.allclose(adapters[0][name], tensor, atol=2e-5), name
+
+
 def ranks_of(parent: int) -> dict[int, psutil.Process]:
     found = [each for each in psutil.Process(parent).children() if "RANK" in each.environ()]
     return {int(each.environ()["RANK"]): each for each in found}
@@ -431,8 +485,10 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"model": {"lora": {"rank": 4}}}, "model.lora trains on one rank, and resources name 2"),
-        ({"algorithm": {"name": "ppo"}, "critic": {"shared": True}}, "critic.shared trains on one rank"),
+        (
+            {"model": {"lora": {"rank": 4}}, "resources": {"tensor_parallel": 2}},
+            "model.lora trains with whole matrices, and resources.tensor_parallel = 2 splits them",
+        ),
         (
             {"reward": {"url": "http://127.0.0.1:1"}, "resources": {"timeout": 60.0}},
             "resources.timeout = 60 s is not more",

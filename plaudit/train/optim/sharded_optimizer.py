@@ -6,43 +6,47 @@ again; only the norm needs an exchange. Its state is saved as whole tensors, so 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from plaudit.config import TrainTable
 from plaudit.models.weights import Cut, Stored, read_stem
-from plaudit.train.optim.optimizer import Optimizer, local_master
+from plaudit.train.optim.optimizer import Optimizer, local, local_master
 from plaudit.train.optim.shard_files import Whole, write_shards
 from plaudit.train.optim.sharding import Shards, cuts
-from plaudit.train.run.ranks import TENSOR
+from plaudit.train.run.ranks import DATA, TENSOR
 
 
 class ShardedOptimizer(Optimizer):
-    def __init__(self, shards: Shards, table: TrainTable) -> None:
+    """Parameters `beside` the module's are whole on every rank, of which each adds its share of the gradient."""
+
+    def __init__(self, shards: Shards, table: TrainTable, beside: Mapping[str, nn.Parameter] | None = None) -> None:
         self.shards = shards
-        super().__init__(shards.module, table)
+        super().__init__(shards.module, table, beside)
 
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        assert isinstance(parameter, DTensor)
-        return local_master(parameter, parameter.to_local())
+        return local_master(parameter, local(parameter))
 
     def _clip(self) -> Tensor:
-        tensor = self.shards.mesh[TENSOR]
+        data, tensor = self.shards.mesh[DATA], self.shards.mesh[TENSOR]
         squares = torch.zeros(1, dtype=torch.float64, device=next(iter(self.masters.values())).device)
         for name, master in self.masters.items():
             if master.grad is None:
                 continue
-            if tensor.size() > 1 and not self.shards.on_both(name):
+            split = name in self.shards.parameters
+            if not split and data.size() > 1:
+                dist.all_reduce(master.grad, group=data.get_group())
+            alike = 1 if split and self.shards.on_both(name) else tensor.size()
+            if alike > 1:
                 dist.all_reduce(master.grad, group=tensor.get_group())
                 if name not in self.shards.summed:
                     # The ranks computed the same; after the mean they also have the same bits, and stay together.
-                    master.grad /= tensor.size()
-            once = 1 if self.shards.on_both(name) else tensor.size()
-            squares += master.grad.double().square().sum() / once
+                    master.grad /= alike
+            squares += master.grad.double().square().sum() / (alike if split else alike * data.size())
         dist.all_reduce(squares)
         norm = squares.sqrt().squeeze()
         factor = (self.table.clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
@@ -60,10 +64,11 @@ class ShardedOptimizer(Optimizer):
         self.load({name: at.read(*self._cuts(name, at)) for name, at in read_stem(path).items()})
 
     def _whole(self, path: str, part: Tensor) -> Whole:
-        like = self.shards.parameters[path.split("/", 1)[1]]
-        if part.ndim == 0:
-            return Whole(path, part.dtype, (), lambda: part)
+        like = self.shards.parameters.get(path.split("/", 1)[1])
+        if like is None or part.ndim == 0:
+            return Whole(path, part.dtype, tuple(part.shape), lambda: part)
         return Whole(path, part.dtype, tuple(like.shape), lambda: self.shards.whole(part.to(like.device), like))
 
     def _cuts(self, path: str, at: Stored) -> list[Cut]:
-        return cuts(self.shards.parameters[path.split("/", 1)[1]]) if at.shape else []
+        like = self.shards.parameters.get(path.split("/", 1)[1])
+        return [] if like is None or not at.shape else cuts(like)

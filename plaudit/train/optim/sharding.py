@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
@@ -70,11 +71,30 @@ class Shards:
         self.parameters = dict(self.module.named_parameters())  # type: ignore[arg-type]
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                if name in stored and (local := parameter.to_local()).numel():
-                    local.copy_(stored[name].read(*cuts(parameter)))
+                at = stored.get(name.replace(".base_layer.", "."))  # as a layer with an adapter beside it calls it
+                if at is not None and (local := parameter.to_local()).numel():
+                    local.copy_(at.read(*cuts(parameter)))
             for name, buffer in self.module.named_buffers():
                 if name in stored:
                     buffer.copy_(stored[name].read())
+
+    def fill_trained(self, whole: nn.Module) -> None:
+        """Give the parameters that learn the values that the main rank's whole module has; the others' need have none.
+        For adapters, which are in no file at first."""
+        values = dict(whole.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                if self.everyone.index == 0:
+                    value.copy_(values[name])
+                dist.broadcast(value, 0)
+                for cut in cuts(parameter):
+                    value = cut.of(value)
+                parameter.to_local().copy_(value)
+
+    @property
+    def trained(self) -> dict[str, DTensor]:
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def whole(self, part: Tensor, like: DTensor) -> Tensor:
         """A tensor that is split as a parameter is, put together. Every rank takes part."""
@@ -84,10 +104,10 @@ class Shards:
         return split.full_tensor()
 
     def publish(self, copy_of: nn.Module) -> None:
-        """Write the weights into a whole copy of the module, one parameter at a time."""
+        """Write the weights that learn into a whole copy of the module, one parameter at a time."""
         targets = dict(copy_of.named_parameters())
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, parameter in self.trained.items():
                 targets[name].copy_(parameter.full_tensor())
 
     def gathered(self) -> nn.Module | None:

@@ -17,7 +17,7 @@ from plaudit.models import ValueModel, save
 from plaudit.records import Sample
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.shard_files import save_shards
-from plaudit.train.optim.sharding import Shards
+from plaudit.train.optim.sharding import Shards, let_go
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, read_values, values_of
 from plaudit.train.policy.policy import Policy
@@ -122,9 +122,11 @@ class SharedCritic:
             with torch.no_grad():
                 hidden = hidden_of(policy.module, responses)
             part = experience.select(batch.indices).on(device)
-            loss = policy.value_loss(part, responses, hidden, send(weights[rows].numpy(), device), tally)
+            counted = send((weights[rows] * float(batch.counts)).numpy(), device)
+            loss = policy.value_loss(part, responses, hidden, counted, tally if batch.counts else Tally())
             (policy.value_coef * loss).backward()  # type: ignore[no-untyped-call]
-        return tally
+        let_go(policy.module)
+        return tally.gathered(policy.group)
 
     def update(self, experience: Experience, step: int) -> Tally:
         """Nothing is left to do: it learns with the policy."""

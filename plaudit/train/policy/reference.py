@@ -30,7 +30,10 @@ class WithoutAdapter:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.disable_adapters()  # type: ignore[operator]
+    for parameter in learning:  # FSDP2 keeps for good what it sees when a layer is gathered for the first time
+        parameter.requires_grad_(True)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from safetensors.torch import load_file
 from torch import nn
@@ -194,10 +194,8 @@ def without_dropout(module: nn.Module) -> None:
             part.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-def value_head(module: nn.Module) -> nn.Linear:
+def value_head(decoder: Decoder) -> nn.Linear:
     """Of a critic that shares the policy's trunk."""
-    config: Any = module.config
-    device = next(module.parameters()).device
-    head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=device)
+    head = nn.Linear(decoder.config.hidden_size, 1, bias=False, device=decoder.device)
     nn.init.zeros_(head.weight)
     return head

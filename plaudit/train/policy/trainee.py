@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -33,7 +34,7 @@ from plaudit.train.policy.teachers import Teachers
 from plaudit.train.run.checkpoint import OPTIMIZER, Checkpoint
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.overdue import Warn
-from plaudit.train.run.ranks import Ranks
+from plaudit.train.run.ranks import Ranks, together
 
 
 class Trainee:
@@ -42,6 +43,7 @@ class Trainee:
 
     def __init__(self, recipe: RlRecipe, ranks: Ranks, checkpoint: Checkpoint | None, clock: Clock, warn: Warn) -> None:
         self.recipe = recipe
+        self.ranks = ranks
         self.shards: Shards | None = None
         if ranks.mesh is not None:
             self.shards = split_trained(recipe.model, recipe.seed, checkpoint, ranks)
@@ -55,7 +57,12 @@ class Trainee:
             self.loaded = Loaded(self.shards.skeleton, load_tokenizer(path), path, "policy")
             self.decoder = Decoder(self.shards.module, "causal")
         module = self.loaded.module
-        head = value_head(module) if recipe.critic is not None and recipe.critic.shared else None
+        if self.shards is not None:
+            if recipe.model.lora is None:
+                module.requires_grad_(False)
+            else:
+                self.shards.fill_trained(module)
+        head = value_head(self.decoder) if recipe.critic is not None and recipe.critic.shared else None
         self.policy = Policy(
             self.decoder if self.shards is None else Decoder(self.shards.module, "causal"), recipe.algorithm,
             temperature=recipe.sampling.temperature, max_tokens=recipe.sampling.max_tokens,
@@ -66,8 +73,7 @@ class Trainee:
         if self.shards is None:
             self.optimizer: Optimizer = new_optimizer(module, recipe.train, beside)
         else:
-            module.requires_grad_(False)
-            self.optimizer = ShardedOptimizer(self.shards, recipe.train)
+            self.optimizer = ShardedOptimizer(self.shards, recipe.train, beside)
         self.critic = new_critic(recipe, self.policy, len(self.loaded.tokenizer), ranks, checkpoint, warn)
         self.teachers: Teachers | None = None
         try:
@@ -88,33 +94,42 @@ class Trainee:
             return {}
         begin = time.monotonic()
         self.shards.publish(self.loaded.module)
-        size = sum(p.numel() * p.element_size() for p in self.loaded.module.parameters())
+        size = sum(p.numel() * p.element_size() for p in self.shards.trained.values())
         return {"publish/gather_seconds": time.monotonic() - begin, "publish/gather_bytes": float(size)}
 
     def save_model(self, directory: Path) -> None:
-        """By all ranks, where there are several."""
-        if self.shards is not None:
+        """By all ranks, where they share the weights out; with an adapter by the main one."""
+        if self.shards is not None and self.recipe.model.lora is None:
             save_shards(self.shards, self.loaded.tokenizer, directory)
             return
-        module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
-        save(module, self.loaded.tokenizer, directory)
+
+        def write() -> None:
+            module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
+            save(module, self.loaded.tokenizer, directory)
+
+        self._by_main(write)
 
     def save_final(self, directory: Path) -> None:
         """The model, and the adapter where one was trained."""
-        shutil.rmtree(directory / "adapter", ignore_errors=True)  # of a finished run that was given more steps
+        # It may be there, of a finished run that was given more steps.
+        self._by_main(lambda: shutil.rmtree(directory / "adapter", ignore_errors=True))
         self.save_model(directory)
         if self.recipe.model.lora is not None:
-            assert self.recipe.model.path is not None
-            lora.save_adapter(self.loaded.module, str(resolve(self.recipe.model.path)), directory / "adapter")
+            base = str(resolve(str(self.recipe.model.path)))
+            self._by_main(lambda: lora.save_adapter(self.loaded.module, base, directory / "adapter"))
 
     def save(self, directory: Path) -> None:
         """What a checkpoint has besides the model and the optimizer."""
         if self.critic is not None:
             self.critic.save(directory)
         if self.recipe.model.lora is not None:
-            save_file(lora.adapter_tensors(self.loaded.module), directory / "adapter.safetensors")
-        if self.policy.value_head is not None:
-            save_file(dict(self.policy.value_head.state_dict()), directory / "value_head.safetensors")
+            file = directory / "adapter.safetensors"
+            self._by_main(lambda: save_file(lora.adapter_tensors(self.loaded.module), file))
+        if (head := self.policy.value_head) is not None:
+            self._by_main(lambda: save_file(dict(head.state_dict()), directory / "value_head.safetensors"))
+
+    def _by_main(self, write: Callable[[], object]) -> None:
+        together(self.ranks.everyone, write if self.ranks.main else lambda: None)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.learner.load(checkpoint.state["learner"])
