@@ -154,8 +154,9 @@ def lead(cell: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 
 
 def advice(leads: dict[str, tuple[float, float]]) -> str:
-    """The method that is ahead of best-of-n by more than its interval, the furthest of several."""
-    ahead = {name: mean for name, (mean, half) in leads.items() if mean > half and name in READY}
+    """The method that is ahead of best-of-n by more than its interval. Of several the one whose interval begins
+    furthest ahead: they may have been given different numbers of questions."""
+    ahead = {name: mean - half for name, (mean, half) in leads.items() if mean > half and name in READY}
     return max(ahead, key=ahead.__getitem__) if ahead else CHEAP[0]
 
 
@@ -259,9 +260,9 @@ python benchmarks/search_when.py --minutes 30 --write
 {least} to {most} questions a cell, {date}, {machine}.
 
 A tree's accuracy stands with its lead over PRM-weighted best-of-n of the same width and its 95 % interval, question by
-question. `use` is the method that leads by more than that interval, the furthest of several; a KV budget is left out,
-since it has a size of one's own. Empty cells were not measured. `plaudit search --method auto` reads the same cells, in
-`plaudit/search/when.json` ([how](search.md#auto)).
+question. `use` is the method that leads by more than that interval, of several the one whose interval begins furthest
+ahead; a KV budget is left out, since it has a size of one's own. Empty cells were not measured. `plaudit search
+--method auto` reads the same cells, in `plaudit/search/when.json` ([how](search.md#auto)).
 
 ## Accuracy
 """

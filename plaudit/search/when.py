@@ -37,8 +37,8 @@ def advise(ground: GroundTable, width: int) -> Advice:
     why = f"{'the' if exact else 'the nearest'} cell of the table ({named}) says {method}"
     if method == BEST_OF_N:
         return Advice(method, f"{why}: no tree was ahead there by more than its 95 % interval", named)
-    figures = f"{reached[method]['accuracy']:.3f} against best-of-n's {reached[BEST_OF_N]['accuracy']:.3f}"
-    return Advice(method, f"{why}: {figures}", named)
+    ahead = reached[method]
+    return Advice(method, f"{why}, {ahead['lead']:+.3f} ± {ahead['interval']:.3f} right over best-of-n", named)
 
 
 def following(recipe: SearchRecipe, method: str) -> SearchRecipe:
