@@ -297,7 +297,7 @@ class Training:
 
     def ask(self, **message: Any) -> dict[str, Any]:
         self._wire.tell(message)
-        return self._wire.answer(2 * SECONDS)
+        return self._wire.answer(4 * SECONDS)
 
     def close(self) -> None:
         self._commands.close()

@@ -17,7 +17,7 @@ from plaudit.place.channels.messages import (
     WeightMessage,
     WeightReply,
 )
-from plaudit.place.channels.reshard.receiving import take_parts
+from plaudit.place.channels.reshard.receiving import ReshardSide
 from plaudit.place.channels.shared import SharedSide
 from plaudit.place.channels.target import DeltaTarget, ModuleTarget, PartTarget
 from plaudit.place.channels.weights import Layout
@@ -33,6 +33,7 @@ class WeightReceiver:
         # A part has ways of its own: what the whole brought stays where it lies.
         self._collective = {part: CollectiveSide() for part in (False, True)}
         self._shared = {part: SharedSide() for part in (False, True)}
+        self._reshard = ReshardSide()
 
     def receive(self, message: WeightMessage) -> WeightReply:
         self._check_version(message.version, message.publisher)
@@ -82,7 +83,7 @@ class WeightReceiver:
             )
         side = self._collective[layout.part]
         try:
-            return take_parts(body, side.group(body.group), layout, self.target)
+            return self._reshard.take(body, side.group(body.group), layout, self.target)
         except BaseException:
             side.close()  # so that nobody waits for this rank
             raise

@@ -22,26 +22,45 @@ from plaudit.train.run.checksum import Checksum, as_bytes
 AHEAD = 2  # buckets of a rank that are waited for: one is summed and written while the next comes in
 
 
-def take_parts(body: ReshardTake, group: ChannelGroup, layout: Layout, target: ModuleTarget | PartTarget) -> Received:
-    """What this rank of the engine needs, from whoever has it."""
-    splits = {name: tuple(Split(*each) for each in cuts) for name, cuts in body.splits.items()}
-    training = TrainingSide(body.mesh, splits)
-    number, needs = group.rank - training.ranks, target.needs(layout)
-    if body.parts[number] != fingerprint(needs):
-        raise WeightsRefused(
-            "the trainer plans other parts for this rank of the engine than it has: start both from one recipe and "
-            "model directory"
-        )
-    planned = routes(layout, training, {number: needs})
-    streams = [_Stream(group, sender, pieces, target) for (sender, _), pieces in sorted(planned.items())]
-    until = time.monotonic() + body.seconds
-    while any(stream.ahead() for stream in streams):
-        # All ranks post the buckets of a round before they wait for any of it, so that nobody waits in a circle.
-        for stream in streams:
-            stream.take(until - time.monotonic())
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
-    return Received(joined([stream.checksum.hexdigest() for stream in streams]), sum(s.most_copies for s in streams))
+class ReshardSide:
+    """What this rank of an engine takes of every publication, planned with the first."""
+
+    def __init__(self) -> None:
+        self._planned: tuple[object, dict[tuple[int, int], list[TensorPart]]] | None = None
+
+    def take(
+        self, body: ReshardTake, group: ChannelGroup, layout: Layout, target: ModuleTarget | PartTarget
+    ) -> Received:
+        """What this rank needs, from whoever has it."""
+        planned = self._routes(body, group.rank, layout, target)
+        streams = [_Stream(group, sender, pieces, target) for (sender, _), pieces in sorted(planned.items())]
+        until = time.monotonic() + body.seconds
+        # Streams are read in turn, as they are written: all ranks post the buckets of a round before they wait for any
+        # of it, so that nobody waits in a circle.
+        left = streams
+        while left := [stream for stream in left if stream.ahead()]:
+            for stream in left:
+                stream.take(until - time.monotonic())
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        extra = sum(stream.most_copies for stream in streams)
+        return Received(joined([stream.checksum.hexdigest() for stream in streams]), extra)
+
+    def _routes(
+        self, body: ReshardTake, rank: int, layout: Layout, target: ModuleTarget | PartTarget
+    ) -> dict[tuple[int, int], list[TensorPart]]:
+        of = (layout.digest, rank, body.mesh, body.splits, body.parts)
+        if self._planned is None or self._planned[0] != of:
+            splits = {name: tuple(Split(*each) for each in cuts) for name, cuts in body.splits.items()}
+            training = TrainingSide(body.mesh, splits)
+            number, needs = rank - training.ranks, target.needs(layout)
+            if body.parts[number] != fingerprint(needs):
+                raise WeightsRefused(
+                    "the trainer plans other parts for this rank of the engine than it has: start both from one recipe "
+                    "and model directory"
+                )
+            self._planned = of, routes(layout, training, {number: needs})
+        return self._planned[1]
 
 
 def joined(checksums: Sequence[str]) -> str:
@@ -70,8 +89,6 @@ class _Stream:
         return bool(self._waiting)
 
     def take(self, seconds: float) -> None:
-        if not self._waiting:
-            return
         pending, bucket, copy = self._waiting.popleft()
         self.checksum.update(pending.wait(seconds))
         if copy is not None and bucket.last:
