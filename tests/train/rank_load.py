@@ -1,5 +1,6 @@
-"""Models that every rank reads its part of, beside the same models split after they were loaded whole. A test runs this
-on each rank: python -m tests.train.rank_load DATA TENSOR DIRECTORY..."""
+"""Models that every rank reads its part of, beside the same models split after they were loaded whole; and as they come
+back when the ranks have saved them. A test runs this on each rank:
+python -m tests.train.rank_load DATA TENSOR DIRECTORY..."""
 
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from plaudit.config.supervised import PolicyModelTable
 from plaudit.core.model.packing import pack
 from plaudit.models import load_policy, load_value
 from plaudit.models.heads.value_head import ValueModel
+from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharding import Shards, packed_rows
 from plaudit.train.policy.rl_models import split_model
 from plaudit.train.run.ranks import Ranks, join
@@ -27,7 +29,8 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 def check(directory: str, dtype: str, ranks: Ranks) -> None:
     table = PolicyModelTable(path=directory, dtype=dtype, device="cpu")
     for kind in ("policy", "value"):
-        read = split_model(directory, kind, table, ranks, lambda module: None).module
+        shards = split_model(directory, kind, table, ranks, lambda module: None)
+        read = shards.module
         if kind == "policy":
             whole = load_policy(directory, dtype)
         else:
@@ -35,6 +38,7 @@ def check(directory: str, dtype: str, ranks: Ranks) -> None:
             for module in (whole.module, read):  # as a critic's are at first
                 assert isinstance(module, ValueModel)
                 nn.init.zeros_(module.score.weight)
+        stored = {name: each.detach().clone() for name, each in whole.module.state_dict().items()}
         names = {name: id(each) for name, each in whole.module.named_parameters(remove_duplicate=False)}
         expected = Shards(whole.module, ranks).module
         found, wanted = tensors(read), tensors(expected)
@@ -48,6 +52,13 @@ def check(directory: str, dtype: str, ranks: Ranks) -> None:
         assert read.config.to_dict() == expected.config.to_dict()
         packed = pack([[1, 2, 3], [4, 5]], "cpu")
         assert torch.equal(packed_rows(read, packed), packed_rows(expected, packed))
+        saved = Path(f"{directory}-{kind}-{ranks.data.size}-{ranks.everyone.size}")
+        save_shards(shards, whole.tokenizer, saved)
+        if ranks.main:
+            back = (load_policy if kind == "policy" else load_value)(saved, dtype).module.state_dict()
+            assert back.keys() == stored.keys()
+            for name, tensor in stored.items():
+                assert torch.equal(back[name], tensor), (directory, kind, name)
 
 
 def main() -> None:

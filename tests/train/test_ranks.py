@@ -106,7 +106,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @SLOW
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2), (3, 1)])
-def test_every_rank_reads_its_part_of_a_model_to_the_bit(
+def test_every_rank_reads_and_writes_its_part_of_a_model_to_the_bit(
     data: int, tensor: int, directories: list[str], tmp_path: Path
 ) -> None:
     fork_ranks(data * tensor, ["-m", "tests.train.rank_load", str(data), str(tensor), *directories], tmp_path)
