@@ -105,7 +105,8 @@ def test_a_crowd_of_ragged_pairs_is_scored_as_each_alone(server: ServerProcess, 
     draw = random.Random(3)
     texts = ["".join(draw.choices("abc ?", k=draw.randint(1, 45))) for _ in range(60)]
     raw = expected(models["xlmr"], [("q", text) for text in texts])[:, 0]
-    rewards = RewardClient(server.url, model="xlmr").score([{"prompt": "q", "response": text} for text in texts])
+    with RewardClient(server.url, model="xlmr") as client:
+        rewards = client.score([{"prompt": "q", "response": text} for text in texts])
     assert np.abs(np.array([each.value for each in rewards]) - raw).max() < 1e-5
 
 
@@ -143,7 +144,8 @@ def test_labels_without_weights_are_scores_each_and_no_one_score(
     assert item["errors"][0]["type"] == "no_weights"
     assert "weights = " in item["errors"][0]["message"]
     assert np.abs(np.array([item["attributes"][0][label] for label in LABELS.values()]) - row).max() < 1e-5
-    (score,) = RewardClient(server.url, model="labels").score([{"text": QUERY}])
+    with RewardClient(server.url, model="labels") as client:
+        (score,) = client.score([{"text": QUERY}])
     assert score.attributes == item["attributes"][0]
     assert (
         server.http.post("/vllm/rerank", json={"model": "labels", "query": "a", "documents": ["b"]}).status_code == 400
