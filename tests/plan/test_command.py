@@ -144,8 +144,7 @@ def test_the_recipe_runs(tmp_path: Path, hardware: str, placement: str, more: tu
     run = plaudit("--for", "sums-grpo", "--hardware", hardware, "--placement", placement, *more, "--out", str(out))
     assert run.returncode == 0, run.stderr
     if more:
-        planned = tomllib.loads(out.read_text())
-        assert (planned["resources"]["data_parallel"], planned["placement"]["channel"]) == (2, "reshard")
+        assert tomllib.loads(out.read_text())["placement"]["channel"] == "reshard"
     small = ["train.steps=1", "train.prompts_per_step=8", "data.eval_items=8"]
     done = subprocess.run(
         [sys.executable, "-m", "plaudit", "train", str(out), "--out", str(tmp_path / "run"),
