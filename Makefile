@@ -1,4 +1,4 @@
-# make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (4 to 11 minutes)
+# make run    the whole story on the sums world: a policy, its judges, a reward server, PPO against it (4 to 12 minutes)
 # make smollm2-ppo-rm, make smollm2-search   a real model on a GPU, minutes each (docs/recipes.md)
 # make test   the fast tests                 make check   lint, types, import directions
 # make slow   the slow tests                 make bench   the benchmarks of a CPU; make bench-gpu those of a GPU
