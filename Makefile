@@ -80,7 +80,7 @@ bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed
 	@$(BIN)/plaudit bench weights --out benchmarks/results
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
-BENCHMARKS = async_vs_sync broadcast core_cpu encoders failures nemo_load planner_own planner_validation rank_memory replicas \
+BENCHMARKS = async_vs_sync broadcast core_cpu encoders failures methods_vs_trl nemo_load planner_own planner_validation rank_memory replicas \
 	rl_vs_trl search search_lanes search_throughput search_variants serving train_rank_memory update_memory
 
 # The same on a GPU; the chains of plaudit/recipes/ and benchmarks/smollm2_chain.py give the rest of docs/benchmarks/smollm2.md.

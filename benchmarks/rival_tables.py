@@ -162,6 +162,26 @@ def rl_vs_trl(record: Record) -> str:
     return table(heads, rows)
 
 
+def methods_vs_trl(record: Record) -> str:
+    works = {
+        ("dpo", "sums"): "DPO, sums-policy, 32 pairs a step",
+        ("dpo", "llama"): "DPO, Llama of 6.9M parameters, 8 pairs of 64 + 16 to 64 tokens",
+        ("distill", "sums"): "distillation, sums-policy, 128 prompts a step",
+    }
+    rows = []
+    for x in record["rows"]:
+        best = [min(x["seconds"][side].values()) for side in ("plaudit", "trl")]
+        pairs = (best, [x["cpu_seconds"][side] for side in ("plaudit", "trl")])
+        times = [f"{ours:.2f} s, {theirs:.2f} s" for ours, theirs in pairs]
+        losses = f"{x['losses']['plaudit'][0]:.4f} → {x['losses']['plaudit'][-1]:.4f}"
+        ratios = (f"{x['ratio'][name]:.2f}×" for name in ("wall", "cpu"))
+        columns = (column for both in zip(times, ratios, strict=True) for column in both)
+        rows.append((works[x["method"], x["model"]], losses, f"{x['apart']:.0e}", *columns))
+    heads = ("work", "loss, first and last step", "curves apart", "a step: Plaudit, TRL", "speed",
+             "CPU time on one thread: Plaudit, TRL", "speed")  # fmt: skip
+    return table(heads, rows)
+
+
 def update_memory(record: Record) -> str:
     rows = [
         (
@@ -252,6 +272,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file: th
     "nemo_load": ("protocols/nemo-aligner.md", nemo_load),
     "search_throughput": ("benchmarks/search.md", throughput),
     "rl_vs_trl": ("benchmarks/rl.md", rl_vs_trl),
+    "methods_vs_trl": ("benchmarks/rl.md", methods_vs_trl),
     "update_memory": ("benchmarks/rl.md", update_memory),
     "vllm_gpu": ("benchmarks/core.md", vllm_gpu),
     "smollm2_vs_trl": ("benchmarks/smollm2.md", smollm2_vs_trl),
