@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from rl_vs_trl import ask, save_llama
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "methods_vs_trl.json"
@@ -184,31 +184,17 @@ def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
     return {"losses": watch.losses, "steps": watch.steps, "learned": learned}
 
 
-def ask(side: str, given: dict[str, Any]) -> dict[str, Any]:
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": str(given["threads"]), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
-    }  # fmt: skip
-    done = subprocess.run(SIDES[side], input=json.dumps(given), capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(SIDES[side])} failed:\n{done.stderr[-3000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
 def curves(given: dict[str, Any]) -> dict[str, Any]:
     """Both sides learn from what ours learned from."""
     given = {**given, "threads": 1, "samples": []}
-    ours = ask("plaudit", given)
+    ours = ask(SIDES["plaudit"], given)
     same = {"rows": ours["learned"]} if given["method"] == "dpo" else {"samples": ours["learned"]}
-    theirs = ask("trl", {**given, **same})
+    theirs = ask(SIDES["trl"], {**given, **same})
     apart = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
     return {"losses": {"plaudit": ours["losses"], "trl": theirs["losses"]}, "apart": apart}
 
 
 def measure(method: str, model: str, steps: int) -> dict[str, Any]:
-    from rl_vs_trl import save_llama
-
     with tempfile.TemporaryDirectory() as place:
         save_llama(Path(place) / "llama")
         disturbed_teacher(Path(place) / "teacher")
@@ -219,7 +205,7 @@ def measure(method: str, model: str, steps: int) -> dict[str, Any]:
         for threads in (1, 2):
             for side in SIDES:
                 print(f"{method}, {model}: {side}, {threads} threads", file=sys.stderr, flush=True)
-                took = ask(side, {**given, "threads": threads, "samples": None})["steps"][WARMUP:]
+                took = ask(SIDES[side], {**given, "threads": threads, "samples": None})["steps"][WARMUP:]
                 wall[side][threads] = round(statistics.median(step["wall"] for step in took), 4)
                 if threads == 1:
                     cpu[side] = round(statistics.median(step["cpu"] for step in took), 4)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -159,14 +160,15 @@ def run_plaudit(given: dict[str, Any]) -> dict[str, Any]:
     return {"steps": watch.steps, "accuracy": watch.accuracy, "peak_rss": sum(used)}
 
 
-def ask(side: str, given: dict[str, Any]) -> dict[str, Any]:
+def ask(command: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer, started with its work as JSON, prints last."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(given["threads"]), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
     }  # fmt: skip
-    done = subprocess.run(SIDES[side], input=json.dumps(given), capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise SystemExit(f"{' '.join(SIDES[side])} failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -196,7 +198,7 @@ def measure(part: str, quick: bool, seeds: int) -> list[dict[str, Any]]:
                 for side in SIDES:
                     print(f"{part}: {side}, {threads} threads, seed {seed}", file=sys.stderr, flush=True)
                     asked = {**given, **texts, "threads": threads, "seed": seed}
-                    row = summarise(given, ask(side, asked))
+                    row = summarise(given, ask(SIDES[side], asked))
                     rows.append({"part": part, "side": side, "threads": threads, "seed": seed, **row})
                     print(f"  {row['samples_per_second']:.1f} samples/s, reached {row['reached']}", file=sys.stderr)
     return rows

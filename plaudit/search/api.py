@@ -84,8 +84,8 @@ def search(
         choice = opened.settle(parsed) if recipe.search.method == "auto" else None
         kept = [] if choice is None else choice.kept
         over = {outcome.question.index for outcome in kept}
-        found = [*kept, *opened.run(each for each in parsed if each.index not in over)]
-        return Outcomes(sorted(found, key=lambda outcome: outcome.question.index), choice)
+        outcomes = [*kept, *opened.run(each for each in parsed if each.index not in over)]
+        return Outcomes(sorted(outcomes, key=lambda outcome: outcome.question.index), choice)
     finally:
         opened.close()
 

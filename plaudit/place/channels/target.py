@@ -122,8 +122,8 @@ class PartTarget:
 
     def views(self, name: str, box: Box) -> list[Tensor]:
         whole = whole_box(self._shapes[name])
-        held = [(place, whole if cut is None else kept_box(whole, cut)) for place, cut in self._places[name]]
-        return [place[met.within(outer)] for place, outer in held if (met := meeting(box, outer)) is not None]
+        boxes = [(place, whole if cut is None else kept_box(whole, cut)) for place, cut in self._places[name]]
+        return [place[met.within(outer)] for place, outer in boxes if (met := meeting(box, outer)) is not None]
 
     @torch.no_grad()
     def change(self, name: str, places: Tensor, numbers: Tensor, add: bool) -> None:

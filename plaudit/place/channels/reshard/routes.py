@@ -101,10 +101,10 @@ class TrainingSide:
 
     def holders(self, entry: Entry) -> dict[Box, list[int]]:
         """Which ranks have each box."""
-        found: dict[Box, list[int]] = {}
+        ranks_by_box: dict[Box, list[int]] = {}
         for rank in range(self.ranks):
-            found.setdefault(self.box(entry, rank), []).append(rank)
-        return found
+            ranks_by_box.setdefault(self.box(entry, rank), []).append(rank)
+        return ranks_by_box
 
 
 class TensorPart(NamedTuple):
@@ -121,7 +121,7 @@ def routes(
 ) -> dict[tuple[int, int], list[TensorPart]]:
     """By (training rank, engine rank), in the order of the entries. `needs`: of engine ranks by their number, by entry.
     Replicas take turns from entry to entry and from engine rank to engine rank, so that all of them work."""
-    found: dict[tuple[int, int], list[TensorPart]] = {}
+    parts: dict[tuple[int, int], list[TensorPart]] = {}
     for number, entry in enumerate(layout.entries):
         holders = training.holders(entry)
         for receiver, boxes in needs.items():
@@ -131,8 +131,8 @@ def routes(
                 met = meeting(box, boxes[entry.name])
                 if met is not None:
                     sender = ranks[(number + receiver) % len(ranks)]
-                    found.setdefault((sender, receiver), []).append(TensorPart(entry, met))
-    return found
+                    parts.setdefault((sender, receiver), []).append(TensorPart(entry, met))
+    return parts
 
 
 class Bucket(NamedTuple):
@@ -192,15 +192,15 @@ def buckets(pieces: Sequence[TensorPart]) -> Iterator[Bucket]:
 def needed(layout: Layout, names: Iterable[str], cuts: Mapping[str, Cut]) -> dict[str, Box]:
     """What an engine rank that has these names of a module needs, by entry; `cuts` as of `keep_part`."""
     entries = {entry.name: entry for entry in layout.entries}
-    found: dict[str, Box] = {}
+    boxes: dict[str, Box] = {}
     for name in names:
         entry = entries.get(layout.aliases.get(name, name))
         if entry is None:  # it stays as it is
             continue
         whole = whole_box(entry.shape)
         box = whole if (cut := cuts.get(name)) is None else kept_box(whole, cut)
-        found[entry.name] = box if found.get(entry.name, box) == box else whole  # tied names may be cut otherwise
-    return found
+        boxes[entry.name] = box if boxes.get(entry.name, box) == box else whole  # tied names may be cut otherwise
+    return boxes
 
 
 def fingerprint(needs: Mapping[str, Box]) -> str:

@@ -278,19 +278,19 @@ def _in_turn(streams: Mapping[int, _Stream]) -> Iterator[tuple[int, Tensor]]:
 
 def _splits(weights: Weights, mesh: tuple[int, int], rank: int) -> dict[str, tuple[Split, ...]]:
     """How tensors are cut over the ranks, checked against what this one has."""
-    found = {}
+    splits: dict[str, tuple[Split, ...]] = {}
     for entry in weights.layout.entries:
         tensor = weights.tensors[entry.name]
         if isinstance(tensor, DTensor):
-            found[entry.name] = _split(tensor)
+            splits[entry.name] = _split(tensor)
             local = tuple(tensor.to_local().shape)
-            box = TrainingSide(mesh, found).box(entry, rank)
+            box = TrainingSide(mesh, splits).box(entry, rank)
             if box.shape != local:
                 raise WeightsRefused(
                     f"{entry.name!r} has the part {list(local)} of {list(entry.shape)} on training rank {rank}, and "
                     f'{tensor.placements} means {list(box.shape)}: take placement.channel = "collective"'
                 )
-    return found
+    return splits
 
 
 def _split(tensor: DTensor) -> tuple[Split, ...]:
