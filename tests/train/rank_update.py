@@ -25,23 +25,31 @@ from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy.critic import LocalCritic
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.rl_learner import RlLearner
+from plaudit.train.policy.teachers import LocalTeacher, Teachers
 from plaudit.train.run.clock import Clock
 from plaudit.train.run.ranks import Ranks, join
 from tests.train.rl_world import VOCABULARY, made_up, recipe, tiny
 
 # A step too small to move a weight: gradients and ratios are those of the first weights throughout.
 TRAIN = {"lr": 1e-30, "clip_norm": 1e9, "micro_batch_tokens": 24}
+# One that moves them. Adam's step is of the rate's size however small the gradient: at 1e-3 a single weight whose
+# gradient is 1e-9, all of it rounding, would be 1.4e-5 away.
+MOVING = {**TRAIN, "lr": 1e-4}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"name": "grpo", "kl": {"coef": 0.1}}, "train": TRAIN},
     "ppo": {"algorithm": {"name": "ppo", "kl": {"coef": 0.1}}, "train": TRAIN, "critic": {"clip_norm": 1e9}},
     "ratio": {"algorithm": {"name": "gspo"}, "train": {**TRAIN, "minibatches": 2, "epochs": 2}},
-    "norms": {"algorithm": {"name": "dapo"}, "train": TRAIN},
+    "norms": {"algorithm": {"name": "dapo"}, "train": MOVING},
+    "distill": {
+        "algorithm": {"name": "distill", "entropy": 0.01, "teachers": {"one": {"path": "unread", "top_k": 5}}},
+        "train": MOVING,
+    },
 }  # fmt: skip
 
 
 class Update(NamedTuple):
     tensors: dict[str, Tensor]
-    """Gradients and Adam's state, whole; the critic's weights as they would be saved."""
+    """Gradients and Adam's state, whole; weights after the update."""
     metrics: dict[str, float]
 
 
@@ -54,7 +62,7 @@ def models(case: str) -> tuple[nn.Module, nn.Module | None]:
         )  # fmt: skip
         with seeded(3):
             return Qwen3ForCausalLM(config).float().eval(), None
-    if case == "ppo":
+    if case in ("ppo", "distill"):
         untied = [
             new_llama(
                 "policy", vocab_size=VOCABULARY + 1, hidden_size=32, layers=2, heads=4, kv_heads=2,
@@ -88,6 +96,7 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
         frozen.requires_grad_(False)
         if ranks.mesh is not None:
             Shards(frozen, ranks)
+    other = None if frozen is None else policy(frozen)
     critic = None
     if tree.critic is not None:
         model = tiny("value").to(device)
@@ -96,8 +105,11 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
         critic = LocalCritic(
             model, None, adam, clip=0.2, micro_batch_tokens=24, shards=shards, group=ranks.data,  # type: ignore[arg-type]
         )  # fmt: skip
-    reference = None if frozen is None else policy(frozen)
-    return RlLearner(tree, policy(module), learns, critic, reference, Clock()), critic
+    if case == "distill":
+        assert other is not None
+        teachers = Teachers({"one": LocalTeacher(other, VOCABULARY)}, {"one": 5})
+        return RlLearner(tree, policy(module), learns, None, None, Clock(), teachers), None
+    return RlLearner(tree, policy(module), learns, critic, other, Clock()), critic
 
 
 def update(case: str, ranks: Ranks, directory: Path, device: str = "cpu") -> Update:
@@ -108,8 +120,11 @@ def update(case: str, ranks: Ranks, directory: Path, device: str = "cpu") -> Upd
     for name, adam in parts.items():
         found |= {f"{name}/{key}": value for key, value in gathered(adam).items()}
         found |= {f"{name}-state/{key}": value for key, value in saved(adam, directory / f"{name}-adam").items()}
-    if critic is not None:
-        found |= {f"critic-weights/{n}": full(p).detach() for n, p in critic.model.named_parameters()}
+    for name, module in {
+        "policy": teacher.policy.module,
+        **({} if critic is None else {"critic": critic.model}),
+    }.items():
+        found |= {f"{name}-weights/{n}": full(p).detach().clone() for n, p in module.named_parameters()}
     return Update(found, metrics)
 
 

@@ -90,6 +90,12 @@ def test_gradients_losses_and_state_are_those_of_one_rank(
             assert told["policy/ratio_max"] == pytest.approx(1.0, rel=0, abs=near)
 
 
+@SLOW
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_rank_has_the_logits_of_the_vocabulary_and_all_have_the_numbers_of_one(ranks: int, tmp_path: Path) -> None:
+    fork_ranks(ranks, ["-m", "tests.train.rank_vocabulary", str(ranks)], tmp_path)
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Untied and tied, with a vocabulary that does not divide; norms in heads, half precision; and a mixture of

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plaudit.algo.tokens.products import steady
+from plaudit.algo.tokens.vocabulary import SplitVocabulary
 
 LOGIT_ELEMENTS = 1 << 24
 """Logits held at once: 64 MiB in float32, and once more while they are worked on."""
@@ -44,27 +45,29 @@ def token_logprobs(
 
 def token_logprobs_and_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
-    finish: Finish | None = None, entropy_grad: bool = False,
+    finish: Finish | None = None, entropy_grad: bool = False, split: SplitVocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same, and the entropy (R,) of each row at that temperature, which has a gradient if asked to."""
-    return _apply(hidden, head, targets, bias, temperature, finish, True, entropy_grad)
+    """The same, and the entropy (R,) of each row at that temperature, which has a gradient if asked to. With `split`,
+    head and bias are this rank's part of them; all ranks give the same rows, and get the same numbers."""
+    return _apply(hidden, head, targets, bias, temperature, finish, True, entropy_grad, split)
 
 
 def _apply(
     hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, finish: Finish | None,
-    entropy: bool, entropy_grad: bool,
+    entropy: bool, entropy_grad: bool, split: SplitVocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if temperature <= 0:
         raise ValueError(f"temperature = {temperature}: a log-probability needs one above 0; greedy sampling has none")
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head, targets, bias, temperature, finish, entropy, entropy_grad
-    )
+        hidden if split is None else split.shared(hidden), head, targets, bias, temperature, finish, entropy,
+        entropy_grad, split,
+    )  # fmt: skip
     return result
 
 
-def chunks(rows: int, head: Tensor) -> list[slice]:
+def chunks(rows: int, head: Tensor, split: SplitVocabulary | None = None) -> list[slice]:
     """Rows whose logits are held at once."""
-    vocabulary = head.shape[0]
+    vocabulary = head.shape[0] if split is None else split.largest_part
     size = max(1, LOGIT_ELEMENTS // vocabulary)
     if head.device.type == "cpu":
         size = min(size, max(CPU_ROWS, CPU_ELEMENTS // vocabulary))
@@ -111,14 +114,22 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None, temperature: float,
-        finish: Finish | None, entropy: bool, entropy_grad: bool,
+        finish: Finish | None, entropy: bool, entropy_grad: bool, split: SplitVocabulary | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rows = hidden.shape[0]
         logp, normaliser, entropies = (hidden.new_zeros(rows, dtype=_wide(head)) for _ in range(3))
-        for part in chunks(rows, head):
+        for part in chunks(rows, head, split):
             logits = head_logits(hidden[part], head, bias)
             if finish is not None:
                 logits = finish(logits)
+            if split is not None:
+                logits = logits.div_(temperature)
+                normal = split.normaliser(logits)
+                normaliser[part] = normal.squeeze(-1)
+                logp[part] = (split.chosen(logits, targets[part, None]) - normal).squeeze(-1)
+                if entropy:
+                    entropies[part] = split.entropy(logits.sub_(normal))
+                continue
             if on_kernel(logits):
                 inverse = torch.full((len(logits),), 1 / temperature, device=logits.device)
                 to = entropies[part] if entropy else None
@@ -138,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 normaliser[part] = logits.logsumexp(-1)
             logp[part] = chosen - normaliser[part]
         ctx.save_for_backward(hidden, head, targets, bias, normaliser, entropies)
-        ctx.temperature, ctx.finish, ctx.entropy_grad = temperature, finish, entropy_grad
+        ctx.temperature, ctx.finish, ctx.entropy_grad, ctx.split = temperature, finish, entropy_grad, split
         if not entropy_grad:
             ctx.mark_non_differentiable(entropies)
         return logp, entropies
@@ -148,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets, bias, normaliser, entropies = ctx.saved_tensors
         needs_hidden, needs_head, _, needs_bias = ctx.needs_input_grad[:4]
-        parts = chunks(hidden.shape[0], head)
+        parts = chunks(hidden.shape[0], head, ctx.split)
         # Sums over several chunks are held in float32, whatever the head is in.
         sum_dtype = _wide(head) if len(parts) > 1 else head.dtype
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -158,6 +169,7 @@ class _TokenLogprobs(torch.autograd.Function):
             delta = _logits_gradient(
                 head_logits(hidden[part], head, bias), targets[part], normaliser[part], to_logp[part],
                 (entropies[part], to_entropy[part]) if ctx.entropy_grad else None, ctx.temperature, ctx.finish,
+                ctx.split,
             )  # fmt: skip
             if to_bias is not None:
                 to_bias += delta.sum(0)
@@ -167,7 +179,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if to_head is not None:
                 _add_product(to_head, delta.T, hidden[part])
         narrow = [None if g is None else g.to(head.dtype) for g in (to_hidden, to_head, to_bias)]
-        return (*narrow[:2], None, narrow[2], None, None, None, None)
+        return (*narrow[:2], None, narrow[2], None, None, None, None, None)
 
 
 def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
@@ -179,7 +191,7 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _logits_gradient(
     logits: Tensor, targets: Tensor, normaliser: Tensor, to_logp: Tensor, entropy: tuple[Tensor, Tensor] | None,
-    temperature: float, finish: Finish | None,
+    temperature: float, finish: Finish | None, split: SplitVocabulary | None,
 ) -> Tensor:  # fmt: skip
     """(rows, V): the gradient in a chunk's logits as the head gave them. Overwrites them."""
     raw = logits
@@ -197,7 +209,10 @@ def _logits_gradient(
         # dH/dz = -p (log p + H), beside dlogp/dz = onehot - p
         slope = (log_p + value[:, None]).mul_(to_value[:, None]).add_(to_logp[:, None])
         delta = log_p.exp_().mul_(slope).neg_()
-    delta.scatter_add_(1, targets[:, None], to_logp[:, None])
+    if split is None:
+        delta.scatter_add_(1, targets[:, None], to_logp[:, None])
+    else:
+        split.onto(delta, targets, to_logp)
     if temperature != 1:
         delta.div_(temperature)
     if finish is not None:

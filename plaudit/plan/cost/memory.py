@@ -151,7 +151,7 @@ def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
     layout = trainer.layout
     # Log-probabilities are taken in stretches of at most this many tokens, in fp32, with their gradient.
     vocab = trainer.model.vocab
-    most = OWN_LOGITS / vocab if layout.plain else 8192.0
+    most = OWN_LOGITS * layout.tp / vocab if layout.plain else 8192.0
     tokens = min(trainer.held_tokens(length), most)
     per = 2.0 + 4.0 + (4.0 if backward else 0.0)
     size = tokens * vocab * per / layout.tp

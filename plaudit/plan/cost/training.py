@@ -147,7 +147,7 @@ class Trainer:
 
     def _head_again(self, tokens: float, micro_batches: float, gemm: float, bandwidth: float) -> float:
         head = self.model.vocab * self.model.hidden / self.layout.tp
-        stretches = micro_batches * math.ceil(tokens / micro_batches * self.model.vocab / OWN_LOGITS)
+        stretches = micro_batches * math.ceil(tokens / micro_batches * self.model.vocab / self.layout.tp / OWN_LOGITS)
         # The product of a stretch is added in place where the head is in fp32; else it is written, read and added.
         touched = 8.0 if self.dtype == "fp32" else 12.0
         summed = stretches * head * touched / bandwidth if stretches > micro_batches and not self.adapted else 0.0

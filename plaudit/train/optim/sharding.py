@@ -1,8 +1,7 @@
 """A module spread over ranks: matrices split over the mesh's tensor dimension, all weights over its data dimension.
 
 FSDP2 holds a shard of every weight and gathers one layer at a time; tensor parallelism follows the plan that comes with
-the model (transformers' base_model_tp_plan) inside the layers. Embeddings and head stay whole on each tensor rank, so
-that they may be tied, and a log-prob needs no exchange.
+the model (transformers' base_model_tp_plan) inside the layers; embeddings and head are split by tokens, tied or not.
 """
 
 from __future__ import annotations
@@ -11,15 +10,18 @@ import copy
 import logging
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
 
+from plaudit.algo.tokens.vocabulary import SplitVocabulary
 from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.split import SUMMED, planned, split_parts
@@ -47,6 +49,7 @@ class Shards:
         """Parameters that every tensor rank holds whole but uses for its own heads only: their gradients add up."""
         if self.mesh[TENSOR].size() > 1:
             self._split_matrices()
+            self._split_vocabulary()
         # Gradients are summed in float32, whatever the weights are in.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for layer in _layers(module):
@@ -136,6 +139,68 @@ class Shards:
             for name, _, style in split_parts(base, self.mesh[TENSOR].size())
         }
         parallelize_module(self.module, self.mesh[TENSOR], styles)
+
+    def _split_vocabulary(self) -> None:
+        embedding: Any = trunk(self.module).get_input_embeddings()  # type: ignore[operator]
+        head: nn.Module | None = getattr(self.module, "get_output_embeddings", lambda: None)()
+        tokens, size = embedding.weight.shape[0], self.mesh[TENSOR].size()
+        if (size - 1) * _most(tokens, size) >= tokens:
+            raise ModelError(
+                f"a vocabulary of {tokens} tokens leaves a rank of tensor_parallel = {size} none, at "
+                f"⌈{tokens} / {size}⌉ = {_most(tokens, size)} tokens each: take fewer ranks"
+            )
+        split: dict[nn.Parameter, nn.Parameter] = {}
+        for part in (embedding, *([] if head is None else [head])):
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                if parameter not in split:  # tied ones stay tied
+                    rows = distribute_tensor(parameter.data, self.mesh[TENSOR], [Shard(0)])
+                    split[parameter] = nn.Parameter(rows, parameter.requires_grad)
+                part.register_parameter(name, split[parameter])
+        embedding.forward = MethodType(_look_up, embedding)
+
+
+class _OwnRows(TorchFunctionMode):
+    """Within it an embedding that is split by tokens looks up its own. DTensor can do that too, but makes the gradient
+    of the whole vocabulary on every rank."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding and isinstance(args[1], DTensor):
+            return _split(args[1]).look_up(args[0], args[1].to_local())
+        return func(*args, **(kwargs or {}))
+
+
+def _look_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    with _OwnRows():
+        rows: Tensor = type(embedding).forward(embedding, tokens)  # which may scale them
+    return rows
+
+
+class Head(NamedTuple):
+    """A vocabulary head, or this rank's part of one."""
+
+    weight: Tensor
+    bias: Tensor | None
+    split: SplitVocabulary | None
+
+
+def head_of(module: nn.Module) -> Head:
+    """Of a module that may be sharded, as it is between a forward pass and its backward."""
+    head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head.weight, DTensor):
+        return Head(head.weight, head.bias, None)
+    bias = head.bias.to_local() if isinstance(head.bias, DTensor) else None
+    return Head(head.weight.to_local(), bias, _split(head.weight))
+
+
+def _split(table: DTensor) -> SplitVocabulary:
+    """Of a (V, hidden) whose shards over the data dimension are gathered."""
+    (cut,) = cuts(table)
+    return SplitVocabulary(cut.start, cut.end, _most(table.shape[0], table.device_mesh.size()), table.device_mesh)
+
+
+def _most(tokens: int, ranks: int) -> int:
+    """How many a rank has: as torch.chunk deals them out, all but the last."""
+    return -(-tokens // ranks)
 
 
 def cuts(like: DTensor) -> list[Cut]:

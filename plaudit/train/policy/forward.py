@@ -21,7 +21,7 @@ from plaudit.core.model.attention import rows_at
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, pack_tree, send, use_packed_attention
 from plaudit.records import Sample
-from plaudit.train.optim.sharding import let_go, packed_rows
+from plaudit.train.optim.sharding import head_of, let_go, packed_rows
 from plaudit.train.run.ranks import Group
 
 
@@ -57,11 +57,10 @@ def logprobs_and_entropy(
     decoder: Decoder, responses: Responses, hidden: Tensor, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(T,) each, 0 at tokens that are not the policy's."""
-    own = responses.own
-    head = decoder.module.get_output_embeddings()  # type: ignore[operator]
+    own, head = responses.own, head_of(decoder.module)
     logp, entropy = token_logprobs_and_entropy(
         rows_at(hidden, responses.before[own]), head.weight, responses.targets[own], head.bias, temperature=temperature,
-        finish=None if decoder.plain_logits else decoder.finish, entropy_grad=entropy_grad,
+        finish=None if decoder.plain_logits else decoder.finish, entropy_grad=entropy_grad, split=head.split,
     )  # fmt: skip
     zeros = torch.zeros(len(responses.targets), device=logp.device)
     return zeros.index_put((own,), logp), zeros.index_put((own,), entropy)
@@ -72,10 +71,10 @@ def column_logprobs_of(
 ) -> Tensor:
     """(T, K): the log-probs of the tokens `columns` (T, K) in place of each response token, 0 where it is not the
     policy's."""
-    own, head = responses.own, decoder.module.get_output_embeddings()  # type: ignore[operator]
+    own, head = responses.own, head_of(decoder.module)
     logp = column_logprobs(
         rows_at(hidden, responses.before[own]), head.weight, columns[own], head.bias, temperature,
-        None if decoder.plain_logits else decoder.finish,
+        None if decoder.plain_logits else decoder.finish, head.split,
     )  # fmt: skip
     return torch.zeros(columns.shape, device=logp.device).index_put((own,), logp)
 
@@ -85,10 +84,10 @@ def likeliest_of(
 ) -> tuple[Tensor, Tensor]:
     """(T, count) each: the likeliest tokens in place of each response token, of the first `among` of the vocabulary,
     and their log-probs; 0 where it is not the policy's."""
-    own, head = responses.own, decoder.module.get_output_embeddings()  # type: ignore[operator]
+    own, head = responses.own, head_of(decoder.module)
     tokens, logp = likeliest(
         rows_at(hidden, responses.before[own]), head.weight, count, among, head.bias, temperature,
-        None if decoder.plain_logits else decoder.finish,
+        None if decoder.plain_logits else decoder.finish, head.split,
     )  # fmt: skip
     shape = (len(responses.targets), count)
     ids = torch.zeros(shape, dtype=torch.long, device=logp.device).index_put((own,), tokens)
