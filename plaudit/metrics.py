@@ -96,6 +96,11 @@ RL: dict[str, Metric] = {
     "mismatch/k3": Metric(NATS, "the same by the estimate that is never negative"),
     "mismatch/ess": Metric(SHARE, "effective sample size of the tokens' importance weights"),
     "mismatch/correlation": Metric("-1 to 1", "of the two probabilities of a token"),
+    "mismatch/routing": Metric(
+        SHARE,
+        "with train.routing_replay: of (token, router) pairs, prompts included, in which "
+        "the trainer's own router would have chosen other experts than the engine's",
+    ),
     "mismatch/weight_mean": Metric(RATIO, "mean importance weight that corrects for the engine"),
     "mismatch/weight_max": Metric(RATIO, "the greatest"),
     "mismatch/masked": Metric(SHARE, "of tokens left out by the correction"),

@@ -82,6 +82,7 @@ class Sample:
     tempered_logprobs  where more than a temperature was applied: under the whole softmax at that temperature
     top_logprobs       where asked for: the likeliest tokens in place of each, best first, under the model's own
     prompt_logprobs, prompt_top_logprobs   as raw_logprobs and top_logprobs, of the prompt after its first token
+    experts            of a mixture, where recorded (core/routing.py): of each computed token, router by router
     """
 
     prompt_ids: tuple[int, ...]
@@ -102,6 +103,7 @@ class Sample:
     top_logprobs: tuple[Likely, ...] | None = None
     prompt_logprobs: tuple[float, ...] | None = None
     prompt_top_logprobs: tuple[Likely, ...] | None = None
+    experts: bytes | None = None
 
     def __post_init__(self) -> None:
         tokens, rewards, tempered = len(self.token_ids), self.token_rewards, self.tempered_logprobs

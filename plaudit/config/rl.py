@@ -167,6 +167,8 @@ class RlTrainTable(TrainTable):
     """What happens where a loss or gradient is not a finite number: the weights stay, and the run ends or goes on."""
     dump: bool = False
     """Write every step's samples to rollouts/, for --train-only and --replay."""
+    routing_replay: bool = False
+    """Of a mixture of experts, on a CPU: the engine records the experts of every token, and the learner takes these."""
     show: Annotated[int, Field(ge=0)] = 4
     """Samples per evaluation that go into the event log, token by token."""
 
@@ -282,6 +284,7 @@ class RlRecipe(BaseRecipe):
                 )
         self._can_be_taught()
         self._can_be_placed()
+        self._can_replay_routing()
         self._can_be_played()
         if algorithm.bootstrap and algorithm.mask_truncated and algorithm.needs_critic:
             raise ValueError("mask_truncated leaves out what bootstrap values: set one of them to false")
@@ -407,6 +410,20 @@ class RlRecipe(BaseRecipe):
                 f'placement.channel = "{placement.channel}" copies weights, and in placement.name = "hybrid" they are '
                 'shared: leave it out, or set name = "disaggregated"'
             )
+
+    def _can_replay_routing(self) -> None:
+        if not self.train.routing_replay:
+            return
+        engine, rollout = self.engine.name, self.resources.rollout
+        reasons = {
+            f'of engine.name = "{engine}" no experts are read: take the core\'s engine': engine != "core",
+            f"resources name {self.resources.ranks} ranks to train on: set one": self.resources.ranks > 1,
+            f"an engine of {rollout.ranks} ranks records none: set one": rollout.ranks > 1,
+            "resources.rollout.prefill hands KV over without them: set 0": rollout.prefill > 0,
+        }
+        for why, true in reasons.items():
+            if true:
+                raise ValueError(f"train.routing_replay takes the experts that engines record, and {why}, or drop it")
 
     def _can_have_ranks(self) -> None:
         """Engines of several ranks."""

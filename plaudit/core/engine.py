@@ -50,12 +50,14 @@ class Engine:
     exact        on a GPU in half precision: the same bits in any batch and in the learner, slower for few rows
     state_every  of a model with recurrent layers: tokens between two states that are kept, a multiple of the block; a
                  prefix is found again as far as the last of them
+    record_experts   of a mixture on a CPU: samples say which experts each token had (Sample.experts)
     """
 
     def __init__(
         self, module: nn.Module, tokenizer: Any = None, *, kv_bytes: int | float | None = None,
         budget: int | None = None, max_running: int | None = None, look_every: int | None = None, seed: int = 0,
         version: int = 0, channel: RankGroups | None = None, exact: bool = True, state_every: int = EVERY,
+        record_experts: bool = False,
     ) -> None:  # fmt: skip
         self.decoder = inspect(module)
         self.tokenizer = tokenizer
@@ -63,6 +65,8 @@ class Engine:
         self.backend.exact = exact
         if channel is not None:
             self.backend = Leader(self.backend, channel)
+        if record_experts:
+            self.backend.record_experts()
         budget = self.backend.budget if budget is None else budget
         max_running = min(self.backend.max_running, budget) if max_running is None else max_running
         window = self.backend.window if look_every is None else look_every
@@ -307,8 +311,8 @@ class Engine:
             self.decoder.module.train(training)
         self._extra_computed += computed
         self._extra_shared += shared
-        for value in values:
-            _finite(value, self.decoder.name)
+        if not all(np.isfinite(value).all() for value in values):
+            raise RequestError(f"{self.decoder.name} gave scores that are not finite numbers")
         return values
 
     def _scores(self, requests: list[Request]) -> list[np.ndarray]:
@@ -493,8 +497,3 @@ def _values(update: Update) -> np.ndarray:
         error = update.sample.error if update.sample is not None else None
         raise RequestError(f"scoring failed: {error.message if error else 'aborted'}")
     return update.values
-
-
-def _finite(values: np.ndarray, name: str) -> None:
-    if not np.isfinite(values).all():
-        raise RequestError(f"{name} gave scores that are not finite numbers")

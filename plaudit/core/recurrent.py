@@ -45,6 +45,11 @@ def refuse_handover(decoder: Decoder) -> None:
             f"{decoder.name} has recurrent layers, whose states are not handed over with the KV: let the engine that "
             "reads the prompts also generate"
         )
+    if decoder.record_bytes:
+        raise RequestError(
+            "the experts of tokens are not handed over with their KV: let the engine that reads the prompts also "
+            "generate, or leave out train.routing_replay"
+        )
 
 
 def scheduler_for(backend: Backend, blocks: int, **limits: Any) -> Scheduler:

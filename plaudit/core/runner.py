@@ -114,7 +114,8 @@ class Runner(Books):
         match = self.tree.match((key, sequence.request.params.salt), sequence.tokens, sequence.shareable)
         have = len(match.nodes) * size + match.partial_tokens
         room = self.pool.free > len(scheduler.running) and len(scheduler.running) < scheduler.max_running
-        state = self.backend.states is None or match.partial is None  # in a partial block it is another's
+        # In a partial block a state is another's, and what is recorded beside KV is not copied.
+        state = match.partial is None or (self.backend.states is None and not self.decoder.record_bytes)
         if have < sequence.shareable or not room or not state:
             return
         for node in match.nodes:
@@ -347,6 +348,7 @@ class Runner(Books):
         """What is new of a sequence goes out; if it has finished, it is over."""
         request, stream = sequence.request, sequence.stream
         new, finished = tuple(sequence.tokens[sequence.prompt_len + sequence.seen :]), sequence.finish is not None
+        sequence.experts = self.backend.experts_at(sequence.chain.blocks, sequence.computed) if finished else None
         sample = sequence.sample(self._text(sequence)) if finished else None
         piece = stream.piece(sequence.given, last=finished) if stream is not None else ""
         raws = tuple(sequence.raw_logprobs[sequence.seen :]) if stream is not None else ()

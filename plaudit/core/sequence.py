@@ -83,6 +83,7 @@ class Sequence:
     constraint: Constraint | None = None
     finish: FinishReason | None = None
     error: ItemError | None = None
+    experts: bytes | None = None  # once it has finished, where they are recorded
     values: list[np.ndarray] = field(default_factory=list)  # what scoring has read so far
     cacheable: bool = True  # False once its KV mixes two weight versions
     since: int = 0  # the scheduler's step at which it began to wait
@@ -187,4 +188,5 @@ class Sequence:
             top_logprobs=tuple(self.tops) if self.request.params.top_logprobs else None,
             prompt_logprobs=self.request.prompt_logprobs,
             prompt_top_logprobs=self.request.prompt_tops,
+            experts=self.experts,
         )

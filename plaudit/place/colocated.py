@@ -18,7 +18,7 @@ class Colocated:
         recipe, trainee, ranks = stage.recipe, stage.trainee, stage.ranks
         self.engine = Engine(
             trainee.loaded.module, trainee.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed,
-            state_every=recipe.engine.state_every,
+            state_every=recipe.engine.state_every, record_experts=recipe.train.routing_replay,
         )  # fmt: skip
         self.learner = trainee.learner
         tokenizer, positions = trainee.loaded.tokenizer, trainee.decoder.max_positions

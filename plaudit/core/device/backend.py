@@ -18,6 +18,7 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed
 from plaudit.core.sampling.sampler import Drawn, Sampler
 from plaudit.core.states import StateBooks
+from plaudit.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,17 @@ class Backend(ABC):
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+
+    def record_experts(self) -> None:
+        """Keep the experts of every token beside its KV, from the first open() on."""
+        raise RequestError(
+            f"experts are recorded on a CPU and in engines of one rank, and this one is a {type(self).__name__} on "
+            f"{self.decoder.device}: leave out train.routing_replay"
+        )
+
+    def experts_at(self, blocks: Sequence[int], tokens: int) -> bytes | None:
+        """As a Sample has them, where they are recorded: of the first tokens of a sequence that has these blocks."""
+        return None
 
     @abstractmethod
     def open(self, blocks: int) -> None:

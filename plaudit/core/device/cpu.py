@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from plaudit.core.device.mixing import Mixing, Walk
 from plaudit.core.device.paged import PagedBackend, PagedLayout
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, packed_layout
+from plaudit.core.routing import Recorder, Routing
 
 NOISE = 2 * 2**20  # bytes of noise made at once: a small vocabulary's steps are too short for a call each
 
@@ -26,12 +29,32 @@ class CpuBackend(PagedBackend):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
         self._window: DecodeWindow | None = None  # of the last decode, while nothing else wrote to the blocks
+        self._routing: Routing | None = None  # of a mixture whose experts are recorded,
+        self._experts = torch.empty(0)  # and those of each slot: (slots, routers, k)
+
+    def record_experts(self) -> None:
+        self._routing = Routing(self.decoder)
+        self.decoder.record_bytes = self._routing.token_bytes
+        self.wanted.layer = None  # the last layer's routers choose for every row, too
+
+    def experts_at(self, blocks: Sequence[int], tokens: int) -> bytes | None:
+        if self._routing is None:
+            return None
+        size = self.block_size
+        slots = (torch.tensor(blocks, dtype=torch.long)[:, None] * size + torch.arange(size)).ravel()[:tokens]
+        return self._experts[slots].numpy().tobytes() if tokens else b""
+
+    def open(self, blocks: int) -> None:
+        super().open(blocks)
+        if self._routing is not None:
+            empty = np.zeros((blocks * self.block_size, *self._routing.shape), self._routing.dtype)
+            self._experts = torch.from_numpy(empty)
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
 
     def close(self) -> None:
-        self._window = None
+        self._window, self._experts = None, torch.empty(0)
         super().close()
 
     def kv_bytes(self, reached: int) -> int:
@@ -52,7 +75,24 @@ class CpuBackend(PagedBackend):
         layout = PagedLayout(plain.groups, plain.restore, cache=self.cache, slots=step.new, copies=step.copies)
         if self.states is not None:
             layout.mixing = Mixing(self.states, self.bank, spans, copies)
-        return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
+        with self._recorded(step.new):
+            rows = self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
+        if self._routing is not None and step.copies is not None:
+            source, target = step.copies
+            self._experts[target] = self._experts[source]
+        return rows
+
+    @contextmanager
+    def _recorded(self, slots: Tensor, counts: Tensor | None = None) -> Iterator[None]:
+        """The pass inside computes the tokens of these slots; only those that `counts` names are kept."""
+        if self._routing is None:
+            yield
+            return
+        recorder = Recorder()
+        with self._routing.by(recorder):
+            yield
+        chosen = recorder.rows().to(self._experts.dtype)
+        self._experts[slots if counts is None else slots[counts]] = chosen if counts is None else chosen[counts]
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         window = self._window
@@ -69,7 +109,8 @@ class CpuBackend(PagedBackend):
             if step % at_once == 0:
                 ahead = torch.arange(min(at_once, steps - step))[:, None]
                 noise = sampler.noise(batch.drawn + ahead)
-            hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
+            with self._recorded(window.slots, batch.alive):
+                hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
             drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
             noted.append((drawn, batch.alive))
             batch.advance(drawn.tokens)

@@ -75,6 +75,11 @@ class DecodeWindow(Layout):
         self._noted.append((self.batch.positions, self.batch.alive))
         self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}
 
+    @property
+    def slots(self) -> Tensor:
+        """(B,) where the tokens of this step go."""
+        return _slots(self.batch.tables, self.batch.positions[None], self.block_size)[0]
+
     def mix(self, mixer: Mixer, hidden: Tensor) -> Tensor:
         assert self.walk is not None
         return self.walk.mix(mixer, hidden)
@@ -84,9 +89,8 @@ class DecodeWindow(Layout):
             self._laid[layer] = self._lay_out(layer)
         laid = self._laid[layer]
         if laid is None:
-            slots = _slots(self.batch.tables, self.batch.positions[None], self.block_size)[0]
-            self.cache.keys[layer].index_copy_(0, slots, key)
-            self.cache.values[layer].index_copy_(0, slots, value)
+            self.cache.keys[layer].index_copy_(0, self.slots, key)
+            self.cache.values[layer].index_copy_(0, self.slots, value)
         outputs = []
         for i, group in enumerate(self._groups):
             q = _pick(query, group.rows)

@@ -49,6 +49,7 @@ class Decoder:
         self.trunk = trunk(module)
         self.name = type(module).__name__
         self.vocab_size: int = self.config.vocab_size
+        self.record_bytes = 0  # that are kept beside a token's KV: its experts, where an engine records them
         self._lean: LeanTrunk | None = None
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
 
@@ -72,7 +73,7 @@ class Decoder:
     def token_bytes(self) -> int:
         """KV bytes of one token over all layers."""
         width = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
-        return width * self.dtype.itemsize
+        return width * self.dtype.itemsize + self.record_bytes
 
     def state_bytes(self) -> int:
         """Of one state of a sequence, over all recurrent layers."""

@@ -61,16 +61,18 @@ def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu",
 
 
 def pack_tree(
-    sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True
+    sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", lone: bool = True,
+    keys: Sequence[Sequence[Any]] | None = None,
 ) -> PackedTree:  # fmt: skip
-    """Pack sequences given in lexical order; each shares the rows of its common beginning with the one before it."""
+    """Pack sequences in the order of their keys; each shares the rows of a common beginning with the one before it."""
+    keys = sequences if keys is None else keys
     rows: list[np.ndarray] = []
     shared: list[int] = []
     starts: list[int] = []
     total = 0
     for i, ids in enumerate(sequences):
         # The last token is always the sequence's own, so that every sequence has a query of its own.
-        common = min(common_prefix(sequences[i - 1], ids), len(ids) - 1) if i else 0
+        common = min(common_prefix(keys[i - 1], keys[i]), len(ids) - 1) if i else 0
         own = len(ids) - common
         rows.append(np.concatenate([rows[-1][:common] if i else [], np.arange(total, total + own)]).astype(np.int64))
         shared.append(common)
@@ -79,7 +81,7 @@ def pack_tree(
     return PackedTree(_packed(sequences, shared, tuple(rows), tuple(starts), device, lone), tuple(rows))
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many leading tokens two sequences share."""
     limit = min(len(a), len(b))
     if limit and a[0] != b[0]:  # as with most neighbours in a tree

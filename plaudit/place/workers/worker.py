@@ -178,8 +178,9 @@ def _load_engine(recipe: RlRecipe, device: str) -> tuple[Engine, Receiver]:
     loaded.module.requires_grad_(False)
     table = recipe.engine
     engine = Engine(
-        loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, seed=recipe.seed, state_every=table.state_every
-    )
+        loaded.module, loaded.tokenizer, kv_bytes=table.kv_bytes, seed=recipe.seed, state_every=table.state_every,
+        record_experts=recipe.train.routing_replay,
+    )  # fmt: skip
     return engine, WeightReceiver(loaded.module)
 
 

@@ -69,6 +69,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     tempered: list[float] | None = None  # of its turns, where a Sample has them
+    experts: bytes | None = None
     versions: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -94,6 +95,7 @@ class Episode:
             self.tempered = [*(self.tempered or ()), *sample.tempered_logprobs]
         self.versions += sample.versions
         self.mask += sample.mask
+        self.experts = sample.experts  # a turn's has those of all that was read before it
         self.rewards += [0.0] * len(sample.token_ids)
         self.turns += 1
         if sample.finish_reason in ("abort", "error"):
@@ -151,7 +153,7 @@ class Episode:
             raw_logprobs=tuple(self.raw_logprobs), versions=tuple(self.versions), mask=tuple(self.mask),
             finish_reason=self.reason, group=self.group, index=self.index, error=self.error,
             token_rewards=tuple(self.rewards), extra={"turns": self.turns, "end": self.end},
-            tempered_logprobs=None if self.tempered is None else tuple(self.tempered),
+            tempered_logprobs=None if self.tempered is None else tuple(self.tempered), experts=self.experts,
         )  # fmt: skip
 
 

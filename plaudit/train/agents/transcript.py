@@ -20,6 +20,7 @@ class Transcript:
     raw_logprobs: list[float] = field(default_factory=list)
     behaviour: list[float] = field(default_factory=list)
     reshaped: bool = False  # whether a turn was drawn from another distribution than the tempered softmax
+    experts: bytes | None = None
     versions: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     turns: int = 0
@@ -44,6 +45,7 @@ class Transcript:
         self.reshaped = self.reshaped or wrote.tempered_logprobs is not None
         self.versions += [*(wrote.versions[:1] * len(read)), *wrote.versions]
         self.mask += [*([0] * len(read)), *wrote.mask]
+        self.experts = wrote.experts  # a turn's has those of all that was read before it
         self.turns += 1
         self.finish = wrote.finish_reason
 
@@ -53,5 +55,5 @@ class Transcript:
             text=tokenizer.decode(self.tokens, skip_special_tokens=True), logprobs=tuple(self.logprobs),
             raw_logprobs=tuple(self.raw_logprobs), versions=tuple(self.versions), mask=tuple(self.mask),
             finish_reason=self.finish, group=group, index=index, extra={"turns": self.turns},
-            tempered_logprobs=tuple(self.behaviour) if self.reshaped else None,
+            tempered_logprobs=tuple(self.behaviour) if self.reshaped else None, experts=self.experts,
         )  # fmt: skip

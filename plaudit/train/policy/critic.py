@@ -19,7 +19,7 @@ from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharding import Shards, let_go
 from plaudit.train.policy.experience import Experience
-from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, read_values, values_of
+from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, read_values, replaying, values_of
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.tally import Tally
 from plaudit.train.run.ranks import ONE, Group
@@ -118,8 +118,8 @@ class SharedCritic:
         weights = token_weights(experience.mask, experience.lengths, "token")
         for batch in micro_batches(experience.samples, policy.micro_batch_tokens, policy.group):
             rows = experience.rows(batch.indices[0], batch.indices[-1])
-            responses = pack_responses([experience.samples[i] for i in batch.indices], device)
-            with torch.no_grad():
+            responses = pack_responses([experience.samples[i] for i in batch.indices], device, policy.routing)
+            with torch.no_grad(), replaying(policy.routing, responses):
                 hidden = hidden_of(policy.module, responses)
             part = experience.select(batch.indices).on(device)
             counted = send((weights[rows] * float(batch.counts)).numpy(), device)

@@ -8,8 +8,10 @@ sum of theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from plaudit.algo.tokens.logprobs import token_logprobs_and_entropy
 from plaudit.core.model.attention import rows_at
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, pack_tree, send, use_packed_attention
+from plaudit.core.routing import Replay, Routing
+from plaudit.errors import DataError
 from plaudit.records import Sample
 from plaudit.train.optim.sharding import head_of, let_go, packed_rows
 from plaudit.train.run.ranks import Group
@@ -38,19 +42,49 @@ class Responses:
     """(K,) which of the T are the policy's."""
     ends: Tensor
     """(N,) row of each sample's last token."""
+    replay: Replay | None = None
+    """Of a mixture, the experts that the engine chose."""
 
 
-def pack_responses(samples: Sequence[Sample], device: torch.device) -> Responses:
+def pack_responses(samples: Sequence[Sample], device: torch.device, routing: Routing | None = None) -> Responses:
     sequences = [sample.prompt_ids + sample.token_ids for sample in samples]
-    order = sorted(range(len(samples)), key=sequences.__getitem__)
-    tree = pack_tree([sequences[i] for i in order], device, lone=False)
+    experts = None if routing is None else [_experts(sample, routing) for sample in samples]
+    keys: Sequence[Any] = sequences
+    if experts is not None:  # a row is shared where the engine chose the same experts for it
+        keys = [
+            [*zip_longest(ids, map(bytes, chosen), fillvalue=b"")]
+            for ids, chosen in zip(sequences, experts, strict=True)
+        ]
+    order = sorted(range(len(samples)), key=keys.__getitem__)
+    tree = pack_tree([sequences[i] for i in order], device, lone=False, keys=[keys[i] for i in order])
     rows = dict(zip(order, tree.rows, strict=True))
     before = [rows[i][len(sample.prompt_ids) - 1 : -1] for i, sample in enumerate(samples)]
     targets = np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int64)
     mask = np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool)
     ends = np.array([rows[i][-1] for i in range(len(samples))])
     places = (np.concatenate(before), targets, mask.nonzero()[0], ends)
-    return Responses(tree.packed, *(send(place, device) for place in places))
+    at_rows, wanted, own, last = (send(place, device) for place in places)
+    packed = Responses(tree.packed, at_rows, wanted, own, last)
+    if routing is None or experts is None:
+        return packed
+    chosen, known = np.zeros((tree.tokens, *routing.shape), routing.dtype), np.zeros(tree.tokens, bool)
+    for i, record in enumerate(experts):
+        at = rows[i][: len(record)]
+        chosen[at], known[at] = record, True
+    return replace(packed, replay=Replay(send(chosen, device), send(known, device)))
+
+
+def _experts(sample: Sample, routing: Routing) -> np.ndarray:
+    if sample.experts is None:
+        raise DataError(
+            "train.routing_replay is on, and a sample has no experts: draw samples with it on, or leave it out"
+        )
+    return routing.rows(sample.experts, len(sample.prompt_ids) + len(sample.token_ids))
+
+
+def replaying(routing: Routing | None, responses: Responses) -> AbstractContextManager[None]:
+    """Forward passes inside, and what a backward pass recomputes, take the engine's experts."""
+    return nullcontext() if routing is None else routing.by(responses.replay)
 
 
 def logprobs_and_entropy(
@@ -104,15 +138,17 @@ def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[T
 
 @torch.no_grad()
 def read_values(
-    module: nn.Module, score: nn.Linear, samples: Sequence[Sample], micro_batch_tokens: int, group: Group
-) -> tuple[Tensor, Tensor]:
+    module: nn.Module, score: nn.Linear, samples: Sequence[Sample], micro_batch_tokens: int, group: Group,
+    routing: Routing | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """On the CPU: the values before each response token (T,), and after each sample's last (N,)."""
     use_packed_attention(module)
     device = score.weight.device
     before, after = [], []
     for batch in micro_batches(samples, micro_batch_tokens, group):
-        responses = pack_responses([samples[i] for i in batch.indices], device)
-        at, end = values_of(score, responses, hidden_of(module, responses))
+        responses = pack_responses([samples[i] for i in batch.indices], device, routing)
+        with replaying(routing, responses):
+            at, end = values_of(score, responses, hidden_of(module, responses))
         if batch.counts:
             before.append(at.cpu())
             after.append(end.cpu())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,19 @@ from plaudit.algo.methods.ppo import ratio_of, value_loss
 from plaudit.config import RlAlgorithm
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send, use_packed_attention
+from plaudit.core.routing import Routing
 from plaudit.records import Sample
 from plaudit.train.optim.sharding import let_go
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.forward import (
+    Responses,
     column_logprobs_of,
     hidden_of,
     logprobs_and_entropy,
     micro_batches,
     pack_responses,
     read_values,
+    replaying,
     values_of,
 )  # fmt: skip
 from plaudit.train.policy.tally import Tally
@@ -36,11 +38,12 @@ from plaudit.train.run.ranks import ONE, Group
 
 class Policy:
     """Runs the module with gradients. `value_head` is a critic's that shares the trunk, with `value_coef`; `group` are
-    the ranks that share the samples out."""
+    the ranks that share the samples out. `routing`: of a mixture that takes the experts its samples were drawn with."""
 
     def __init__(
         self, decoder: Decoder, algorithm: RlAlgorithm, *, temperature: float, max_tokens: int, micro_batch_tokens: int,
         value_head: nn.Linear | None = None, value_coef: float = 0.0, group: Group = ONE,
+        routing: Routing | None = None,
     ) -> None:  # fmt: skip
         self.decoder = decoder
         self.module = decoder.module
@@ -52,16 +55,18 @@ class Policy:
         self.value_head = value_head
         self.value_coef = value_coef
         self.group = group
+        self.routing = routing
         self.together = 2 if algorithm.paired else 1
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
-        """(T,) of the response tokens, in micro-batches of the same make-up as an update's: bit-equal to it."""
+    def logprobs(self, samples: Sequence[Sample], replay: bool = True) -> Tensor:
+        """(T,) of the response tokens, in micro-batches made up as an update's: with `replay` bit-equal to it."""
         use_packed_attention(self.module)
-        parts = []
+        parts, routing = [], self.routing if replay else None
         for batch in micro_batches(samples, self.micro_batch_tokens, self.group, self.together):
-            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device)
-            hidden = hidden_of(self.module, responses)
+            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device, routing)
+            with replaying(routing, responses):
+                hidden = hidden_of(self.module, responses)
             if batch.counts:
                 parts.append(logprobs_and_entropy(self.decoder, responses, hidden, self.temperature)[0].cpu())
         let_go(self.module)
@@ -70,7 +75,7 @@ class Policy:
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Of a critic that shares the trunk: before each response token, and after each sample's last."""
         assert self.value_head is not None
-        return read_values(self.module, self.value_head, samples, self.micro_batch_tokens, self.group)
+        return read_values(self.module, self.value_head, samples, self.micro_batch_tokens, self.group, self.routing)
 
     def gradient(self, experience: Experience, kl_coef: float) -> Tally:
         """Add the gradient of a minibatch's loss to the parameters'; returns what was seen on the way."""
@@ -83,11 +88,14 @@ class Policy:
         for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group, self.together):
             rows = experience.rows(batch.indices[0], batch.indices[-1])
             counts = float(batch.counts)
-            loss, note = self._loss(
-                experience.select(batch.indices), weights[rows] * counts, value_weights[rows] * counts, kl_coef,
-                tally if batch.counts else Tally(),
-            )  # fmt: skip
-            loss.backward()  # type: ignore[no-untyped-call]
+            part = experience.select(batch.indices)
+            responses = pack_responses(part.samples, self.decoder.device, self.routing)
+            with replaying(self.routing, responses):
+                loss, note = self._loss(
+                    part, responses, weights[rows] * counts, value_weights[rows] * counts, kl_coef,
+                    tally if batch.counts else Tally(),
+                )  # fmt: skip
+                loss.backward()  # type: ignore[no-untyped-call]
             notes.append(note)
         # Figures come last: whoever reads one from a GPU waits for all that it was asked before.
         for note in notes:
@@ -95,16 +103,18 @@ class Policy:
         return tally.gathered(self.group)
 
     def _loss(
-        self, part: Experience, weights: Tensor, value_weights: Tensor, kl_coef: float, tally: Tally
+        self, part: Experience, responses: Responses, weights: Tensor, value_weights: Tensor, kl_coef: float,
+        tally: Tally,
     ) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
         """The loss, and what notes its figures once they may be waited for."""
         algorithm, device = self.algorithm, self.decoder.device
-        responses = pack_responses(part.samples, device)
         part, weights, value_weights = part.on(device), *(send(w.numpy(), device) for w in (weights, value_weights))
         hidden = hidden_of(self.module, responses)
         logp, entropy = logprobs_and_entropy(
             self.decoder, responses, hidden, self.temperature, entropy_grad=algorithm.entropy > 0
         )
+        if responses.replay is not None:
+            tally.mean("mismatch/routing", *responses.replay.differed())
         mask, behaviour = part.mask, part.behaviour
         old = logp.detach() if part.old is None else part.old
         advantages = part.advantages
@@ -145,11 +155,11 @@ class Policy:
 
         return loss, note
 
-    def value_loss(self, part: Experience, responses: Any, hidden: Tensor, weights: Tensor, tally: Tally) -> Tensor:
+    def value_loss(self, part: Experience, packed: Responses, hidden: Tensor, weights: Tensor, tally: Tally) -> Tensor:
         assert self.value_head is not None
         assert part.values is not None
         assert part.returns is not None
-        values, _ = values_of(self.value_head, responses, hidden)
+        values, _ = values_of(self.value_head, packed, hidden)
         loss = (weights * value_loss(values, part.values, part.returns, self.algorithm.clip.value)).sum()
         tally.add("value/loss", loss)
         return loss

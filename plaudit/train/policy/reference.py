@@ -25,7 +25,7 @@ class WithoutAdapter:
 
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:
         with adapters_off(self.policy.module):
-            return self.policy.logprobs(samples)
+            return self.policy.logprobs(samples, replay=False)  # with experts of its own, as a second model has them
 
 
 @contextmanager

@@ -34,6 +34,21 @@ from plaudit.train.run.overdue import Warn
 from plaudit.train.run.ranks import Ranks
 
 
+def check_routing(recipe: RlRecipe) -> None:
+    """Raise if the experts of the policy cannot be recorded and replayed, before any of its weights are read."""
+    if not recipe.train.routing_replay:
+        return
+    assert recipe.model.path is not None
+    devices = {choose_device(recipe.model.device), *(recipe.resources.rollout.devices or ())}
+    if others := sorted(devices - {"cpu"}):
+        raise ConfigError(
+            f"train.routing_replay records experts on a CPU, and this run is on {', '.join(others)}: set model.device "
+            '= "cpu", or leave it out'
+        )
+    if "expert" not in (resolve(recipe.model.path) / "config.json").read_text(encoding="utf-8"):
+        raise ConfigError(f"train.routing_replay is for mixtures, and {recipe.model.path} has no experts: leave it out")
+
+
 def split_model(
     source: str | Path, kind: Literal["policy", "value"], table: PolicyModelTable, ranks: Ranks,
     prepare: Callable[[nn.Module], object],

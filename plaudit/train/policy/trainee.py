@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from plaudit.config import RlRecipe
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.proof.support import inspect
+from plaudit.core.routing import Routing
 from plaudit.models import Loaded, load_tokenizer, resolve, save
 from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.optimizer import Optimizer
@@ -68,6 +69,7 @@ class Trainee:
             temperature=recipe.sampling.temperature, max_tokens=recipe.sampling.max_tokens,
             micro_batch_tokens=recipe.train.micro_batch_tokens, value_head=head,
             value_coef=0.0 if recipe.critic is None else recipe.critic.coef, group=ranks.data,
+            routing=Routing(self.decoder) if recipe.train.routing_replay else None,
         )  # fmt: skip
         beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}
         if self.shards is None:

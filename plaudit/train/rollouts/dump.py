@@ -8,6 +8,7 @@ A file is whole or absent. Numbers come back bit for bit.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"step-(\d{6,})\.jsonl")
 _FIELDS = [field.name for field in fields(Sample)]
-_MAY_LACK = ("tempered_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs")  # as older dumps do
+_MAY_LACK = ("tempered_logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "experts")  # as older do
 
 
 class DumpEnded(RunError):
@@ -117,6 +118,8 @@ def as_plain(sample: Sample) -> dict[str, Any]:
     tree = {name: getattr(sample, name) for name in _FIELDS}
     if sample.error is not None:
         tree["error"] = {"type": sample.error.type, "message": sample.error.message}
+    if sample.experts is not None:
+        tree["experts"] = base64.b64encode(sample.experts).decode()
     return {**tree, "extra": dict(sample.extra)}
 
 
@@ -126,6 +129,8 @@ def from_plain(tree: dict[str, Any]) -> Sample:
     kept: dict[str, Any] = {name: tuple(v) if isinstance(v := tree[name], list) else v for name in _FIELDS}
     if kept["error"] is not None:
         kept["error"] = ItemError(**kept["error"])
+    if kept["experts"] is not None:
+        kept["experts"] = base64.b64decode(kept["experts"], validate=True)
     return Sample(**kept)
 
 

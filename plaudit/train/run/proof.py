@@ -34,6 +34,7 @@ def batch_proof(samples: Sequence[Sample]) -> dict[str, str]:
     for sample in samples:
         ids = (len(sample.prompt_ids), *sample.prompt_ids, len(sample.token_ids), *sample.token_ids, *sample.mask)
         hashes["samples"].update(struct.pack(f"{len(ids)}q", *ids) + sample.finish_reason.encode())
+        hashes["samples"].update(sample.experts or b"")
         logprobs = (*sample.logprobs, *sample.raw_logprobs, *(sample.tempered_logprobs or ()))
         hashes["logprobs"].update(_doubles(logprobs))
         reward = b"none" if sample.reward is None else _doubles((sample.reward,))

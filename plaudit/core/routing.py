@@ -1,0 +1,213 @@
+"""Which experts the routers of a mixture choose: noted where an engine generates, and chosen again where a learner
+computes the same tokens.
+
+Every family chooses by `topk` inside its router, before or after it normalises. So a router is the module in whose call
+a `topk` over the rows of the pass comes last, found by a pass over a few tokens; and where recorded experts take the
+place of the router's own, only the result of that `topk` changes: the scores of these experts, with their gradients,
+go through whatever normalisation the module has. Where a family first limits the choice to a few groups of experts, the
+groups of the recorded experts are among them, as they were in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import pack
+from plaudit.errors import DataError, ModelError
+
+TOPK = (torch.topk, Tensor.topk)
+PROBE = (3, 1, 4, 1, 5, 9, 2)  # tokens of the pass that finds the routers
+
+
+class Chooser(Protocol):
+    """What stands beside the routers in a forward pass."""
+
+    def experts(self, router: int, scores: Tensor, own: Any) -> Any:
+        """The values and indices that the router goes on with. scores (T, experts); own: its topk of them."""
+
+    def groups(self, router: int, scores: Tensor, own: Any, experts: int) -> Tensor:
+        """The scores (T, groups) by which the router goes on to take groups of its experts; own: its topk of them."""
+
+
+class Routing:
+    """The routers of a module, in the order of a forward pass; each takes `k` experts for a token."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        found = _routers(decoder)
+        if not found:
+            raise ModelError(
+                f"{decoder.name} ({decoder.config.model_type}) has no experts that a router takes by topk, so there is "
+                "no routing to replay: leave out train.routing_replay"
+            )
+        if len(taken := {k for _, k in found.values()}) > 1:
+            raise ModelError(
+                f"{decoder.name} takes {sorted(taken)} experts for a token in different layers, and routing is "
+                "recorded for one number: leave out train.routing_replay"
+            )
+        self.name = decoder.name
+        self.k = taken.pop()
+        self.counts = [experts for experts, _ in found.values()]
+        self.dtype = np.dtype(np.uint8 if max(self.counts) <= 256 else np.int16)
+        self._chooser: Chooser | None = None
+        self._entered: list[_Choice] = []
+        for number, router in enumerate(found):
+            self._listen(number, router)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a token's record: a row for each router."""
+        return len(self.counts), self.k
+
+    @property
+    def token_bytes(self) -> int:
+        return len(self.counts) * self.k * self.dtype.itemsize
+
+    @contextmanager
+    def by(self, chooser: Chooser | None) -> Iterator[None]:
+        """Passes inside have the chooser beside their routers; those outside have none."""
+        before, self._chooser = self._chooser, chooser
+        try:
+            yield
+        finally:
+            self._chooser = before
+
+    def rows(self, record: bytes, tokens: int) -> np.ndarray:
+        """(N, routers, k) of a sample's record, of its first N tokens."""
+        if len(record) % self.token_bytes or len(record) > tokens * self.token_bytes:
+            raise DataError(
+                f"a sample of {tokens} tokens has {len(record)} bytes of experts, and {self.name} has "
+                f"{self.token_bytes} for a token: they are of another model"
+            )
+        rows = np.frombuffer(record, self.dtype).reshape(-1, *self.shape)
+        most = rows.max(axis=(0, 2), initial=0)
+        if (most >= self.counts).any():
+            raise DataError(
+                f"a sample names expert {int(most.max())}, and {self.name} has {min(self.counts)} in a layer: it is of "
+                "another model"
+            )
+        return rows
+
+    def _listen(self, number: int, router: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            if self._chooser is not None:
+                self._entered.append(mode := _Choice(self._chooser, number, self.counts[number]))
+                mode.__enter__()  # type: ignore[no-untyped-call]
+
+        def after(*_: Any) -> None:
+            if self._entered and self._entered[-1].router == number:
+                self._entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        router.register_forward_pre_hook(before)
+        router.register_forward_hook(after, always_call=True)  # also where a recomputation breaks off
+
+
+class Recorder:
+    """Notes what the routers choose."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, Tensor] = {}
+
+    def experts(self, router: int, scores: Tensor, own: Any) -> Any:
+        self._noted[router] = own[1]
+        return own
+
+    def groups(self, router: int, scores: Tensor, own: Any, experts: int) -> Tensor:
+        return scores
+
+    def rows(self) -> Tensor:
+        """(T, routers, k) of the last pass."""
+        return torch.stack([self._noted[router] for router in sorted(self._noted)], dim=1)
+
+
+class Replay:
+    """Has the routers choose `chosen` (T, routers, k) for the tokens of which it is `known` (T,); where they would have
+    chosen the same set, in any order, nothing changes."""
+
+    def __init__(self, chosen: Tensor, known: Tensor) -> None:
+        self.chosen = chosen
+        self.known = known
+        self._differed: dict[int, Tensor] = {}
+        self._left_out: dict[int, Tensor] = {}  # (T,) whether a router would not have looked at all groups it needs
+
+    def experts(self, router: int, scores: Tensor, own: Any) -> Any:
+        forced = self.chosen[:, router].long()
+        same = (own[1].sort(dim=-1).values == forced.sort(dim=-1).values).all(dim=-1) | ~self.known
+        self._differed[router] = ~same | self._left_out[router] if router in self._left_out else ~same
+        taken = torch.where(same[:, None], own[1], forced)
+        return torch.return_types.topk((scores.gather(-1, taken), taken))
+
+    def groups(self, router: int, scores: Tensor, own: Any, experts: int) -> Tensor:
+        none = torch.zeros_like(scores, dtype=torch.bool)
+        of = self.chosen[:, router].long() // (experts // scores.shape[-1])
+        needed = none.scatter(-1, of, True) & self.known[:, None]
+        self._left_out[router] = (needed & ~none.scatter(-1, own[1], True)).any(dim=-1)
+        return scores.masked_fill(needed, torch.inf)
+
+    def differed(self) -> tuple[Tensor, Tensor]:
+        """(T, routers) each: 1 where a router would have chosen others, and where that is known."""
+        differed = torch.stack([self._differed[router] for router in sorted(self._differed)], dim=1)
+        return differed.float(), self.known[:, None].expand_as(differed)
+
+
+class _Choice(TorchFunctionMode):
+    """Inside one call of a router."""
+
+    def __init__(self, chooser: Chooser, router: int, experts: int) -> None:
+        super().__init__()
+        self.chooser = chooser
+        self.router = router
+        self.experts = experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in TOPK or args[0].ndim != 2:
+            return func(*args, **kwargs)
+        scores, *rest = args
+        own = func(*args, **kwargs)
+        if scores.shape[-1] == self.experts:
+            return self.chooser.experts(self.router, scores, own)
+        if self.experts % scores.shape[-1]:
+            return own
+        return func(self.chooser.groups(self.router, scores, own, self.experts), *rest, **kwargs)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes in whose call the last `topk` over the rows of a pass comes: (experts, k) of each router."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.inside: list[nn.Module] = []
+        self.found: dict[nn.Module, tuple[int, int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in TOPK and args[0].ndim == 2 and len(args[0]) == self.rows:
+            self.found[self.inside[-1]] = args[0].shape[-1], out[1].shape[-1]
+        return out
+
+
+def _routers(decoder: Decoder) -> dict[nn.Module, tuple[int, int]]:
+    packed = pack([[token % decoder.vocab_size for token in PROBE]], decoder.device)
+    module, watch, handles = decoder.module, _Watch(len(PROBE)), []
+    for part in decoder.trunk.modules():
+        handles.append(part.register_forward_pre_hook(lambda part, _: watch.inside.append(part)))
+        handles.append(part.register_forward_hook(lambda *_: watch.inside.pop() and None))
+    training = module.training
+    try:
+        module.eval()
+        with torch.no_grad(), watch:
+            decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
+    finally:
+        module.train(training)
+        for handle in handles:
+            handle.remove()
+    return watch.found

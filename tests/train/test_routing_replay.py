@@ -1,0 +1,203 @@
+"""A learner that takes the engine's experts: numbers and gradients of plain transformers with these experts."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plaudit.config.supervised import PolicyModelTable
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.proof.support import inspect
+from plaudit.core.routing import Routing
+from plaudit.errors import ConfigError, DataError
+from plaudit.records import Batch, Sample
+from plaudit.rl.loop import RlTraining
+from plaudit.train.policy.experience import Experience, flat, own_tokens
+from plaudit.train.policy.forward import pack_responses
+from plaudit.train.policy.policy import Policy
+from plaudit.train.policy.rl_models import check_routing, prepare
+from plaudit.train.rollouts.dump import Dump
+from plaudit.train.run.proof import batch_proof
+from plaudit.train.run.run import Run
+from tests.core.mixtures import CONFIGS, decoded, forced_logprobs, mixture, routers
+from tests.rotation import mostly_slow
+from tests.train.rl_world import Silent, gradients, recipe, relative
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 30], [40]]
+
+
+def drawn(module: Any, tokens: int = 10) -> tuple[Sample, ...]:
+    engine = Engine(module, record_experts=True, kv_bytes=1 << 22)
+    return tuple(engine.generate(PROMPTS, SamplingParams(n=2, max_tokens=tokens, seed=1)))
+
+
+def learner(module: Any, replays: bool = True, budget: int = 4096) -> Policy:
+    decoder = inspect(module)
+    return Policy(
+        decoder, recipe(algorithm={"name": "grpo"}).algorithm, temperature=1.0, max_tokens=16,
+        micro_batch_tokens=budget, routing=Routing(decoder) if replays else None,
+    )  # fmt: skip
+
+
+def moved(module: Any, family: str) -> Any:
+    """The same with other routers: half of what they choose is something else."""
+    other = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for router in routers(other, family):
+            router.weight.add_(0.15 * torch.randn(router.weight.shape, generator=generator))
+    return other
+
+
+def experience(samples: tuple[Sample, ...]) -> Experience:
+    behaviour = flat(samples, "logprobs")
+    advantages = torch.randn(len(behaviour), generator=torch.Generator().manual_seed(6))
+    return Experience(samples, own_tokens(samples), behaviour, advantages)
+
+
+def forced(module: Any, family: str, samples: tuple[Sample, ...]) -> torch.Tensor:
+    """(T,) log-probs of the response tokens, each sample by itself."""
+    return torch.cat([_forced(module, family, s)[0][len(s.prompt_ids) - 1 :] for s in samples])
+
+
+def _forced(module: Any, family: str, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    assert sample.experts is not None
+    ids = sample.prompt_ids + sample.token_ids
+    return forced_logprobs(module, family, ids, decoded(sample.experts, module, family))
+
+
+@pytest.mark.parametrize("family", mostly_slow(CONFIGS))
+def test_with_the_weights_of_the_engine_it_changes_no_bit(family: str) -> None:
+    module = mixture(family)
+    samples = drawn(module)
+    replayed, plain = learner(module), learner(module, replays=False)
+    expected = plain.logprobs(samples)
+    assert torch.equal(replayed.logprobs(samples), expected)
+    assert (expected - flat(samples, "logprobs")).abs().max() < 1e-4
+    tally = replayed.gradient(experience(samples), 0.0)
+    assert tally.metrics()["mismatch/routing"] == 0
+    found = gradients(module)
+    module.zero_grad()
+    assert "mismatch/routing" not in plain.gradient(experience(samples), 0.0).metrics()
+    assert relative(found, gradients(module)) < 1e-6
+
+
+@pytest.mark.parametrize("family", mostly_slow(CONFIGS))
+def test_with_other_routers_it_computes_what_transformers_does_with_these_experts(family: str) -> None:
+    samples = drawn(mixture(family))
+    module = moved(mixture(family), family)
+    reference = copy.deepcopy(module)
+    by = learner(module)
+    expected = forced(reference, family, samples)
+    assert torch.allclose(by.logprobs(samples), expected, atol=2e-5)
+    assert (learner(copy.deepcopy(module), replays=False).logprobs(samples) - expected).abs().max() > 0.01
+    # The gradient too, that of the routers among it, which learn from the experts that were taken.
+    data = experience(samples)
+    by.gradient(data, 0.0)
+    weights = data.advantages / len(data.advantages)
+    (-(expected - expected.detach()).exp() * weights).sum().backward()
+    wanted = gradients(reference)
+    assert relative(gradients(module), wanted) < 1e-4
+    assert all(router.weight.grad.abs().max() > 1e-6 for router in routers(module, family))
+
+
+@pytest.mark.parametrize("family", mostly_slow(CONFIGS))
+def test_the_share_of_other_choices_is_counted(family: str) -> None:
+    """Samples that begin differently, so that no row is two samples'."""
+    samples = drawn(mixture(family))[::2]
+    samples = (samples[0], samples[2])
+    module = moved(mixture(family), family)
+    apart = torch.cat([_forced(module, family, sample)[1] for sample in samples])
+    assert 0.05 < apart.float().mean() < 0.95
+    found = learner(module).gradient(experience(samples), 0.0).metrics()["mismatch/routing"]
+    assert found == pytest.approx(apart.float().mean().item(), abs=1e-6)
+
+
+def test_a_row_is_shared_where_the_experts_are_the_same() -> None:
+    """Two samples of the same tokens, of which the second had other experts for the third token of its prompt."""
+    module = mixture("qwen3_moe")
+    (first, *_) = drawn(module)
+    assert first.experts is not None
+    record = decoded(first.experts, module, "qwen3_moe").copy()
+    record[2, 1] = (record[2, 1] + 1) % 8
+    samples = (first, first, replace(first, experts=record.tobytes()))
+    by = learner(module)
+    tokens = len(first.prompt_ids + first.token_ids)
+    packed = pack_responses(samples, torch.device("cpu"), by.routing).packed
+    assert packed.input_ids.shape[1] == tokens + 1 + tokens - 2  # a last token is always a sample's own
+    assert torch.allclose(by.logprobs(samples), forced(module, "qwen3_moe", samples), atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_batched_alone_and_recomputed_are_the_same(family: str) -> None:
+    samples = drawn(mixture(family))
+    module = moved(mixture(family), family)
+    data = experience(samples)
+    together = learner(module)
+    logp = together.logprobs(samples)
+    figures = together.gradient(data, 0.0).metrics()
+    expected = gradients(module)
+    module.zero_grad()
+    alone = learner(module, budget=1)
+    assert torch.allclose(alone.logprobs(samples), logp, atol=1e-5)
+    alone.gradient(data, 0.0)
+    assert relative(gradients(module), expected) < 1e-5
+    module.zero_grad()
+    prepare(module, PolicyModelTable(path="x", recompute=True), 0, None)
+    again = together.gradient(data, 0.0).metrics()
+    assert relative(gradients(module), expected) < 1e-6
+    assert again["mismatch/routing"] == figures["mismatch/routing"]
+
+
+def test_experts_are_kept_with_a_sample_to_the_bit(tmp_path: Path) -> None:
+    samples = drawn(mixture("qwen3_moe"))
+    Dump(tmp_path).write(1, Batch(samples), 3)
+    assert Dump(tmp_path).read(1)[0] == samples
+    changed = replace(samples[0], experts=bytes(len(samples[0].experts or b"")))
+    proof, other = batch_proof(samples), batch_proof((changed, *samples[1:]))
+    assert {name for name in proof if proof[name] != other[name]} == {"samples"}
+
+
+def test_samples_without_experts_are_not_learned_from() -> None:
+    module = mixture("qwen3_moe")
+    (sample, *_) = drawn(module)
+    by = learner(module)
+    with pytest.raises(DataError, match="a sample has no experts: draw samples with it on"):
+        by.logprobs([replace(sample, experts=None)])
+    with pytest.raises(DataError, match="they are of another model"):
+        by.logprobs([replace(sample, experts=b"12345")])
+
+
+SERVED = {"placement": {"name": "disaggregated"}, "engine": {"name": "vllm", "url": "http://localhost:1"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        (SERVED, 'of engine.name = "vllm" no experts are read'),
+        ({"resources": {"data_parallel": 2}}, "resources name 2 ranks"),
+        (
+            {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"tensor_parallel": 2}}},
+            "an engine of 2 ranks records none",
+        ),
+        (
+            {"placement": {"name": "disaggregated"}, "resources": {"rollout": {"processes": 2, "prefill": 1}}},
+            "prefill hands KV over without them",
+        ),
+    ],
+)  # fmt: skip
+def test_what_records_no_experts_is_refused(tables: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        recipe(**tables, train={"routing_replay": True})
+
+
+def test_a_run_that_has_none_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    tree = recipe(train={"routing_replay": True})
+    with Run(tmp_path / "run", tree) as run, pytest.raises(ConfigError, match="sums-policy has no experts: leave it"):
+        RlTraining(tree, run, Silent())
+    with pytest.raises(ConfigError, match=r'on a CPU, and this run is on cuda: set model\.device = "cpu"'):
+        check_routing(recipe(model={"device": "cuda"}, train={"routing_replay": True}))
