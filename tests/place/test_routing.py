@@ -38,7 +38,7 @@ def test_every_placement_replays_alike(tmp_path: Path, policy_path: Path, rollou
     seen = straight[1].seen
     assert all(0 < step["mismatch/routing"] < 1 for step in seen), "the second minibatch has other routers"
     assert all(step["mismatch/abs_max"] < 1e-3 for step in seen)
-    for name in ("disaggregated", "async"):
+    for name in ("disaggregated", "async", "hybrid", "swapped"):
         placement = {"name": name, **({"staleness": 0} if name == "async" else {})}
         found = train(tmp_path / name, run_of(policy_path, placement=placement), rollout_host)
         assert_equal((tmp_path / name, found), straight)

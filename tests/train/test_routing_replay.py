@@ -5,16 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.rl import EnvironmentTable
 from plaudit.config.supervised import PolicyModelTable
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.proof.support import inspect
 from plaudit.core.routing import Routing
 from plaudit.errors import ConfigError, DataError
-from plaudit.records import Batch, Sample
+from plaudit.models import load_tokenizer, resolve
+from plaudit.records import Batch, Prompt, Sample, Turn
 from plaudit.rl.loop import RlTraining
+from plaudit.train.agents.episodes import Episodes
 from plaudit.train.policy.experience import Experience, flat, own_tokens
 from plaudit.train.policy.forward import pack_responses
 from plaudit.train.policy.policy import Policy
@@ -22,7 +27,7 @@ from plaudit.train.policy.rl_models import check_routing, prepare
 from plaudit.train.rollouts.dump import Dump
 from plaudit.train.run.proof import batch_proof
 from plaudit.train.run.run import Run
-from tests.core.mixtures import CONFIGS, decoded, forced_logprobs, mixture, routers
+from tests.core.mixtures import CONFIGS, decoded, forced_logprobs, mixture, own_experts, routers
 from tests.rotation import mostly_slow
 from tests.train.rl_world import Silent, gradients, recipe, relative
 
@@ -201,3 +206,48 @@ def test_a_run_that_has_none_is_refused_before_a_model_is_loaded(tmp_path: Path)
         RlTraining(tree, run, Silent())
     with pytest.raises(ConfigError, match=r'on a CPU, and this run is on cuda: set model\.device = "cpu"'):
         check_routing(recipe(model={"device": "cuda"}, train={"routing_replay": True}))
+
+
+def test_a_critic_on_the_policys_trunk_reads_it_with_the_engines_experts() -> None:
+    samples = drawn(mixture("qwen3_moe"))
+    module = moved(mixture("qwen3_moe"), "qwen3_moe")
+    by = learner(module)
+    by.value_head = torch.nn.Linear(32, 1, bias=False)
+    read, _ = by.values(samples)
+    rows = []
+    handle = module.model.norm.register_forward_hook(lambda _, __, out: rows.append(out[0].detach()))
+    for sample in samples:
+        _forced(module, "qwen3_moe", sample)
+    handle.remove()
+    expected = [by.value_head(r)[len(s.prompt_ids) - 1 :, 0] for r, s in zip(rows, samples, strict=True)]
+    assert torch.allclose(read, torch.cat(expected), atol=2e-5)
+    by.routing = None
+    assert not torch.allclose(by.values(samples)[0], torch.cat(expected), atol=1e-3)
+
+
+class Says:
+    """Answers every turn with two tokens or three."""
+
+    def reset(self, prompt: Prompt) -> None: ...
+
+    def step(self, text: str) -> Turn:
+        return Turn("1+2" if len(text) % 2 else "7=")
+
+
+@pytest.mark.slow
+def test_a_response_of_many_turns_has_the_experts_of_all_that_it_read() -> None:
+    module, tokenizer = mixture("qwen3_moe"), load_tokenizer(resolve("sums-policy"))
+    engine = Engine(module, tokenizer, record_experts=True, kv_bytes=1 << 22)
+    sampling, table = SamplingTable(max_tokens=60, stop=tuple("0123456789+=")), EnvironmentTable(name="x", max_turns=4)
+    player = Episodes(engine, tokenizer, 256, sampling, table, 1, make=Says)
+    samples = tuple(player.play([Prompt("7+8=", (1, 9, 8, 7)), Prompt("1=", (1, 5))], 3, "seed"))
+    assert any(sample.extra["turns"] > 2 for sample in samples)
+    for sample in samples:
+        assert sample.experts is not None
+        ids = sample.prompt_ids + sample.token_ids
+        found = np.sort(decoded(sample.experts, module, "qwen3_moe"), axis=-1)
+        # An observation with which it ends is left out: the last token is the policy's.
+        assert np.array_equal(found, own_experts(module, "qwen3_moe", ids)[:-1])
+    other = moved(module, "qwen3_moe")
+    own = own_tokens(samples)
+    assert torch.allclose(learner(other).logprobs(samples)[own], forced(other, "qwen3_moe", samples)[own], atol=2e-5)
