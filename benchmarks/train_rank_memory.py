@@ -1,15 +1,17 @@
-"""How much host memory a training rank takes to load its part of policy, reference and critic.
+"""How much host memory a training rank takes to load its part of policy, reference and critic, and to update them.
 
     python benchmarks/train_rank_memory.py
 
 A Llama of 134M parameters in float32, in files of 64 MB, as the policy, reference and critic of a PPO run over gloo
 ranks. The peak of resident memory, mapped files included, looked at every millisecond, above what the process had
 before. In the colocated placement every rank has a whole copy of the policy for its engine, in the disaggregated one
-rank 0 has, which sends it to engines elsewhere. Writes benchmarks/results/train_rank_memory.json.
+rank 0 has, which sends it to engines elsewhere; with the reshard channel none has, and there two updates follow, of 8
+samples of 40 tokens, beside the peak that the planner gives for them. Writes benchmarks/results/train_rank_memory.json.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -20,13 +22,23 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import torch
 from rank_memory import resident_bytes, write_model
 
 from plaudit.config import RlRecipe, parse_recipe
+from plaudit.heap import heap_factor
+from plaudit.models import load_tokenizer, new_llama, resolve, save
+from plaudit.plan.cost.prediction import predict
+from plaudit.plan.recipes import layout_of, workload_of
+from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.layouts import GenerationLayout
+from plaudit.records import Batch, Sample
 from plaudit.train.optim.optimizer import local
 from plaudit.train.policy.critic import LocalCritic
 from plaudit.train.policy.policy import Policy
@@ -36,25 +48,50 @@ from plaudit.train.run.ranks import join
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "train_rank_memory.json"
-SHAPES = {"one process": (1, 1), "2 ranks": (2, 1), "2 tensor ranks": (1, 2), "4 ranks": (4, 1)}
+SHAPES = {
+    "one process": (1, 1), "2 ranks": (2, 1), "2 tensor ranks": (1, 2), "4 ranks": (4, 1), "4 tensor ranks": (1, 4),
+    "2 x 2 ranks": (2, 2),
+}  # fmt: skip
+UPDATED = ("one process", "4 ranks", "4 tensor ranks", "2 x 2 ranks")
+RESHARD = "reshard"
 PLACEMENTS = ("colocated", "disaggregated")
+SAMPLES, PROMPT, RESPONSE = 8, 8, 32
+
+
+def recipe_of(model: str, data: int, tensor: int, placement: str) -> RlRecipe:
+    name = {"name": "disaggregated", "channel": RESHARD} if placement == RESHARD else {"name": placement}
+    tree = {
+        "task": "rl", "model": {"path": model, "device": "cpu"}, "data": {"world": "sums"},
+        "reward": {"rule": "exact", "answer": r"#(\d+)$"}, "critic": {}, "placement": name,
+        "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "sampling": {"max_tokens": RESPONSE},
+        "train": {"steps": 1, "lr": 1e-5, "threads": 1, "prompts_per_step": SAMPLES // 2, "samples_per_prompt": 2},
+        "resources": {"data_parallel": data, "tensor_parallel": tensor, "timeout": 120.0},
+    }  # fmt: skip
+    made = parse_recipe(tree, "benchmark")
+    assert isinstance(made, RlRecipe)
+    return made
+
+
+def planned_mb(path: str, data: int, tensor: int, heap: float) -> float:
+    """The planner's peak of a rank in training, its constants those of a CPU: nothing is reserved, malloc has holes."""
+    recipe = recipe_of(path, data, tensor, RESHARD)
+    work = workload_of(recipe, resolve, PROMPT, RESPONSE)
+    constants = replace(Constants(), reserve_bytes=0.0, graph_bytes=0.0, heap_factor=heap)
+    planned = predict(
+        work, f"1x{data * tensor}xH100", "disaggregated", generation=GenerationLayout(),
+        training=layout_of(recipe, work), constants=constants,
+    )  # fmt: skip
+    return planned.phase("training").memory.value / 2**20
 
 
 def measure(path: str, data: int, tensor: int, placement: str) -> None:
     def recipe(model: str) -> RlRecipe:
-        tree = {
-            "task": "rl", "model": {"path": model, "device": "cpu"}, "data": {"world": "sums"},
-            "reward": {"rule": "exact", "answer": r"#(\d+)$"}, "critic": {}, "placement": {"name": placement},
-            "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "sampling": {"max_tokens": 48},
-            "train": {"steps": 1, "lr": 1e-5, "threads": 1, "prompts_per_step": 4, "samples_per_prompt": 4},
-            "resources": {"data_parallel": data, "tensor_parallel": tensor, "timeout": 120.0},
-        }  # fmt: skip
-        made = parse_recipe(tree, "benchmark")
-        assert isinstance(made, RlRecipe)
-        return made
+        return recipe_of(model, data, tensor, placement)
 
     with join(recipe(path).resources, "cpu") as ranks:
-        Trainee(recipe("sums-policy"), ranks, None, Clock(), print)  # what libraries keep is there
+        small = Trainee(recipe(f"{path}/small"), ranks, None, Clock(), print)  # what libraries keep is there
+        if placement == RESHARD:
+            update(small)
         before, peak, over = resident_bytes(), 0, threading.Event()
 
         def watch() -> None:
@@ -66,13 +103,53 @@ def measure(path: str, data: int, tensor: int, placement: str) -> None:
         threading.Thread(target=watch, daemon=True).start()
         trainee = Trainee(recipe(path), ranks, None, Clock(), print)
         read_all(trainee)
+        if placement == RESHARD:
+            update(trainee)
         time.sleep(0.01)
         over.set()
         ranks.everyone.barrier()
-        figures = {"peak_mb": round((peak - before) / 2**20, 1), "after_mb": round((resident_bytes() - before) / 2**20)}
+        figures = {
+            "peak_mb": round((peak - before) / 2**20, 1), "after_mb": round((resident_bytes() - before) / 2**20),
+            "tensors_mb": round(tensor_bytes() / 2**20, 1),
+        }  # fmt: skip
         Path(os.environ["FIGURES"]).write_text(json.dumps(figures))
         trainee.close()
         ranks.everyone.barrier()
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that are alive; the rest of resident memory is the allocator's."""
+    sizes = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def write_models(directory: Path) -> int:
+    """The model, and a small one that four ranks can share, by which libraries are warm; bytes of the first."""
+    tokenizer = load_tokenizer(resolve("sums"))
+    small = new_llama(
+        "policy", vocab_size=len(tokenizer), hidden_size=64, layers=2, heads=4, intermediate_size=128,
+        max_positions=128, seed=1,
+    )  # fmt: skip
+    save(small, tokenizer, directory / "small")
+    return write_model(directory)
+
+
+def update(trainee: Trainee) -> None:
+    """Two steps: from the second on Adam's moments are there when gradients are."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, len(trainee.loaded.tokenizer), (SAMPLES, PROMPT + RESPONSE), generator=draw).tolist()
+    zeros, ones = (-1.0,) * RESPONSE, (1,) * RESPONSE
+    samples = [
+        Sample(tuple(row[:PROMPT]), tuple(row[PROMPT:]), "", zeros, zeros, (0,) * RESPONSE, ones, "stop", i // 2, i % 2)
+        for i, row in enumerate(ids)
+    ]
+    rewarded = tuple(replace(sample, reward=float(i % 3)) for i, sample in enumerate(samples))
+    for step in range(2):
+        trainee.learner.update(Batch(rewarded, step), step)
 
 
 def read_all(trainee: Trainee) -> None:
@@ -116,13 +193,20 @@ def main() -> None:
         return
     figures: dict[str, dict[str, list[dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as place:
-        size = write_model(Path(place))
+        size = write_models(Path(place))
         for name, (data, tensor) in SHAPES.items():
             for placement in PLACEMENTS:
                 figures.setdefault(placement, {})[name] = run(place, data, tensor, placement)
                 print(placement, name, figures[placement][name], flush=True)
+        heap = heap_factor()
+        updates: dict[str, dict[str, Any]] = {}
+        for name in UPDATED:
+            planned = round(planned_mb(place, *SHAPES[name], heap), 1)
+            updates[name] = {"planned_mb": planned, "ranks": run(place, *SHAPES[name], RESHARD)}
+            print("update", name, updates[name], flush=True)
     result = {
-        "model_mb": round(size / 2**20, 1), "placements": figures, "page_bytes": resource.getpagesize(),
+        "model_mb": round(size / 2**20, 1), "placements": figures, "updates": updates, "heap_factor": round(heap, 3),
+        "page_bytes": resource.getpagesize(),
         "machine": platform.processor() or platform.machine(), "torch": version("torch"),
         "transformers": version("transformers"), "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
