@@ -47,7 +47,7 @@ class Engine:
                  it is not given, `generate` looks more rarely on a GPU while nobody waits
     seed         gives requests without a seed of their own theirs, by submission number
     channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
-    exact        on a GPU in half precision: the same bits in any batch and in the learner, slower for few rows
+    exact        in half precision on a GPU, in float32 on a CPU: the learner's bits, in any batch; slower for few rows
     state_every  of a model with recurrent layers: tokens between two states that are kept, a multiple of the block; a
                  prefix is found again as far as the last of them
     record_experts   of a mixture on a CPU: samples say which experts each token had (Sample.experts)

@@ -256,7 +256,7 @@ class RowsBackend(CpuBackend):
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         assert self.states is not None
         stand = Stand(self.states, self.bank, batch.tables.tolist(), [n - 1 for n in batch.lengths])
-        window = RowsWindow(self.cache, batch, steps, self.block_size)
+        window = RowsWindow(self.cache, batch, steps, self.block_size, self.steady)
         window.bank = self.bank
         noted = []
         for _ in range(steps):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plaudit.algo.tokens.products import steady
+from plaudit.algo.tokens.products import steady, steady_linear
 from plaudit.algo.tokens.vocabulary import SplitVocabulary
 
 LOGIT_ELEMENTS = 1 << 24
@@ -83,13 +83,20 @@ def head_logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
     if hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16):
         logits = steady(hidden, head, lambda rows: torch.mm(rows, head.T, out_dtype=torch.float32), "head")
         return logits if bias is None else logits.add_(bias)
+    if hidden.device.type == "cpu" and hidden.dtype == torch.float32:
+        return steady_linear(hidden, head, bias)
     return F.linear(hidden, head, bias).to(_wide(head))
+
+
+def token_logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log p of a token of each row, (R,), with the bits that `token_logprobs` has of these logits on a CPU."""
+    return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(1)
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(R, count) each: the likeliest tokens of rows (R, V), best first, and their log-probs."""
-    values, tokens = torch.log_softmax(logits, dim=1).topk(count, dim=1)
-    return tokens, values
+    values, tokens = logits.topk(count, dim=1)
+    return tokens, values - logits.logsumexp(1, keepdim=True)
 
 
 def on_kernel(logits: Tensor) -> bool:
@@ -123,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if finish is not None:
                 logits = finish(logits)
             if split is not None:
-                logits = logits.div_(temperature)
+                logits = logits.mul_(1 / temperature)
                 normal = split.normaliser(logits)
                 normaliser[part] = normal.squeeze(-1)
                 logp[part] = (split.chosen(logits, targets[part, None]) - normal).squeeze(-1)
@@ -136,7 +143,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logp[part], normaliser[part] = kernel_logprobs(logits, targets[part], inverse, to)
                 continue
             if temperature != 1:
-                logits = logits.div_(temperature)
+                logits = logits.mul_(1 / temperature)  # as a sampler does
             chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
             if entropy:
                 peak = logits.amax(-1, keepdim=True)
@@ -200,7 +207,7 @@ def _logits_gradient(
             finished = finish(raw.requires_grad_())
         logits = finished.detach().clone()
     if temperature != 1:
-        logits.div_(temperature)
+        logits.mul_(1 / temperature)
     log_p = logits.sub_(normaliser[:, None])
     if entropy is None:
         delta = log_p.exp_().mul_(-to_logp[:, None])

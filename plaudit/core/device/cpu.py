@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from plaudit.algo.tokens.products import needs_steadying
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.device.cpu_decode import DecodeWindow
 from plaudit.core.device.mixing import Mixing, Walk
 from plaudit.core.device.paged import PagedBackend, PagedLayout
+from plaudit.core.model import operations
 from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import Packed, packed_layout
 from plaudit.core.routing import Recorder, Routing
 
@@ -28,6 +31,7 @@ class CpuBackend(PagedBackend):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
+        self._fusion: Fusion | None = None
         self._window: DecodeWindow | None = None  # of the last decode, while nothing else wrote to the blocks
         self._routing: Routing | None = None  # of a mixture whose experts are recorded,
         self._experts = torch.empty(0)  # and those of each slot: (slots, routers, k)
@@ -51,7 +55,9 @@ class CpuBackend(PagedBackend):
             self._experts = torch.from_numpy(empty)
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
-        return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
+        packed.layout.exact = self.steady
+        with self._steadied(min(packed.input_ids.shape[1], len(wanted))):
+            return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
 
     def close(self) -> None:
         self._window, self._experts = None, torch.empty(0)
@@ -72,10 +78,12 @@ class CpuBackend(PagedBackend):
         self._window = None  # the blocks of its rows may be given to others
         step = self.arrange(spans, copies)
         plain = packed_layout(step.shapes, step.slots, "cpu")
-        layout = PagedLayout(plain.groups, plain.restore, cache=self.cache, slots=step.new, copies=step.copies)
+        layout = PagedLayout(
+            plain.groups, plain.restore, exact=self.steady, cache=self.cache, slots=step.new, copies=step.copies
+        )  # fmt: skip
         if self.states is not None:
             layout.mixing = Mixing(self.states, self.bank, spans, copies)
-        with self._recorded(step.new):
+        with self._steadied(min(len(step.new), len(step.wanted))), self._recorded(step.new):
             rows = self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
         if self._routing is not None and step.copies is not None:
             source, target = step.copies
@@ -94,10 +102,24 @@ class CpuBackend(PagedBackend):
         chosen = recorder.rows().to(self._experts.dtype)
         self._experts[slots if counts is None else slots[counts]] = chosen if counts is None else chosen[counts]
 
+    @property
+    def steady(self) -> bool:
+        """Whether a row's bits are to be those that it has in any batch, and in a learner."""
+        return self.exact and self.decoder.kind == "causal" and self.decoder.dtype == torch.float32
+
+    def _steadied(self, rows: int) -> AbstractContextManager[None]:
+        """For passes of so many rows by the module itself: the learner's own parts, and few rows padded where the
+        library has another kernel for them. A lean trunk does so by itself."""
+        if not self.steady or self.decoder.lean is not None:
+            return nullcontext()
+        if self._fusion is None:
+            self._fusion = Fusion(self.decoder.trunk, operations)
+        return self._fusion.applied(needs_steadying(rows, self.decoder.device))
+
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         window = self._window
         if window is None or not window.goes_on(batch, steps):
-            window = self._window = DecodeWindow(self.cache, batch, steps, self.block_size)
+            window = self._window = DecodeWindow(self.cache, batch, steps, self.block_size, self.steady)
             if self.states is not None:
                 at = batch.positions.tolist()  # which are the tokens before each row's last
                 window.walk = Walk(self.states, self.bank, batch.tables.tolist(), at)
@@ -109,7 +131,7 @@ class CpuBackend(PagedBackend):
             if step % at_once == 0:
                 ahead = torch.arange(min(at_once, steps - step))[:, None]
                 noise = sampler.noise(batch.drawn + ahead)
-            with self._recorded(window.slots, batch.alive):
+            with self._steadied(len(batch.lengths)), self._recorded(window.slots, batch.alive):
                 hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
             drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
             noted.append((drawn, batch.alive))

@@ -1,9 +1,10 @@
 """Decode attention on the CPU.
 
-The KV that a batch had before is laid out contiguously once, by groups of like length; what the steps add lies behind
-it, in the same column for every row. So a step pays one attention call per group, no gathering and no index
-arithmetic, and the layout lasts for as long as the same rows decode. New keys reach the blocks at the end of every
-call. The window is workspace of a fixed size: layers that do not fit in it gather their blocks at every step instead.
+The KV that a batch had before is laid out contiguously once, by groups of like length, each key in the column of its
+position, and so is what the steps add. So a step pays one attention call per group and no gathering, the layout lasts
+for as long as the same rows decode, and a row's sums have the order that they have in a prompt. New keys reach the
+blocks at the end of every call. The window is workspace of a fixed size: layers that do not fit in it gather their
+blocks at every step instead.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from torch import Tensor
 from plaudit.core.device.backend import DecodeBatch
 from plaudit.core.device.mixing import Walk
 from plaudit.core.device.paged import KVCache
-from plaudit.core.model.attention import Layout, Rule, attend_group, row_mask
+from plaudit.core.model.attention import (
+    LEAST_KEYS,
+    Layout,
+    Rule,
+    attend_group,
+    explicit,
+    row_mask,
+    two_rows,
+    weighted,
+)
 from plaudit.core.model.mixers import Mixer
 
 WORKSPACE = 64 * 2**20  # bytes
 ROOM = 64  # columns for steps: so many are taken before the KV is laid out again
-NOWHERE = 2**62  # the position of a column that holds nothing
 
 
 @dataclass(frozen=True)
@@ -30,17 +39,22 @@ class _Group:
     """Rows of the decode batch with like lengths."""
 
     rows: Tensor | None  # (B,) which rows; None: all, in order
-    count: int  # B
     blocks: int  # of the longest row's past
-    positions: Tensor  # (B, past + room) the position that each column holds
-    ragged: bool  # whether some row has columns that hold nothing
+    columns: int  # those of the past, and for steps
+    longest: int  # position of the longest row's first step
+    start: Tensor  # (B,) position of the first step
+    ragged: bool  # whether they differ
+
+    @property
+    def count(self) -> int:
+        return len(self.start)
 
 
 class DecodeWindow(Layout):
     """One query per sequence and step."""
 
-    def __init__(self, cache: KVCache, batch: DecodeBatch, steps: int, block_size: int) -> None:
-        super().__init__((), torch.empty(0))
+    def __init__(self, cache: KVCache, batch: DecodeBatch, steps: int, block_size: int, exact: bool) -> None:
+        super().__init__((), torch.empty(0), exact=exact)
         self.cache = cache
         self.block_size = block_size
         self.room = max(ROOM, steps)
@@ -49,7 +63,7 @@ class DecodeWindow(Layout):
         self._sampler = batch.sampler
         self._lengths = batch.lengths
         self._groups, self._back = _grouped(batch.lengths, block_size, self.room)
-        columns = sum(g.positions.numel() for g in self._groups)
+        columns = sum(g.count * g.columns for g in self._groups)
         self._spare = WORKSPACE // columns  # bytes per column that the workspace still has
         # Per layer and group, keys as (B, heads, dim, columns) and values as (B, heads, columns, dim): so the products
         # of one query want them.
@@ -73,7 +87,7 @@ class DecodeWindow(Layout):
         """A step begins."""
         self._step += 1
         self._noted.append((self.batch.positions, self.batch.alive))
-        self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}
+        self._masks.clear()
 
     @property
     def slots(self) -> Tensor:
@@ -97,13 +111,11 @@ class DecodeWindow(Layout):
             if laid is None:
                 outputs.append(self._attend_blocks(layer, q, group, rule))
                 continue
-            column = group.blocks * self.block_size + self._step
             k, v = laid[i]
-            k[..., column] = _pick(key, group.rows)
-            v[:, :, column] = _pick(value, group.rows)
-            mask = self._mask(i, rule.window, query.dtype)
-            mask = None if mask is None else mask[..., : column + 1]
-            outputs.append(_attend(q, k[..., : column + 1], v[:, :, : column + 1], mask, rule))
+            end = max(LEAST_KEYS, group.longest + self._step + 1)
+            self._put(group, k, v, _pick(key, group.rows), _pick(value, group.rows))
+            mask = self._mask(i, rule.window, end, query.dtype)
+            outputs.append(_attend(q, k[..., :end], v[:, :, :end], mask, rule, self.exact))
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return out if self._back is None else out.index_select(0, self._back)
 
@@ -115,15 +127,13 @@ class DecodeWindow(Layout):
         slots = _slots(self.batch.tables, positions, self.block_size)
         stored = self._step + 1
         for i, group in enumerate(self._groups):
-            # A row that has ended stays at its position: only the first of its steps counts there.
-            counts, to = (x if group.rows is None else x[:, group.rows] for x in (alive, slots))
-            to = to[counts]
-            first, last = (group.blocks * self.block_size + step for step in (self._stored, stored))
+            counts, to, at = (x if group.rows is None else x[:, group.rows] for x in (alive, slots, positions))
+            row, at, to = counts.nonzero()[:, 1], at[counts], to[counts]
             for layer, laid in self._laid.items():
                 if laid is not None:
                     k, v = laid[i]
-                    self.cache.keys[layer].index_copy_(0, to, k[..., first:last].permute(3, 0, 1, 2)[counts])
-                    self.cache.values[layer].index_copy_(0, to, v[:, :, first:last].permute(2, 0, 1, 3)[counts])
+                    self.cache.keys[layer].index_copy_(0, to, k[row, :, :, at])
+                    self.cache.values[layer].index_copy_(0, to, v[row, :, at])
         self._stored = stored
         self._noted.clear()
 
@@ -135,20 +145,33 @@ class DecodeWindow(Layout):
         self._spare -= width
         laid = []
         for group in self._groups:
-            columns, past = group.positions.shape[1], group.blocks * self.block_size
-            k = keys.new_empty(group.count, keys.shape[1], keys.shape[2], columns)
-            v = values.new_empty(group.count, values.shape[1], columns, values.shape[2])
+            columns, past = group.columns, group.blocks * self.block_size
+            # Zeros, for a masked key still meets a weight of 0.
+            k = keys.new_zeros(group.count, keys.shape[1], keys.shape[2], columns)
+            v = values.new_zeros(group.count, values.shape[1], columns, values.shape[2])
             k[..., :past] = self._gather(keys, group, group.blocks).permute(0, 2, 3, 1)
             v[:, :, :past] = self._gather(values, group, group.blocks).transpose(1, 2)
             laid.append((k, v))
         return laid
+
+    def _put(self, group: _Group, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> None:
+        """Each row's new key and value (B, heads, dim) in the column of its position; of a row that has ended behind
+        that, so that what it had stays."""
+        if not group.ragged:
+            column = group.longest + self._step
+            k[..., column] = key
+            v[:, :, column] = value
+            return
+        at = (group.start + self._step)[:, None, None, None]
+        k.scatter_(3, at.expand(*key.shape, 1), key[..., None])
+        v.scatter_(2, at.expand(*value.shape[:2], 1, value.shape[2]), value[:, :, None])
 
     def _attend_blocks(self, layer: int, query: Tensor, group: _Group, rule: Rule) -> Tensor:
         blocks = min(self.batch.tables.shape[1], group.blocks + -(-(self._step + 1) // self.block_size))
         keys, values = (self._gather(c[layer], group, blocks) for c in (self.cache.keys, self.cache.values))
         at = _pick(self.batch.positions, group.rows)
         mask = row_mask(at, keys.shape[1], rule.window, query.dtype)
-        return attend_group(query[:, None], keys, values, mask, rule)[:, 0]
+        return (explicit if self.exact else attend_group)(query[:, None], keys, values, mask, rule)[:, 0]
 
     def _gather(self, cache: Tensor, group: _Group, blocks: int) -> Tensor:
         """(B, tokens, heads, dim). Whole blocks, which is several times faster than token by token."""
@@ -157,36 +180,35 @@ class DecodeWindow(Layout):
         whole = cache.view(-1, self.block_size * heads * dim).index_select(0, tables)
         return whole.view(group.count, blocks * self.block_size, heads, dim)
 
-    def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """(B, 1, 1, columns); with a window it moves from step to step."""
+    def _mask(self, index: int, window: int | None, end: int, dtype: torch.dtype) -> Tensor | None:
+        """(B, 1, 1, end) of this step."""
         group = self._groups[index]
-        if window is not None and window >= group.positions.shape[1]:
+        if window is not None and window >= end:
             window = None
-        if window is None and not group.ragged:
+        if window is None and not group.ragged and end == group.longest + self._step + 1:
             return None
         made = self._masks.get((index, window, dtype))
         if made is None:
-            hidden = group.positions == NOWHERE
-            if window is not None:
-                hidden |= group.positions <= group.positions[:, self._step - self.room, None] - window
-            made = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
-            self._masks[index, window, dtype] = made
+            made = self._masks[index, window, dtype] = row_mask(group.start + self._step, end, window, dtype)
         return made
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """q (B, H, D), k (B, K, D, L), v (B, K, L, D) -> (B, H, D)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, exact: bool) -> Tensor:
+    """q (B, H, D), k (B, K, D, L), v (B, K, L, D) -> (B, H, D). Exact: with the bits of `explicit`."""
     batch, heads, dim = q.shape
     kv_heads, length = v.shape[1:3]
     if q.dtype not in (torch.float32, torch.float64) or rule.softcap is not None or rule.sinks is not None:
         mask = q.new_zeros(1, 1, 1, length) if mask is None else mask
-        return attend_group(q[:, None], k.permute(0, 3, 1, 2), v.transpose(1, 2), mask, rule)[:, 0]
+        attend = explicit if exact else attend_group
+        return attend(q[:, None], k.permute(0, 3, 1, 2), v.transpose(1, 2), mask, rule)[:, 0]
     # For one query two plain products take half as long as the fused kernel, which is made for many.
     scaled = (q * (dim**-0.5 if rule.scale is None else rule.scale)).reshape(batch * kv_heads, -1, dim)
-    scores = torch.bmm(scaled, k.flatten(0, 1))
+    scores = torch.bmm(two_rows(scaled) if exact else scaled, k.flatten(0, 1))
     if mask is not None:
         scores.view(batch, kv_heads, -1, length).add_(mask)
-    return torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(batch, heads, -1)
+    weights, values = torch.softmax(scores, dim=-1), v.flatten(0, 1)
+    out = weighted(weights, values) if exact else torch.bmm(weights, values)
+    return out[:, : heads // kv_heads].reshape(batch, heads, -1)
 
 
 def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -211,11 +233,11 @@ def _grouped(lengths: Sequence[int], block_size: int, room: int) -> tuple[Sequen
     groups = []
     for rows in members:
         blocks = max(needs[i] for i in rows)
-        start = torch.tensor([lengths[i] - 1 for i in rows])[:, None]  # the position of the first step
-        past = torch.arange(blocks * block_size).expand(len(rows), -1)
-        positions = torch.cat([past.masked_fill(past >= start, NOWHERE), start + torch.arange(room)], dim=1)
-        ragged = any(lengths[i] - 1 != blocks * block_size for i in rows)
-        groups.append(_Group(torch.tensor(rows) if len(members) > 1 else None, len(rows), blocks, positions, ragged))
+        start = torch.tensor([lengths[i] - 1 for i in rows])
+        low, high = min(lengths[i] for i in rows), max(lengths[i] for i in rows)
+        columns = max(LEAST_KEYS, blocks * block_size + room)
+        chosen = torch.tensor(rows) if len(members) > 1 else None
+        groups.append(_Group(chosen, blocks, columns, high - 1, start, ragged=low != high))
     if len(groups) == 1:
         return groups, None
     back = torch.empty(len(needs), dtype=torch.long)

@@ -22,9 +22,11 @@ from plaudit.core.model.mixers import Mixer, mix_whole, pack_mixers
 from plaudit.core.model.operations import Rotation
 
 ATTENTION = "plaudit"
-SCORES = 8 * 2**20  # bytes of scores in a tile, of which there are a few copies
+SCORES = 32 * 2**20  # bytes of scores in a tile, of which there are a few copies
 LEAST_QUERIES = 16  # in a tile: fewer, and the products are too thin
 GATHERED = 64 * 2**20  # bytes of keys and values that are gathered at once for rows that are read one by one
+LEAST_KEYS = 64  # of a product: torch adds up small ones (below 400 multiplications) by a loop of its own
+SUMMED = 512  # keys whose values are added up in one product: more, and a library splits the sum where it likes
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,14 @@ class Layout:
     restore   for each packed token, its place in the concatenated, flattened groups
     extents   of each sequence its first row, its own tokens, and those before them; for recurrent layers
     rows_of   of each sequence the row of every token
+    exact     by plain products in one order of sums (see `explicit`), whatever lies beside a row
     """
 
     groups: tuple[Group, ...]
     restore: Tensor
     extents: Sequence[tuple[int, int, int]] = ()
     rows_of: Sequence[np.ndarray] = ()
+    exact: bool = False
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -90,7 +94,7 @@ class Layout:
                 q, k, v = (rows_at(x, group.queries) for x in (query, key, value))
             else:
                 q, k, v = rows_at(query, group.queries), rows_at(keys, group.keys), rows_at(values, group.keys)
-            if rule.fused:
+            if rule.fused and not self.exact:
                 out = attend_group(q, k, v, self.mask_of(i, rule.window, query.dtype), rule)
             else:
                 out = attend_tiles(q, k, v, group, rule)
@@ -121,7 +125,8 @@ class Layout:
                 rows = group.keys[at // group.queries.shape[1]]
                 mask = row_mask(group.positions.reshape(-1)[at], rows.shape[1], rule.window, query.dtype)
                 k, v = rows_at(keys, rows), rows_at(values, rows)
-                out[some] = attend_group(query[some][:, None], k, v, mask, rule)[:, 0]
+                attend = explicit if self.exact else attend_group
+                out[some] = attend(query[some][:, None], k, v, mask, rule)[:, 0]
             start += size
         return out
 
@@ -171,7 +176,7 @@ def _mask(position_BQ: Tensor, first: int, end: int, window: int | None, dtype: 
 def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     """To (B, Q, H, D). Without a mask, which is (B, 1, Q, S): causal from the first token."""
     if not rule.fused:
-        return _explicit(q_BQHD, k_BSKD, v_BSKD, mask, rule)
+        return explicit(q_BQHD, k_BSKD, v_BSKD, mask, rule)
     B, Q, H, _ = q_BQHD.shape
     K = k_BSKD.shape[2]
     q_BHQD, k_BKSD, v_BKSD = q_BQHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
@@ -187,8 +192,8 @@ def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | 
 
 
 def attend_tiles(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, group: Group, rule: Rule) -> Tensor:
-    """Soft caps and sinks, a tile of queries at a time over the keys that one of them sees: memory grows with the
-    length and not with its square, gradients included, for which a tile is computed again."""
+    """`explicit`, a tile of queries at a time over the keys that one of them sees: memory grows with the length and not
+    with its square, gradients included, for which a tile is computed again."""
     B, Q, H, _ = q_BQHD.shape
     S = k_BSKD.shape[1]
     size = max(LEAST_QUERIES, SCORES // (B * H * S * 4))
@@ -196,39 +201,64 @@ def attend_tiles(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, group: Group, r
     for begin in reversed(range(0, Q, size)):  # the longest first: the others find room where it was
         tile = slice(begin, begin + size)
         low, high = (each[tile] for each in group.reach)
-        first = 0 if rule.window is None else max(0, min(low) - rule.window + 1)
+        first = 0 if rule.window is None else max(0, min(low) - rule.window + 1) // SUMMED * SUMMED
         end = min(S, max(high) + 1)
         mask = _mask(group.positions[:, tile], first, end, rule.window, q_BQHD.dtype)
         parts = (q_BQHD[:, tile], k_BSKD[:, first:end], v_BSKD[:, first:end], mask, rule)
         again = size < Q and torch.is_grad_enabled() and q_BQHD.requires_grad
-        outputs.append(checkpoint(_explicit, *parts, use_reentrant=False) if again else _explicit(*parts))
+        outputs.append(checkpoint(explicit, *parts, use_reentrant=False) if again else explicit(*parts))
     return torch.cat(outputs[::-1], dim=1) if len(outputs) > 1 else outputs[0]
 
 
-def _explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """Soft caps and sinks, which fused kernels do not know. A heads' group and its queries are one dimension of the
-    products, GQ."""
+def explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """Attention by plain products, which knows soft caps and sinks. A group of heads and its queries are one dimension
+    of the products, GQ.
+
+    Its order of sums is that of a decode step (device/cpu_decode.py): scores of two rows and LEAST_KEYS keys at least;
+    a softmax over the keys from the first on, a sink before them; values in products of SUMMED keys, added up in their
+    order. So a row has the same bits whatever rows and masked keys lie beside it, where the library's products have."""
     B, Q, H, D = q_BQHD.shape
     S, K = k_BSKD.shape[1:3]
     G = H // K
-    scale = D**-0.5 if rule.scale is None else rule.scale
-    q_BK_GQ_D = q_BQHD.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores_BKGQS = (q_BK_GQ_D @ k_BSKD.permute(0, 2, 3, 1) * scale).view(B, K, G, Q, -1)
-    if rule.softcap is not None:
-        scores_BKGQS = torch.tanh(scores_BKGQS / rule.softcap) * rule.softcap
+    q_BQHD = q_BQHD * (D**-0.5 if rule.scale is None else rule.scale)
     if mask is None:
         future_QS = torch.ones(Q, S, dtype=torch.bool, device=q_BQHD.device).triu(1)
-        scores_BKGQS = scores_BKGQS.masked_fill(future_QS, float("-inf"))
-    else:
-        scores_BKGQS = scores_BKGQS + mask[:, :, None]
+        mask = q_BQHD.new_zeros(Q, S).masked_fill_(future_QS, float("-inf"))[None, None]
+    if S < LEAST_KEYS:
+        k_BSKD, v_BSKD = (F.pad(x, (0, 0, 0, 0, 0, LEAST_KEYS - S)) for x in (k_BSKD, v_BSKD))
+        mask = F.pad(mask, (0, LEAST_KEYS - S), value=float("-inf"))
+    q_N_GQ_D = q_BQHD.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B * K, G * Q, D)
+    scores_N_GQ_S = torch.bmm(two_rows(q_N_GQ_D), k_BSKD.permute(0, 2, 3, 1).flatten(0, 1))[:, : G * Q]
+    scores_BKGQS = scores_N_GQ_S.view(B, K, G, Q, -1)
+    if rule.softcap is not None:
+        scores_BKGQS = torch.tanh(scores_BKGQS / rule.softcap) * rule.softcap
+    scores_BKGQS = scores_BKGQS + mask[:, :, None]
     if rule.sinks is not None:  # one more key
         sink_BKGQ1 = rule.sinks.to(scores_BKGQS.dtype).reshape(1, K, G, 1, 1).expand(B, -1, -1, Q, 1)
-        scores_BKGQS = torch.cat([scores_BKGQS, sink_BKGQ1], dim=-1)
-    weights_BKGQS = torch.softmax(scores_BKGQS, dim=-1, dtype=torch.float32).to(q_BQHD.dtype)[..., :S]
+        scores_BKGQS = torch.cat([sink_BKGQ1, scores_BKGQS], dim=-1)
+    weights_BKGQS = torch.softmax(scores_BKGQS, dim=-1, dtype=torch.float32).to(q_BQHD.dtype)
+    if rule.sinks is not None:
+        weights_BKGQS = weights_BKGQS[..., 1:]
     if rule.dropout:
         weights_BKGQS = F.dropout(weights_BKGQS, rule.dropout)
-    out_BK_GQ_D = weights_BKGQS.flatten(2, 3) @ v_BSKD.transpose(1, 2)
-    return out_BK_GQ_D.view(B, K, G, Q, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out_N_GQ_D = weighted(weights_BKGQS.reshape(B * K, G * Q, -1), v_BSKD.transpose(1, 2).flatten(0, 1))
+    return out_N_GQ_D.view(B, K, G, Q, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def weighted(weights_NRS: Tensor, values_NSD: Tensor) -> Tensor:
+    """(N, R, D): the values in sums of SUMMED keys from the first on, added up in their order."""
+    rows = weights_NRS.shape[1]
+    weights_NRS = two_rows(weights_NRS)
+    out = torch.bmm(weights_NRS[..., :SUMMED], values_NSD[:, :SUMMED])
+    for first in range(SUMMED, values_NSD.shape[1], SUMMED):
+        keys = slice(first, first + SUMMED)
+        out = out + torch.bmm(weights_NRS[..., keys], values_NSD[:, keys])
+    return out[:, :rows]
+
+
+def two_rows(x_NRD: Tensor) -> Tensor:
+    """A single row twice: by itself it would be another kernel's."""
+    return x_NRD if x_NRD.shape[1] > 1 else x_NRD.expand(-1, 2, -1)
 
 
 def packed_attention(

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from plaudit.algo.tokens.products import needs_steadying
 from plaudit.core.model import operations
 from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.varlen import HALF
 
 _FUSIONS: WeakKeyDictionary[nn.Module, Fusion] = WeakKeyDictionary()
-_APPLIED: list[Fusion] = []
-"""Those of the forward passes under way."""
+_APPLIED: list[tuple[Fusion, bool]] = []
+"""Those of the forward passes under way, and whether their products are few rows that have to be steadied."""
 
 
 def fused_rows(module: nn.Module, packed: Packed) -> Tensor:
@@ -24,9 +25,10 @@ def fused_rows(module: nn.Module, packed: Packed) -> Tensor:
     fusion = _fusion(module)
     if fusion is None:
         return hidden_rows(module, packed)
-    _APPLIED.append(fusion)
+    steady = needs_steadying(packed.input_ids.shape[1], packed.input_ids.device)
+    _APPLIED.append((fusion, steady))
     try:
-        with fusion.applied():
+        with fusion.applied(steady):
             return hidden_rows(module, packed)
     finally:
         _APPLIED.pop()
@@ -35,7 +37,10 @@ def fused_rows(module: nn.Module, packed: Packed) -> Tensor:
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For `context_fn` of torch's checkpoint: a layer that is computed again in the backward pass, in a thread of
     autograd's own, runs on the kernels of its forward pass."""
-    return nullcontext(), _APPLIED[-1].applied() if _APPLIED else nullcontext()
+    if not _APPLIED:
+        return nullcontext(), nullcontext()
+    fusion, steady = _APPLIED[-1]
+    return nullcontext(), fusion.applied(steady)
 
 
 def _fusion(module: nn.Module) -> Fusion | None:

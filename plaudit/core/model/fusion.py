@@ -2,8 +2,8 @@
 
 Norms, gated MLPs, rotary embeddings and single tokens of recurrent layers cost many small launches in eager mode. A
 part is replaced only if a kernel gave what the part itself gives on random input, so nothing depends on a model's name;
-what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module itself is not changed. On a
-GPU products are steady there too, unless told otherwise (algo/tokens/products.py).
+what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module itself is not changed.
+Products are steady there too, where that is asked for (algo/tokens/products.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Fusion:
     @torch.no_grad()
     def __init__(self, trunk: nn.Module, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.on_gpu = next(trunk.parameters()).is_cuda
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
         kind_of: dict[tuple[type, Any], str | None] = {}
@@ -63,14 +62,14 @@ class Fusion:
         return any(name == "apply_rotary_pos_emb" for _, name, _ in self.functions) and fused_modules.issuperset(parts)
 
     @contextmanager
-    def applied(self, steady: bool = True) -> Iterator[None]:
+    def applied(self, steady: bool) -> Iterator[None]:
         originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
         try:
             for module, forward in self.forwards:
                 module.__dict__["forward"] = forward
             for home, name, function in self.functions:
                 setattr(home, name, function)
-            with SteadyProducts() if steady and self.on_gpu else nullcontext():
+            with SteadyProducts() if steady else nullcontext():
                 yield
         finally:
             for module, _ in self.forwards:

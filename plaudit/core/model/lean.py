@@ -10,12 +10,14 @@ weights are used at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plaudit.algo.tokens.products import CPU_MOST, SteadyProducts, least_rows
 from plaudit.core.model.attention import Layout, Rule
 from plaudit.core.model.operations import Operations, Rotation
 from plaudit.core.model.split import RowLinear
@@ -41,12 +43,19 @@ class LeanTrunk:
         self.operations = operations
         self.layers = [_parts(layer, rule) for layer, rule in zip(trunk.layers, rules, strict=True)]
         # The modules' own tables of hooks: what is registered later is in them.
+        self._least: int | None = None  # rows of its products, once it is known
         self._hooks = [hooks for part in trunk.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     @property
     def hooked(self) -> bool:
         """Whether somebody listens to a part of the trunk."""
         return any(self._hooks)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether something has taken the place of a product, which may have narrow ones of its own."""
+        tables = (table for layer in self.layers for table in (layer.attention, layer.mlp))
+        return any(name.endswith("_proj") and type(part) is not nn.Linear for t in tables for name, part in t.items())
 
     @property
     def replaced(self) -> list[nn.Module]:
@@ -71,6 +80,26 @@ class LeanTrunk:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None) -> Tensor:
         """(1, T) tokens -> (T, hidden), or the rows `wanted` of it."""
+        if layout.exact:
+            return self._exact_hidden(input_ids, position_ids, layout, wanted)
+        return self._hidden(input_ids, position_ids, layout, wanted)
+
+    def _exact_hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
+        """Few rows among copies of the last one, so that no product has less than it needs for the bits of many."""
+        tokens = input_ids.shape[1]
+        count = tokens if wanted is None else len(wanted)
+        if count < CPU_MOST:
+            if self._least is None:
+                self._least = least_rows(part for layer in self.trunk.layers for part in layer.modules())
+            if tokens < self._least:
+                input_ids, position_ids = (_with_copies(x[0], self._least)[None] for x in (input_ids, position_ids))
+                layout = _FirstRows(layout, tokens)
+            if wanted is not None:
+                wanted = _with_copies(wanted, self._least)
+        with SteadyProducts() if self.adapted else nullcontext():
+            return self._hidden(input_ids, position_ids, layout, wanted)[:count]
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         x = self.trunk.embed_tokens(input_ids[0])
         cos, sin = self.trunk.rotary_emb(x[None], position_ids)
         rotation = self.operations.rotation(cos[0], sin[0])
@@ -120,6 +149,33 @@ class LeanTrunk:
             x = x + y
             return x, part(x)
         return self.operations.add_norm(x, y, weight, part.variance_epsilon)
+
+
+class _FirstRows(Layout):
+    """Stands before the layout of the first `count` rows of those that are computed."""
+
+    def __init__(self, inner: Layout, count: int) -> None:
+        super().__init__(inner.groups, inner.restore, exact=inner.exact)
+        self.inner = inner
+        self.count = count
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        n = self.count
+        out = self.inner.attend(layer, query[:n], key[:n], value[:n], rule)
+        return F.pad(out, (0, 0, 0, 0, 0, len(query) - self.count))
+
+    def attend_wanted(
+        self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
+    ) -> Tensor:
+        return self.inner.attend_wanted(layer, wanted, query, keys, values, rule)
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner.context(layer, key[: self.count], value[: self.count])
+
+
+def _with_copies(x: Tensor, least: int) -> Tensor:
+    """Of the last element, behind it: (N,) -> (max(N, least),)."""
+    return x if len(x) >= least else torch.cat([x, x[-1:].expand(least - len(x))])
 
 
 def _parts(layer: Any, rule: Rule) -> Layer:

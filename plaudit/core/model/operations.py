@@ -53,7 +53,10 @@ class Operations:
         return Rotation(cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1))
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, epsilon)
+        """In float32 with the bits of a learner's `rms_norm`."""
+        if x.dtype in (torch.float16, torch.bfloat16):
+            return F.rms_norm(x, weight.shape, weight, epsilon)
+        return (x * _inverse_rms(x, epsilon)).mul_(weight)
 
     def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """x + y, and the norm of it."""
@@ -64,11 +67,16 @@ class Operations:
         return F.silu(gate, inplace=True).mul_(up)
 
 
+def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
+    """(..., 1). By torch's vector norm, which goes over the rows once."""
+    squared: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return squared.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+
+
 class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = scale.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        scale = _inverse_rms(x, epsilon)
         normed = x * scale
         ctx.save_for_backward(normed, weight, scale)
         y: Tensor = normed * weight

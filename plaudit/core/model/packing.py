@@ -117,7 +117,9 @@ def packed_layout(
     """The layout of spans (first row, new tokens, tokens before) whose keys lie at `rows`, one row per token."""
     if torch.device(device).type == "cuda":
         return VarlenLayout(spans, rows, device, lambda: grouped_layout(spans, rows, device))
-    return grouped_layout(spans, rows, device, lone)
+    layout = grouped_layout(spans, rows, device, lone)
+    layout.exact = not lone
+    return layout
 
 
 def grouped_layout(

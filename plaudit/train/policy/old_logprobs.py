@@ -47,8 +47,9 @@ class OldLogprobs:
             for indices in minibatches(len(samples), train.minibatches, order, self.policy.together):
                 rows = [torch.arange(ends[i] - len(samples[i].token_ids), ends[i]) for i in indices]
                 old[torch.cat(rows)] = self.policy.logprobs([samples[i] for i in indices])
-        promised = self.policy.decoder.device.type == "cuda" and not self.differed  # elsewhere it would be chance
-        self.exact = promised and _fresh(batch) and torch.equal(old[own], behaviour[own])
+        decoder = self.policy.decoder
+        promised = decoder.device.type == "cuda" or decoder.dtype == torch.float32  # elsewhere it would be chance
+        self.exact = promised and not self.differed and _fresh(batch) and torch.equal(old[own], behaviour[own])
         return old
 
     def first(self, part: Experience) -> Experience:

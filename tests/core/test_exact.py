@@ -1,0 +1,158 @@
+"""Engine and learner to the bit on a CPU in float32: one order of sums, whatever lies beside a row.
+
+Where a platform's library sums few rows otherwise than many, no bits are promised: there the numbers are close."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from plaudit.algo.tokens import products
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.device import cpu_decode
+from plaudit.core.model import attention
+from plaudit.records import Sample
+from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
+from tests.core import tiny
+from tests.rotation import mostly_slow
+
+PROMISED = platform.machine() in ("aarch64", "arm64")
+DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "olmo2"]
+TEMPERATURE = 0.7
+FREE = SamplingParams(temperature=TEMPERATURE, max_tokens=50, ignore_eos=True, seed=4)
+
+
+def same(got: Sequence[float] | np.ndarray, expected: Sequence[float] | np.ndarray) -> None:
+    first, second = (np.asarray(each, dtype=np.float32) for each in (got, expected))
+    np.testing.assert_allclose(first, second, rtol=0, atol=1e-4)
+    if PROMISED:
+        assert first.view(np.int32).tolist() == second.view(np.int32).tolist()
+
+
+def learned(
+    module: nn.Module, engine: Engine, samples: Sequence[Sample], grad: bool = True, temperature: float = TEMPERATURE
+) -> list[float]:
+    """The learner's log-probs of the samples' tokens, end to end."""
+    with torch.set_grad_enabled(grad):
+        responses = pack_responses(samples, torch.device("cpu"))
+        logp, _ = logprobs_and_entropy(engine.decoder, responses, hidden_of(module, responses), temperature)
+    return logp.tolist()
+
+
+def drawn(samples: Sequence[Sample]) -> list[float]:
+    return [value for sample in samples for value in sample.logprobs]
+
+
+@pytest.mark.parametrize("family", mostly_slow(DENSE))
+def test_the_learner_gives_the_engines_bits(family: str) -> None:
+    module = tiny.model(family)
+    engine = Engine(module)
+    samples = engine.generate(tiny.sequences(3, 6, 1, 60), replace(FREE, n=3))
+    for grad in (True, False):
+        same(learned(module, engine, samples, grad), drawn(samples))
+    same([p for s in samples[:5] for p in learned(module, engine, [s])], drawn(samples[:5]))
+    whole = [[*s.prompt_ids, *s.token_ids] for s in samples]
+    expected = [
+        float(p) for s, each in zip(samples, engine.logprobs(whole), strict=True) for p in each[-len(s.token_ids) :]
+    ]
+    same(learned(module, engine, samples, temperature=1.0), expected)
+
+
+PROMPT = tiny.sequences(5, 1, 50, 50)[0]
+OTHERS = tiny.sequences(6, 69, 1, 60)
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return tiny.model("llama")
+
+
+@pytest.fixture(scope="module")
+def alone(llama: nn.Module) -> tuple[float, ...]:
+    return Engine(llama).generate([PROMPT], FREE)[0].logprobs
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(69, marks=pytest.mark.slow)])
+def test_a_row_does_not_depend_on_those_beside_it(llama: nn.Module, alone: tuple[float, ...], count: int) -> None:
+    for at in (0, count):
+        prompts = [*OTHERS[:at], PROMPT, *OTHERS[at:count]]
+        same(Engine(llama).generate(prompts, FREE)[at].logprobs, alone)
+
+
+@pytest.mark.parametrize("shared", [1, 15, 16, 17, 31, 32, 33, 48, 49])
+def test_a_prefix_from_the_cache_changes_no_bit(llama: nn.Module, alone: tuple[float, ...], shared: int) -> None:
+    engine = Engine(llama)
+    engine.generate([PROMPT[:shared]], replace(FREE, max_tokens=3))
+    same(engine.generate([PROMPT], FREE)[0].logprobs, alone)
+    assert engine.stats().tokens_shared >= shared - shared % engine.backend.block_size
+
+
+def small(engine: Engine) -> Engine:
+    return Engine(engine.decoder.module, kv_bytes=9 * 16 * engine.decoder.token_bytes(), max_running=4, budget=16)
+
+
+def narrow(patch: pytest.MonkeyPatch, room: int, workspace: int) -> None:
+    patch.setattr(cpu_decode, "ROOM", room)
+    patch.setattr(cpu_decode, "WORKSPACE", workspace)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda patch: narrow(patch, 8, 2**26), lambda patch: narrow(patch, 64, 0), lambda patch: None],
+    ids=["short windows", "blocks gathered", "preempted, prompts in parts"],
+)
+def test_however_it_is_read_and_decoded(
+    llama: nn.Module, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+) -> None:  # fmt: skip
+    change(monkeypatch)
+    engine = small(Engine(llama))
+    samples = engine.generate([PROMPT, *OTHERS[:5]], FREE)
+    assert engine.stats().preemptions > 0
+    same(samples[0].logprobs, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_rows_longer_than_one_sum(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are added up in several products; with as many key-value heads as heads a product has one row."""
+    monkeypatch.setattr(attention, "SCORES", 2**20)  # and queries in several tiles
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 89, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 2048}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    module = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.25)).eval()
+    engine = Engine(module)
+    samples = engine.generate(tiny.sequences(8, 4, 480, 1200), replace(FREE, max_tokens=60))
+    same(learned(module, engine, samples), drawn(samples))
+    same(engine.generate([list(samples[0].prompt_ids)], replace(FREE, max_tokens=60))[0].logprobs, samples[0].logprobs)
+
+
+@pytest.mark.parametrize(
+    ("inner", "width", "bias"), [(32, 16, False), (32, 16, True), (576, 64, True), (1536, 64, False)]
+)
+def test_few_rows_are_padded_to_as_many_as_have_the_bits_of_many(inner: int, width: int, bias: bool) -> None:
+    """Also where the weights at hand are zeros, as an adapter's are at first: the trial is not made with them."""
+    zeros = torch.zeros(width, inner)
+    products.steady_linear(torch.ones(1, inner), zeros, torch.zeros(width) if bias else None)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inner, generator=generator) for n in (300, width))
+    added = torch.randn(width, generator=generator) if bias else None
+    many = products.steady_linear(x, weight, added)
+    for rows in (*range(1, 20), 33, 64, 65):
+        for first in (0, 117):
+            few = products.steady_linear(x[first : first + rows], weight, added)
+            same(few.flatten().numpy(), many[first : first + rows].flatten().numpy())
+
+
+def test_half_precision_and_classifiers_keep_the_faster_path() -> None:
+    assert Engine(tiny.model("llama")).backend.steady  # type: ignore[attr-defined]
+    assert not Engine(tiny.model("llama"), exact=False).backend.steady  # type: ignore[attr-defined]
+    assert not Engine(tiny.model("llama", "sequence")).backend.steady  # type: ignore[attr-defined]
+    assert not Engine(tiny.model("llama", dtype=torch.bfloat16)).backend.steady  # type: ignore[attr-defined]
