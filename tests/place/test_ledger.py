@@ -192,19 +192,10 @@ def test_a_run_logs_its_memory_by_owner(tmp_path: Path) -> None:
         training = RlTraining(tree, run, Silent())
         summary = training.fit()
     events = [event for event in read_events(tmp_path / "run") if event["kind"] == "memory"]
-    phases = [
-        "prompts",
-        "generate",
-        "reward",
-        "old",
-        "reference",
-        "values",
-        "advantages",
-        "update",
-        "critic",
-        "publish",
-    ]
-    assert [event["phase"] for event in events if event["step"] == 2] == [*phases, "evaluate"]
+    phases = ["prompts", "generate", "reward", "reference", "values", "advantages", "update", "critic", "publish"]
+    steps = [[event["phase"] for event in events if event["step"] == step] for step in (1, 2)]
+    assert "old" in steps[0]  # later on it is left out where the engine has the learner's bits
+    assert [phase for phase in steps[1] if phase != "old"] == [*phases, "evaluate"]
     policy = sum(p.nbytes for p in training.loaded.module.parameters())
     buffers = sum(b.nbytes for b in training.loaded.module.buffers())
     update = next(event for event in events if (event["step"], event["phase"]) == (2, "update"))
