@@ -208,7 +208,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, ex
         scores.view(batch, kv_heads, -1, length).add_(mask)
     weights, values = torch.softmax(scores, dim=-1), v.flatten(0, 1)
     out = weighted(weights, values) if exact else torch.bmm(weights, values)
-    return out[:, : heads // kv_heads].reshape(batch, heads, -1)
+    return out[:, : heads // kv_heads].reshape(batch, heads, -1).contiguous()  # some modules take a view of it
 
 
 def _pick(x: Tensor, rows: Tensor | None) -> Tensor:

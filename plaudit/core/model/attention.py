@@ -242,7 +242,8 @@ def explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None
     if rule.dropout:
         weights_BKGQS = F.dropout(weights_BKGQS, rule.dropout)
     out_N_GQ_D = weighted(weights_BKGQS.reshape(B * K, G * Q, -1), v_BSKD.transpose(1, 2).flatten(0, 1))
-    return out_N_GQ_D.view(B, K, G, Q, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out_BQHD = out_N_GQ_D.view(B, K, G, Q, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out_BQHD.contiguous()  # some modules take a view of it
 
 
 def weighted(weights_NRS: Tensor, values_NSD: Tensor) -> Tensor:
