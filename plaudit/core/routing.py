@@ -41,24 +41,24 @@ class Routing:
     """The routers of a module, in the order of a forward pass; each takes `k` experts for a token."""
 
     def __init__(self, decoder: Decoder) -> None:
-        found = _routers(decoder)
-        if not found:
+        routers = _routers(decoder)
+        if not routers:
             raise ModelError(
                 f"{decoder.name} ({decoder.config.model_type}) has no experts that a router takes by topk, so there is "
                 "no routing to replay: leave out train.routing_replay"
             )
-        if len(taken := {k for _, k in found.values()}) > 1:
+        if len(taken := {k for _, k in routers.values()}) > 1:
             raise ModelError(
                 f"{decoder.name} takes {sorted(taken)} experts for a token in different layers, and routing is "
                 "recorded for one number: leave out train.routing_replay"
             )
         self.name = decoder.name
         self.k = taken.pop()
-        self.counts = [experts for experts, _ in found.values()]
+        self.counts = [experts for experts, _ in routers.values()]
         self.dtype = np.dtype(np.uint8 if max(self.counts) <= 256 else np.int16)
         self._chooser: Chooser | None = None
         self._entered: list[_Choice] = []
-        for number, router in enumerate(found):
+        for number, router in enumerate(routers):
             self._listen(number, router)
 
     @property
@@ -128,18 +128,18 @@ class Recorder:
 
 
 class Replay:
-    """Has the routers choose `chosen` (T, routers, k) for the tokens of which it is `known` (T,); where they would have
-    chosen the same set, in any order, nothing changes."""
+    """Has the routers choose `chosen` (T, routers, k) for the tokens of which it is `recorded` (T,); where they would
+    have chosen the same set, in any order, nothing changes."""
 
-    def __init__(self, chosen: Tensor, known: Tensor) -> None:
+    def __init__(self, chosen: Tensor, recorded: Tensor) -> None:
         self.chosen = chosen
-        self.known = known
+        self.recorded = recorded
         self._differed: dict[int, Tensor] = {}
         self._left_out: dict[int, Tensor] = {}  # (T,) whether a router would not have looked at all groups it needs
 
     def experts(self, router: int, scores: Tensor, own: Any) -> Any:
         forced = self.chosen[:, router].long()
-        same = (own[1].sort(dim=-1).values == forced.sort(dim=-1).values).all(dim=-1) | ~self.known
+        same = (own[1].sort(dim=-1).values == forced.sort(dim=-1).values).all(dim=-1) | ~self.recorded
         self._differed[router] = ~same | self._left_out[router] if router in self._left_out else ~same
         taken = torch.where(same[:, None], own[1], forced)
         return torch.return_types.topk((scores.gather(-1, taken), taken))
@@ -147,14 +147,14 @@ class Replay:
     def groups(self, router: int, scores: Tensor, own: Any, experts: int) -> Tensor:
         none = torch.zeros_like(scores, dtype=torch.bool)
         of = self.chosen[:, router].long() // (experts // scores.shape[-1])
-        needed = none.scatter(-1, of, True) & self.known[:, None]
+        needed = none.scatter(-1, of, True) & self.recorded[:, None]
         self._left_out[router] = (needed & ~none.scatter(-1, own[1], True)).any(dim=-1)
         return scores.masked_fill(needed, torch.inf)
 
     def differed(self) -> tuple[Tensor, Tensor]:
-        """(T, routers) each: 1 where a router would have chosen others, and where that is known."""
+        """(T, routers) each: 1 where a router would have chosen others, and where that is recorded."""
         differed = torch.stack([self._differed[router] for router in sorted(self._differed)], dim=1)
-        return differed.float(), self.known[:, None].expand_as(differed)
+        return differed.float(), self.recorded[:, None].expand_as(differed)
 
 
 class _Choice(TorchFunctionMode):
@@ -186,12 +186,12 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.rows = rows
         self.inside: list[nn.Module] = []
-        self.found: dict[nn.Module, tuple[int, int]] = {}
+        self.routers: dict[nn.Module, tuple[int, int]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in TOPK and args[0].ndim == 2 and len(args[0]) == self.rows:
-            self.found[self.inside[-1]] = args[0].shape[-1], out[1].shape[-1]
+            self.routers[self.inside[-1]] = args[0].shape[-1], out[1].shape[-1]
         return out
 
 
@@ -210,4 +210,4 @@ def _routers(decoder: Decoder) -> dict[nn.Module, tuple[int, int]]:
         module.train(training)
         for handle in handles:
             handle.remove()
-    return watch.found
+    return watch.routers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -83,7 +83,7 @@ class CpuBackend(PagedBackend):
         )  # fmt: skip
         if self.states is not None:
             layout.mixing = Mixing(self.states, self.bank, spans, copies)
-        with self._steadied(min(len(step.new), len(step.wanted))), self._recorded(step.new):
+        with self._steadied(min(len(step.new), len(step.wanted))), self._recorded(lambda: step.new):
             rows = self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
         if self._routing is not None and step.copies is not None:
             source, target = step.copies
@@ -91,7 +91,7 @@ class CpuBackend(PagedBackend):
         return rows
 
     @contextmanager
-    def _recorded(self, slots: Tensor, counts: Tensor | None = None) -> Iterator[None]:
+    def _recorded(self, slots_of: Callable[[], Tensor], counts: Tensor | None = None) -> Iterator[None]:
         """The pass inside computes the tokens of these slots; only those that `counts` names are kept."""
         if self._routing is None:
             yield
@@ -99,7 +99,7 @@ class CpuBackend(PagedBackend):
         recorder = Recorder()
         with self._routing.by(recorder):
             yield
-        chosen = recorder.rows().to(self._experts.dtype)
+        slots, chosen = slots_of(), recorder.rows().to(self._experts.dtype)
         self._experts[slots if counts is None else slots[counts]] = chosen if counts is None else chosen[counts]
 
     @property

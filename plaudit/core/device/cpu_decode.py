@@ -89,7 +89,6 @@ class DecodeWindow(Layout):
         self._noted.append((self.batch.positions, self.batch.alive))
         self._masks.clear()
 
-    @property
     def slots(self) -> Tensor:
         """(B,) where the tokens of this step go."""
         return _slots(self.batch.tables, self.batch.positions[None], self.block_size)[0]
@@ -103,8 +102,9 @@ class DecodeWindow(Layout):
             self._laid[layer] = self._lay_out(layer)
         laid = self._laid[layer]
         if laid is None:
-            self.cache.keys[layer].index_copy_(0, self.slots, key)
-            self.cache.values[layer].index_copy_(0, self.slots, value)
+            slots = self.slots()
+            self.cache.keys[layer].index_copy_(0, slots, key)
+            self.cache.values[layer].index_copy_(0, slots, value)
         outputs = []
         for i, group in enumerate(self._groups):
             q = _pick(query, group.rows)

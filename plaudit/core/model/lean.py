@@ -88,14 +88,15 @@ class LeanTrunk:
         """Few rows among copies of the last one, so that no product has less than it needs for the bits of many."""
         tokens = input_ids.shape[1]
         count = tokens if wanted is None else len(wanted)
-        if count < CPU_MOST:
-            if self._least is None:
-                self._least = least_rows(part for layer in self.trunk.layers for part in layer.modules())
-            if tokens < self._least:
-                input_ids, position_ids = (_with_copies(x[0], self._least)[None] for x in (input_ids, position_ids))
-                layout = _FirstRows(layout, tokens)
-            if wanted is not None:
-                wanted = _with_copies(wanted, self._least)
+        if count >= CPU_MOST:
+            return self._hidden(input_ids, position_ids, layout, wanted)
+        if self._least is None:
+            self._least = least_rows(part for layer in self.trunk.layers for part in layer.modules())
+        if tokens < self._least:
+            input_ids, position_ids = (_with_copies(x[0], self._least)[None] for x in (input_ids, position_ids))
+            layout = _FirstRows(layout, tokens)
+        if wanted is not None:
+            wanted = _with_copies(wanted, self._least)
         with SteadyProducts() if self.adapted else nullcontext():
             return self._hidden(input_ids, position_ids, layout, wanted)[:count]
 

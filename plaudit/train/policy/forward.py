@@ -63,15 +63,15 @@ def pack_responses(samples: Sequence[Sample], device: torch.device, routing: Rou
     mask = np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool)
     ends = np.array([rows[i][-1] for i in range(len(samples))])
     places = (np.concatenate(before), targets, mask.nonzero()[0], ends)
-    at_rows, wanted, own, last = (send(place, device) for place in places)
-    packed = Responses(tree.packed, at_rows, wanted, own, last)
+    before_rows, target_ids, own, last_rows = (send(place, device) for place in places)
+    packed = Responses(tree.packed, before_rows, target_ids, own, last_rows)
     if routing is None or experts is None:
         return packed
-    chosen, known = np.zeros((tree.tokens, *routing.shape), routing.dtype), np.zeros(tree.tokens, bool)
+    chosen, recorded = np.zeros((tree.tokens, *routing.shape), routing.dtype), np.zeros(tree.tokens, bool)
     for i, record in enumerate(experts):
         at = rows[i][: len(record)]
-        chosen[at], known[at] = record, True
-    return replace(packed, replay=Replay(send(chosen, device), send(known, device)))
+        chosen[at], recorded[at] = record, True
+    return replace(packed, replay=Replay(send(chosen, device), send(recorded, device)))
 
 
 def _experts(sample: Sample, routing: Routing) -> np.ndarray:
