@@ -131,10 +131,16 @@ def main() -> None:
                 print(f"{name} {setting.label}", file=sys.stderr, flush=True)
                 rows += measure(name, setting, shares, options.seconds, Path(place))
     show(rows)
-    if options.only or any(getattr(options, name) != value for name, value in DEFAULTS.items()):
+    if options.only or options.shares != DEFAULTS["shares"]:
         return
     installed = versions_of(SETTINGS)
-    record = {**stamp(__file__, processor(), rivals(installed)), "versions": installed, **DEFAULTS, "rows": rows}
+    record = {
+        **stamp(__file__, processor(), rivals(installed)),
+        "versions": installed,
+        "seconds": options.seconds,
+        "shares": shares,
+        "rows": rows,
+    }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written to {RESULTS.relative_to(ROOT)}")

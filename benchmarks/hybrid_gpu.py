@@ -116,12 +116,13 @@ def difference(ours: list[float], theirs: list[float]) -> dict[str, float]:
     return {"equal": float((apart == 0).mean()), "mean": float(apart.mean()), "max": float(apart.max())}
 
 
-def bits() -> dict[str, Any]:
+def bits(families: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of the same samples in other batches, in the learner and in a read."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(5, 500, int(n)).tolist() for n in rng.integers(1, 120, 700)]
     params = SamplingParams(temperature=1.0, max_tokens=70, ignore_eos=True, seed=3)
     results: dict[str, Any] = {}
-    for name, config in TINY.items():
+    for name, config in families.items():
         module = made(config)
         engine = Engine(module, kv_bytes=8 * 2**30, max_running=700)
         many = engine.generate(prompts, params)
@@ -159,7 +160,7 @@ def main() -> None:
         return
     results = json.loads(arguments.out.read_text())["results"] if arguments.out.is_file() else {}
     for name in arguments.only.split(","):
-        results[name] = bits() if name == "bits" else speed(arguments.profile)
+        results[name] = bits(TINY) if name == "bits" else speed(arguments.profile)
         record = stamp(__file__, torch.cuda.get_device_name(), {})
         arguments.out.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
 

@@ -41,6 +41,7 @@ LAZY = {
     "score": "`plaudit score --url` starts without torch",
     "search": "the package is callable and starts without torch",
     "algo.tokens.logprobs": "needs Triton",
+    "algo.tokens.products": "needs Triton",
     "core.device.choose": "the CUDA back end needs Triton",
     "core.device.lockstep": "the CUDA back end needs Triton",
     "doctor.probe": "most checks start without torch",

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
+    Glm4MoeConfig,
     GPTNeoXConfig,
     GptOssConfig,
     LlamaConfig,
@@ -23,8 +24,10 @@ from transformers import (
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device.backend import DecodeBatch, Decoded
+from plaudit.core.model.attention import Rule
 from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import pack, use_packed_attention
+from plaudit.core.model.varlen import VarlenLayout
 from plaudit.core.proof.support import inspect
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
 
@@ -209,13 +212,21 @@ def test_bf16_logprobs_are_no_worse_than_those_of_transformers(name: str) -> Non
     assert max(means["decoded"], means["read"]) <= most * means["transformers"] + 1e-4, means
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixtures_decode_in_graphs(dtype: torch.dtype) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with warnings.catch_warnings(action="error"):
+        engine(causal("qwen3-moe", dtype)).generate(PROMPTS, params)
+
+
 def test_a_model_that_asks_the_host_in_a_step_decodes_without_graphs() -> None:
-    """As grouped products of experts do in float32; in bf16 they are captured."""
+    """As transformers' loop over experts does, here in a subclass that no kernel replaces."""
+    model = causal("qwen3-moe")
+    for layer in model.model.layers:
+        layer.mlp.experts._is_expert_parallel = True
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with pytest.warns(UserWarning, match="Qwen3MoeForCausalLM decodes without CUDA graphs, .*: .*synchron"):
-        engine(causal("qwen3-moe")).generate(PROMPTS, params)
-    with warnings.catch_warnings(action="error"):
-        engine(causal("qwen3-moe", torch.bfloat16)).generate(PROMPTS, params)
+        engine(model).generate(PROMPTS, params)
 
 
 def test_options_the_kernel_does_not_know_and_stops() -> None:
@@ -319,7 +330,16 @@ SHAPES = {
     "deep": LlamaConfig(**{**WIDE, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}),
     "qwen3": Qwen3Config(**{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, head_dim=128),
     "windows": MistralConfig(**{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, sliding_window=50),
-}
+    "qwen3-moe": Qwen3MoeConfig(**{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, **EXPERTS, head_dim=64),
+    "gpt-oss": GptOssConfig(
+        **{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, head_dim=64, num_local_experts=8,
+        num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], sliding_window=50,
+    ),
+    "glm-4.5": Glm4MoeConfig(
+        **{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, head_dim=64, moe_intermediate_size=64,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -352,3 +372,22 @@ def test_sampled_logprobs_have_the_bits_of_the_learners_whatever_the_batch(name:
         found.sum().backward()
         expected = torch.tensor([value for sample in batch for value in sample.logprobs])
         assert torch.equal(found.detach().cpu().view(torch.int32), expected.view(torch.int32))
+
+
+def test_the_learners_attention_with_sinks_has_the_gradients_of_plain_products() -> None:
+    torch.manual_seed(2)
+    lengths = [1, 40, 75]
+    inputs = [torch.randn(sum(lengths), heads, 64, device="cuda").bfloat16() for heads in (8, 2, 2)]
+    sinks, grad = torch.randn(8, device="cuda").bfloat16(), torch.randn(sum(lengths), 8, 64, device="cuda").bfloat16()
+    packed = pack([[5] * n for n in lengths], torch.device("cuda"))
+    layout = packed.layout
+    assert isinstance(layout, VarlenLayout)
+    results = []
+    for attend in (layout.attend, layout.grouped.attend):
+        own = [x.clone().requires_grad_() for x in (*inputs, sinks)]
+        out = attend(0, *own[:3], Rule(sinks=own[3], window=30))
+        results.append([out, *torch.autograd.grad(out, own, grad)])
+    for result, expected in zip(*results, strict=True):
+        assert (result - expected).float().norm() <= 0.02 * expected.float().norm()
+    with torch.no_grad():
+        assert torch.equal(layout.attend(0, *inputs, Rule(sinks=sinks, window=30)), results[0][0])

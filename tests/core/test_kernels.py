@@ -14,9 +14,11 @@ GPU = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("plaudit.core.kernels")
 
+from plaudit.algo.tokens import product_kernel  # noqa: E402
 from plaudit.core.device.backend import Span  # noqa: E402
 from plaudit.core.device.cuda import DecodeLayout, StoredLayout  # noqa: E402
 from plaudit.core.device.paged import PagedBackend  # noqa: E402
+from plaudit.core.kernels import pointwise  # noqa: E402
 from plaudit.core.model import differentiable  # noqa: E402
 from plaudit.core.model.fusion import Fusion  # noqa: E402
 from plaudit.core.model.kernel_operations import KernelOperations  # noqa: E402
@@ -26,21 +28,9 @@ from plaudit.core.proof.support import inspect  # noqa: E402
 from plaudit.core.sampling.noise import row_key, token_hashes  # noqa: E402
 from plaudit.core.sampling.sampler import Sampler  # noqa: E402
 from plaudit.core.sampling.sampling_params import SamplingParams  # noqa: E402
+from tests.core import interpreter, tiny  # noqa: E402, F401
 from tests.core import test_recurrent as recurrent  # noqa: E402
-from tests.core import tiny  # noqa: E402
 from tests.rotation import mostly_slow  # noqa: E402
-
-if not GPU:
-    # Triton 3.6 interprets loop bounds with int(array of one element), which numpy 2.4 refuses.
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_tensor_and_index
 
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
@@ -506,3 +496,23 @@ def test_of_equal_logits_the_lower_token_ids_stay(top_k: int) -> None:
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
 def test_these_ran_on_the_gpu() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", f"{sys.executable} in {Path.cwd()} is interpreting"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "inner"), [(16, 96), (40, 128), (100, 70)])
+def test_a_product_that_is_not_split_gives_a_row_the_same_bits_beside_any_others(
+    dtype: torch.dtype, columns: int, inner: int
+) -> None:
+    x, weight, bias = randn(70, inner, dtype=dtype), randn(columns, inner, dtype=dtype), randn(columns, dtype=dtype)
+    many = product_kernel.unsplit_product(x, weight, bias)
+    close(many / inner**0.5, torch.nn.functional.linear(x.float(), weight.float(), bias.float()) / inner**0.5)
+    for count in (1, 7, 40):
+        assert torch.equal(product_kernel.unsplit_product(x[:count], weight, bias), many[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_many_short_rows_have_the_bits_of_few(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = randn(35, 80, dtype=dtype), randn(80, dtype=dtype)
+    few = kernels.rms_norm(x, weight, 1e-5)
+    monkeypatch.setattr(pointwise, "MANY_ROWS", len(x))
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5), few)

@@ -81,11 +81,15 @@ def head_logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
     to bfloat16 a logit near 16 is off by up to 0.06, and engine and learner, each rounding its own, disagree by that.
     """
     if hidden.is_cuda and hidden.dtype in (torch.float16, torch.bfloat16):
-        logits = steady(hidden, head, lambda rows: torch.mm(rows, head.T, out_dtype=torch.float32), "head")
+        logits = steady(hidden, head, _wide_product, "head")
         return logits if bias is None else logits.add_(bias)
     if hidden.device.type == "cpu" and hidden.dtype == torch.float32:
         return steady_linear(hidden, head, bias)
     return F.linear(hidden, head, bias).to(_wide(head))
+
+
+def _wide_product(rows: Tensor, head: Tensor) -> Tensor:
+    return torch.mm(rows, head.T, out_dtype=torch.float32)
 
 
 def token_logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:

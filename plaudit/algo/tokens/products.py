@@ -3,7 +3,8 @@
 For few rows a library may take another kernel, or split the inner dimension to have work for a whole GPU, and then it
 sums in another order: a token that is decoded with seven others would differ in its last bits from the same token in a
 learner's batch. Each shape of a product is tried once on the device at hand, over a grid of row counts; where few rows
-differ from many, they are padded to as many as no longer do. Nothing is assumed about a library's version.
+differ from many, they are padded to as many as no longer do. Where that would be too many, as for the narrow matrices
+of adapters, a GPU takes a product of our own. Nothing is assumed about a library's version.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 
 HALF = (torch.float16, torch.bfloat16)
@@ -23,23 +25,42 @@ ROWS = (1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512
 MANY = 8192
 MANY_ELEMENTS = 1 << 28  # of the result: of a wide product fewer rows count as many
 MOST = 512  # rows that few are padded to: more would cost more than it is worth
+NEVER = 0  # no number of rows is enough
 CPU_ROWS = (*range(1, 34), 48, 63, 64, 65, 100, 128, 200, 256)
 CPU_MANY, CPU_MOST = 512, 24
 CPU_WIDTH = 1024  # columns that are tried: a sum does not depend on how many there are beyond
 
-Product = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 _LEAST: dict[tuple[Any, ...], int] = {}
 
 
 class SteadyProducts(TorchFunctionMode):
-    """Within it `F.linear` is steady: of half-precision rows on a GPU, and of float32 rows on a CPU."""
+    """Within it `F.linear` is steady: of half-precision rows on a GPU, and of float32 rows on a CPU. So is `topk` on a
+    GPU, where torch takes another way with other sizes: of equal values it takes the first. `also_wide`: and products
+    of float32 rows on a GPU, as routers in models of half precision have them."""
+
+    def __init__(self, also_wide: bool = False) -> None:
+        super().__init__()
+        self.also_wide = also_wide
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and _applies(args[0], args[1]):
+        if func is F.linear and _applies(args[0], args[1], self.also_wide):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return steady_linear(args[0], args[1], bias)
+        if (
+            func in (torch.topk, Tensor.topk)
+            and args[0].is_cuda
+            and len(args) == 2
+            and kwargs.keys() <= {"dim", "sorted"}
+        ):
+            return _first_of_equals(args[0], args[1], kwargs.get("dim", -1))
         return func(*args, **kwargs)
+
+
+def _first_of_equals(x: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
+    values, ids = torch.sort(x, dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), ids.narrow(dim, 0, k)))
 
 
 def needs_steadying(rows: int, device: torch.device) -> bool:
@@ -47,31 +68,66 @@ def needs_steadying(rows: int, device: torch.device) -> bool:
     return device.type == "cuda" or rows < CPU_MOST
 
 
-def _applies(x: Any, weight: Any) -> bool:
-    plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
-    return plain and x.dtype in (HALF if x.is_cuda else (torch.float32,)) and weight.dtype == x.dtype
+def _applies(x: Any, weight: Any, also_wide: bool) -> bool:
+    if type(x) is not Tensor or type(weight) not in (Tensor, torch.nn.Parameter) or weight.dtype != x.dtype:
+        return False
+    wide = x.dtype == torch.float32 and (also_wide or not x.is_cuda)
+    return wide or (x.is_cuda and x.dtype in HALF)
 
 
 def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return steady(x, weight, lambda rows: F.linear(rows, weight, bias), "linear", bias is not None)
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(rows, weight, bias)
+
+    return steady(x, weight, product, "linear", bias is not None, own=lambda rows: _unsplit(rows, weight, bias))
 
 
-def steady(x: Tensor, weight: Tensor, product: Product, *kind: object) -> Tensor:
+def steady(
+    x: Tensor, weight: Tensor, product: Product, *kind: object, own: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """`product` of x (..., K) with a weight (N, K); `kind` tells it from others with weights of that shape. Each row
-    has the bits that it has among many rows."""
+    has the bits that it has among many rows. `own`: the same by a product whose rows never differ."""
     count = x.numel() // x.shape[-1]
     if not needs_steadying(count, x.device):
-        return product(x)
+        return product(x, weight)
     key = (weight.shape, weight.dtype, weight.device, *kind)
     if key not in _LEAST:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a product with a weight of {tuple(weight.shape)} was not tried before the capture")
-        _LEAST[key] = _least_rows(weight, product) if x.is_cuda else _least_rows_cpu(weight.shape, True in kind)
+        if x.is_cuda:
+            _LEAST[key] = _least_rows(weight, product, own is not None)
+        else:
+            _LEAST[key] = _least_rows_cpu(weight.shape, True in kind)
+    if _LEAST[key] == NEVER and own is not None:
+        return own(x)
     if count >= _LEAST[key]:
-        return product(x)
+        return product(x, weight)
     rows = F.pad(x.reshape(count, x.shape[-1]), (0, 0, 0, _LEAST[key] - count))
-    out = product(rows)[:count]
+    out = product(rows, weight)[:count]
     return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+class _Unsplit(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        from plaudit.algo.tokens.product_kernel import unsplit_product  # brings triton
+
+        ctx.save_for_backward(x, weight)
+        return unsplit_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            grad @ weight if needed[0] else None,
+            grad.T @ x if needed[1] else None,
+            grad.sum(0) if needed[2] else None,
+        )
+
+
+def _unsplit(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows: Tensor = _Unsplit.apply(x.reshape(-1, x.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
+    return rows.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def least_rows(parts: Iterable[nn.Module]) -> int:
@@ -80,13 +136,20 @@ def least_rows(parts: Iterable[nn.Module]) -> int:
     return max((_least_rows_cpu(shape, bias) for shape, bias in shapes), default=1)
 
 
-def _least_rows(weight: Tensor, product: Product) -> int:
-    """From how many rows on each row has the bits that it has among many; 1 where that would be too many."""
+def _least_rows(weight: Tensor, product: Product, has_own: bool) -> int:
+    """From how many rows on each row has the bits that it has among many. Where that would be too many: NEVER, if there
+    is another product, else 1."""
     width, inner = weight.shape
-    last = _last_that_differs(weight, product, ROWS, max(1024, min(MANY, MANY_ELEMENTS // width)))
+    like = weight
+    if weight.numel() <= MANY_ELEMENTS:  # weights of zeros, as an adapter's first ones, would prove nothing
+        generator = torch.Generator(weight.device).manual_seed(1)
+        like = torch.randn(width, inner, generator=generator, device=weight.device).to(weight.dtype)
+    last = _last_that_differs(like, product, ROWS, max(1024, min(MANY, MANY_ELEMENTS // width)))
     least = next((rows for rows in ROWS if rows > last), MANY)
     if least <= MOST:
         return least
+    if has_own:
+        return NEVER
     warnings.warn(
         f"rows of a product of {inner} by {width} change with their number, up to {last} rows, on this device: "
         "log-probs of few rows are not those of many to the bit", stacklevel=2,
@@ -101,7 +164,7 @@ def _least_rows_cpu(shape: tuple[int, int], bias: bool) -> int:
     width, inner = min(CPU_WIDTH, shape[0]), shape[1]
     drawn = torch.randn(inner + 1, width, generator=torch.Generator().manual_seed(1))
     like, added = drawn[:inner].T.contiguous(), drawn[inner] if bias else None
-    last = _last_that_differs(like, lambda rows: F.linear(rows, like, added), CPU_ROWS, CPU_MANY)
+    last = _last_that_differs(like, lambda rows, weight: F.linear(rows, weight, added), CPU_ROWS, CPU_MANY)
     return last + 1 if last < CPU_MOST else 1
 
 
@@ -110,5 +173,5 @@ def _last_that_differs(weight: Tensor, product: Product, grid: Sequence[int], co
     """The last number of rows whose bits are not those that they have among `count`; 0 if there is none."""
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-    many = product(x)
-    return max((n for n in grid if n <= count and not torch.equal(product(x[:n]), many[:n])), default=0)
+    many = product(x, weight)
+    return max((n for n in grid if n <= count and not torch.equal(product(x[:n], weight), many[:n])), default=0)

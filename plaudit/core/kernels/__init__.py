@@ -11,6 +11,14 @@ from plaudit.core.kernels.attention import (
     store_decoded,
     varlen_attention,
 )
+from plaudit.core.kernels.experts import (
+    Routes,
+    combined,
+    expert_product,
+    routes,
+    softmax_top,
+    weight_gradient,
+)
 from plaudit.core.kernels.pointwise import (
     add_rms_norm,
     rms_norm,
@@ -25,20 +33,26 @@ from plaudit.core.kernels.sampling import sample
 from plaudit.core.kernels.truncation import Truncation
 
 __all__ = [
+    "Routes",
     "Truncation",
     "add_rms_norm",
+    "combined",
     "convolution_step",
     "decode_attention",
     "delta_step",
+    "expert_product",
     "query_tiles",
     "rms_norm",
     "rms_norm_backward",
     "rotary",
     "rotate",
     "rotate_and_store",
+    "routes",
     "sample",
     "silu_mul",
     "silu_mul_backward",
+    "softmax_top",
     "store_decoded",
     "varlen_attention",
+    "weight_gradient",
 ]

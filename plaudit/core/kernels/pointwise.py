@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 STRIPES = 264  # programs that share the rows of a sum over all of them: two to a multiprocessor
+MANY_ROWS = 1 << 14  # short rows, as those of heads, from which on a program takes some of them one after the other
 
 
 @triton.jit
@@ -25,13 +26,16 @@ def _normed(value, w, columns, epsilon, GEMMA: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, weight, y, columns, epsilon, GEMMA: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _rms_norm(x, weight, y, rows, columns, epsilon, GEMMA: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     inside = at < columns
-    value = tl.load(x + row * columns + at, mask=inside, other=0.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(y + row * columns + at, _normed(value, w, columns, epsilon, GEMMA), mask=inside)
+    for number in tl.static_range(ROWS):
+        place = (first + number) * columns + at
+        live = inside & (first + number < rows)
+        value = tl.load(x + place, mask=live, other=0.0)
+        tl.store(y + place, _normed(value, w, columns, epsilon, GEMMA), mask=live)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor:
@@ -39,9 +43,10 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> 
     columns = x.shape[-1]
     flat = x.contiguous().view(-1, columns)
     y = torch.empty_like(flat)
-    block = triton.next_power_of_2(columns)
-    _rms_norm[(flat.shape[0],)](
-        flat, weight, y, columns, epsilon, GEMMA=gemma, BLOCK=block, num_warps=_norm_warps(block)
+    rows, block = flat.shape[0], triton.next_power_of_2(columns)
+    at_once = 8 if block <= 256 and rows >= MANY_ROWS else 1
+    _rms_norm[(triton.cdiv(rows, at_once),)](
+        flat, weight, y, rows, columns, epsilon, GEMMA=gemma, ROWS=at_once, BLOCK=block, num_warps=_norm_warps(block)
     )
     return y.view(x.shape)
 

@@ -1,4 +1,5 @@
-"""The fused kernels of norms, gates and rotary embeddings, with their backward passes where gradients are wanted.
+"""The fused kernels of norms, gates, rotary embeddings and experts, with their backward passes where gradients are
+wanted.
 
 They keep for backward what they were given and nothing else; plain modules keep what they computed on the way too.
 """
@@ -9,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
 from plaudit.core import kernels
+from plaudit.core.kernels import Routes
 
 # By the names that transformers has for single tokens of recurrent layers.
 STATE_STEPS: Mapping[str, Callable[..., Any]] = {
@@ -58,6 +61,69 @@ class _Rotary(Function):
         return *kernels.rotary(query, key, cos, sin, back=True), None, None
 
 
+class _ExpertProduct(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: Routes, per: int, to_pairs: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.routes, ctx.per, ctx.to_pairs = routes, per, to_pairs
+        return kernels.expert_product(x, weight, bias, routes, per, to_pairs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        (x, weight, bias), routes, per, by_pair = ctx.saved_tensors, ctx.routes, ctx.per, int(ctx.to_pairs)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = kernels.expert_product(grad, weight.transpose(1, 2), None, routes, by_pair, to_pairs=per > 0)
+            if per > 1:
+                dx = kernels.combined(dx, None, per)
+        if ctx.needs_input_grad[1]:
+            dweight = kernels.weight_gradient(x, grad, routes, per, by_pair)
+        if bias is not None and ctx.needs_input_grad[2]:  # as a product: its sums have one order
+            places = torch.arange(len(routes.order), device=grad.device)
+            experts = torch.searchsorted(routes.ends, places, right=True)
+            chosen = F.one_hot(experts, len(routes.ends)).to(grad.dtype)
+            dbias = chosen.T @ (grad[routes.order.long()] if by_pair else grad)
+        return dx, dweight, dbias, None, None, None
+
+
+class _Combined(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights)
+        return kernels.combined(y, weights, weights.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        y, weights = ctx.saved_tensors
+        by_choice = y.view(*weights.shape, -1)
+        dy = (grad[:, None] * weights[..., None]).to(y.dtype).view(y.shape)
+        return dy, (by_choice * grad[:, None]).sum(-1, dtype=torch.float32).to(weights.dtype)
+
+
+class _SoftmaxTop(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, choices: int, normed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        values, ids = kernels.softmax_top(logits, choices, normed, dtype)
+        ctx.save_for_backward(logits, ids)
+        ctx.normed = normed
+        ctx.mark_non_differentiable(ids)
+        return values, ids
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+        logits, ids = ctx.saved_tensors
+        likely, grad = logits.float().softmax(-1), grad.float()
+        if ctx.normed:
+            taken = likely.gather(1, ids)
+            total = taken.sum(1, keepdim=True)
+            grad = (grad - (grad * taken).sum(1, keepdim=True) / total) / total
+        through = torch.zeros_like(likely).scatter(1, ids, grad)
+        dlogits = likely * (through - (through * likely).sum(1, keepdim=True))
+        return dlogits.to(logits.dtype), None, None, None
+
+
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor:
     if not _wanted(x, weight):
         return kernels.rms_norm(x, weight, epsilon, gemma)
@@ -79,5 +145,47 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return rotated
 
 
+def experts(module: Any, silu: bool, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What the experts of a mixture (weights of all of them in one tensor) make of x (tokens, hidden), for the experts
+    `ids` and their weights (tokens, choices). `silu`: the module's gate is silu(first half) * second half."""
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    (first, bias), (down, down_bias) = (
+        (getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None) for name in names
+    )
+    if module.is_transposed:
+        first, down = first.transpose(1, 2), down.transpose(1, 2)
+    routes, choices = kernels.routes(ids, first.shape[0]), ids.shape[1]
+    if silu and bias is None and not _wanted(x, first):
+        inner = kernels.expert_product(x, first, None, routes, choices, gated=True)
+    else:
+        inner = _expert_product(x, first, bias, routes, choices, False)
+        if silu:
+            inner = silu_mul(*inner.chunk(2, -1))
+        else:
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    y = _expert_product(inner, down, down_bias, routes, 0, True)
+    if not _wanted(y, weights):
+        return kernels.combined(y, weights, choices)
+    out: Tensor = _Combined.apply(y, weights)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _expert_product(x: Tensor, weight: Tensor, bias: Tensor | None, routes: Routes, per: int, to_pairs: bool) -> Tensor:
+    if not _wanted(x, weight, *([] if bias is None else [bias])):
+        return kernels.expert_product(x, weight, bias, routes, per, to_pairs)
+    y: Tensor = _ExpertProduct.apply(x, weight, bias, routes, per, to_pairs)  # type: ignore[no-untyped-call]
+    return y
+
+
+def softmax_top(logits: Tensor, choices: int, normed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not _wanted(logits):
+        return kernels.softmax_top(logits, choices, normed, dtype)
+    values, ids = _SoftmaxTop.apply(logits, choices, normed, dtype)  # type: ignore[no-untyped-call]
+    return values, ids
+
+
 def _wanted(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+MIXTURE: Mapping[str, Callable[..., Any]] = {"experts": experts, "router": softmax_top}

@@ -1,9 +1,9 @@
 """Fused kernels for parts of a model that every family writes the same way, found by what they compute.
 
-Norms, gated MLPs, rotary embeddings and single tokens of recurrent layers cost many small launches in eager mode. A
-part is replaced only if a kernel gave what the part itself gives on random input, so nothing depends on a model's name;
-what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module itself is not changed.
-Products are steady there too, where that is asked for (algo/tokens/products.py).
+Norms, gated MLPs, experts and their routers, rotary embeddings and single tokens of recurrent layers cost many small
+launches in eager mode. A part is replaced only if a kernel gave what the part itself gives on random input, so nothing
+depends on a model's name; what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module
+itself is not changed. Products are steady there too, where that is asked for (algo/tokens/products.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plaudit.algo.tokens.products import SteadyProducts
+from plaudit.algo.tokens.products import HALF, SteadyProducts
 
 Call = Callable[..., Any]
+MOST_EXPERTS = 1024  # of a router that a kernel replaces
 PROBED = 64  # size of the heads that a rotary embedding is tried on
 
 
@@ -26,6 +29,7 @@ class Kernels(Protocol):
     """The module `differentiable`, of a GPU, or `operations`, in plain torch."""
 
     STATE_STEPS: Mapping[str, Call]
+    MIXTURE: Mapping[str, Call]
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor: ...
 
@@ -38,6 +42,7 @@ class Fusion:
     @torch.no_grad()
     def __init__(self, trunk: nn.Module, kernels: Kernels) -> None:
         self.kernels = kernels
+        self.half = next(trunk.parameters()).dtype in HALF
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
         kind_of: dict[tuple[type, Any], str | None] = {}
@@ -46,6 +51,10 @@ class Fusion:
                 self._norm(module, kind_of)
             elif _is_gated(module):
                 self._gated(module, kind_of)
+            elif kernels.MIXTURE and _are_experts(module):
+                self._experts(module, kind_of)
+            elif kernels.MIXTURE and _is_router(module):
+                self._router(module, kind_of)
         for home in {sys.modules[type(module).__module__] for module in trunk.modules()}:
             original = getattr(home, "apply_rotary_pos_emb", None)
             if original is not None and _same_rotary(kernels, original, next(trunk.parameters())):
@@ -69,7 +78,7 @@ class Fusion:
                 module.__dict__["forward"] = forward
             for home, name, function in self.functions:
                 setattr(home, name, function)
-            with SteadyProducts() if steady else nullcontext():
+            with SteadyProducts(also_wide=self.half) if steady else nullcontext():
                 yield
         finally:
             for module, _ in self.forwards:
@@ -106,6 +115,79 @@ class Fusion:
             kind_of[key] = "gated" if _same(fused(probe), module(probe)) else None
         if kind_of[key] is not None:
             self.forwards.append((module, fused))
+
+    def _experts(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
+        original, kernel = module.forward, self.kernels.MIXTURE["experts"]
+
+        def fused(silu: bool, x: Tensor, *rest: Any, **named: Any) -> Any:
+            if named or len(rest) != 2 or x.ndim != 2 or rest[0].ndim != 2 or rest[0].shape != rest[1].shape:
+                return original(x, *rest, **named)
+            return kernel(module, silu, x, *rest)
+
+        weight = module.down_proj
+        key = (type(module), weight.dtype)
+        if key not in kind_of:
+            count = weight.shape[0]
+            x = _random(weight, 6, weight.shape[2 if module.is_transposed else 1])
+            ids = _random(weight, 6, count).argsort(-1)[:, : min(2, count)]
+            weights = _random(weight, *ids.shape).sigmoid()
+            expected = module(x, ids, weights)
+            kinds = [kind for kind in ("silu", "own") if kind == "own" or module.has_gate]
+            roundings = 64 if weight.dtype == torch.float32 else 4  # sums of float32 round in every step
+            kind_of[key] = next(
+                (k for k in kinds if _same(fused(k == "silu", x, ids, weights), expected, roundings)), None
+            )
+        kind = kind_of[key]
+        if kind is not None:
+            self.forwards.append((module, partial(fused, kind == "silu")))
+
+    def _router(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
+        """One that takes the best of a softmax over its logits, and may norm them."""
+        weight, kernel = module.weight, self.kernels.MIXTURE["router"]
+
+        def fused(normed: bool, dtype: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = F.linear(x.reshape(-1, weight.shape[1]), weight)
+            return logits, *kernel(logits, module.top_k, normed, dtype)
+
+        kinds = {
+            f"{normed} {dtype}": (normed, dtype) for normed in (True, False) for dtype in (weight.dtype, torch.float32)
+        }
+        key = (type(module), weight.dtype)
+        if key not in kind_of:
+            probe = _random(weight, 16, weight.shape[1])
+            expected = module(probe)
+            kind_of[key] = next((k for k, kind in kinds.items() if _same_choice(fused(*kind, probe), expected)), None)
+        if (found := kind_of[key]) is not None:
+            self.forwards.append((module, partial(fused, *kinds[found])))
+
+
+def _are_experts(module: Any) -> bool:
+    """As transformers writes them where one function may take the place of another."""
+    marked = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
+    if not marked or getattr(module, "_is_expert_parallel", False):
+        return False
+    weights = (getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), module.down_proj)
+    return all(type(weight) is nn.Parameter and weight.ndim == 3 for weight in weights)
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    names_choices = type(module).__name__.endswith("Router") and isinstance(getattr(module, "top_k", None), int)
+    return names_choices and type(weight) is nn.Parameter and weight.ndim == 2 and weight.shape[0] <= MOST_EXPERTS
+
+
+def _same_choice(result: tuple[Tensor, ...], expected: Any) -> bool:
+    """Of experts whose logits are equal either may be chosen."""
+    if not isinstance(expected, tuple) or len(expected) != 3 or not all(isinstance(x, Tensor) for x in expected):
+        return False
+    same_types = all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(result, expected, strict=True))
+    (logits, values, ids), (their_logits, their_values, their_ids) = result, expected
+    return (
+        same_types
+        and _same(logits, their_logits)
+        and _same(values, their_values)
+        and _same(logits.gather(1, ids), logits.gather(1, their_ids))
+    )
 
 
 def _is_gated(module: nn.Module) -> bool:
@@ -204,10 +286,10 @@ def _random(like: Tensor, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
 
 
-def _same(result: Tensor, expected: Any) -> bool:
+def _same(result: Tensor, expected: Any, roundings: int = 4) -> bool:
     """Equal to the rounding of the dtype."""
     if not isinstance(expected, Tensor) or result.shape != expected.shape:
         return False
     scale = expected.float().abs().max().clamp_min(1e-6)
-    tolerance = 4 * torch.finfo(expected.dtype).eps
+    tolerance = roundings * torch.finfo(expected.dtype).eps
     return bool((result.float() - expected.float()).abs().max() <= tolerance * scale)

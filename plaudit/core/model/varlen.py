@@ -1,7 +1,7 @@
 """Packed attention on a GPU: one kernel for sequences of any lengths.
 
-Half precision takes our Triton kernel, and torch's flash attention for its gradients. float32, and soft caps and sinks
-with gradients, which that does not know, take the grouped path of the CPU, on the GPU.
+Half precision takes our Triton kernel, and torch's flash attention for its gradients. float32, and soft caps with
+gradients, which that does not know, take the grouped path of the CPU, on the GPU.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class VarlenLayout(Layout):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         learning = torch.is_grad_enabled() and query.requires_grad
-        if not supported(query, value, rule) or (learning and not rule.fused):
+        if not supported(query, value, rule) or (learning and rule.softcap is not None):
+            return self.grouped.attend(layer, query, key, value, rule)
+        fits = not learning or _backward_fits(query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device)
+        if rule.sinks is not None and not fits:
             return self.grouped.attend(layer, query, key, value, rule)
         keys, values = self.context(layer, key, value)
         if learning:
-            shape = (query.shape[1], keys.shape[1], query.shape[2])
-            fits = _backward_fits(*shape, query.dtype, query.device)
             return (_attention if fits else _flash)(query, keys, values, self, rule)
         return self.varlen(query, keys, values, self.spans, rule)
 
@@ -106,20 +107,23 @@ class VarlenLayout(Layout):
 
 
 class _Attention(Function):
-    """Forward by our kernel, whose bits a decode step repeats; backward by torch's flash attention."""
+    """Forward by our kernel, whose bits a decode step repeats; backward by torch's flash attention. A sink takes part
+    in a query's sum of exponentials and has no value: that sum is all that the backward pass needs of it."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, layout: VarlenLayout, rule: Rule
+    ) -> Tensor:
         sums = torch.empty(query.shape[1], query.shape[0], device=query.device)
         out = layout.varlen(query, keys, values, layout.spans, rule, sums)
-        ctx.save_for_backward(query, keys, values, out, sums)
+        ctx.save_for_backward(query, keys, values, sinks, out, sums)
         ctx.layout, ctx.rule = layout, rule
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, keys, values, out, sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        query, keys, values, sinks, out, sums = ctx.saved_tensors
         layout, rule = ctx.layout, ctx.rule
         rows = layout.key_rows
         gathered = (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
@@ -135,11 +139,15 @@ class _Attention(Function):
                 torch.zeros_like(whole).index_add_(0, rows, part)
                 for whole, part in ((keys, to_keys), (values, to_values))
             )
-        return to_query, to_keys, to_values, None, None
+        to_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            share = (sinks.float()[:, None] - sums).exp()
+            to_sinks = -(share * (grad.float() * out.float()).sum(-1).T).sum(1).to(sinks.dtype)
+        return to_query, to_keys, to_values, to_sinks, None, None
 
 
 def _attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
-    out: Tensor = _Attention.apply(query, keys, values, layout, rule)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(query, keys, values, rule.sinks, layout, rule)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -1,0 +1,17 @@
+"""Import this before a Triton kernel runs in the interpreter: version 3.6 reads the bounds of a loop with int(array of
+one element), which numpy 2.4 refuses."""
+
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index

@@ -1,0 +1,149 @@
+"""The kernels of a mixture's experts against transformers' own loop over them, and against themselves in other batches.
+Without a GPU they run in Triton's interpreter."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
+
+GPU = torch.cuda.is_available()
+pytest.importorskip("triton")
+kernels = pytest.importorskip("plaudit.core.kernels")
+
+from plaudit.core.model import differentiable  # noqa: E402
+from plaudit.core.model.fusion import Fusion  # noqa: E402
+from tests.core import interpreter  # noqa: E402, F401
+
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
+EXPERTS = {
+    "qwen3_moe": (Qwen3MoeExperts, {"num_experts": 6, "moe_intermediate_size": 24}),
+    "gpt_oss": (GptOssExperts, {"num_local_experts": 6, "intermediate_size": 24}),
+    "nemotron_h": (NemotronHExperts, {"n_routed_experts": 6, "moe_intermediate_size": 24}),
+}
+ROUTERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeTopKRouter, {"num_experts": 20, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "olmoe": (OlmoeTopKRouter, {"num_experts": 20, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    "mixtral": (MixtralTopKRouter, {"num_local_experts": 8, "num_experts_per_tok": 2}),
+}
+HIDDEN = 32
+
+
+def built(kind: type, name: str, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    config = AutoConfig.for_model(name, hidden_size=HIDDEN, **fields)
+    config._experts_implementation = "eager"
+    torch.manual_seed(1)
+    module = kind(config).to(DEVICE, dtype)
+    for parameter in module.parameters():
+        parameter.data.normal_(std=0.3)
+    return module
+
+
+def pairs(tokens: int, experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(tokens, HIDDEN, device=DEVICE).to(dtype)
+    ids = torch.rand(tokens, experts, device=DEVICE).argsort(-1)[:, :2]
+    return x, ids, torch.rand(tokens, 2, device=DEVICE).to(dtype)
+
+
+def close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-5 if result.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(result.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_routes_order_pairs_by_expert_and_token_in_blocks_of_one_expert() -> None:
+    ids = torch.tensor([[2, 0], [2, 5], [0, 2], [5, 2]], device=DEVICE)
+    routes = kernels.routes(ids, 6)
+    assert routes.order.tolist() == [1, 4, 0, 2, 5, 7, 3, 6]
+    assert routes.ends.tolist() == [2, 2, 6, 6, 6, 8]
+    full = [(e, start, end) for e, start, end in routes.blocks.T.tolist() if start < end]
+    assert full == [(0, 0, 2), (2, 2, 6), (5, 6, 8)]
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_blocks_cover_every_pair_once(tokens: int) -> None:
+    ids = (torch.rand(tokens, 5, device=DEVICE) ** 3 * 7).long()  # most of them for the first experts
+    routes = kernels.routes(ids, 7)
+    assert routes.order.tolist() == torch.sort(ids.flatten().cpu(), stable=True).indices.tolist()
+    places = [
+        (place, expert)
+        for expert, start, end in routes.blocks.T.tolist()
+        for place in range(start, min(end, start + routes.tiles.rows))
+    ]
+    assert sorted(place for place, _ in places) == list(range(ids.numel()))
+    assert all(ids.flatten()[routes.order[place]] == expert for place, expert in places)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_those_of_the_module_with_their_gradients(name: str, dtype: torch.dtype) -> None:
+    kind, fields = EXPERTS[name]
+    module = built(kind, name, fields, dtype)
+    own = copy.deepcopy(module)
+    fusion = Fusion(torch.nn.ModuleList([module]), differentiable)  # type: ignore[arg-type]
+    assert [part for part, _ in fusion.forwards] == [module]
+    x, ids, weights = pairs(9, 6, dtype)
+    with fusion.applied(False), torch.no_grad():
+        alone = module(x, ids, weights)
+    results = []
+    for part, context in ((module, fusion.applied(False)), (own, None)):
+        inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        if context is None:
+            out = part(inputs[0], ids, inputs[1])
+        else:
+            with context:
+                out = part(inputs[0], ids, inputs[1])
+        (out.float() ** 2).sum().backward()
+        results.append([out.detach(), *(each.grad for each in (*inputs, *part.parameters()))])
+    assert torch.equal(results[0][0], alone)  # with and without gradients one result, to the bit
+    for result, expected in zip(*results, strict=True):
+        scale = expected.float().abs().max()
+        close(result / scale, expected / scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_choose_as_the_module_does(name: str, dtype: torch.dtype) -> None:
+    kind, fields = ROUTERS[name]
+    module = built(kind, name, fields, dtype)
+    own = copy.deepcopy(module)
+    fusion = Fusion(torch.nn.ModuleList([module]), differentiable)  # type: ignore[arg-type]
+    assert [part for part, _ in fusion.forwards] == [module]
+    x = torch.randn(11, HIDDEN, device=DEVICE).to(dtype)
+    results = []
+    for part, fused in ((module, True), (own, False)):
+        given = x.clone().requires_grad_()
+        if fused:
+            with fusion.applied(False):
+                logits, values, ids = part(given)
+        else:
+            logits, values, ids = part(given)
+        (values.float() ** 2 * torch.arange(1, values.shape[1] + 1, device=DEVICE)).sum().backward()
+        results.append([logits.detach(), values.detach(), logits.detach().gather(1, ids), given.grad, part.weight.grad])
+    for result, expected in zip(*results, strict=True):
+        assert result.dtype == expected.dtype
+        close(result, expected)
+
+
+def test_of_equal_experts_the_first_is_chosen() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
+    values, ids = kernels.softmax_top(logits, 2, True, torch.float32)
+    assert ids.tolist() == [[1, 2], [0, 1]]
+    torch.testing.assert_close(values, torch.full_like(values, 0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
+    kind, fields = EXPERTS["qwen3_moe"]
+    module = built(kind, "qwen3_moe", fields, dtype)
+    x, ids, weights = pairs(700 if GPU else 120, 6, dtype)
+    many = differentiable.experts(module, True, x, ids, weights)
+    for count in (1, 7, 50):
+        few = differentiable.experts(module, True, x[:count], ids[:count], weights[:count])
+        assert torch.equal(few, many[:count])
