@@ -56,6 +56,7 @@ class LoraTable(Table):
     rank: PositiveInt = 16
     alpha: Positive = 32.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of layers, or all but the output head; of a mixture of experts the latter are those of its attention."""
 
 
 class PolicyModelTable(ModelTable):

@@ -333,7 +333,7 @@ SHAPES = {
     "qwen3-moe": Qwen3MoeConfig(**{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, **EXPERTS, head_dim=64),
     "gpt-oss": GptOssConfig(
         **{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, head_dim=64, num_local_experts=8,
-        num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], sliding_window=50,
+        num_experts_per_tok=2, layer_types=["sliding_attention"] * 2 + ["full_attention"], sliding_window=50,
     ),
     "glm-4.5": Glm4MoeConfig(
         **{**WIDE, "hidden_size": 512, "num_attention_heads": 8}, head_dim=64, moe_intermediate_size=64,

@@ -146,7 +146,7 @@ class Fusion:
         weight, kernel = module.weight, self.kernels.MIXTURE["router"]
 
         def fused(normed: bool, dtype: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits = F.linear(x.reshape(-1, weight.shape[1]), weight)
+            logits = F.linear(x.reshape(-1, weight.shape[1]), module.weight)  # read here: an adapter may change it
             return logits, *kernel(logits, module.top_k, normed, dtype)
 
         kinds = {

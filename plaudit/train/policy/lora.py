@@ -16,6 +16,7 @@ from plaudit.errors import ConfigError
 from plaudit.models.fresh import seeded
 
 NAME = "policy"
+OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"}
 
 
 def attach(module: Any, table: LoraTable, seed: int) -> None:
@@ -23,13 +24,23 @@ def attach(module: Any, table: LoraTable, seed: int) -> None:
         from peft import LoraConfig
     except ImportError:
         raise ConfigError("[model.lora] needs peft: pip install 'plaudit[lora]'") from None
-    targets = table.targets if isinstance(table.targets, str) else list(table.targets)
+    targets = linear_layers(module) if table.targets == "all-linear" else list(table.targets)
     config = LoraConfig(r=table.rank, lora_alpha=table.alpha, target_modules=targets, lora_dropout=0.0)
     with seeded(seed):
         try:
             module.add_adapter(config, NAME)
         except ValueError as error:
             raise ConfigError(f"model.lora.targets = {table.targets!r} does not fit this model: {error}") from None
+
+
+def linear_layers(module: Any) -> list[str]:
+    """All but the output head; of a mixture of experts those of its attention. Experts lie in one tensor, beside which
+    peft makes another of that size in every forward pass, decode steps among them, and what has a name of an expert's
+    layer, as dense layers and shared experts have, it takes for the experts."""
+    head = module.get_output_embeddings()
+    mixture = any(".experts." in name for name, _ in module.named_parameters())
+    names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear) and part is not head]
+    return [name for name in names if not (mixture and name.rpartition(".")[2] in OF_EXPERTS)]
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -53,16 +64,21 @@ def merged(module: Any) -> nn.Module:
     """A plain model with the adapter worked into its weights. The module itself is left as it is, to the bit."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    deltas = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, BaseTunerLayer):  # one beside a parameter names it; several may lie around one module
+            leaf = getattr(layer, "parameter_name", "weight")
+            deltas[f"{name.replace('.base_layer', '')}.{leaf}"] = layer
     weights = {}
     for name, tensor in module.state_dict().items():
         if ".lora_" in name:
             continue
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if owner and leaf == "weight":
-            layer: Any = module.get_submodule(owner)
-            assert isinstance(layer, BaseTunerLayer)
+        plain_name = name.replace(".base_layer", "")
+        if (layer := deltas.pop(plain_name, None)) is not None:
             tensor = tensor + layer.get_delta_weight(NAME).to(tensor.dtype)
-        weights[name.replace(".base_layer.", ".")] = tensor
+        weights[plain_name] = tensor
+    if deltas:
+        raise RuntimeError(f"adapters beside weights that are not there: {', '.join(sorted(deltas))}")
     with torch.device("meta"):
         plain: Any = type(module)(module.config)
     plain.load_state_dict(weights, assign=True)
