@@ -80,12 +80,12 @@ bench: $(INSTALLED) $(VENV)/.ray .venv-vllm/.installed .venv-pytriton/.installed
 	@$(BIN)/plaudit bench weights --out benchmarks/results
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
-BENCHMARKS = async_vs_sync broadcast core_cpu encoders failures methods_vs_trl nemo_load planner_own planner_validation rank_memory replicas \
+BENCHMARKS = arrival_rates async_vs_sync attacks broadcast core_cpu encoders failures methods_vs_trl nemo_load planner_own planner_validation rank_memory replicas \
 	rl_vs_trl search search_lanes search_throughput search_variants serving train_rank_memory update_memory
 
 # The same on a GPU; the chains of plaudit/recipes/ and benchmarks/smollm2_chain.py give the rest of docs/benchmarks/smollm2.md.
 bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
-	@for name in core_gpu core_ablation serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
+	@for name in core_gpu core_ablation experts_gpu serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 

@@ -9,7 +9,7 @@ shapes         the same, colocated, of Qwen3, Mistral (a window of 128) and Gemm
 kinds          the same of the Llama: PPO with a critic, layers recomputed with the optimizer on the host, and without
                deterministic updates
 lora           the same of the Llama with LoRA adapters, and 3 steps of one of 8B
-mixture        20 steps of the shape of Qwen3-30B-A3B with LoRA adapters, 32 × (128 → 128)
+mixture        10 steps of the shape of Qwen3-30B-A3B with LoRA adapters, 32 × (128 → 128)
 async          the same of the Llama, rollouts in a process of their own on the same GPU, at staleness 0
 seeds          smollm2-grpo of three seeds at once, 100 steps: as it is, and with a learner on transformers' and
                torch's own kernels, whose log-probs are not the engine's; the steps to a reward of 0.75 and 0.95
@@ -142,6 +142,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 ASYNC = {"placement": {"name": "async", "staleness": 0}, "resources": {"rollout": {"devices": ["cuda:0"]}},
          "engine": {"kv_bytes": 8 << 30}}  # fmt: skip
+FEWER = {"sampling": {"max_tokens": 128}, "train": {"prompts_per_step": 4}}
 LORA = {"model": {"lora": {"rank": 16}}, "engine": {"kv_bytes": 8 << 30}}
 
 
@@ -181,28 +182,35 @@ def make_shapes(directory: Path) -> None:
             save(kind(config).to(torch.bfloat16), tokenizer, directory / name)
 
 
-def large_lora(root: Path, steps: int) -> dict[str, Any]:
-    """A Llama of 8B by its shape, with the tokenizer of the small one."""
+def large_llama() -> Any:
+    """8B by its shape."""
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=32_000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         intermediate_size=14336, max_position_embeddings=1024, pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
-    make_random(root / "models", "8B", config)
-    return placed(root / "lora-8B", root / "models", "colocated", steps, "8B", LORA)
 
 
-def mixture_lora(root: Path, steps: int, shape: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """A mixture whose weights, which engine and learner share, are drawn where they are used and never written: those
-    of Qwen3-30B-A3B have 61 GB. 32 samples of 128 tokens a step."""
+def mixture() -> Any:
+    """Qwen3-30B-A3B by its shape, with the vocabulary of the small model's tokenizer."""
+    from vllm_gpu import config
+
+    shape = config("30B-A3B")
+    shape.vocab_size, shape.bos_token_id, shape.eos_token_id = 32_000, None, 1
+    return shape
+
+
+def drawn_lora(root: Path, steps: int, shape: Any, tables: dict[str, Any]) -> dict[str, Any]:
+    """Adapters beside random weights, which engine and learner share: drawn where they are used and never written, for
+    those of a mixture of 30B have 61 GB."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from plaudit.train.policy import rl_models, trainee
 
     models, read = root / "models", rl_models.load_policy
-    shape.save_pretrained(models / "mixture")
-    AutoTokenizer.from_pretrained(models / "policy").save_pretrained(models / "mixture")
+    shape.save_pretrained(models / shape.model_type)
+    AutoTokenizer.from_pretrained(models / "policy").save_pretrained(models / shape.model_type)
 
     def drawn(source: Any, dtype: Any, device: str) -> Any:
         loaded = read(models / "policy", dtype, device)
@@ -211,34 +219,18 @@ def mixture_lora(root: Path, steps: int, shape: Any, options: dict[str, Any]) ->
             module = AutoModelForCausalLM.from_config(shape, dtype=next(loaded.module.parameters()).dtype).eval()
         return replace(loaded, module=module)
 
+    save = trainee.Trainee.save_final
     rl_models.load_policy = drawn  # type: ignore[assignment]
     trainee.Trainee.save_final = lambda self, directory: None  # type: ignore[method-assign]
-    tables = {**LORA, "sampling": {"max_tokens": 128}, "train": {"prompts_per_step": 4}, **options}
-    row = placed(root / "lora-mixture", models, "colocated", steps, "mixture", tables)
+    try:
+        row = placed(
+            root / f"lora-{shape.model_type}", models, "colocated", steps, shape.model_type, {**LORA, **tables}
+        )
+    finally:
+        rl_models.load_policy, trainee.Trainee.save_final = read, save  # type: ignore[method-assign]
     if torch.cuda.is_available():
         row["peak"] = torch.cuda.max_memory_allocated()
     return row
-
-
-def mixture() -> Any:
-    from vllm_gpu import config
-
-    shape = config("30B-A3B")
-    shape.vocab_size, shape.bos_token_id, shape.eos_token_id = 32_000, None, 1
-    return shape
-
-
-def make_random(models: Path, name: str, config: Any) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from plaudit.models import save
-
-    torch.manual_seed(1)
-    with torch.device("cuda"):
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    save(module, AutoTokenizer.from_pretrained(models / "policy"), models / name)
-    del module
-    torch.cuda.empty_cache()
 
 
 def make_model(directory: Path) -> None:
@@ -278,9 +270,9 @@ def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
             )
     if "lora" in chosen:
         works["1B LoRA"] = lambda: placed(root / "lora", root / "models", "colocated", steps or 5, tables=LORA)
-        works["8B LoRA"] = lambda: large_lora(root, steps or 3)
+        works["8B LoRA"] = lambda: drawn_lora(root, steps or 3, large_llama(), {})
     if "mixture" in chosen:
-        works["30B-A3B LoRA"] = lambda: mixture_lora(root, steps or 20, mixture(), {})
+        works["30B-A3B LoRA"] = lambda: drawn_lora(root, steps or 10, mixture(), FEWER)
     if "async" in chosen:
         works["1B async, staleness 0"] = lambda: placed(
             root / "async", root / "models", "async", steps or 5, tables=ASYNC

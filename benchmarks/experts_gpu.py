@@ -4,7 +4,7 @@
 
 The layer of Qwen3-30B-A3B (2048 hidden, 128 experts of 768, 8 a token), bf16, random weights and random experts, for a
 decode step of 1, 64 and 1,024 rows and a prompt batch of 32,768; forward, and forward and backward with gradients of
-the weights. Beside the microseconds: the share of the memory's or the products' rate that was measured in the same run.
+the weights.
 bits: of small models of six families, the log-probs of samples drawn 700 at once beside those drawn alone and in
 sevens, those of a read, and those of the learner. generate: the works of vllm_gpu.py with the whole model, Plaudit
 alone. score: the whole model over 256 ragged sequences.
@@ -106,12 +106,10 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, ids, torch.rand(tokens, CHOICES, device="cuda").to(torch.bfloat16)
 
 
-def rates() -> tuple[float, float]:
-    """Bytes a second that a reduction reads, and operations a second of a large product."""
-    block = torch.zeros(1 << 30, dtype=torch.bfloat16, device="cuda")
-    read = 2 * block.numel() / seconds(lambda: block.amax())
+def product_rate() -> float:
+    """Operations a second of a large product."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return read, 2 * 8192**3 / seconds(lambda: a @ b)
+    return 2 * 8192**3 / seconds(lambda: a @ b)
 
 
 def grid(tokens: int) -> list[Any]:
@@ -175,7 +173,7 @@ def built() -> Any:
     return module
 
 
-def layer(module: Any, tokens: int, bandwidth: float, products: float) -> dict[str, Any]:
+def layer(module: Any, tokens: int) -> dict[str, Any]:
     x, ids, weights = inputs(tokens)
     routes = kernels.routes(ids, EXPERTS)
     inner = kernels.expert_product(x, module.gate_up_proj, None, routes, CHOICES, gated=True)
@@ -186,14 +184,12 @@ def layer(module: Any, tokens: int, bandwidth: float, products: float) -> dict[s
         "down": lambda: kernels.expert_product(inner, module.down_proj, None, routes, 0, True),
         "combined": lambda: kernels.combined(y, weights, CHOICES),
     }
-    reading = len(ids.unique()) * 3 * HIDDEN * INNER * 2 / bandwidth
     row = {
         "seconds": seconds(lambda: differentiable.experts(module, True, x, ids, weights)),
         "transformers": seconds(lambda: module(x, ids, weights)),
-        "floor": max(reading, tokens * CHOICES * 6 * HIDDEN * INNER / products),
         "parts": {name: seconds(part) for name, part in parts.items()},
     }
-    print(tokens, {name: round(row[name] * 1e6) for name in ("seconds", "transformers", "floor")},
+    print(tokens, {name: round(row[name] * 1e6) for name in ("seconds", "transformers")},
           {name: round(value * 1e6) for name, value in row["parts"].items()}, flush=True)  # fmt: skip
     return row
 
@@ -201,10 +197,9 @@ def layer(module: Any, tokens: int, bandwidth: float, products: float) -> dict[s
 @torch.no_grad()
 def speed() -> dict[str, Any]:
     module = built()
-    bandwidth, products = rates()
-    print(f"reads at {bandwidth / 1e12:.2f} TB/s, products at {products / 1e12:.0f} T/s; microseconds:")
-    results: dict[str, Any] = {"bytes/s": bandwidth, "operations/s": products}
-    results |= {f"forward {tokens}": layer(module, tokens, bandwidth, products) for tokens in TOKENS}
+    print("microseconds:")
+    results: dict[str, Any] = {"operations/s": product_rate()}
+    results |= {f"forward {tokens}": layer(module, tokens) for tokens in TOKENS}
     with torch.enable_grad():
         x, ids, weights = inputs(16384)
 
@@ -236,8 +231,7 @@ def scored() -> dict[str, float]:
         taken.append(sum(map(len, sequences)) / (time.perf_counter() - begin))
     attention = HIDDEN * 128 * (2 * 32 + 2 * 4)
     active = 48 * (attention + CHOICES * 3 * HIDDEN * INNER + EXPERTS * HIDDEN)
-    _, products = rates()
-    row = {"tokens/s": max(taken), "share": 2 * active * max(taken) / products}
+    row = {"tokens/s": max(taken), "share": 2 * active * max(taken) / product_rate()}
     print("256 ragged sequences", row, flush=True)
     return row
 

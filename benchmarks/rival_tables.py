@@ -226,6 +226,51 @@ def vllm_gpu(record: Record) -> str:
     return table(heads, rows)
 
 
+def experts_gpu(record: Record) -> str:
+    speed, rows = record["results"]["speed"], []
+    for name, x in speed.items():
+        if isinstance(x, dict):
+            ratio = f"{x['transformers'] / x['seconds']:.2f}×"
+            what, _, tokens = name.rpartition(" ")
+            rows.append(
+                (
+                    f"{what}, {int(tokens):,} tokens",
+                    *(f"{1e6 * x[key]:,.0f}" for key in ("transformers", "seconds")),
+                    ratio,
+                )
+            )
+    return table(("experts of one layer, µs", "transformers", "Plaudit", "ratio"), rows)
+
+
+def experts_generate(record: Record) -> str:
+    """vLLM's figures are those of vllm_gpu.json, of the same card on another day."""
+    theirs = {x["work"]: x["tokens/s"] for x in read("vllm_gpu.json")["rows"] if x["engine"] == "vllm"
+              and x["shape"] == "30B-A3B"}  # fmt: skip
+    rows = []
+    for x in record["results"]["generate"]:
+        vllm, ours = theirs[x["work"]], x["tokens/s"]
+        rows.append((x["work"], f"{vllm:,.0f}", f"{ours:,.0f}", f"{ours / vllm:.2f}×"))
+    return table(("30B-A3B, tokens/s", "vLLM, 2026-11-16", "Plaudit", "ratio"), rows)
+
+
+def arrival_rates(record: Record) -> str:
+    columns = list(dict.fromkeys((x["server"], x["setting"]) for x in record["rows"]))
+    cells = {(x["server"], x["setting"], x["share"]): x for x in record["rows"]}
+    names = [NAMES.get(server, "**Plaudit**") + (f", {setting}" if setting else "") for server, setting in columns]
+    most = [cells[*column, record["shares"][0]]["capacity rows/s"] for column in columns]
+    rows = [("its capacity, requests/s", *(f"{rate:.1f}" for rate in most))]
+    for share in record["shares"]:
+        at = [cells[*column, share] for column in columns]
+        rows.append((f"{share:.2f}", *(f"{x['p50 ms']:,.0f} / {x['p99 ms']:,.0f}" for x in at)))
+    return table(("share of its capacity: p50 / p99, ms", *names), rows)
+
+
+def attacks(record: Record) -> str:
+    heads = ("what one key sends, on four connections", "`/health/live` p50", "p99", "the other key's p50")
+    keys = ("live_p50_ms", "live_p99_ms", "neighbour_p50_ms")
+    return table(heads, [(name, *(f"{x[key]:.1f} ms" for key in keys)) for name, x in record["attacks"].items()])
+
+
 def encoders(record: Record) -> str:
     heads = ("how pairs are batched", "seconds", "CPU seconds", "tokens/s", "to padded in order")
     names = {"transformers": "transformers: in order, padded to the longest", "plaudit": "**Plaudit**: by length"}
@@ -262,7 +307,11 @@ def front() -> str:
     return table(("measured", "with"), rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file: the page, what makes the table
+TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file and part: the page, what makes the table
+    "arrival_rates": ("benchmarks/serving.md", arrival_rates),
+    "attacks": ("benchmarks/serving.md", attacks),
+    "experts_gpu layer": ("benchmarks/core.md", experts_gpu),
+    "experts_gpu generate": ("benchmarks/core.md", experts_generate),
     "core_gpu": ("benchmarks/core.md", core_gpu),
     "core_ablation_cuda": ("benchmarks/core.md", core_ablation),
     "core_cpu": ("benchmarks/core.md", core_cpu),
@@ -280,6 +329,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file: th
 
 
 def source(name: str, record: Record) -> str:
+    name = name.partition(" ")[0]
     rivals = "".join(f" {NAMES[key]} {x['version']}: {x['settings']}." for key, x in record["rivals"].items())
     return (
         f"Source: `benchmarks/results/{name}.json` of `{record['script']}`, {record['date'][:10]}, commit "
@@ -304,7 +354,7 @@ def pages() -> dict[Path, str]:
     """Every page with the tables that its result files give."""
     made: dict[Path, str] = {}
     for name, (page, make) in TABLES.items():
-        record, path = read(f"{name}.json"), DOCS / page
+        record, path = read(f"{name.partition(' ')[0]}.json"), DOCS / page
         made[path] = put(made.get(path) or path.read_text(), f"{make(record)}\n{source(name, record)}")
     return made | {README: put(README.read_text(), front())}
 
@@ -317,7 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             path.write_text(text)
     else:
         for name, (_, make) in TABLES.items():
-            print(f"{make(read(f'{name}.json'))}\n{source(name, read(f'{name}.json'))}")
+            record = read(f"{name.partition(' ')[0]}.json")
+            print(f"{make(record)}\n{source(name, record)}")
 
 
 if __name__ == "__main__":
