@@ -499,15 +499,15 @@ def test_these_ran_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "inner"), [(16, 96), (40, 128), (100, 70)])
-def test_a_product_that_is_not_split_gives_a_row_the_same_bits_beside_any_others(
+@pytest.mark.parametrize(("columns", "inner"), [(16, 96), (40, 1200), (100, 513), (150, 70)])
+def test_a_product_in_a_fixed_order_gives_a_row_the_same_bits_beside_any_others(
     dtype: torch.dtype, columns: int, inner: int
 ) -> None:
     x, weight, bias = randn(70, inner, dtype=dtype), randn(columns, inner, dtype=dtype), randn(columns, dtype=dtype)
-    many = product_kernel.unsplit_product(x, weight, bias)
+    many = product_kernel.fixed_order_product(x, weight, bias)
     close(many / inner**0.5, torch.nn.functional.linear(x.float(), weight.float(), bias.float()) / inner**0.5)
     for count in (1, 7, 40):
-        assert torch.equal(product_kernel.unsplit_product(x[:count], weight, bias), many[:count])
+        assert torch.equal(product_kernel.fixed_order_product(x[:count], weight, bias), many[:count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

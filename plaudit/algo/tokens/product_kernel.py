@@ -1,5 +1,9 @@
-"""A product that never splits its inner dimension: a row's sums run over it in order, whatever rows lie beside it. For
-shapes of which a library gives few rows other bits than many (products.py)."""
+"""A product whose sums have one order, which the shape of the weight alone decides: a row has the same bits whatever
+rows lie beside it. For shapes of which a library gives few rows other bits than many (products.py).
+
+A weight with few columns, as an adapter's, would leave most of a GPU idle: its inner dimension is cut into segments of
+one length, each summed by a program of its own, and the segments are added up in order.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +13,57 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, INNER = 32, 64, 64
+NARROW = 128  # columns up to which the inner dimension is cut
+SEGMENT = 512
 
 
 @triton.jit
-def _unsplit(
-    x, weight, bias, y, rows, columns, inner, BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def _products(
+    x, weight, parts, rows, columns, inner, SEGMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, INNER)
+    segment = tl.program_id(2)
     live, there = row < rows, column < columns
-    x_at = x + row.to(tl.int64)[:, None] * inner + k[None, :]
-    w_at = weight + column.to(tl.int64)[None, :] * inner + k[:, None]
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first in range(0, inner, INNER):
-        if EVEN:
-            a = tl.load(x_at, mask=live[:, None], other=0.0)
-            b = tl.load(w_at, mask=there[None, :], other=0.0)
-        else:
-            a = tl.load(x_at, mask=live[:, None] & (first + k < inner)[None, :], other=0.0)
-            b = tl.load(w_at, mask=there[None, :] & (first + k < inner)[:, None], other=0.0)
+    for first in range(segment * SEGMENT, tl.minimum(inner, (segment + 1) * SEGMENT), INNER):
+        k = first + tl.arange(0, INNER)
+        a_at = x + row.to(tl.int64)[:, None] * inner + k[None, :]
+        b_at = weight + column.to(tl.int64)[None, :] * inner + k[:, None]
+        a = tl.load(a_at, mask=live[:, None] & (k < inner)[None, :], other=0.0)
+        b = tl.load(b_at, mask=there[None, :] & (k < inner)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-        x_at += INNER
-        w_at += INNER
+    at = parts + (segment * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(at, total, mask=live[:, None] & there[None, :])
+
+
+@triton.jit
+def _joined(parts, bias, y, count, columns, segments, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for segment in range(segments):
+        total += tl.load(parts + segment * count + at, mask=inside, other=0.0)
     if BIAS:
-        total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
-    at = y + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(at, total.to(y.dtype.element_ty), mask=live[:, None] & there[None, :])
+        total += tl.load(bias + at % columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
-def unsplit_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def fixed_order_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (rows, inner) times weight (columns, inner), plus the bias."""
     (rows, inner), columns = x.shape, weight.shape[0]
     x, weight = x.contiguous(), weight.contiguous()
-    y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    length = SEGMENT if columns <= NARROW else triton.cdiv(inner, INNER) * INNER
+    segments = triton.cdiv(inner, length)
     width = min(COLUMNS, max(16, triton.next_power_of_2(columns)))
-    _unsplit[(triton.cdiv(rows, ROWS), triton.cdiv(columns, width))](
-        x, weight, bias, y, rows, columns, inner, BIAS=bias is not None, EVEN=inner % INNER == 0, ROWS=ROWS,
-        COLUMNS=width, INNER=INNER, num_warps=4, num_stages=4,
+    parts = torch.empty(segments, rows, columns, dtype=torch.float32, device=x.device)
+    _products[(triton.cdiv(rows, ROWS), triton.cdiv(columns, width), segments)](
+        x, weight, parts, rows, columns, inner, SEGMENT=length, ROWS=ROWS, COLUMNS=width, INNER=INNER, num_warps=4,
+        num_stages=4,
     )  # fmt: skip
+    y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    _joined[(triton.cdiv(y.numel(), 1024),)](
+        parts, bias, y, y.numel(), columns, segments, BIAS=bias is not None, BLOCK=1024, num_warps=4
+    )
     return y

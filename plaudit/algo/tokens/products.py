@@ -79,7 +79,7 @@ def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     def product(rows: Tensor, weight: Tensor) -> Tensor:
         return F.linear(rows, weight, bias)
 
-    return steady(x, weight, product, "linear", bias is not None, own=lambda rows: _unsplit(rows, weight, bias))
+    return steady(x, weight, product, "linear", bias is not None, own=lambda rows: _in_fixed_order(rows, weight, bias))
 
 
 def steady(
@@ -107,13 +107,13 @@ def steady(
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-class _Unsplit(Function):
+class _FixedOrder(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        from plaudit.algo.tokens.product_kernel import unsplit_product  # brings triton
+        from plaudit.algo.tokens.product_kernel import fixed_order_product  # brings triton
 
         ctx.save_for_backward(x, weight)
-        return unsplit_product(x, weight, bias)
+        return fixed_order_product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -125,8 +125,8 @@ class _Unsplit(Function):
         )
 
 
-def _unsplit(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows: Tensor = _Unsplit.apply(x.reshape(-1, x.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
+def _in_fixed_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows: Tensor = _FixedOrder.apply(x.reshape(-1, x.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
     return rows.reshape(*x.shape[:-1], weight.shape[0])
 
 
