@@ -27,14 +27,14 @@ RESULTS = ROOT / "benchmarks" / "results" / "rank_memory.json"
 SHAPES = {"one process": (1, 1), "2 ranks": (2, 1), "2 stages": (1, 2), "2 stages of 2 ranks": (2, 2)}
 
 
-def write_model(directory: Path) -> int:
+def write_model(directory: Path, hidden: int = 1024, layers: int = 10) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from plaudit.models import load_tokenizer, resolve
 
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=10, num_attention_heads=16,
-        num_key_value_heads=8, tie_word_embeddings=False,
+        vocab_size=8192, hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="64MB")
     load_tokenizer(resolve("sums")).save_pretrained(directory)

@@ -1,12 +1,13 @@
 """How much host memory a training rank takes to load its part of policy, reference and critic, and to update them.
 
-    python benchmarks/train_rank_memory.py
+    python benchmarks/train_rank_memory.py [large]
 
 A Llama of 134M parameters in float32, in files of 64 MB, as the policy, reference and critic of a PPO run over gloo
 ranks. The peak of resident memory, mapped files included, looked at every millisecond, above what the process had
 before. In the colocated placement every rank has a whole copy of the policy for its engine, in the disaggregated one
 rank 0 has, which sends it to engines elsewhere; with the reshard channel none has, and there two updates follow, of 8
-samples of 40 tokens, beside the peak that the planner gives for them. Writes benchmarks/results/train_rank_memory.json.
+samples of 40 tokens, beside the peak that the planner gives for them. `large`: those updates alone, of a Llama of 2 GB
+by GRPO without a reference. Writes benchmarks/results/train_rank_memory.json.
 """
 
 from __future__ import annotations
@@ -56,14 +57,18 @@ UPDATED = ("one process", "4 ranks", "4 tensor ranks", "2 x 2 ranks")
 RESHARD = "reshard"
 PLACEMENTS = ("colocated", "disaggregated")
 SAMPLES, PROMPT, RESPONSE = 8, 8, 32
+LARGE = os.environ.get("LARGE") == "1"  # said to the ranks so
 
 
 def recipe_of(model: str, data: int, tensor: int, placement: str) -> RlRecipe:
     name = {"name": "disaggregated", "channel": RESHARD} if placement == RESHARD else {"name": placement}
+    method: dict[str, Any] = {"critic": {}, "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}}
+    if LARGE:
+        method = {"algorithm": {"name": "grpo"}}
     tree = {
         "task": "rl", "model": {"path": model, "device": "cpu"}, "data": {"world": "sums"},
-        "reward": {"rule": "exact", "answer": r"#(\d+)$"}, "critic": {}, "placement": name,
-        "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "sampling": {"max_tokens": RESPONSE},
+        "reward": {"rule": "exact", "answer": r"#(\d+)$"}, "placement": name, **method,
+        "sampling": {"max_tokens": RESPONSE},
         "train": {"steps": 1, "lr": 1e-5, "threads": 1, "prompts_per_step": SAMPLES // 2, "samples_per_prompt": 2},
         "resources": {"data_parallel": data, "tensor_parallel": tensor, "timeout": 120.0},
     }  # fmt: skip
@@ -135,7 +140,7 @@ def write_models(directory: Path) -> int:
         max_positions=128, seed=1,
     )  # fmt: skip
     save(small, tokenizer, directory / "small")
-    return write_model(directory)
+    return write_model(directory, 1536 if LARGE else 1024, 18 if LARGE else 10)
 
 
 def update(trainee: Trainee) -> None:
@@ -154,9 +159,12 @@ def update(trainee: Trainee) -> None:
 
 def read_all(trainee: Trainee) -> None:
     """Read every weight once, as a forward pass does: what is mapped is then there."""
-    assert isinstance(trainee.reference, Policy)
-    assert isinstance(trainee.critic, LocalCritic)
-    for module in (trainee.loaded.module, trainee.policy.module, trainee.reference.module, trainee.critic.model):
+    modules = [trainee.loaded.module, trainee.policy.module]
+    if not LARGE:
+        assert isinstance(trainee.reference, Policy)
+        assert isinstance(trainee.critic, LocalCritic)
+        modules += [trainee.reference.module, trainee.critic.model]
+    for module in modules:
         for parameter in module.parameters():
             if not parameter.is_meta:
                 local(parameter).sum()
@@ -187,31 +195,41 @@ def run(path: str, data: int, tensor: int, placement: str) -> list[dict[str, flo
         return [json.loads(file.read_text()) for file in files]
 
 
+def updated(place: str) -> dict[str, dict[str, Any]]:
+    heap = heap_factor()
+    updates: dict[str, dict[str, Any]] = {}
+    for name in UPDATED:
+        planned = round(planned_mb(place, *SHAPES[name], heap), 1)
+        updates[name] = {"planned_mb": planned, "ranks": run(place, *SHAPES[name], RESHARD)}
+        print("update", name, updates[name], flush=True)
+    return updates | {"heap_factor": {"value": round(heap, 3)}}
+
+
 def main() -> None:
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
         measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
         return
-    figures: dict[str, dict[str, list[dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as place:
         size = write_models(Path(place))
-        for name, (data, tensor) in SHAPES.items():
+        figures: dict[str, dict[str, list[dict[str, float]]]] = {}
+        for name, (data, tensor) in () if LARGE else SHAPES.items():
             for placement in PLACEMENTS:
                 figures.setdefault(placement, {})[name] = run(place, data, tensor, placement)
                 print(placement, name, figures[placement][name], flush=True)
-        heap = heap_factor()
-        updates: dict[str, dict[str, Any]] = {}
-        for name in UPDATED:
-            planned = round(planned_mb(place, *SHAPES[name], heap), 1)
-            updates[name] = {"planned_mb": planned, "ranks": run(place, *SHAPES[name], RESHARD)}
-            print("update", name, updates[name], flush=True)
-    result = {
-        "model_mb": round(size / 2**20, 1), "placements": figures, "updates": updates, "heap_factor": round(heap, 3),
-        "page_bytes": resource.getpagesize(),
+        updates = updated(place)
+    part = {
+        "model_mb": round(size / 2**20, 1), "placements": figures, "updates": updates,
+        "heap_factor": updates.pop("heap_factor")["value"], "page_bytes": resource.getpagesize(),
         "machine": platform.processor() or platform.machine(), "torch": version("torch"),
         "transformers": version("transformers"), "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
+    before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    result = {**before, "large": part} if LARGE else {**part, "large": before.get("large")}
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["large"]:
+        LARGE = True
+        os.environ["LARGE"] = "1"
     main()
