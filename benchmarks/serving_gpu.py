@@ -1,13 +1,14 @@
 """The reward server over HTTP on one GPU, beside the core without HTTP and a FastAPI server, all in one run.
 
-    python benchmarks/serving_gpu.py [--requests 8] [--tiny] [--out FILE]
+    python benchmarks/serving_gpu.py [--requests 8] [--servers plaudit,fastapi] [--tiny] [--out FILE]
 
 One random bfloat16 Llama classifier of 1B parameters (core_gpu.py's) and the same token ids for everybody:
     ragged    64 clients, a sequence of lognormal(6.2, 0.6) tokens, at most 4000, in each request
     groups    16 clients, 16 responses of lognormal(5.8, 0.6) tokens to one prompt of 1024 in each request
 A client sends its next request when the last is answered, `requests` times. No sequence is sent twice. "core" scores
 the same sequences in one call of the engine in this process: what a server could reach at best. Scores are compared
-with the core's. `--tiny` is a trial of the script on any device.
+with the core's. 450 requests take Plaudit about a minute for each load (and FastAPI 25). `--tiny` is a trial of the
+script on any device.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def in_core(engine: Engine, load: Load) -> tuple[dict[str, Any], list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--servers", default="plaudit,fastapi")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -104,7 +106,8 @@ def main() -> None:
             ours.ready, ours.request, ours.scores,
         )  # fmt: skip
         settings = {"plaudit": Setting(""), "fastapi": Setting("", ("--device", device, "--dtype", dtype))}
-        for name, setting in settings.items():
+        for name in options.servers.split(","):
+            setting = settings[name]
             with running(name, setting, folder / NAME, folder / "counts.json") as port:
                 rows += [under_load(port, name, load, folder, expected[load.name]) for load in wanted]
     for row in rows:

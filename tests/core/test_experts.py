@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
@@ -34,6 +34,7 @@ ROUTERS: dict[str, tuple[type, dict[str, Any]]] = {
     "mixtral": (MixtralTopKRouter, {"num_local_experts": 8, "num_experts_per_tok": 2}),
 }
 HIDDEN = 32
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 def built(kind: type, name: str, fields: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -147,3 +148,29 @@ def test_a_token_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None
     for count in (1, 7, 50):
         few = differentiable.experts(module, True, x[:count], ids[:count], weights[:count])
         assert torch.equal(few, many[:count])
+
+
+class Clamped(Qwen3MoeExperts):
+    """Of which small values look like any silu gate."""
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0)
+
+
+def test_a_gate_that_clamps_is_the_modules_own() -> None:
+    module = built(Clamped, "qwen3_moe", EXPERTS["qwen3_moe"][1], torch.float32)
+    module.config._experts_implementation = "batched_mm"
+    for parameter in module.parameters():
+        parameter.data.mul_(0.1)
+    fusion = Fusion(torch.nn.ModuleList([module]), differentiable)  # type: ignore[arg-type]
+    x, ids, weights = pairs(9, 6, torch.float32)
+    expected = module(400 * x, ids, weights)
+    with fusion.applied(False), torch.no_grad():
+        close(module(400 * x, ids, weights) / 100, expected / 100)
+
+
+def test_a_router_with_a_bias_is_left_alone_while_that_is_zero() -> None:
+    module = built(GptOssTopKRouter, "gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 2}, torch.float32)
+    module.bias.data.zero_()
+    assert not Fusion(torch.nn.ModuleList([module]), differentiable).forwards  # type: ignore[arg-type]

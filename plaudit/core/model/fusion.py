@@ -22,6 +22,7 @@ from plaudit.algo.tokens.products import HALF, SteadyProducts
 
 Call = Callable[..., Any]
 MOST_EXPERTS = 1024  # of a router that a kernel replaces
+SCALES = (1, 30)  # of what is tried: some layers clamp large values
 PROBED = 64  # size of the heads that a rotary embedding is tried on
 
 
@@ -111,8 +112,9 @@ class Fusion:
         weight = module.gate_proj.weight
         key = (type(module), weight.dtype)
         if key not in kind_of:
-            probe = _random(weight, 4, weight.shape[1])
-            kind_of[key] = "gated" if _same(fused(probe), module(probe)) else None
+            probes = [scale * _random(weight, 4, weight.shape[1]) for scale in SCALES]
+            same = not hasattr(module, "act_fn") or is_silu(module.act_fn, weight.device)
+            kind_of[key] = "gated" if same and all(_same(fused(probe), module(probe)) for probe in probes) else None
         if kind_of[key] is not None:
             self.forwards.append((module, fused))
 
@@ -131,12 +133,13 @@ class Fusion:
             x = _random(weight, 6, weight.shape[2 if module.is_transposed else 1])
             ids = _random(weight, 6, count).argsort(-1)[:, : min(2, count)]
             weights = _random(weight, *ids.shape).sigmoid()
-            expected = module(x, ids, weights)
-            kinds = [kind for kind in ("silu", "own") if kind == "own" or module.has_gate]
+            silu = module.has_gate and _gates_by_silu(module, weight)
             roundings = 64 if weight.dtype == torch.float32 else 4  # sums of float32 round in every step
-            kind_of[key] = next(
-                (k for k in kinds if _same(fused(k == "silu", x, ids, weights), expected, roundings)), None
+            same = all(
+                _same(fused(silu, scale * x, ids, weights), module(scale * x, ids, weights), roundings)
+                for scale in SCALES
             )
+            kind_of[key] = None if not same else "silu" if silu else "own"
         kind = kind_of[key]
         if kind is not None:
             self.forwards.append((module, partial(fused, kind == "silu")))
@@ -156,9 +159,10 @@ class Fusion:
         if key not in kind_of:
             probe = _random(weight, 16, weight.shape[1])
             expected = module(probe)
-            kind_of[key] = next((k for k, kind in kinds.items() if _same_choice(fused(*kind, probe), expected)), None)
-        if (found := kind_of[key]) is not None:
-            self.forwards.append((module, partial(fused, *kinds[found])))
+            kind_of[key] = next((k for k, how in kinds.items() if _same_choice(fused(*how, probe), expected)), None)
+        kind = kind_of[key]
+        if kind is not None:
+            self.forwards.append((module, partial(fused, *kinds[kind])))
 
 
 def _are_experts(module: Any) -> bool:
@@ -171,9 +175,26 @@ def _are_experts(module: Any) -> bool:
 
 
 def _is_router(module: nn.Module) -> bool:
+    """With a weight and nothing else: a bias or a correction that is still zero would not show in a trial."""
     weight = getattr(module, "weight", None)
     names_choices = type(module).__name__.endswith("Router") and isinstance(getattr(module, "top_k", None), int)
-    return names_choices and type(weight) is nn.Parameter and weight.ndim == 2 and weight.shape[0] <= MOST_EXPERTS
+    if not names_choices or len([*module.parameters(), *module.buffers()]) != 1:
+        return False
+    return type(weight) is nn.Parameter and weight.ndim == 2 and weight.shape[0] <= MOST_EXPERTS
+
+
+def is_silu(activation: Call, device: torch.device | str = "cpu") -> bool:
+    """Tried by itself, in float32: of small weights in half precision a whole layer is too coarse to tell it from
+    others."""
+    x = torch.linspace(-30, 30, 256, device=device)
+    return _same(activation(x), F.silu(x), 64)
+
+
+def _gates_by_silu(module: Any, like: Tensor) -> bool:
+    """The same of experts, whose gate is a method: silu(first half) * second half, of any size."""
+    gate = torch.linspace(-30, 30, 256, device=like.device)
+    up = gate.flip(0)
+    return _same(module._apply_gate(torch.cat([gate, up])[None]), (F.silu(gate) * up)[None], 64)
 
 
 def _same_choice(result: tuple[Tensor, ...], expected: Any) -> bool:

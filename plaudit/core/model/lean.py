@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from plaudit.algo.tokens.products import CPU_MOST, SteadyProducts, least_rows
 from plaudit.core.model.attention import Layout, Rule
+from plaudit.core.model.fusion import is_silu
 from plaudit.core.model.operations import Operations, Rotation
 from plaudit.core.model.split import RowLinear
 
@@ -196,14 +197,8 @@ def _layer_fits(layer: Any, turned: int) -> bool:
     return (
         not attention and not mlp and all(type(part) in (nn.Linear, RowLinear) for part in linear)
         and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
-        and getattr(layer.self_attn, "head_dim", None) == turned and (activation is None or _is_silu(activation))
+        and getattr(layer.self_attn, "head_dim", None) == turned and (activation is None or is_silu(activation))
     )  # fmt: skip
-
-
-def _is_silu(activation: nn.Module) -> bool:
-    """Tried by itself: in half precision the rows of a whole trunk are too coarse to tell it from others."""
-    x = torch.linspace(-4, 4, 64)
-    return torch.allclose(activation(x), F.silu(x), atol=1e-5)
 
 
 def _linear(x: Tensor, part: nn.Module) -> Tensor:
