@@ -1,5 +1,6 @@
 """Adapters beside a mixture of experts: what they are put beside, and what is saved in the end."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from plaudit.config.supervised import LoraTable
+from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.train.policy import lora
 
 CONFIG = Qwen3MoeConfig(
@@ -45,3 +47,9 @@ def test_the_merged_model_computes_what_the_adapted_one_does(options: dict[str, 
         without = module(ids).logits
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     assert (result - without).abs().max() > 1e-3
+
+
+def test_the_planner_counts_as_many_adapters(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    made = sum(p.numel() for p in adapted().parameters() if p.requires_grad)
+    assert ModelShape.from_config(tmp_path / "config.json").adapter_parameters(2) == made

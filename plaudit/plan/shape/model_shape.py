@@ -141,8 +141,14 @@ class ModelShape:
         return inside + self.moe_layers * self.top_k * self.expert_parameters + self.vocab * self.hidden
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
-        """Of LoRA: rank · (inputs + outputs) of every linear layer but the head, or of those whose names end so."""
-        chosen = (of for name, of in self._linear_layers().items() if not targets or name.endswith(tuple(targets)))
+        """Of LoRA: rank · (inputs + outputs) of every linear layer but the head (of a mixture, of its attention alone:
+        train/policy/lora.py), or of those whose names end so."""
+        layers = self._linear_layers()
+        if not targets and self.moe_layers:
+            layers = {
+                name: of for name, of in layers.items() if not name.endswith(("gate_proj", "up_proj", "down_proj"))
+            }
+        chosen = (of for name, of in layers.items() if not targets or name.endswith(tuple(targets)))
         return rank * sum(copies * (inputs + outputs) for inputs, outputs, copies in chosen)
 
     def _linear_layers(self) -> dict[str, tuple[int, int, int]]:
