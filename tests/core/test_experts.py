@@ -47,6 +47,15 @@ def built(kind: type, name: str, fields: dict[str, Any], dtype: torch.dtype) -> 
     return module
 
 
+def fused(kind: type, name: str, fields: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, Fusion]:
+    """A part that kernels replace inside the last, and the same on its own."""
+    module = built(kind, name, fields, dtype)
+    own = copy.deepcopy(module)
+    fusion = Fusion(torch.nn.ModuleList([module]), differentiable)  # type: ignore[arg-type]
+    assert [part for part, _ in fusion.forwards] == [module]
+    return module, own, fusion
+
+
 def pairs(tokens: int, experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.randn(tokens, HIDDEN, device=DEVICE).to(dtype)
     ids = torch.rand(tokens, experts, device=DEVICE).argsort(-1)[:, :2]
@@ -85,10 +94,7 @@ def test_blocks_cover_every_pair_once(tokens: int) -> None:
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_those_of_the_module_with_their_gradients(name: str, dtype: torch.dtype) -> None:
     kind, fields = EXPERTS[name]
-    module = built(kind, name, fields, dtype)
-    own = copy.deepcopy(module)
-    fusion = Fusion(torch.nn.ModuleList([module]), differentiable)  # type: ignore[arg-type]
-    assert [part for part, _ in fusion.forwards] == [module]
+    module, own, fusion = fused(kind, name, fields, dtype)
     x, ids, weights = pairs(9, 6, dtype)
     with fusion.applied(False), torch.no_grad():
         alone = module(x, ids, weights)
@@ -112,15 +118,12 @@ def test_experts_are_those_of_the_module_with_their_gradients(name: str, dtype: 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_choose_as_the_module_does(name: str, dtype: torch.dtype) -> None:
     kind, fields = ROUTERS[name]
-    module = built(kind, name, fields, dtype)
-    own = copy.deepcopy(module)
-    fusion = Fusion(torch.nn.ModuleList([module]), differentiable)  # type: ignore[arg-type]
-    assert [part for part, _ in fusion.forwards] == [module]
+    module, own, fusion = fused(kind, name, fields, dtype)
     x = torch.randn(11, HIDDEN, device=DEVICE).to(dtype)
     results = []
-    for part, fused in ((module, True), (own, False)):
+    for part, replaced in ((module, True), (own, False)):
         given = x.clone().requires_grad_()
-        if fused:
+        if replaced:
             with fusion.applied(False):
                 logits, values, ids = part(given)
         else:

@@ -165,13 +165,14 @@ def expert_product(
     x = x.contiguous()
     y = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
     tiles, most = routes.tiles, routes.blocks.shape[1]
-    width = min(tiles.columns // 2 if gated and tiles is MANY else tiles.columns, triton.next_power_of_2(columns))
+    most_columns = tiles.columns // 2 if gated and tiles is MANY else tiles.columns
+    width = min(most_columns, max(16, triton.next_power_of_2(columns)))
     depth = min(tiles.inner // (2 if x.element_size() == 4 else 1), max(16, triton.next_power_of_2(inner)))
     across = triton.cdiv(columns, width)
     _product[(most * across,)](
         x, weight, bias, y, routes.order, routes.blocks, most, columns, inner, x.stride(0), *weight.stride(), per,
         TILES=across, GATED=gated, BIAS=bias is not None, TO_PAIRS=to_pairs, EVEN=inner % depth == 0,
-        ROWS=tiles.rows, COLUMNS=max(16, width), INNER=depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        ROWS=tiles.rows, COLUMNS=width, INNER=depth, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y
 
