@@ -11,8 +11,9 @@ kinds          the same of the Llama: PPO with a critic, layers recomputed with 
 lora           the same of the Llama with LoRA adapters, and 3 steps of one of 8B
 mixture        10 steps of the shape of Qwen3-30B-A3B with LoRA adapters, 32 × (128 → 128)
 async          the same of the Llama, rollouts in a process of their own on the same GPU, at staleness 0
-seeds          smollm2-grpo of three seeds at once, 100 steps: as it is, and with a learner on transformers' and
-               torch's own kernels, whose log-probs are not the engine's; the steps to a reward of 0.75 and 0.95
+seeds          smollm2-grpo of three seeds, 100 steps: as it is, and with a learner on transformers' and torch's own
+               kernels, whose log-probs are not the engine's; the steps to a reward of 0.75 and 0.95. Six runs at once
+stale          the same by the async placement at staleness 0 and 4. Six runs at once
 verify         the colocated run once more with dumps, and what `plaudit verify` says of it
 free           smollm2-grpo with train.deterministic = false, for what determinism costs
 
@@ -84,27 +85,45 @@ def reached(directory: Path) -> dict[str, int | None]:
     }
 
 
-def seeds(root: Path, steps: int, apart: bool) -> dict[str, Any]:
-    """Three runs at once, each in a process of its own."""
-    kind, runs = "apart" if apart else "equal", {}
-    for seed in (1, 2, 3):
-        out = root / f"{kind}-{seed}"
-        command = [sys.executable, __file__, "--child", str(out), "--seed", str(seed), "--steps", str(steps)]
-        runs[out] = subprocess.Popen([*command, "--apart"] if apart else command)
-    failed = [out.name for out, process in runs.items() if process.wait(timeout=400)]
-    if failed:
-        raise RuntimeError(f"{', '.join(failed)} failed")
-    rows = [figures(out) | {"reached": reached(out)} for out in runs]
-    whole = {key: rows[0][key] for key in ("steps", "seconds", "reward", "weights")}
-    whole |= {"exact_steps": min(row["exact_steps"] for row in rows)}
-    return whole | {key: max(row[key] for row in rows) for key in ("mismatch_max", "mismatch_mean")} | {"seeds": rows}
+SEEDED = {  # a run of smollm2-grpo: what it changes, and whether its learner's bits are not the engine's
+    "smollm2-grpo": ({}, False),
+    "smollm2-grpo, learner apart": ({}, True),
+    "smollm2-grpo, async at staleness 0": ({"placement.staleness": 0}, False),
+    "smollm2-grpo, async at staleness 4": ({"placement.staleness": 4}, False),
+}
+
+
+def seeds(root: Path, steps: int, kinds: list[str]) -> dict[str, dict[str, Any]]:
+    """Three seeds of each kind, all at once, each in a process of its own."""
+    runs: dict[str, dict[Path, subprocess.Popen[bytes]]] = {kind: {} for kind in kinds}
+    for kind in kinds:
+        for seed in (1, 2, 3):
+            out = root / f"{list(SEEDED).index(kind)}-{seed}"
+            command = [sys.executable, __file__, "--child", str(out), "--kind", kind, "--seed", str(seed)]
+            runs[kind][out] = subprocess.Popen([*command, "--steps", str(steps)])
+    results = {}
+    for kind, processes in runs.items():
+        failed = [out.name for out, process in processes.items() if process.wait(timeout=560)]
+        if failed:
+            raise RuntimeError(f"{', '.join(failed)} failed")
+        rows = [figures(out) | {"reached": reached(out)} for out in processes]
+        whole = {key: rows[0][key] for key in ("steps", "seconds", "reward", "weights")}
+        whole |= {"exact_steps": min(row["exact_steps"] for row in rows), "seeds": rows}
+        results[f"{kind}, three seeds"] = whole | {
+            key: max(row[key] for row in rows) for key in ("mismatch_max", "mismatch_mean")
+        }
+    return results
 
 
 def child(arguments: argparse.Namespace) -> None:
-    if arguments.apart:
+    options, apart = SEEDED[arguments.kind]
+    if apart:
         fused._fusion = lambda module: None  # transformers' own norms, gates and rotary embeddings
         varlen._backward_fits = lambda *_: False  # type: ignore[assignment] # torch's own attention
-    smollm2(arguments.child, arguments.steps, {"seed": arguments.seed, "engine.kv_bytes": 8 << 30})
+    if options:
+        options = {"placement.name": "async", "resources.rollout.devices": ["cuda:0"], **options}
+    common = {"seed": arguments.seed, "engine.kv_bytes": 8 << 30, "train.dump": False}
+    smollm2(arguments.child, arguments.steps, common | options)
 
 
 def smollm2(out: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +297,9 @@ def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
             root / "async", root / "models", "async", steps or 5, tables=ASYNC
         )
     if "seeds" in chosen:
-        works["smollm2-grpo, three seeds"] = lambda: seeds(root, steps or 100, apart=False)
-        works["smollm2-grpo, three seeds, learner apart"] = lambda: seeds(root, steps or 100, apart=True)
+        works["seeds"] = lambda: seeds(root, steps or 100, [*SEEDED][:2])
+    if "stale" in chosen:
+        works["stale"] = lambda: seeds(root, steps or 100, [*SEEDED][2:])
     if "verify" in chosen:
         works["1B verify"] = lambda: verified(root, steps or 5)
     return works
@@ -293,7 +313,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/exact_training_gpu.json"))
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments)
@@ -310,15 +330,19 @@ def main() -> None:
         for name, work in cases(arguments.cases.split(","), root, arguments.steps).items():
             begin = time.monotonic()
             try:
-                row = kept[name] = work() | {"wall": round(time.monotonic() - begin, 1)}
+                done = work()
             except Exception as error:  # the others go on
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
                 continue
-            times = row["seconds"]
-            table.add_row(
-                name, str(row["steps"]), str(row["exact_steps"]), f"{row['mismatch_max']:.1e}", f"{times['step']:.3f}",
-                f"{times['old']:.3f}", f"{times['update']:.3f}", "{} → {}".format(*row["reward"]), row["weights"][:12],
-            )  # fmt: skip
+            wall = {"wall": round(time.monotonic() - begin, 1)}
+            for label, row in ({name: done} if "steps" in done else done).items():
+                kept[label] = row | wall
+                times = row["seconds"]
+                table.add_row(
+                    label, str(row["steps"]), str(row["exact_steps"]), f"{row['mismatch_max']:.1e}",
+                    f"{times['step']:.3f}", f"{times['old']:.3f}", f"{times['update']:.3f}",
+                    "{} → {}".format(*row["reward"]), row["weights"][:12],
+                )  # fmt: skip
             arguments.out.write_text(
                 json.dumps({**stamp(__file__, torch.cuda.get_device_name(), {}), "results": kept}, indent=1) + "\n"
             )

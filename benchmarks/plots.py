@@ -205,7 +205,7 @@ def core(record: Record) -> str:
 def serving(record: Record) -> str:
     panels: dict[str, list[Bar]] = {}
     shown = ("core", "plaudit", *record["rivals"])  # a rival whose version is not recorded is not shown
-    for row in (row for row in record["rows"] if row["server"] in shown):
+    for row in (row for row in record["rows"] if row["server"] in shown and not row["run"]):
         latency = f", p50 {figure(row['p50 ms'])} ms, p99 {figure(row['p99 ms'])} ms" if "p50 ms" in row else ""
         name = SERVERS[row["server"]]
         bar = Bar(name, {name: row["samples/s"]}, figure(row["samples/s"]) + latency)

@@ -109,21 +109,22 @@ def serving(record: Record) -> str:
 
 def serving_gpu(record: Record) -> str:
     loads = {
-        "ragged": "64 clients, one sequence of lognormal(6.2, 0.6) tokens each, 512 requests",
-        "groups": "16 clients, 16 responses to a prompt of 1,000, 32 requests",
+        "ragged": "64 clients, one sequence of lognormal(6.2, 0.6) tokens each",
+        "groups": "16 clients, 16 responses to a prompt of 1,000",
     }
-    shown = {"core", "plaudit", *record["rivals"]}  # a rival whose version is not recorded is not shown
+    shown = {"plaudit", *record["rivals"]}  # a rival whose version is not recorded is not shown
     rows = []
     for load, words in loads.items():
         for x in record["rows"]:
             if x["load"] != load or x["server"] not in shown:
                 continue
-            name = {"core": "core", "plaudit": "**Plaudit**"}.get(x["server"]) or NAMES[x["server"]]
-            rate = f"{x['samples/s']:.0f}" if x["samples/s"] >= 100 else f"{x['samples/s']:.1f}"
-            share = "" if x["server"] == "core" else percent(x["of the core"])
-            times = [latency(x[key]) if key in x else "" for key in ("p50 ms", "p99 ms")]
-            rows.append((words if x["server"] == "core" else "", name, rate, share, *times))
-    return table(("load", "server", "samples/s", "of the core", "p50", "p99"), rows)
+            name = "**Plaudit**" if x["server"] == "plaudit" else NAMES[x["server"]]
+            core = x["samples/s"] / x["of the core"]
+            rates = [f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}" for rate in (core, x["samples/s"])]
+            first = words if x["server"] == "plaudit" and not x["run"] else ""
+            times = [latency(x[key]) for key in ("p50 ms", "p99 ms")]
+            rows.append((first, name, f"{x['seconds']:.0f} s", *rates, percent(x["of the core"]), *times))
+    return table(("load", "server", "run of", "core, samples/s", "server", "of the core", "p50", "p99"), rows)
 
 
 def nemo_load(record: Record) -> str:
