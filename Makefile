@@ -85,7 +85,7 @@ BENCHMARKS = arrival_rates async_vs_sync attacks broadcast core_cpu encoders fai
 
 # The same on a GPU; the chains of plaudit/recipes/ and benchmarks/smollm2_chain.py give the rest of docs/benchmarks/smollm2.md.
 bench-gpu: $(INSTALLED) $(VENV)/.smollm2 $(VENV)/.gym .venv-interop/.installed
-	@for name in core_gpu core_ablation experts_gpu serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
+	@for name in core_gpu core_ablation experts_gpu search_policy_gpu serving_gpu swapped_gpu planner_gpu smollm2_learning smollm2_vs_trl; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/plots.py && $(BIN)/python benchmarks/rival_tables.py --write
 
