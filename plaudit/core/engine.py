@@ -234,7 +234,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return not self._runner.scheduler.idle
+        return not self._runner.scheduler.idle or bool(self._runner.late)
 
     @property
     def failure(self) -> Exception | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.prefix import Chain
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send
-from plaudit.core.model.readouts import Reading, take
+from plaudit.core.model.readouts import PendingReadout, Reading, take
 from plaudit.core.recurrent import scheduler_for
 from plaudit.core.sampling.noise import row_key, token_hashes
 from plaudit.core.sampling.sampler import Sampler
@@ -26,6 +26,15 @@ from plaudit.core.sequence import Draws, Update
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.transaction import Books, transaction
 from plaudit.records import ItemError
+
+
+@dataclass
+class LateScores:
+    """What sequences that have ended were read for, while a device still computes it."""
+
+    sequences: dict[Seq, None]
+    readout: PendingReadout
+    tokens: int  # of the step
 
 
 class Runner(Books):
@@ -42,6 +51,7 @@ class Runner(Books):
         self.scheduler = scheduler_for(
             backend, blocks, budget=budget, max_running=max_running, look_every=look_every, window=window
         )
+        self.scheduler.overlaps = backend.overlaps
         self.pool, self.tree = self.scheduler.pool, self.scheduler.tree
         self.tokenizer = tokenizer
         self.version = 0
@@ -49,6 +59,7 @@ class Runner(Books):
         self.steps = 0
         self.failure: Exception | None = None  # of the last step
         self.outbox: list[Update] = []  # what is new, until somebody takes it
+        self.late: list[LateScores] = []  # of the last step, reported while the next one is computed
         self._opened = False
         self._hashes = token_hashes(decoder.vocab_size, decoder.device)
         self._sampler: tuple[list[Seq], Sampler] | None = None
@@ -63,6 +74,7 @@ class Runner(Books):
     def rebuild(self) -> None:
         """Empty blocks and tree, and let every sequence that has not ended wait, to be read again from its tokens."""
         reported = {(u.request, u.index) for u in self.outbox if u.sample is not None or u.values is not None}
+        reported |= {(s.request.number, s.index) for late in self.late for s in late.sequences}  # or will be
         left = [s for s in self.scheduler.live if (s.request.number, s.index) not in reported]
         self.tree.reset()
         self.pool.reset()
@@ -70,25 +82,61 @@ class Runner(Books):
         self._sampler = None  # nor does a decode window go on without it
 
     def _step(self, key: Hashable, alone: bool) -> None:
+        self.scheduler.ahead = sum(step.tokens for step in self.late)
         plan = self.scheduler.plan(key, alone)
         if not plan.chunks:
+            self.report_late()
             return
+        scoring = all(chunk.sequence.request.read is not None for chunk in plan.chunks)
+        if not scoring:
+            self.report_late()  # this step waits for its own end
+            if self.failure is not None:
+                return  # the plan is of books that are no more
         self._open()
         self.steps += 1
+        late = False
         try:
             if plan.decode_steps:
                 self._decode(plan, key)
             else:
-                self._forward(plan)
+                late = self._forward(plan, scoring and self.backend.overlaps)
         except Exception as error:
             self._failed(plan, error)
+            self.report_late()
             return
         self.scheduler.done(plan)
         for chunk in plan.chunks:
             if chunk.sequence in self.scheduler.live:  # a callback of one before it may have aborted it
                 self._settle(chunk.sequence, key)
+        self.report_late(keep=int(late))
         if self.scheduler.idle:
             self._sampler = None  # it holds on to the sequences it was made for
+
+    def report_late(self, keep: int = 0) -> None:
+        """Wait for what a device computes, but for the last `keep` steps."""
+        while len(self.late) > keep:
+            first = self.late[0]
+            try:
+                values: Iterable[np.ndarray | ItemError] = first.readout.arrays()
+            except Exception as error:  # a device reports here what went wrong in the step
+                self.failure = error
+                self.rebuild()  # as after any step that fails
+                values = [ItemError(type(error).__name__, f"the step failed: {error}")] * len(first.sequences)
+            updates = [
+                self._scored(sequence, value)
+                for sequence, value in zip(first.sequences, values, strict=True)
+                if sequence.finish is None
+            ]
+            at, rest = len(self.outbox), self.late[1:]
+            self.outbox[at:], self.late = updates, rest  # in one statement: for Ctrl-C each is in one of the two
+
+    def _scored(self, sequence: Seq, value: np.ndarray | ItemError) -> Update:
+        if not isinstance(value, ItemError):
+            if np.isfinite(value).all():
+                return Update(sequence.request.number, 0, (), "", values=value)
+            value = ItemError("NotANumber", f"{self.decoder.name} gave scores that are not finite numbers")
+        sequence.finish, sequence.error = "error", value
+        return Update(sequence.request.number, 0, (), "", sequence.sample(""))
 
     def give(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
         """A copy of the KV that there is of these tokens."""
@@ -151,12 +199,14 @@ class Runner(Books):
     @transaction
     def forget(self) -> None:
         """The same, and empty the tree."""
+        self.report_late()
         self.requeue()
         self.tree.clear()
 
     @transaction
     def detach(self) -> None:
         """Empty the tree, but let running sequences keep their KV, which the tree must then never see again."""
+        self.report_late()
         for sequence in self.scheduler.running:
             sequence.cacheable = False
             sequence.chain.nodes.clear()
@@ -184,9 +234,12 @@ class Runner(Books):
     def discard(self, sequences: Iterable[Seq]) -> None:
         """End them without a word: nobody is left who would listen."""
         for sequence in sequences:
+            sequence.finish = "abort"
             self.scheduler.end(sequence)
 
-    def _forward(self, plan: Plan) -> None:
+    def _forward(self, plan: Plan, overlap: bool) -> bool:
+        """Whether the scores of this step come late: with `overlap` the host does not wait for those of sequences that
+        end with it."""
         spans = [_span(chunk) for chunk in plan.chunks]
         rows = self.backend.forward(spans, [copy for copies in plan.copies.values() for copy in copies])
         drawing: list[tuple[Seq, int]] = []
@@ -208,12 +261,18 @@ class Runner(Books):
         if readings:
             chosen = rows[send(np.array(read_rows, dtype=np.int64), rows.device)]
             readout = take(self.decoder, chosen, [r for _, r in readings])
-            for (sequence, _), value in zip(readings, readout.arrays(), strict=True):
+            sequences = [sequence for sequence, _ in readings]
+            if overlap and not any(sequence.pending or sequence.values for sequence in sequences):
+                tokens = sum(chunk.tokens for chunk in plan.chunks)
+                self.late.append(LateScores(dict.fromkeys(sequences), readout, tokens))
+                return True
+            for sequence, value in zip(sequences, readout.arrays(), strict=True):
                 sequence.values.append(value)
                 if sequence.request.read is None:
                     note_prompt(sequence)
         if drawing:
             self._draw([s for s, _ in drawing], rows[send(np.array([i for _, i in drawing]), rows.device)])
+        return False
 
     def _draw(self, sequences: list[Seq], rows: torch.Tensor) -> None:
         sampler = self._sampler_of(sequences)
@@ -327,13 +386,11 @@ class Runner(Books):
         finished = sequence.finish is not None or done
         self._enter(sequence, key, partial=finished)
         if done:
-            values = np.concatenate(sequence.values or [np.empty(0, dtype=np.float32)])
-            if np.isfinite(values).all():
-                self.outbox.append(Update(sequence.request.number, 0, (), "", values=values))
-                self.scheduler.end(sequence)
-                return
-            sequence.finish = "error"
-            sequence.error = ItemError("NotANumber", f"{self.decoder.name} gave scores that are not finite numbers")
+            if not self.late or sequence not in self.late[-1].sequences:
+                values = np.concatenate(sequence.values or [np.empty(0, dtype=np.float32)])
+                self.outbox.append(self._scored(sequence, values))
+            self.scheduler.end(sequence)
+            return
         if finished or sequence.generated != sequence.seen:
             self._report(sequence)
 

@@ -55,6 +55,8 @@ class Scheduler:
         self.preemptions = 0
         self.tokens_shared = 0
         self.step = 0
+        self.overlaps = False  # while a device computes one step of scoring, the host prepares the next
+        self.ahead = 0  # tokens of such a step that is being computed
 
     @property
     def idle(self) -> bool:
@@ -91,7 +93,7 @@ class Scheduler:
             if sequence in self.running and self._grow(sequence, len(sequence.tokens)):
                 plan.chunks.append(Chunk(sequence, 1))
         decodes = len(plan.chunks)
-        self._read_prompts(key, plan, self.budget - decodes)
+        self._read_prompts(key, plan, self._half() if self.overlaps and not decodes else self.budget - decodes)
         if not plan.chunks and self.running:
             self._force(key, plan)
         elif len(plan.chunks) == decodes and decodes:
@@ -132,6 +134,14 @@ class Scheduler:
                 self._enter(key, chunk)
             elif self.step - sequence.since > PATIENCE:
                 return
+
+    def _half(self) -> int:
+        """Tokens of a step where there is nothing but scoring: half of what there is, so that while one half is
+        computed the answers of the other go out and new requests come in."""
+        if not all(s.request.read is not None for s in self.live):
+            return self.budget
+        there = self.ahead + sum(s.pending for s in self.live)
+        return min(self.budget, max(self.budget // 8, there // 2 + 1))
 
     def _queue(self) -> list[Sequence]:
         def rank(s: Sequence) -> tuple[int, tuple[int, int, int]]:

@@ -41,10 +41,12 @@ SCORED = tiny.sequences(13, 3, 30, 60)
 PLACES = [[2, len(s) // 2, len(s) - 1] for s in SCORED]
 
 
-def small() -> Engine:
-    """So small that sequences throw each other out, and prompts and decodes share steps."""
+def small(overlaps: bool = False) -> Engine:
+    """So small that sequences throw each other out, and prompts and decodes share steps. `overlaps`: as on a GPU."""
     width = LARGE.decoder.token_bytes()
-    return Engine(MODULE, TOKENIZER, kv_bytes=9 * 16 * width, budget=24, max_running=6, look_every=3)
+    engine = Engine(MODULE, TOKENIZER, kv_bytes=9 * 16 * width, budget=24, max_running=6, look_every=3)
+    engine.backend.overlaps = engine._runner.scheduler.overlaps = overlaps
+    return engine
 
 
 def generated(engine: Engine) -> list[Any]:
@@ -152,6 +154,7 @@ def everything(engine: Engine, step: Callable[[], object]) -> None:
     engine.new_version(keep="continue")
     step()
     scored(engine)
+    engine.score(SCORED, columns=[5, 11], cache=True)
     engine.take_kv(engine.give_kv(SCORED[2]))
     engine.new_version()
     engine.release(PROMPTS)
@@ -187,11 +190,12 @@ ERRORS: list[Callable[[], BaseException]] = [
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("everywhere", "overlaps"), [(False, False), (True, False), (False, True)])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a fault while a generator is closed
 @pytest.mark.timeout(7200)
-def test_an_exception_anywhere_leaves_an_engine_that_is_right(everywhere: bool, times: int) -> None:
+def test_an_exception_anywhere_leaves_an_engine_that_is_right(everywhere: bool, overlaps: bool, times: int) -> None:
     """Every second one is followed by another while it is being dealt with."""
-    random, engine, reached = np.random.default_rng(everywhere), small(), 0
+    random, engine, reached = np.random.default_rng(everywhere), small(overlaps), 0
     with Fault(KeyboardInterrupt(), -1, everywhere=everywhere) as counting:
         everything(engine, Listener(engine).step)
     for i in range(-(-times // 2)):
@@ -206,10 +210,11 @@ def test_an_exception_anywhere_leaves_an_engine_that_is_right(everywhere: bool, 
     assert reached > times // 4
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.timeout(7200)
-def test_real_signals_leave_an_engine_that_is_right(times: int) -> None:
-    engine, random, reached = small(), np.random.default_rng(1), 0
+def test_real_signals_leave_an_engine_that_is_right(times: int, overlaps: bool) -> None:
+    engine, random, reached = small(overlaps), np.random.default_rng(1), 0
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     begin = time.monotonic()
     both(engine)

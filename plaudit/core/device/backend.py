@@ -110,6 +110,7 @@ class Backend(ABC):
     window: int  # most decode steps without a look, where nobody waits for one
     exact: bool = True  # see Engine
     states: StateBooks | None = None  # of a model with recurrent layers
+    overlaps: bool = False  # forward() returns before the device has computed it
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

@@ -280,6 +280,7 @@ class CudaBackend(PagedBackend):
     max_running = 1024
     look_every = 32
     window = WINDOW
+    overlaps = True
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
