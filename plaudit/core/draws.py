@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from plaudit.core.device.backend import Decoded
 from plaudit.core.sequence import Draws, Sequence
-from plaudit.records import Likely
+from plaudit.records import ItemError, Likely
 
 
 def by_row(sequences: list[Sequence], decoded: Decoded) -> Iterator[Draws]:
@@ -32,6 +33,52 @@ def _tops(top: tuple[torch.Tensor, torch.Tensor] | None, row: int, count: int, m
         return []
     ids, logprobs = (each[:count, row, :most].tolist() for each in top)
     return [tuple(zip(i, p, strict=True)) for i, p in zip(ids, logprobs, strict=True)]
+
+
+def accept_all(sequence: Sequence, draws: Draws, version: int) -> int:
+    """Add drawn tokens that the back end has tested already, where nobody on the host has a say; how many."""
+    sequence.take(draws, version)
+    if draws.tokens[-1] in sequence.request.stop_ids:
+        sequence.finish = "stop"
+    elif sequence.remaining == 0:
+        sequence.finish = "length"
+    return len(draws.tokens)
+
+
+def accept(sequence: Sequence, draws: Draws, version: int, model: str) -> int:
+    """Add drawn tokens until one ends the sequence; how many were added."""
+    request = sequence.request
+    for i, token in enumerate(draws.tokens):
+        if math.isnan(draws.raw_logprobs[i]):
+            sequence.finish = "error"
+            sequence.error = ItemError("NotANumber", f"{model} gave logits that are not numbers")
+            return i
+        if sequence.stuck:
+            sequence.finish = "error"
+            sequence.error = ItemError("NoMatch", "no token of the vocabulary goes on as json_schema or regex asks")
+            return i
+        sequence.take(Draws(*(column[i : i + 1] for column in draws)), version)  # type: ignore[arg-type]
+        stopped = token in request.stop_ids
+        if sequence.stream is not None and not stopped:
+            stopped = sequence.stream.push(token)
+        if request.stop_when is not None and not stopped:
+            stopped = _stops(sequence)
+        if stopped or sequence.remaining == 0 or sequence.finish is not None:
+            sequence.finish = sequence.finish or ("stop" if stopped else "length")
+            return i + 1
+    return len(draws.tokens)
+
+
+def _stops(sequence: Sequence) -> bool:
+    """What the request's own stop test says."""
+    assert sequence.request.stop_when is not None
+    try:
+        text = sequence.stream.text if sequence.stream is not None else ""
+        return bool(sequence.request.stop_when(sequence.tokens[sequence.prompt_len :], text))
+    except Exception as error:
+        sequence.finish = "error"
+        sequence.error = ItemError(type(error).__name__, f"the stop test failed: {error}")
+        return True
 
 
 def note_prompt(sequence: Sequence) -> None:

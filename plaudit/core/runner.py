@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from plaudit.core.device.backend import Backend, DecodeBatch, Decoded, Span
-from plaudit.core.draws import by_row, note_prompt
+from plaudit.core.draws import accept, accept_all, by_row, note_prompt
 from plaudit.core.kv import handover
 from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.prefix import Chain
+from plaudit.core.late import LateScores, scored
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send
-from plaudit.core.model.readouts import PendingReadout, Reading, take
+from plaudit.core.model.readouts import Reading, take
 from plaudit.core.recurrent import scheduler_for
 from plaudit.core.sampling.noise import row_key, token_hashes
 from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.scheduler import Chunk, Plan
-from plaudit.core.sequence import Draws, Update
 from plaudit.core.sequence import Sequence as Seq
+from plaudit.core.sequence import Update
 from plaudit.core.transaction import Books, transaction
 from plaudit.records import ItemError
-
-
-@dataclass
-class LateScores:
-    """What sequences that have ended were read for, while a device still computes it."""
-
-    sequences: dict[Seq, None]
-    readout: PendingReadout
-    tokens: int  # of the step
 
 
 class Runner(Books):
@@ -117,26 +108,13 @@ class Runner(Books):
         while len(self.late) > keep:
             first = self.late[0]
             try:
-                values: Iterable[np.ndarray | ItemError] = first.readout.arrays()
+                updates = first.updates(self.decoder.name)
             except Exception as error:  # a device reports here what went wrong in the step
                 self.failure = error
                 self.rebuild()  # as after any step that fails
-                values = [ItemError(type(error).__name__, f"the step failed: {error}")] * len(first.sequences)
-            updates = [
-                self._scored(sequence, value)
-                for sequence, value in zip(first.sequences, values, strict=True)
-                if sequence.finish is None
-            ]
+                updates = first.failed(error)
             at, rest = len(self.outbox), self.late[1:]
             self.outbox[at:], self.late = updates, rest  # in one statement: for Ctrl-C each is in one of the two
-
-    def _scored(self, sequence: Seq, value: np.ndarray | ItemError) -> Update:
-        if not isinstance(value, ItemError):
-            if np.isfinite(value).all():
-                return Update(sequence.request.number, 0, (), "", values=value)
-            value = ItemError("NotANumber", f"{self.decoder.name} gave scores that are not finite numbers")
-        sequence.finish, sequence.error = "error", value
-        return Update(sequence.request.number, 0, (), "", sequence.sample(""))
 
     def give(self, key: Hashable, tokens: Sequence[int], salt: str) -> Handover:
         """A copy of the KV that there is of these tokens."""
@@ -280,7 +258,7 @@ class Runner(Books):
         drawn = sampler.draw(self.decoder.logits(rows), drawn_before)
         decoded = Decoded.of([(drawn, torch.ones_like(drawn.tokens, dtype=torch.bool))])
         for sequence, draws in zip(sequences, by_row(sequences, decoded), strict=True):
-            self._accept(sequence, draws)
+            accept(sequence, draws, self.version, self.decoder.name)
 
     def _sampler_of(self, sequences: list[Seq]) -> Sampler:
         if self._sampler is None or self._sampler[0] != sequences:
@@ -306,7 +284,10 @@ class Runner(Books):
         for sequence, draws in zip(sequences, by_row(sequences, decoded), strict=True):
             if not draws.tokens or sequence.finish is not None:
                 continue
-            accepted = (self._accept_all if sound and sequence.plain else self._accept)(sequence, draws)
+            if sound and sequence.plain:
+                accepted = accept_all(sequence, draws, self.version)
+            else:
+                accepted = accept(sequence, draws, self.version, self.decoder.name)
             if sequence not in self.scheduler.running:  # aborted by its own stop test
                 continue
             sequence.computed += accepted
@@ -338,48 +319,6 @@ class Runner(Books):
             lengths=lengths,
         )
 
-    def _accept_all(self, sequence: Seq, draws: Draws) -> int:
-        """The same for tokens that the back end has tested already, where nobody on the host has a say."""
-        sequence.take(draws, self.version)
-        if draws.tokens[-1] in sequence.request.stop_ids:
-            sequence.finish = "stop"
-        elif sequence.remaining == 0:
-            sequence.finish = "length"
-        return len(draws.tokens)
-
-    def _accept(self, sequence: Seq, draws: Draws) -> int:
-        """Add drawn tokens until one ends the sequence; returns how many were added."""
-        request = sequence.request
-        for i, token in enumerate(draws.tokens):
-            if math.isnan(draws.raw_logprobs[i]):
-                sequence.finish = "error"
-                sequence.error = ItemError("NotANumber", f"{self.decoder.name} gave logits that are not numbers")
-                return i
-            if sequence.stuck:
-                sequence.finish = "error"
-                sequence.error = ItemError("NoMatch", "no token of the vocabulary goes on as json_schema or regex asks")
-                return i
-            sequence.take(Draws(*(column[i : i + 1] for column in draws)), self.version)  # type: ignore[arg-type]
-            stopped = token in request.stop_ids
-            if sequence.stream is not None and not stopped:
-                stopped = sequence.stream.push(token)
-            if request.stop_when is not None and not stopped:
-                stopped = self._ask(sequence)
-            if stopped or sequence.remaining == 0 or sequence.finish is not None:
-                sequence.finish = sequence.finish or ("stop" if stopped else "length")
-                return i + 1
-        return len(draws.tokens)
-
-    def _ask(self, sequence: Seq) -> bool:
-        assert sequence.request.stop_when is not None
-        try:
-            text = sequence.stream.text if sequence.stream is not None else ""
-            return bool(sequence.request.stop_when(sequence.tokens[sequence.prompt_len :], text))
-        except Exception as error:
-            sequence.finish = "error"
-            sequence.error = ItemError(type(error).__name__, f"the stop test failed: {error}")
-            return True
-
     def _settle(self, sequence: Seq, key: Hashable) -> None:
         """After a step: enter full blocks in the tree, say what is new, and let a finished sequence go."""
         done = sequence.request.read is not None and sequence.pending == 0
@@ -388,7 +327,7 @@ class Runner(Books):
         if done:
             if not self.late or sequence not in self.late[-1].sequences:
                 values = np.concatenate(sequence.values or [np.empty(0, dtype=np.float32)])
-                self.outbox.append(self._scored(sequence, values))
+                self.outbox.append(scored(sequence, values, self.decoder.name))
             self.scheduler.end(sequence)
             return
         if finished or sequence.generated != sequence.seen:
