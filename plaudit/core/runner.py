@@ -85,12 +85,10 @@ class Runner(Books):
                 return  # the plan is of books that are no more
         self._open()
         self.steps += 1
-        late = False
         try:
             if plan.decode_steps:
                 self._decode(plan, key)
-            else:
-                late = self._forward(plan, scoring and self.backend.overlaps)
+            late = not plan.decode_steps and self._forward(plan, scoring and self.backend.overlaps)
         except Exception as error:
             self._failed(plan, error)
             self.report_late()
@@ -216,8 +214,7 @@ class Runner(Books):
             self.scheduler.end(sequence)
 
     def _forward(self, plan: Plan, overlap: bool) -> bool:
-        """Whether the scores of this step come late: with `overlap` the host does not wait for those of sequences that
-        end with it."""
+        """Whether its scores come late: with `overlap` the host does not wait for those of sequences that end here."""
         spans = [_span(chunk) for chunk in plan.chunks]
         rows = self.backend.forward(spans, [copy for copies in plan.copies.values() for copy in copies])
         drawing: list[tuple[Seq, int]] = []
