@@ -209,4 +209,7 @@ def summary(lines: Any) -> dict[str, Any]:
     )
     if none:
         figures["no_answer"] = dict(none.most_common())
-    return figures | {"stopped": dict(Counter(line["stopped"].partition(":")[0] for line in ordered))}
+    # Which budget it was is the user's to change; the text of a failure is that of one question.
+    reasons = (line["stopped"] for line in ordered)
+    short = (reason if reason.startswith("budget") else reason.partition(":")[0] for reason in reasons)
+    return figures | {"stopped": dict(Counter(short))}

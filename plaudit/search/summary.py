@@ -57,8 +57,9 @@ def refuse_empty(searches: Mapping[Path, Mapping[str, Any]]) -> None:
     for directory, figures in searches.items():
         if figures["questions"] and not figures["answered"]:
             reasons = list(figures.get("no_answer", {})) or [name for name in figures["stopped"] if name != "done"]
+            kind, _, name = reasons[0].partition(": ")
+            keys = f"raise budget.{name}" if kind == "budget" else "see [steps] stop, answer, final and max_tokens"
             raise NoAnswer(
                 f"no path of any question gave an answer ({figures['method']}, {figures['questions']} questions): "
-                f"{reasons[0]}; see [steps] stop, answer, final and max_tokens, and every path in "
-                f"{directory / 'results.jsonl'}"
+                f"{reasons[0]}; {keys}, and see every path in {directory / 'results.jsonl'}"
             )

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from plaudit.search.record import read_results
+from plaudit.errors import NoAnswer
+from plaudit.search.record import read_results, summary
+from plaudit.search.summary import refuse_empty
 from tests.command import plaudit_here
 from tests.forked import ForkedCommand, run_forked
 
@@ -70,6 +72,15 @@ def test_a_run_without_an_answer_is_an_error_that_says_why(tmp_path: Path) -> No
     assert (figures["answered"], figures["questions"], "accuracy" in figures) == (0, 2, False)
     report = plaudit_here("report", "runs/search-best-of-n", cwd=tmp_path)
     assert (report.returncode, "no path of any question gave an answer" in report.stdout) == (0, True)
+
+
+def test_a_budget_that_was_too_small_is_named() -> None:
+    line = {"answer": None, "right": None, "stopped": "budget: kv_tokens", "costs": {"calls": 8}}
+    lines = [{"index": index, **line} for index in (0, 1)]
+    figures = {"method": "rebase", **summary(lines)}
+    assert figures["stopped"] == {"budget: kv_tokens": 2}
+    with pytest.raises(NoAnswer, match=r"budget: kv_tokens; raise budget\.kv_tokens, and see every path"):
+        refuse_empty({Path("runs/search-rebase"): figures})
 
 
 def test_best_of_n_takes_an_outcome_model_and_the_others_say_why_not(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """What an answer says, apart from how it is written: numbers by their value, with their unit; tuples, intervals and
-lists in their order, sets and unions without one; of all else the text.
+lists in their order, sets and unions without one; of all else the text. "x = 5" says 5, of x.
 
 Strict: nothing is dropped, rounded or converted. A comma separates; it groups digits only where it can do nothing else
 ("1,000", "12,345.6"; in brackets only beside others with a space: "(1,000, 2,000)"), or where LaTeX says so
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from plaudit.search.questions.exact_number import MOST_CHARACTERS, ExactNumber, exact_number
@@ -27,6 +27,7 @@ _UNITS = {
 _UNIT = {alias: unit for unit, aliases in _UNITS.items() for alias in (unit, *aliases.split())}
 _PERCENT = re.compile(r"(.*\d)\s*(?:percent|pct)", re.DOTALL)
 _QUANTITY = re.compile(r"(.*?(?:[\d.)}]|\\pi|π))\s*([A-Za-z°¢$€£].*)", re.DOTALL)
+_NAMED = re.compile(r"([A-Za-z])\s*(?:=|\\in(?![A-Za-z])|∈)\s*([^=<>]+)", re.DOTALL)
 _POWER = re.compile(r"(.+?)\^\{?([23])\}?")
 _INFINITY = re.compile(r"([+-]?) ?(?:\\infty|∞|infinity)")
 _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
@@ -54,21 +55,26 @@ _WRITING: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """unit   of a number; "" if it says none"""
+    """unit   of a number; "" if it says none
+    name   of what it is the value: x in "x = 5"; "" if it says none"""
 
     value: Hashable
     unit: str = ""
+    name: str = ""
 
     def says(self, other: AnswerForm) -> bool:
-        """Whether both say the same; a number without a unit may be of any."""
-        return self.value == other.value and (self.unit == other.unit or not self.unit or not other.unit)
+        """Whether both say the same; a number without a unit may be of any, a value without a name anything's."""
+        pairs = ((self.unit, other.unit), (self.name, other.name))
+        return self.value == other.value and all(one == two or not one or not two for one, two in pairs)
 
 
 @lru_cache(REMEMBERED)
 def answer_form(text: str) -> AnswerForm:
     if len(text) <= MOST_CHARACTERS:
         with suppress(RecursionError):  # hundreds of brackets in brackets
-            return _form(_written_plainly(text))
+            plain = _written_plainly(text)
+            named = _NAMED.fullmatch(plain)
+            return replace(_form(named[2].strip()), name=named[1]) if named else _form(plain)
     return AnswerForm(" ".join(text.split()))
 
 

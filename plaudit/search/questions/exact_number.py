@@ -19,7 +19,7 @@ LARGEST_EXPONENT = 64  # of a sum 8
 LARGEST_ROOT = 10**8
 MOST_BITS = 4096
 _NUMERAL = re.compile(r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2}(?!\d))?")
-_MIXED = re.compile(r"(-?)(\d+)(?: ?\\frac ?\{(\d+)\} ?\{(\d+)\}| ?\\frac ?(\d)(\d)| (\d+)/(\d+))")
+_MIXED = re.compile(r"(-?)(\d+)(?: ?\\frac ?\{(\d+)\} ?\{(\d+)\}| ?\\frac ?(\d)(\d)| (\d+)/(\d+)) ?(%?)")
 _TIMES = ("\\cdot", "\\times", "*", "·", "×")
 _OVER = ("/", "\\div", "÷")
 
@@ -34,11 +34,12 @@ def exact_number(text: str) -> ExactNumber | None:
         return None
     try:
         if mixed := _MIXED.fullmatch(text):
-            sign, whole, *parts = (part for part in mixed.groups() if part is not None)
+            sign, whole, *parts, percent = (part for part in mixed.groups() if part is not None)
             top, bottom = map(int, parts)
             if not 0 < top < bottom:
                 return None
-            terms = _rational((Fraction(top, bottom) + int(whole)) * (-1 if sign else 1))
+            factor = Fraction(-1 if sign else 1, 100 if percent else 1)
+            terms = _rational((Fraction(top, bottom) + int(whole)) * factor)
         else:
             terms = _Reader(text).whole()
     except (NotExact, ZeroDivisionError, RecursionError):
