@@ -47,6 +47,7 @@ LAZY = {
     "doctor.probe": "most checks start without torch",
     "core.engine": "models are found by name only where one is loaded by name",
     "core.model.fused": "needs Triton",
+    "core.model.latent": "needs Triton",
     "core.model.varlen": "needs Triton",
     "core.proof.trial": "needs Triton",
     "judge_check.judge": "`plaudit judge-check --url` starts without torch",

@@ -25,12 +25,11 @@ def own_constants(constants: Constants) -> Constants:
 
 def unsupported(workload: Workload) -> Mapping[str, str]:
     """What a run wants that no plan of ours has, whatever the hardware, with the cure."""
-    model, dtype, engine = workload.model, workload.dtype, workload.engine_dtype
+    dtype, engine = workload.dtype, workload.engine_dtype
     lacks = {
         f"training in {dtype}": (dtype not in ("bf16", "fp32"), "take --dtype bf16"),
         f"rollouts in {engine} of a policy in {dtype}": (engine != dtype, "leave out --generation-dtype"),
         f"cache in {workload.kv_dtype}": (DTYPE_BYTES[workload.kv_dtype] < 2, "take --kv-dtype bf16"),
-        "cache of latents": (model.latent, "take a model with grouped or full attention"),
     }
     return {name: cure for name, (true, cure) in lacks.items() if true}
 
@@ -49,10 +48,12 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "engine over several devices on those that train": several and plan.shared,
         "engine over several devices in a run over several nodes": several and not plan.shared and several_nodes,
         "engine that cuts experts": generation.tp > 1 and model.experts > 0,
+        "engine that cuts latent attention": generation.tp > 1 and model.latent,
         "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,
         "engine of an adapter over several devices": several and workload.lora_rank > 0,
         "data parallelism without FSDP": training.dp > 1 and training.zero < 3,
         "tensor parallelism of experts": training.tp > 1 and model.experts > 0,
+        "tensor parallelism of latent attention": training.tp > 1 and model.latent,
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
         "LoRA with tensor parallelism": workload.lora_rank > 0 and training.tp > 1,
         "optimizer on the host over several ranks": training.offload_optimizer and training.devices > 1,

@@ -28,6 +28,7 @@ from tests.core.tiny import CONFIGS, model, sequences
 CASES = {
     "llama-outcome": ("llama", "sequence"), "qwen2-steps": ("qwen2", "token"), "qwen3-causal": ("qwen3", "causal"),
     "gemma2-causal": ("gemma2", "causal"), "llama-values": ("llama", "value"),
+    "deepseek_v3-causal": ("deepseek_v3", "causal"),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from tests.core import tiny
 from tests.rotation import mostly_slow
 
 PROMISED = platform.machine() in ("aarch64", "arm64")
-DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "olmo2"]
+DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "olmo2", "deepseek_v3"]
 TEMPERATURE = 0.7
 FREE = SamplingParams(temperature=TEMPERATURE, max_tokens=50, ignore_eos=True, seed=4)
 

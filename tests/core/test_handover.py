@@ -35,7 +35,7 @@ def split(first: Engine, second: Engine, asked: list[list[int]], options: list[S
     return [done[key] for key in sorted(done)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_prefill_and_decode_apart_give_the_tokens_of_one_engine(family: str) -> None:
     asked = prompts()
     options = [params(i) for i in range(len(asked))]

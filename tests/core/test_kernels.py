@@ -17,11 +17,11 @@ kernels = pytest.importorskip("plaudit.core.kernels")
 from plaudit.algo.tokens import product_kernel  # noqa: E402
 from plaudit.core.device.backend import Span  # noqa: E402
 from plaudit.core.device.cuda import DecodeLayout, StoredLayout  # noqa: E402
+from plaudit.core.device.kernel_operations import KernelOperations  # noqa: E402
 from plaudit.core.device.paged import PagedBackend  # noqa: E402
 from plaudit.core.kernels import pointwise  # noqa: E402
 from plaudit.core.model import differentiable  # noqa: E402
 from plaudit.core.model.fusion import Fusion  # noqa: E402
-from plaudit.core.model.kernel_operations import KernelOperations  # noqa: E402
 from plaudit.core.model.lean import LeanTrunk  # noqa: E402
 from plaudit.core.model.packing import pack  # noqa: E402
 from plaudit.core.proof.support import inspect  # noqa: E402

@@ -66,7 +66,7 @@ class DecodeWindow(Layout):
         columns = sum(g.count * g.columns for g in self._groups)
         self._spare = WORKSPACE // columns  # bytes per column that the workspace still has
         # Per layer and group, keys as (B, heads, dim, columns) and values as (B, heads, columns, dim): so the products
-        # of one query want them.
+        # of one query want them. Where values are part of the keys, both are views of one tensor.
         self._laid: dict[int, list[tuple[Tensor, Tensor]] | None] = {}
         self._stored = 0  # steps whose KV is in the blocks
         self._step = -1
@@ -99,12 +99,13 @@ class DecodeWindow(Layout):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if layer not in self._laid:
-            self._laid[layer] = self._lay_out(layer)
-        laid = self._laid[layer]
+            self._laid[layer] = self._lay_out(layer, rule)
+        laid, latent = self._laid[layer], rule.latent is not None
         if laid is None:
             slots = self.slots()
             self.cache.keys[layer].index_copy_(0, slots, key)
-            self.cache.values[layer].index_copy_(0, slots, value)
+            if not latent:
+                self.cache.values[layer].index_copy_(0, slots, value)
         outputs = []
         for i, group in enumerate(self._groups):
             q = _pick(query, group.rows)
@@ -113,7 +114,7 @@ class DecodeWindow(Layout):
                 continue
             k, v = laid[i]
             end = max(LEAST_KEYS, group.longest + self._step + 1)
-            self._put(group, k, v, _pick(key, group.rows), _pick(value, group.rows))
+            self._put(group, k, v, _pick(key, group.rows), None if latent else _pick(value, group.rows))
             mask = self._mask(i, rule.window, end, query.dtype)
             outputs.append(_attend(q, k[..., :end], v[:, :, :end], mask, rule, self.exact))
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -133,11 +134,12 @@ class DecodeWindow(Layout):
                 if laid is not None:
                     k, v = laid[i]
                     self.cache.keys[layer].index_copy_(0, to, k[row, :, :, at])
-                    self.cache.values[layer].index_copy_(0, to, v[row, :, at])
+                    if self.cache.values[layer].shape[2]:
+                        self.cache.values[layer].index_copy_(0, to, v[row, :, at])
         self._stored = stored
         self._noted.clear()
 
-    def _lay_out(self, layer: int) -> list[tuple[Tensor, Tensor]] | None:
+    def _lay_out(self, layer: int, rule: Rule) -> list[tuple[Tensor, Tensor]] | None:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         width = (keys[0].numel() + values[0].numel()) * keys.itemsize
         if width > self._spare:
@@ -147,6 +149,11 @@ class DecodeWindow(Layout):
         for group in self._groups:
             columns, past = group.columns, group.blocks * self.block_size
             # Zeros, for a masked key still meets a weight of 0.
+            if rule.latent is not None:  # keys and values in one place
+                rows = keys.new_zeros(group.count, keys.shape[1], columns, keys.shape[2])
+                rows[:, :, :past] = self._gather(keys, group, group.blocks).transpose(1, 2)
+                laid.append((rows.transpose(2, 3), rule.values(rows, rows)))
+                continue
             k = keys.new_zeros(group.count, keys.shape[1], keys.shape[2], columns)
             v = values.new_zeros(group.count, values.shape[1], columns, values.shape[2])
             k[..., :past] = self._gather(keys, group, group.blocks).permute(0, 2, 3, 1)
@@ -154,30 +161,33 @@ class DecodeWindow(Layout):
             laid.append((k, v))
         return laid
 
-    def _put(self, group: _Group, k: Tensor, v: Tensor, key: Tensor, value: Tensor) -> None:
-        """Each row's new key and value (B, heads, dim) in the column of its position; of a row that has ended behind
-        that, so that what it had stays."""
+    def _put(self, group: _Group, k: Tensor, v: Tensor, key: Tensor, value: Tensor | None) -> None:
+        """Each row's new key and value (B, heads, dim), unless that is part of the key, in the column of its position;
+        of a row that has ended behind that, so that what it had stays."""
         if not group.ragged:
             column = group.longest + self._step
             k[..., column] = key
-            v[:, :, column] = value
+            if value is not None:
+                v[:, :, column] = value
             return
         at = (group.start + self._step)[:, None, None, None]
         k.scatter_(3, at.expand(*key.shape, 1), key[..., None])
-        v.scatter_(2, at.expand(*value.shape[:2], 1, value.shape[2]), value[:, :, None])
+        if value is not None:
+            v.scatter_(2, at.expand(*value.shape[:2], 1, value.shape[2]), value[:, :, None])
 
     def _attend_blocks(self, layer: int, query: Tensor, group: _Group, rule: Rule) -> Tensor:
         blocks = min(self.batch.tables.shape[1], group.blocks + -(-(self._step + 1) // self.block_size))
         keys, values = (self._gather(c[layer], group, blocks) for c in (self.cache.keys, self.cache.values))
         at = _pick(self.batch.positions, group.rows)
         mask = row_mask(at, keys.shape[1], rule.window, query.dtype)
-        return (explicit if self.exact else attend_group)(query[:, None], keys, values, mask, rule)[:, 0]
+        attend, values = explicit if self.exact else attend_group, rule.values(keys, values)
+        return attend(query[:, None], keys, values, mask, rule)[:, 0]
 
     def _gather(self, cache: Tensor, group: _Group, blocks: int) -> Tensor:
         """(B, tokens, heads, dim). Whole blocks, which is several times faster than token by token."""
         heads, dim = cache.shape[1:]
         tables = _pick(self.batch.tables, group.rows)[:, :blocks].flatten()
-        whole = cache.view(-1, self.block_size * heads * dim).index_select(0, tables)
+        whole = cache.view(len(cache) // self.block_size, self.block_size * heads * dim).index_select(0, tables)
         return whole.view(group.count, blocks * self.block_size, heads, dim)
 
     def _mask(self, index: int, window: int | None, end: int, dtype: torch.dtype) -> Tensor | None:

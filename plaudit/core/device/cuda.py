@@ -101,6 +101,12 @@ class DecodeLayout(Layout):
         return self._read(layer, query, rule)
 
     def _read(self, layer: int, query: Tensor, rule: Rule) -> Tensor:
+        if rule.latent is not None:
+            assert rule.scale is not None
+            return kernels.latent_attention(
+                query, self.cache.keys[layer], rule.latent, self.positions, scale=rule.scale, tables=self.tables,
+                size=self.size, splits=self.splits,
+            )  # fmt: skip
         return kernels.decode_attention(
             query, self.cache.keys[layer], self.cache.values[layer], self.tables, self.positions, self.size,
             scale=rule.scale or query.shape[-1] ** -0.5, splits=self.splits, window=rule.window, softcap=rule.softcap,

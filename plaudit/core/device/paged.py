@@ -22,7 +22,8 @@ from plaudit.core.states import StateBank, StateBooks
 
 @dataclass
 class KVCache:
-    """Per layer, keys and values as (slots, kv heads, dim); block b is slots b * size .. (b + 1) * size - 1."""
+    """Per layer, keys and values as (slots, kv heads, dim); block b is slots b * size .. (b + 1) * size - 1. Values
+    that are part of the keys have no width (Rule.latent)."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -45,12 +46,13 @@ class PagedLayout(Layout):
         assert self.cache is not None
         assert self.slots is not None
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.index_copy_(0, self.slots, key)
-        values.index_copy_(0, self.slots, value)
-        if self.copies is not None:
-            source, target = self.copies
-            keys.index_copy_(0, target, keys.index_select(0, source))
-            values.index_copy_(0, target, values.index_select(0, source))
+        for kept, new in ((keys, key), (values, value)):
+            if not kept.shape[2]:  # values that are part of the keys
+                continue
+            kept.index_copy_(0, self.slots, new)
+            if self.copies is not None:
+                source, target = self.copies
+                kept.index_copy_(0, target, kept.index_select(0, source))
         return keys, values
 
 
@@ -118,7 +120,8 @@ class PagedBackend(Backend):
 
     def write(self, slots: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for cached, incoming in zip((*self.cache.keys, *self.cache.values), (*keys, *values), strict=True):
-            cached.index_copy_(0, slots, incoming.to(cached.device))
+            if cached.shape[2]:
+                cached.index_copy_(0, slots, incoming.to(cached.device))
 
     def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
         device, size = self.decoder.device, self.block_size

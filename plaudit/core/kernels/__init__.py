@@ -19,6 +19,7 @@ from plaudit.core.kernels.experts import (
     softmax_top,
     weight_gradient,
 )
+from plaudit.core.kernels.latent import heads_product, latent_attention
 from plaudit.core.kernels.pointwise import (
     add_rms_norm,
     rms_norm,
@@ -41,6 +42,8 @@ __all__ = [
     "decode_attention",
     "delta_step",
     "expert_product",
+    "heads_product",
+    "latent_attention",
     "query_tiles",
     "rms_norm",
     "rms_norm_backward",

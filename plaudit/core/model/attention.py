@@ -7,7 +7,7 @@ G = H / K, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from plaudit.core.model.latent import Latent, pack_latents
 from plaudit.core.model.mixers import Mixer, mix_whole, pack_mixers
 from plaudit.core.model.operations import Rotation
 
@@ -38,11 +39,20 @@ class Rule:
     softcap: float | None = None
     sinks: Tensor | None = None  # (H,) logits that take part in the softmax and give nothing
     dropout: float = 0.0
+    latent: int | None = None  # values are the first so many columns of the keys, and are not kept beside them
 
     @property
     def fused(self) -> bool:
-        """Whether torch's fused kernels know it."""
+        """Whether torch's fused kernels know it, without a copy of the keys for every head."""
+        return self.plain and self.latent is None
+
+    @property
+    def plain(self) -> bool:
         return self.softcap is None and self.sinks is None
+
+    def values(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Those of these keys; `values` are what is kept beside them."""
+        return values if self.latent is None else keys[..., : self.latent]
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Layout:
                 q, k, v = (rows_at(x, group.queries) for x in (query, key, value))
             else:
                 q, k, v = rows_at(query, group.queries), rows_at(keys, group.keys), rows_at(values, group.keys)
+            v = rule.values(k, v)
             if rule.fused and not self.exact:
                 out = attend_group(q, k, v, self.mask_of(i, rule.window, query.dtype), rule)
             else:
@@ -108,13 +119,20 @@ class Layout:
         query, key = rotation.both(query, key)
         return self.attend(layer, query, key, value, rule)
 
+    def attend_latent(self, layer: int, latent: Latent, query: Tensor, rows: Tensor, rule: Rule) -> Tensor:
+        """query (T, H, D) over keys and values that `latent` would make of rows (T, 1, R + P) -> (T, H, E)."""
+        scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+        rule = replace(rule, scale=scale, latent=latent.rank)
+        return latent.restored(self.attend(layer, latent.absorbed(query), rows, rows[..., :0], rule))
+
     def attend_wanted(
         self, layer: int, wanted: Tensor, query: Tensor, keys: Tensor, values: Tensor, rule: Rule
     ) -> Tensor:
         """Attention of the rows `wanted` alone, each a sequence of one query: query (W, H, D) -> (W, H, D). keys and
         values are what `context` gave."""
         place = self.restore[wanted]
-        out = torch.empty(len(query), query.shape[1], values.shape[2], dtype=query.dtype, device=query.device)
+        width = rule.values(keys, values).shape[2]
+        out = torch.empty(len(query), query.shape[1], width, dtype=query.dtype, device=query.device)
         start = 0
         for group in self.groups:
             size = group.queries.numel()
@@ -124,7 +142,8 @@ class Layout:
                 at = place[some] - start
                 rows = group.keys[at // group.queries.shape[1]]
                 mask = row_mask(group.positions.reshape(-1)[at], rows.shape[1], rule.window, query.dtype)
-                k, v = rows_at(keys, rows), rows_at(values, rows)
+                k = rows_at(keys, rows)
+                v = rule.values(k, rows_at(values, rows))
                 attend = explicit if self.exact else attend_group
                 out[some] = attend(query[some][:, None], k, v, mask, rule)[:, 0]
             start += size
@@ -275,8 +294,13 @@ def packed_attention(
         )
     rule = Rule(scaling, sliding_window, softcap, s_aux, dropout)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = layout.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rule)
-    return out[None], None
+    rows, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    if values.shape[-1]:
+        return layout.attend(layer, rows, keys, values, rule)[None], None
+    latent = Latent(module)
+    if rule.window is None and rule.plain:
+        return layout.attend_latent(layer, latent, rows, keys, rule)[None], None
+    return layout.attend(layer, rows, *latent.expanded(keys), rule)[None], None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -286,6 +310,7 @@ def use_packed_attention(model: nn.Module) -> None:
     if model.config._attn_implementation != ATTENTION:  # type: ignore[union-attr]
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         pack_mixers(model)
+        pack_latents(model)
 
 
 def group_spans(

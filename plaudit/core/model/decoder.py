@@ -24,7 +24,7 @@ LOGIT_BYTES = 64 * 2**20  # log-probs of given tokens are taken in slices whose 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps per token."""
+    """What one layer keeps per token. Latents are keys of one head without values beside them (latent.py)."""
 
     kv_heads: int
     key_dim: int

@@ -1,6 +1,6 @@
-"""What is computed between the products, in plain torch: by a lean trunk (for a GPU: `kernel_operations.py`), and by a
-learner on a CPU (for a GPU: `differentiable.py`), with backward passes that go over the rows half as often as autograd
-does with the modules' own steps."""
+"""What is computed between the products, in plain torch: by a lean trunk (on a GPU: `device/kernel_operations.py`) and
+by a learner on a CPU (on a GPU: `differentiable.py`), with backward passes that go over the rows half as often as
+autograd does with the modules' own steps."""
 
 from __future__ import annotations
 

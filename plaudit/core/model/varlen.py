@@ -1,23 +1,27 @@
 """Packed attention on a GPU: one kernel for sequences of any lengths.
 
-Half precision takes our Triton kernel, and torch's flash attention for its gradients. float32, and soft caps with
-gradients, which that does not know, take the grouped path of the CPU, on the GPU.
+Half precision takes our Triton kernels, and torch's flash attention for their gradients; those over latents are taken
+of the keys and values that the module makes of them. float32, and soft caps with gradients, which flash attention does
+not know, take the grouped path of the CPU, on the GPU.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from plaudit.core.model.attention import Layout, Rule
+from plaudit.core.model.latent import Latent
 
 HALF = (torch.float16, torch.bfloat16)
 MOST_DIM = 256
@@ -41,18 +45,23 @@ class VarlenLayout(Layout):
         sizes = [len(spans) + 1, len(spans) + 1, len(spans), len(spans)]
         self.query_ends, self.key_ends, self.key_counts, self.before = torch.split(sent, sizes)
         self.key_starts = self.key_ends[:-1]
-        self.counts = new
+        self.counts, self.before_counts = new, before
         self.key_rows: Tensor | None = None
         if not (end_to_end if end_to_end is not None else not before.any()):
             self.key_rows = torch.from_numpy(np.concatenate(rows)).to(device, non_blocking=True)
         self._tiles: Tensor | None = None
+        self._token_spans: tuple[Tensor, Tensor] | None = None
         self._grouped = grouped
         self._made: Layout | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         learning = torch.is_grad_enabled() and query.requires_grad
-        if not supported(query, value, rule) or (learning and rule.softcap is not None):
+        by_products = learning and (rule.softcap is not None or rule.latent is not None)
+        if not supported(query, value, rule) or by_products:
             return self.grouped.attend(layer, query, key, value, rule)
+        if rule.latent is not None:
+            rows, _ = self.context(layer, key, value)
+            return self.over_latents(query, rows, *self.token_spans, rule)
         fits = not learning or _backward_fits(query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device)
         if rule.sinks is not None and not fits:
             return self.grouped.attend(layer, query, key, value, rule)
@@ -60,6 +69,26 @@ class VarlenLayout(Layout):
         if learning:
             return (_attention if fits else _flash)(query, keys, values, self, rule)
         return self.varlen(query, keys, values, self.spans, rule)
+
+    def attend_latent(self, layer: int, latent: Latent, query: Tensor, rows: Tensor, rule: Rule) -> Tensor:
+        learning = torch.is_grad_enabled() and (query.requires_grad or rows.requires_grad)
+        (_, heads, dim), widest = query.shape, max(query.shape[2], latent.width)
+        takes = query.dtype in HALF and not rule.dropout and dim % 8 == widest % 8 == 0 and widest <= MOST_DIM
+        if not learning or not takes or not _backward_fits(heads, heads, widest, query.dtype, query.device):
+            return super().attend_latent(layer, latent, query, rows, rule)
+        return _latent_attention(query, *latent.expanded(rows), latent, rows, self, rule)
+
+    @property
+    def token_spans(self) -> tuple[Tensor, Tensor]:
+        """Of every query row, where its keys begin and its position."""
+        if self._token_spans is None:
+            new, before, whole = self.counts, self.before_counts, self.counts + self.before_counts
+            starts = np.repeat(whole.cumsum() - whole, new)
+            positions = np.arange(new.sum()) - np.repeat(new.cumsum() - new - before, new)
+            both = torch.from_numpy(np.stack([starts, positions]).astype(np.int32))
+            both = both.to(self.query_ends.device, non_blocking=True)
+            self._token_spans = both[0], both[1]
+        return self._token_spans
 
     @property
     def spans(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -74,6 +103,8 @@ class VarlenLayout(Layout):
         count = len(wanted)
         sequence = torch.searchsorted(self.query_ends, wanted.int(), right=True) - 1
         position = self.before[sequence] + wanted.int() - self.query_ends[sequence]
+        if rule.latent is not None:
+            return self.over_latents(query, keys, self.key_starts[sequence], position, rule)
         ends = torch.arange(count + 1, dtype=torch.int32, device=wanted.device)
         tiles = torch.stack([ends[:-1], torch.zeros_like(ends[:-1])], dim=1).contiguous()
         return self.varlen(query, keys, values, (ends, self.key_starts[sequence], position + 1, tiles), rule)
@@ -92,6 +123,17 @@ class VarlenLayout(Layout):
         if self._made is None:
             self._made = self._grouped()
         return self._made
+
+    def over_latents(
+        self, query: Tensor, rows: Tensor, starts: Tensor, positions: Tensor, rule: Rule, sums: Tensor | None = None
+    ) -> Tensor:
+        from plaudit.core.kernels import latent_attention
+
+        assert rule.latent is not None
+        assert rule.scale is not None
+        return latent_attention(
+            query, rows, rule.latent, positions, scale=rule.scale, starts=starts, places=self.key_rows, sums=sums
+        )
 
     def varlen(
         self, query: Tensor, keys: Tensor, values: Tensor, spans: tuple[Tensor, Tensor, Tensor, Tensor], rule: Rule,
@@ -124,21 +166,7 @@ class _Attention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         query, keys, values, sinks, out, sums = ctx.saved_tensors
-        layout, rule = ctx.layout, ctx.rule
-        rows = layout.key_rows
-        gathered = (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
-        window = -1 if rule.window is None else rule.window - 1
-        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout
-        to_query, to_keys, to_values = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, *gathered, out, sums, layout.query_ends, layout.key_ends, layout.longest_query,
-            layout.longest_key, 0.0, True, unused, unused, scale=rule.scale, window_size_left=window,
-            window_size_right=0,
-        )  # fmt: skip
-        if rows is not None:
-            to_keys, to_values = (
-                torch.zeros_like(whole).index_add_(0, rows, part)
-                for whole, part in ((keys, to_keys), (values, to_values))
-            )
+        to_query, to_keys, to_values = _flash_backward(ctx.layout, ctx.rule, query, keys, values, out, sums, grad)
         to_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             share = (sinks.float()[:, None] - sums).exp()
@@ -146,8 +174,63 @@ class _Attention(Function):
         return to_query, to_keys, to_values, to_sinks, None, None
 
 
+def _flash_backward(
+    layout: VarlenLayout, rule: Rule, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, sums: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = layout.key_rows
+    gathered = (keys, values) if rows is None else (keys.index_select(0, rows), values.index_select(0, rows))
+    window = -1 if rule.window is None else rule.window - 1
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout
+    to_query, to_keys, to_values = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(), query, *gathered, out, sums, layout.query_ends, layout.key_ends, layout.longest_query,
+        layout.longest_key, 0.0, True, unused, unused, scale=rule.scale, window_size_left=window, window_size_right=0,
+    )  # fmt: skip
+    if rows is not None:
+        to_keys, to_values = (
+            torch.zeros_like(whole).index_add_(0, rows, part) for whole, part in ((keys, to_keys), (values, to_values))
+        )
+    return to_query, to_keys, to_values
+
+
 def _attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
     out: Tensor = _Attention.apply(query, keys, values, rule.sinks, layout, rule)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LatentAttention(Function):
+    """Forward over latents, with the bits of a decode step; backward by torch's flash attention, of the keys and values
+    that the module makes of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, latent: Latent, rows: Tensor, layout: VarlenLayout,
+        rule: Rule,
+    ) -> Tensor:  # fmt: skip
+        sums = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+        told = replace(rule, scale=scale, latent=latent.rank)
+        summed = layout.over_latents(latent.absorbed(query), rows, *layout.token_spans, told, sums)
+        out = latent.restored(summed)
+        ctx.save_for_backward(query, keys, values, None, out, sums)
+        ctx.layout, ctx.rule = layout, told
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, _, out, sums = ctx.saved_tensors
+        dim, width = query.shape[-1], values.shape[-1]
+        widest = max(dim, width)
+        query, keys, values, out, grad = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, keys, values, out, grad))
+        to_query, to_keys, to_values = _flash_backward(ctx.layout, ctx.rule, query, keys, values, out, sums, grad)
+        return to_query[..., :dim], to_keys[..., :dim], to_values[..., :width], None, None, None, None
+
+
+def _latent_attention(
+    query: Tensor, keys: Tensor, values: Tensor, latent: Latent, rows: Tensor, layout: VarlenLayout, rule: Rule
+) -> Tensor:
+    out: Tensor = _LatentAttention.apply(query, keys, values, latent, rows.detach(), layout, rule)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -188,6 +271,8 @@ def _backward_fits(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, devi
 
 def supported(query: Tensor, value: Tensor, rule: Rule) -> bool:
     dim = query.shape[-1]
+    if rule.latent is not None:
+        return query.dtype in HALF and not rule.dropout
     return (
         query.dtype in HALF and not rule.dropout and dim <= MOST_DIM and dim % 8 == 0
         and value.shape[-1] == dim

@@ -20,6 +20,7 @@ from plaudit.core.device.backend import Backend, DecodeBatch, Span
 from plaudit.core.device.choose import backend_of
 from plaudit.core.model.attention import Layout, Rule, packed_attention
 from plaudit.core.model.decoder import NOTHING, Decoder, Kind, LayerShape
+from plaudit.core.model.latent import pack_latents
 from plaudit.core.model.lean import LeanTrunk
 from plaudit.core.model.mixers import Carry, Mixer, mixers_of, pack_mixers, shapes_of, told
 from plaudit.core.model.operations import Operations
@@ -100,6 +101,7 @@ def watched(decoder: Decoder, packed: Packed) -> tuple[Tensor, Watch]:
     layout = Watch(packed.layout.groups, packed.layout.restore, inner=packed.layout)
     decoder.module.set_attn_implementation(WATCHED)  # type: ignore[operator]
     pack_mixers(decoder.module)
+    pack_latents(decoder.module)
     out = decoder.trunk(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
         **told(decoder.trunk, layout),
@@ -110,7 +112,7 @@ def watched(decoder: Decoder, packed: Packed) -> tuple[Tensor, Watch]:
 def operations_for(device: torch.device) -> Operations | None:
     """What a lean trunk computes with on this device."""
     if device.type == "cuda":
-        from plaudit.core.model.kernel_operations import KernelOperations  # needs Triton
+        from plaudit.core.device.kernel_operations import KernelOperations  # needs Triton
 
         return KernelOperations()
     return Operations() if device.type == "cpu" else None

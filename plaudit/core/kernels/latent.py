@@ -1,0 +1,164 @@
+"""Attention over latents (model/latent.py), and the products before and after it, a matrix to each head.
+
+One kernel for prompts and decode steps: a program has one query row and HEADS of its heads, and goes over the row's
+latents in tiles of one size from position 0, in order. So a row has the same bits in both, whatever else is in the
+batch. What a prompt's tiles of queries are elsewhere the heads are here: all of them read the same latents, of which
+the first columns are the values, so that a tile is loaded once for both products. A decode step over few rows is split
+at SEGMENT latents at the earliest.
+
+Letters: T query rows, H heads, R width of a latent, P width of the rotated part behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plaudit.core.kernels.attention import LOG2_E, SEGMENT, _join_splits
+
+HEADS = 16  # of a program: the fewest rows of a product
+ROWS, COLUMNS, INNER = 32, 64, 64  # of a tile of heads' products
+
+
+@triton.jit
+def _heads_product(
+    x, matrices, out, rows, inner, columns, x_row, x_head, by_head, by_inner, by_column, out_row, out_head,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(2).to(tl.int64)
+    live, there = row < rows, column < columns
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for first in range(0, inner, INNER):
+        k = first + tl.arange(0, INNER)
+        a_at = x + row[:, None] * x_row + head * x_head + k[None, :]
+        b_at = matrices + head * by_head + k[:, None] * by_inner + column[None, :] * by_column
+        a = tl.load(a_at, mask=live[:, None] & (k < inner)[None, :], other=0.0)
+        b = tl.load(b_at, mask=(k < inner)[:, None] & there[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    at = out + row[:, None] * out_row + head * out_head + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=live[:, None] & there[None, :])
+
+
+def heads_product(x: Tensor, matrices: Tensor) -> Tensor:
+    """x (T, H, I) by matrices (H, I, O) -> (T, H, O), in sums of one order."""
+    rows, heads, inner = x.shape
+    columns = matrices.shape[2]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(rows, heads, columns, dtype=x.dtype, device=x.device)
+    _heads_product[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS), heads)](
+        x, matrices, out, rows, inner, columns, x.stride(0), x.stride(1), *matrices.stride(), out.stride(0),
+        out.stride(1), ROWS=ROWS, COLUMNS=COLUMNS, INNER=INNER, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _latent_attention(
+    query, latents, out, peaks, sums, tables, starts, places, positions, scale_log2, count, query_row, query_head,
+    latent_slot, table_row, H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, PAGED: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, SEGMENT: tl.constexpr, SUMS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    split = tl.program_id(2)
+    length = tl.load(positions + row).to(tl.int32) + 1
+    share = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE, SEGMENT)
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    start_row = row  # of what is not paged
+    if not PAGED:
+        start_row = tl.load(starts + row).to(tl.int64)
+
+    at_r, at_p = tl.arange(0, RP), tl.arange(0, PP)
+    live = head < H
+    q_at = query + row * query_row + head[:, None] * query_head
+    q = tl.load(q_at + at_r[None, :], mask=live[:, None] & (at_r < R)[None, :], other=0.0)
+    q_rotated = tl.load(q_at + R + at_p[None, :], mask=live[:, None] & (at_p < P)[None, :], other=0.0)
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    gathered = tl.zeros([HEADS, RP], tl.float32)
+    for first in range(begin, end, TILE):
+        position = first + tl.arange(0, TILE)
+        seen = position < end
+        if PAGED:
+            block = tl.load(tables + row * table_row + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        else:
+            slot = start_row + position
+            if SCATTERED:
+                slot = tl.load(places + slot, mask=seen, other=0)
+        at = latents + slot[:, None] * latent_slot
+        latent = tl.load(at + at_r[None, :], mask=seen[:, None] & (at_r < R)[None, :], other=0.0)
+        rotated = tl.load(at + R + at_p[None, :], mask=seen[:, None] & (at_p < P)[None, :], other=0.0)
+        if EXACT:
+            score = tl.dot(q, tl.trans(latent), input_precision="ieee")
+            score = tl.dot(q_rotated, tl.trans(rotated), score, input_precision="ieee")
+        else:
+            score = tl.dot(q, tl.trans(latent))
+            score = tl.dot(q_rotated, tl.trans(rotated), score)
+        score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, axis=1))
+        keep = tl.exp2(peak - higher)
+        chance = tl.exp2(score - higher[:, None])
+        total = total * keep + tl.sum(chance, axis=1)
+        if EXACT:
+            gathered = gathered * keep[:, None] + tl.dot(chance, latent, input_precision="ieee")
+        else:
+            gathered = gathered * keep[:, None] + tl.dot(chance.to(latent.dtype), latent)
+        peak = higher
+
+    inside = live[:, None] & (at_r < R)[None, :]
+    if SPLITS == 1:
+        result = gathered / total[:, None]
+        tl.store(out + (row * H + head[:, None]) * R + at_r[None, :], result.to(out.dtype.element_ty), mask=inside)
+        if SUMS:  # natural, as torch's flash attention has them
+            logs = (peak + tl.log2(total)) * 0.6931471805599453
+            tl.store(sums + head.to(tl.int64) * count + row, logs, mask=live)
+    else:
+        place = (row * H + head) * SPLITS + split
+        tl.store(peaks + place, peak, mask=live)
+        tl.store(sums + place, total, mask=live)
+        tl.store(out + place[:, None] * R + at_r[None, :], gathered, mask=inside)
+
+
+def latent_attention(
+    query: Tensor, latents: Tensor, rank: int, positions: Tensor, *, scale: float, tables: Tensor | None = None,
+    size: int = 1, starts: Tensor | None = None, places: Tensor | None = None, splits: int = 1,
+    sums: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Each query row over the latents of its sequence, 0 .. its position: query (T, H, R + P) -> (T, H, R).
+
+    latents  (slots, 1, R + P)
+    tables   in a decode step: latent i of row t lies in slot tables[t, i // size] * size + i % size
+    starts   in a prompt: it lies at starts[t] + i or, with `places`, at places[starts[t] + i]
+    splits   programs per row and HEADS heads, as in `decode_attention`
+    sums     (H, T) float32, where the log of each row's sum of exponentials goes
+    """
+    rows, heads, width = query.shape
+    exact, rotated = query.dtype == torch.float32, width - rank
+    out = torch.empty(rows, heads, rank, dtype=query.dtype, device=query.device)
+    target, peaks, totals = out, out, out if sums is None else sums
+    if splits > 1:
+        target = torch.empty(rows, heads, splits, rank, dtype=torch.float32, device=query.device)
+        peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device) for _ in range(2))
+    padded = max(16, triton.next_power_of_2(rank))
+    _latent_attention[(rows, triton.cdiv(heads, HEADS), splits)](
+        query, latents, target, peaks, totals, positions if tables is None else tables,
+        positions if starts is None else starts, positions if places is None else places, positions, scale * LOG2_E,
+        rows, query.stride(0), query.stride(1), latents.stride(0), 0 if tables is None else tables.stride(0), H=heads,
+        HEADS=HEADS, R=rank, RP=padded, P=rotated, PP=max(16, triton.next_power_of_2(rotated)),
+        PAGED=tables is not None, SCATTERED=places is not None, BLOCK_SIZE=size, TILE=16 if exact else 32,
+        SPLITS=splits, SEGMENT=SEGMENT, SUMS=sums is not None, EXACT=exact, num_warps=4,
+        num_stages=1 if exact else 2,
+    )  # fmt: skip
+    if splits > 1:
+        _join_splits[(rows * heads,)](
+            target, peaks, totals, out, E=rank, EP=padded, SPLITS=splits, SP=triton.next_power_of_2(splits),
+            num_warps=1,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,122 @@
+"""Multi-head latent attention (DeepSeek-V2, V3 and kin) over what the heads' keys and values are made of.
+
+A token's keys and values of all heads come out of one short row: a latent, and a rotated part that all heads share.
+transformers' modules expand it right before they attend (`expand_kv`). Here they hand over the row itself, which is all
+that a cache keeps (576 numbers in place of heads x 320), and the matrix that would expand it is applied to the queries
+and to the result instead: q . (U c) = (U^T q) . c, and a sum over V c is V of the sum over c. So attention has one
+key-value head, whose values are the first columns of its keys. Prompts, decode steps and a learner take this one form.
+
+Shapes: T tokens, H heads, N and P the parts of a query without and with positions, R the latent's width, E a value's.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+OURS = "plaudit"  # how the names of our attention functions begin
+SMALL = 400  # multiplications below which torch adds up a product by a loop of its own
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class Latent:
+    """The matrix of one attention module that makes keys and values of a latent, as the module has it now."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.rank, self.plain, _, self.width = (int(getattr(part, name)) for name in SIZES)
+        whole_H_NE_R = _weight(part.kv_b_proj, self.rank).view(-1, self.plain + self.width, self.rank)
+        self.to_keys_HNR = whole_H_NE_R[:, : self.plain]
+        self.to_values_HRE = whole_H_NE_R[:, self.plain :].transpose(1, 2)
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """(T, H, N + P) -> (T, H, R + P): queries that meet latents in place of keys."""
+        plain, rotated = query[..., : self.plain], query[..., self.plain :]
+        return torch.cat([heads_product(plain, self.to_keys_HNR), rotated], dim=-1)
+
+    def restored(self, out: Tensor) -> Tensor:
+        """(T, H, R), latents as attention has added them up, -> (T, H, E)."""
+        return heads_product(out, self.to_values_HRE)
+
+    def expanded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, 1, R + P) -> keys (T, H, N + P) and values (T, H, E), by the module itself."""
+        whole = rows.transpose(0, 1)[None]
+        keys, values = type(self.part).expand_kv(self.part, whole[..., : self.rank], whole[..., self.rank :])
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+
+def heads_product(x_THI: Tensor, matrices_HIO: Tensor) -> Tensor:
+    """(T, H, O): each head's rows by its own matrix. A row has the same bits whatever rows lie beside it: on a GPU in
+    half precision by a kernel, elsewhere by torch's product, which takes another way with a single row or with less
+    than SMALL multiplications."""
+    learning = torch.is_grad_enabled() and (x_THI.requires_grad or matrices_HIO.requires_grad)
+    if x_THI.is_cuda and x_THI.dtype in (torch.float16, torch.bfloat16) and not learning:
+        from plaudit.core.kernels import heads_product as kernel  # brings triton
+
+        return kernel(x_THI, matrices_HIO)
+    count, (inner, columns) = x_THI.shape[0], matrices_HIO.shape[1:]
+    least = max(2, -(-SMALL // (inner * columns)))
+    rows_HTI = (F.pad(x_THI, (0, 0, 0, 0, 0, least - count)) if count < least else x_THI).transpose(0, 1)
+    return torch.bmm(rows_HTI, matrices_HIO)[:, :count].transpose(0, 1)
+
+
+def pack_latents(module: nn.Module) -> None:
+    """Let a model's MLA modules hand latents to our attention. A bound method and no closure: a copy of the module gets
+    its own."""
+    for part in module.modules():
+        kind: Any = type(part)
+        if all(hasattr(part, name) for name in (*SIZES, "expand_kv", "kv_b_proj")) and _expands(kind):
+            part.expand_kv = MethodType(_kept, part)  # type: ignore[assignment]
+
+
+def _kept(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """(1, 1, T, R) and (1, 1, T, P) -> the two side by side, and values without width, which says that they are part
+    of the keys. Under another attention than ours the module's own keys and values."""
+    if not str(self.config._attn_implementation).startswith(OURS) or not _absorbs(self.kv_b_proj):
+        expanded: tuple[Tensor, Tensor] = type(self).expand_kv(self, kv_nope, k_rot)
+        return expanded
+    rows = torch.cat([kv_nope, k_rot], dim=-1)
+    return rows, rows[..., :0]
+
+
+def _absorbs(expand: Any) -> bool:
+    """Whether a layer is a matrix and nothing else, and all of it is here. An adapter's dropout is drawn for each token
+    anew, which no matrix can do."""
+    if getattr(expand, "bias", None) is not None or isinstance(expand.weight, DTensor):
+        return False
+    dropouts = [m for m in expand.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    return not (expand.training and dropouts)
+
+
+def _weight(expand: Any, rank: int) -> Tensor:
+    if type(expand) is nn.Linear:
+        return expand.weight
+    made: Tensor = expand(torch.eye(rank, dtype=expand.weight.dtype, device=expand.weight.device))  # with its adapters
+    return made.T
+
+
+@cache
+def _expands(kind: Any) -> bool:
+    """Whether a class makes keys and values of a latent as is said above, tried on a matrix of a few random numbers."""
+    heads, sizes = 2, dict(zip(SIZES, (7, 3, 2, 4), strict=True))
+    generator = torch.Generator().manual_seed(0)
+    matrix, rows, query = (torch.randn(shape, generator=generator) for shape in ((14, 7), (5, 1, 9), (5, heads, 5)))
+    expand = nn.Linear(7, 14, bias=False)
+    expand.weight = nn.Parameter(matrix, requires_grad=False)
+    part = type(kind.__name__, (SimpleNamespace,), {"expand_kv": kind.expand_kv})(kv_b_proj=expand, **sizes)
+    latent = Latent(part)
+    try:
+        with torch.no_grad():
+            keys, values = latent.expanded(rows)
+            scores = torch.einsum("thd,shd->hts", query, keys)
+            ours = torch.einsum("thd,sd->hts", latent.absorbed(query), rows[:, 0])
+            restored = latent.restored(rows[..., : latent.rank].expand(-1, heads, -1))
+    except (AttributeError, TypeError, RuntimeError):  # it needs more than that
+        return False
+    return bool(torch.allclose(scores, ours, atol=1e-5) and torch.allclose(values, restored, atol=1e-5))
