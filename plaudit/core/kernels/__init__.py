@@ -29,7 +29,7 @@ from plaudit.core.kernels.pointwise import (
     silu_mul,
     silu_mul_backward,
 )
-from plaudit.core.kernels.recurrent import convolution_step, delta_step
+from plaudit.core.kernels.recurrent import convolution, convolution_step, delta_rule
 from plaudit.core.kernels.sampling import sample
 from plaudit.core.kernels.truncation import Truncation
 
@@ -38,9 +38,10 @@ __all__ = [
     "Truncation",
     "add_rms_norm",
     "combined",
+    "convolution",
     "convolution_step",
     "decode_attention",
-    "delta_step",
+    "delta_rule",
     "expert_product",
     "heads_product",
     "latent_attention",

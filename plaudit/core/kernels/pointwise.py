@@ -26,7 +26,10 @@ def _normed(value, w, columns, epsilon, GEMMA: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, weight, y, rows, columns, epsilon, GEMMA: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, weight, gate, y, rows, columns, epsilon, GEMMA: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -35,19 +38,26 @@ def _rms_norm(x, weight, y, rows, columns, epsilon, GEMMA: tl.constexpr, ROWS: t
         place = (first + number) * columns + at
         live = inside & (first + number < rows)
         value = tl.load(x + place, mask=live, other=0.0)
-        tl.store(y + place, _normed(value, w, columns, epsilon, GEMMA), mask=live)
+        out = _normed(value, w, columns, epsilon, GEMMA)
+        if GATED:
+            g = tl.load(gate + place, mask=live, other=0.0).to(tl.float32)
+            out = (out.to(tl.float32) * (g / (1.0 + tl.exp(-g)))).to(value.dtype)
+        tl.store(y + place, out, mask=live)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor:
-    """Root-mean-square norm over the last dimension."""
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False, gate: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Root-mean-square norm over the last dimension; times silu(gate)."""
     columns = x.shape[-1]
     flat = x.contiguous().view(-1, columns)
     y = torch.empty_like(flat)
     rows, block = flat.shape[0], triton.next_power_of_2(columns)
     at_once = 8 if block <= 256 and rows >= MANY_ROWS else 1
     _rms_norm[(triton.cdiv(rows, at_once),)](
-        flat, weight, y, rows, columns, epsilon, GEMMA=gemma, ROWS=at_once, BLOCK=block, num_warps=_norm_warps(block)
-    )
+        flat, weight, flat if gate is None else gate.contiguous(), y, rows, columns, epsilon, GEMMA=gemma,
+        GATED=gate is not None, ROWS=at_once, BLOCK=block, num_warps=_norm_warps(block),
+    )  # fmt: skip
     return y.view(x.shape)
 
 

@@ -17,10 +17,24 @@ from torch.autograd.function import Function
 from plaudit.core import kernels
 from plaudit.core.kernels import Routes
 
-# By the names that transformers has for single tokens of recurrent layers.
-STATE_STEPS: Mapping[str, Callable[..., Any]] = {
-    "torch_recurrent_gated_delta_rule": kernels.delta_step, "causal_conv1d_update": kernels.convolution_step
-}  # fmt: skip
+
+class _Given(Function):
+    """Values by a kernel, gradients by what it stands for, which is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: Callable[..., Tensor], original: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.original = original
+        return fused(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
+        with torch.enable_grad():
+            out = ctx.original(*inputs)
+        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+        return None, None, *(next(grads) if want else None for want in wanted)
 
 
 class _RmsNorm(Function):
@@ -184,8 +198,74 @@ def softmax_top(logits: Tensor, choices: int, normed: bool, dtype: torch.dtype) 
     return values, ids
 
 
+def gated_norm(module: Any, epsilon: float, x: Tensor, gate: Tensor) -> Tensor:
+    """The norm of x times silu(gate)."""
+    if not _wanted(x, gate, module.weight):
+        return kernels.rms_norm(x, module.weight, epsilon, gate=gate)
+
+    def fused(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return kernels.rms_norm(x, weight, epsilon, gate=gate)
+
+    def original(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+        return (weight * normed * F.silu(gate.float())).to(x.dtype)
+
+    y: Tensor = _Given.apply(fused, original, x, gate, module.weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def delta_rule(
+    original: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor,
+    state: Tensor | None, norm: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As `original`, a function of transformers; a state that is given is changed in place."""
+    inputs = (query, key, value, decay, beta)
+    if not _wanted(*inputs):
+        state = _no_state(key, value) if state is None else state
+        return kernels.delta_rule(*inputs, state, norm), state
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return kernels.delta_rule(query, key, value, decay, beta, _no_state(key, value), norm)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        out: Tensor = original(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=norm)[0]
+        return out
+
+    out: Tensor = _Given.apply(fused, plain, *inputs)  # type: ignore[no-untyped-call]
+    return out, None
+
+
+def _no_state(key: Tensor, value: Tensor) -> Tensor:
+    rows, _, heads, size = value.shape
+    return torch.zeros(rows, heads, key.shape[-1], size, device=value.device)
+
+
+def convolution(
+    original: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:  # fmt: skip
+    """As `original`, a function of transformers, of whole sequences."""
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    if not _wanted(*inputs):
+        return kernels.convolution(x, weight, bias, activation is not None)
+
+    def fused(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return kernels.convolution(x, weight, bias, activation is not None)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return original(x, weight, bias, activation=activation)
+
+    y: Tensor = _Given.apply(fused, plain, *inputs)  # type: ignore[no-untyped-call]
+    return y
+
+
 def _wanted(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 MIXTURE: Mapping[str, Callable[..., Any]] = {"experts": experts, "router": softmax_top}
+# By the names that transformers has for them.
+RECURRENT: Mapping[str, Callable[..., Any]] = {
+    "torch_recurrent_gated_delta_rule": delta_rule, "torch_chunk_gated_delta_rule": delta_rule,
+    "causal_conv1d_update": kernels.convolution_step, "causal_conv1d_fn": convolution, "gated norm": gated_norm,
+}  # fmt: skip

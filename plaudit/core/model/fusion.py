@@ -1,7 +1,7 @@
 """Fused kernels for parts of a model that every family writes the same way, found by what they compute.
 
-Norms, gated MLPs, experts and their routers, rotary embeddings and single tokens of recurrent layers cost many small
-launches in eager mode. A part is replaced only if a kernel gave what the part itself gives on random input, so nothing
+Norms, gated MLPs, experts and their routers, rotary embeddings and recurrent layers cost many small launches in eager
+mode. A part is replaced only if a kernel gave what the part itself gives on random input, so nothing
 depends on a model's name; what is not recognised runs as it is. Replacements hold inside `applied()` alone: the module
 itself is not changed. Products are steady there too, where that is asked for (algo/tokens/products.py).
 """
@@ -29,7 +29,7 @@ PROBED = 64  # size of the heads that a rotary embedding is tried on
 class Kernels(Protocol):
     """The module `differentiable`, of a GPU, or `operations`, in plain torch."""
 
-    STATE_STEPS: Mapping[str, Call]
+    RECURRENT: Mapping[str, Call]
     MIXTURE: Mapping[str, Call]
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> Tensor: ...
@@ -50,6 +50,8 @@ class Fusion:
         for module in trunk.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 self._norm(module, kind_of)
+            elif type(module).__name__.endswith("RMSNormGated") and kernels.RECURRENT:
+                self._gated_norm(module, kind_of)
             elif _is_gated(module):
                 self._gated(module, kind_of)
             elif kernels.MIXTURE and _are_experts(module):
@@ -60,10 +62,12 @@ class Fusion:
             original = getattr(home, "apply_rotary_pos_emb", None)
             if original is not None and _same_rotary(kernels, original, next(trunk.parameters())):
                 self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(kernels, original)))
-            for name, kernel in kernels.STATE_STEPS.items():
+            for name, replaced in REPLACED.items():
                 original = getattr(home, name, None)
-                fused = FUSED_STEPS[name](original, kernel) if original is not None else None
-                if original is not None and fused is not None and _same_step(name, original, fused, trunk):
+                if original is None or name not in kernels.RECURRENT:
+                    continue
+                fused = replaced(original, kernels.RECURRENT[name])
+                if _same_step(name, original, fused, trunk):
                     self.functions.append((home, name, fused))
 
     def covers(self, parts: Sequence[nn.Module]) -> bool:
@@ -103,6 +107,21 @@ class Fusion:
         if kind is not None:
             gemma = kind == "gemma"
             self.forwards.append((module, lambda x: rms_norm(x, weight, epsilon, gemma)))
+
+    def _gated_norm(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
+        weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
+            return
+        fused = partial(self.kernels.RECURRENT["gated norm"], module, epsilon)
+        key = (type(module), weight.dtype)
+        if key not in kind_of:
+            probe, gate = (scale * _random(weight, 4, weight.shape[0]) for scale in SCALES)
+            try:
+                kind_of[key] = "gated" if _same(fused(probe, gate), module(probe, gate)) else None
+            except (TypeError, RuntimeError):  # another signature
+                kind_of[key] = None
+        if kind_of[key] is not None:
+            self.forwards.append((module, fused))
 
     def _gated(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
         def fused(x: Tensor) -> Tensor:
@@ -226,22 +245,42 @@ def _rotary_or(kernels: Kernels, original: Call) -> Call:
 
 
 def _delta_or(original: Call, kernel: Call) -> Call:
-    """Of `torch_recurrent_gated_delta_rule`. A state that is taken by the kernel is written in place."""
+    """Of one token or many. A state that is taken by the kernel is written in place."""
 
-    def step(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
-        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **rest: Any,
+    def rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *rest: Any,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        **named: Any,
     ) -> Any:  # fmt: skip
         state = initial_state
-        takes = state is not None and state.dtype == torch.float32 and state.is_contiguous() and output_final_state
-        if not takes or query.shape[1] != 1 or torch.is_grad_enabled():
+        takes = state is None or (state.dtype == torch.float32 and state.is_contiguous() and output_final_state)
+        learning = torch.is_grad_enabled() and (state is not None or output_final_state)
+        if rest or not takes or learning or key.shape[2] != value.shape[2] or query.shape != key.shape:
             return original(
-                query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, **rest
-            )
-        assert state is not None
-        return kernel(query, key, value, g, beta, state, use_qk_l2norm_in_kernel), state
+                query, key, value, g, beta, *rest, initial_state=initial_state, output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **named,
+            )  # fmt: skip
+        out, last = kernel(original, query, key, value, g, beta, state, use_qk_l2norm_in_kernel)
+        return out, last if output_final_state else None
 
-    return step
+    return rule
+
+
+def _whole_convolution_or(original: Call, kernel: Call) -> Call:
+    """Of `causal_conv1d_fn`."""
+
+    def convolved(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **named: Any
+    ) -> Any:  # fmt: skip
+        if (
+            activation not in (None, "silu", "swish")
+            or hidden_states.dtype != weight.dtype
+            or named.get("seq_idx") is not None
+        ):
+            return original(hidden_states, weight, bias, activation=activation, **named)
+        return kernel(original, hidden_states, weight, bias, activation)
+
+    return convolved
 
 
 def _convolution_or(original: Call, kernel: Call) -> Call:
@@ -259,33 +298,39 @@ def _convolution_or(original: Call, kernel: Call) -> Call:
     return step
 
 
-FUSED_STEPS = {"torch_recurrent_gated_delta_rule": _delta_or, "causal_conv1d_update": _convolution_or}
-"""What transformers calls one token of a recurrent layer, and how a kernel takes its place."""
+REPLACED = {
+    "torch_recurrent_gated_delta_rule": _delta_or, "torch_chunk_gated_delta_rule": _delta_or,
+    "causal_conv1d_update": _convolution_or, "causal_conv1d_fn": _whole_convolution_or,
+}  # fmt: skip
+"""Functions of transformers' recurrent layers, and how a kernel takes the place of one."""
 
 
 def _same_step(name: str, original: Call, fused: Call, trunk: nn.Module) -> bool:
     """Output and state, on random input of a delta rule or a convolution."""
     like = next(trunk.parameters())
-    if name == "causal_conv1d_update":
-        x, weight, bias, tail = (_random(like, *shape) for shape in ((3, 20, 1), (20, 4), (20,), (3, 20, 4)))
+    x, weight, bias, tail = (_random(like, *shape) for shape in ((3, 20, 1), (20, 4), (20,), (3, 20, 4)))
+    length = 1 if name == "torch_recurrent_gated_delta_rule" else 70  # more than a chunk
+    query, key, value = (_random(like, 3, length, 2, size) for size in (16, 16, 24))
+    decay, beta = (_random(like, 3, length, 2).sigmoid() for _ in range(2))
+    state = _random(like, 3, 2, 16, 24).float()
 
-        def called(function: Call) -> tuple[Tensor, Tensor]:
+    def called(function: Call) -> tuple[Tensor, ...]:
+        if name == "causal_conv1d_update":
             return function(x, own := tail.clone(), weight, bias, "silu"), own
-    else:
-        query, key, value = (_random(like, 3, 1, 2, size) for size in (16, 16, 24))
-        decay, beta = (_random(like, 3, 1, 2).sigmoid() for _ in range(2))
-        state = _random(like, 3, 2, 16, 24).float()
-
-        def called(function: Call) -> tuple[Tensor, Tensor]:
-            out, last = function(
-                query, key, value, g=-decay.float(), beta=beta, initial_state=state.clone(), output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
-            return out, last
+        if name == "causal_conv1d_fn":
+            return (function(_random(like, 3, 20, 9), weight, bias, activation="silu"),)
+        out, last = function(
+            query, key, value, g=-decay.float(), beta=beta, initial_state=state.clone(), output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return out, last
 
     try:
         with torch.no_grad():
-            return all(_same(a, b) for a, b in zip(called(fused), called(original), strict=True))
+            return all(
+                _same(a, b, 64 if a.dtype == torch.float32 else 4)
+                for a, b in zip(called(fused), called(original), strict=True)
+            )
     except (TypeError, RuntimeError):  # another signature
         return False
 

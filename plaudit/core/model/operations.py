@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 MANY_ROWS = 256  # up to here one more call costs more than to copy queries and keys into one tensor
-STATE_STEPS: Mapping[str, Callable[..., Any]] = {}  # single tokens of recurrent layers are the modules' own,
+RECURRENT: Mapping[str, Callable[..., Any]] = {}  # parts of recurrent layers are the modules' own,
 MIXTURE: Mapping[str, Callable[..., Any]] = {}  # and so are experts and their routers
 
 
