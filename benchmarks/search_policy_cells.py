@@ -24,6 +24,7 @@ TREES: dict[str, dict[str, Any]] = {
     "beam": {"method": "beam", "distinct": True},
     "dvts": {"method": "dvts"},
     "rebase": {"method": "rebase"},
+    "rebase, T 1": {"method": "rebase", "temperature": 1.0},
     "ets": {"method": "ets", "clusters": "text"},
 }
 PATHS = 1024  # searched together by one process
