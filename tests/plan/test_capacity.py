@@ -28,9 +28,7 @@ def scorer(hardware: str = "H200") -> Scorer:
 def measured(file: str, load: str, server: str = "plaudit") -> dict[str, float]:
     """The first run, where there are several."""
     rows = json.loads((RESULTS / file).read_text())["rows"]
-    (row,) = (
-        r for r in rows if r["load"] == load and r["server"] == server and not r.get("run")
-    )
+    (row,) = (r for r in rows if r["load"] == load and r["server"] == server and not r.get("run"))
     return row  # type: ignore[no-any-return]
 
 
