@@ -22,9 +22,11 @@ from plaudit.core.device.kernel_operations import KernelOperations  # noqa: E402
 from plaudit.core.device.paged import PagedBackend  # noqa: E402
 from plaudit.core.kernels import pointwise  # noqa: E402
 from plaudit.core.model import differentiable  # noqa: E402
+from plaudit.core.model.attention import Rule  # noqa: E402
 from plaudit.core.model.fusion import Fusion  # noqa: E402
 from plaudit.core.model.lean import LeanTrunk  # noqa: E402
-from plaudit.core.model.packing import pack  # noqa: E402
+from plaudit.core.model.packing import grouped_layout, pack  # noqa: E402
+from plaudit.core.model.varlen import VarlenLayout  # noqa: E402
 from plaudit.core.proof.support import inspect  # noqa: E402
 from plaudit.core.sampling.noise import row_key, token_hashes  # noqa: E402
 from plaudit.core.sampling.sampler import Sampler  # noqa: E402
@@ -340,6 +342,25 @@ def test_varlen_attention(
         logs = sums[:, int(ends[0][i]) : int(ends[0][i + 1])]
         torch.testing.assert_close(logs, scores.logsumexp(-1), atol=2e-2 if dtype != torch.float32 else 1e-4, rtol=1e-3)
         close(found[int(ends[0][i]) : int(ends[0][i + 1])], expected)
+
+
+def test_capped_attention_learns_by_the_kernel_what_plain_products_learn() -> None:
+    """Values by the kernel, to the bit; gradients by products. In float16, for the kernel is used in half precision."""
+    spans, rows = [(0, 9, 0), (9, 30, 0)], [np.arange(9), np.arange(9, 39)]
+    grouped = grouped_layout(spans, rows, DEVICE)
+    layout = VarlenLayout(spans, rows, DEVICE, lambda: grouped)
+    rule = Rule(softcap=2.0, window=20, scale=0.3)
+    inputs = [randn(39, n, 16).half().requires_grad_() for n in (4, 2, 2)]
+    grad = randn(39, 4, 16).half()
+    out = layout.attend(0, *inputs, rule)
+    with torch.no_grad():
+        assert torch.equal(out, layout.attend(0, *inputs, rule))
+    expected = grouped.attend(0, *inputs, rule)
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+    ):
+        assert torch.equal(mine, theirs)
 
 
 def test_store_decoded_writes_one_token_a_row_and_nothing_else() -> None:

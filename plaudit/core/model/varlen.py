@@ -1,8 +1,8 @@
 """Packed attention on a GPU: one kernel for sequences of any lengths.
 
 Half precision takes our Triton kernels, and torch's flash attention for their gradients; those over latents are taken
-of the keys and values that the module makes of them. float32, and soft caps with gradients, which flash attention does
-not know, take the grouped path of the CPU, on the GPU.
+of the keys and values that the module makes of them. float32, and the gradients of soft caps, which flash attention
+does not know, take the grouped path of the CPU, on the GPU.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class VarlenLayout(Layout):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         learning = torch.is_grad_enabled() and query.requires_grad
-        by_products = learning and (rule.softcap is not None or rule.latent is not None)
+        by_products = learning and (rule.latent is not None or (rule.softcap is not None and rule.sinks is not None))
         if not supported(query, value, rule) or by_products:
             return self.grouped.attend(layer, query, key, value, rule)
+        if learning and rule.softcap is not None:
+            return _capped(layer, query, key, value, self, rule)
         if rule.latent is not None:
             rows, _ = self.context(layer, key, value)
             return self.over_latents(query, rows, *self.token_spans, rule)
@@ -195,6 +197,31 @@ def _flash_backward(
 
 def _attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
     out: Tensor = _Attention.apply(query, keys, values, rule.sinks, layout, rule)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _CappedAttention(Function):
+    """Forward by our kernel; backward through plain products, computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, rule: Rule
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.layer, ctx.layout, ctx.rule = layer, layout, rule
+        return layout.varlen(query, *layout.context(layer, key, value), layout.spans, rule)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.layout.grouped.attend(ctx.layer, *inputs, ctx.rule)
+        return None, *torch.autograd.grad(out, inputs, grad), None, None
+
+
+def _capped(layer: int, query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
+    out: Tensor = _CappedAttention.apply(layer, query, key, value, layout, rule)  # type: ignore[no-untyped-call]
     return out
 
 
