@@ -369,7 +369,8 @@ class Record:
 
     def write(self) -> dict[str, Any]:
         result = {
-            **stamp(__file__, self.machine, {}), "ground": self.args.ground, "tiny": self.args.tiny, **self.facts,
+            **stamp(__file__, self.machine, {}), "ground": self.args.ground, "tiny": self.args.tiny,
+            **{name: fact for name, fact in self.facts.items() if name != "model"},
             "seconds": round(time.time() - BEGAN, 1), "failed": self.failed, "timed": self.figures,
             **tables(self.rows, self.figures, self.facts),
         }  # fmt: skip

@@ -9,6 +9,7 @@ about them is for a person to write.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,75 @@ def lanes() -> str:
     return table(heads, rows)
 
 
+def policy_trees() -> str:
+    """Trees with the process model that learned exact labels, beside best-of-n with the same one."""
+    heads = (
+        "ground", "width", "method", "questions", "accuracy", "best-of-n of that width", "lead at the same tokens",
+        "lead at the same seconds", "tokens", "KV tokens", "PRM tokens", "ms a question",
+    )  # fmt: skip
+    rows = []
+    for ground, found in read("search_policy_gpu.json")["grounds"].items():
+        rows += [
+            (ground, str(x["width"]), x["method"], f"{x['questions']:,}", f"{x['accuracy']:.3f} ± {x['interval']:.3f}",
+             f"{x['same_width']['best_of_n']:.3f}", _lead(x["same_tokens"]), _lead(x.get("same_seconds")),
+             *(f"{x[name]:,.0f}" for name in ("generated", "kv_tokens", "prm_tokens")),
+             f"{1e3 * x['seconds']:.1f}" if "seconds" in x else "")
+            for x in found["cells"] if x["prm"] == "steps"
+        ]  # fmt: skip
+    return table(heads, rows)
+
+
+def _lead(at: dict[str, Any] | None) -> str:
+    if at is None:
+        return ""
+    capped = f", of {at['of_pool']}" if at["of_pool"] < at["n"] else ""
+    return f"{at['lead']:+.3f} ± {at['interval']:.3f} (n = {at['n']}{capped})"
+
+
+def policy_pools() -> str:
+    """Best-of-n of the pool, by who weighs the votes."""
+    heads = ("ground", "n", "majority", "by the PRM of labels", "by the PRM of values", "by exact labels", "tokens")
+    rows = []
+    for ground, found in read("search_policy_gpu.json")["grounds"].items():
+        for n in dict.fromkeys(x["n"] for x in found["best_of_n"]):
+            by = {x["prm"]: x for x in found["best_of_n"] if x["n"] == n}
+            shown = [f"{by[prm]['accuracy']:.3f}" if prm in by else "" for prm in (None, "steps", "values", "labels")]
+            rows.append((ground, str(n), *shown, f"{by[None]['generated']:,.0f}"))
+    return table(heads, rows)
+
+
+def policy_judges() -> str:
+    """Trees of one width by who scores the steps."""
+    heads = ("ground", "width", "steps scored by", "questions", "beam", "dvts", "rebase", "ets")
+    rows = []
+    for ground, found in read("search_policy_gpu.json")["grounds"].items():
+        cells = {(x["prm"], x["width"], x["method"]): x for x in found["cells"]}
+        names = {"steps": "the PRM of labels", "values": "the PRM of values", "labels": "exact labels"}
+        for (prm, name), width in itertools.product(names.items(), (4, 16, 64)):
+            own = [cells.get((prm, width, method)) for method in heads[4:]]
+            if any(own):
+                count = min(x["questions"] for x in own if x)
+                shown = [f"{x['accuracy']:.3f} ± {x['interval']:.3f}" if x else "" for x in own]
+                rows.append((ground, str(width), name, f"{count:,}", *shown))
+    return table(heads, rows)
+
+
+def policy_times() -> str:
+    heads = ("ground", "width", "method", "lanes", "tokens/s", "of plain generation's", "generating", "scoring",
+             "programmes and clusters")  # fmt: skip
+    rows = []
+    for ground, found in read("search_policy_gpu.json")["grounds"].items():
+        timed = found["timed"]
+        rows.append((ground, "64", "plain generation", "", f"{timed['plain_tokens_per_second']:,.0f}", "", "", "", ""))
+        rows += [
+            (ground, str(x["width"]), x["method"], str(x["lanes"]), f"{x['tokens_per_second']:,.0f}",
+             f"{x['share']:.0%}", f"{x['generate'] / x['all']:.0%}", f"{x['score'] / x['all']:.0%}",
+             f"{x['programme_share']:.1%}")
+            for x in timed["trees"]
+        ]  # fmt: skip
+    return table(heads, rows)
+
+
 def put(page: str, new: str) -> str:
     """The page with this table in place of the one that has its first row."""
     lines, head = page.splitlines(keepends=True), new.splitlines(keepends=True)[0]
@@ -97,7 +167,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    tables = [accuracy(), throughput(read("search_throughput.json")), programmes(), lanes()]
+    tables = [
+        accuracy(), throughput(read("search_throughput.json")), programmes(), lanes(), policy_trees(), policy_pools(),
+        policy_judges(), policy_times(),
+    ]  # fmt: skip
     if args.write:
         page = PAGE.read_text()
         for each in tables:
