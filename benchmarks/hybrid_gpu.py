@@ -145,6 +145,9 @@ def bits(families: dict[str, Any]) -> dict[str, Any]:
         tails = [v for s, values in zip(samples, read, strict=True) for v in values[-len(s.token_ids) :].tolist()]
         rows["700 beside a read"] = difference(sampled, tails)
         results[name] = rows
+        engine.sleep()
+        fewer.sleep()
+        torch.cuda.empty_cache()
         print(name, json.dumps(rows), flush=True)
     return results
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from plaudit.core.device.backend import Copy
+from plaudit.core.device.backend import Copy, copies_into
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.kv.prefix import Chain, Node, PrefixTree
 from plaudit.core.sequence import Sequence
@@ -127,6 +127,11 @@ class Scheduler:
             if left <= 0:
                 return
             fresh = sequence in self.waiting
+            if self.overlaps and sequence.request.read is not None and left < sequence.pending <= self.budget:
+                # Not torn: where nothing was computed before, keys lie end to end, and a GPU reads them faster.
+                if plan.chunks:
+                    continue
+                left = sequence.pending
             chunk = self._admit(sequence, left, key, plan) if fresh else self._read_on(sequence, left)
             if chunk is not None:
                 plan.chunks.append(chunk)
@@ -190,7 +195,7 @@ class Scheduler:
         if self._cover(sequence, sequence.computed + match.partial_tokens, reserve):
             plan.pinned.append(match.partial)
             target = sequence.chain.blocks[-1]
-            plan.copies[target] = _copies(plan, match.partial.block, target, match.partial_tokens)
+            plan.copies[target] = copies_into(target, match.partial.block, match.partial_tokens, plan.copies)
             sequence.computed += match.partial_tokens
             return True
         self._unpin(match.partial)
@@ -290,18 +295,3 @@ class Scheduler:
         for sequence in self.waiting:
             if sequence.chain.blocks or sequence.computed:
                 raise RuntimeError("a waiting sequence holds blocks")
-
-
-def _copies(plan: Plan, source: int, target: int, tokens: int) -> list[Copy]:
-    """The first `tokens` tokens of a block into another. All copies of a step happen at once, so what the source itself
-    gets by a copy in this step is taken from where that comes from."""
-    copies = []
-    own = 0
-    for earlier in plan.copies.get(source, ()):
-        if earlier.first < tokens:
-            end = min(earlier.first + earlier.tokens, tokens)
-            copies.append(Copy(earlier.source, target, earlier.first, end - earlier.first))
-            own = max(own, end)
-    if own < tokens:
-        copies.append(Copy(source, target, own, tokens - own))
-    return copies

@@ -53,13 +53,27 @@ def test_a_step_reports_the_one_before_it() -> None:
     engine = overlapping(budget=64)
     sequences = [each[:20] for each in SEQUENCES[:4]]
     numbers = submitted(engine, sequences)
-    # 80 tokens: 41 make up half of them, two sequences and a token of the third.
+    # 80 tokens: 41 are half of them, and no sequence is torn.
     assert engine.step() == []
     assert [update.request for update in engine.step()] == numbers[:2]
     assert not engine._runner.scheduler.live
     assert engine.busy
     assert [update.request for update in engine.step()] == numbers[2:]
     assert not engine.busy
+
+
+def test_sequences_are_torn_only_where_a_step_cannot_take_them_whole() -> None:
+    engine = overlapping(budget=64)
+    sequences = [(SEQUENCES[i] * 9)[:length] for i, length in enumerate((20, 50, 60, 90))]
+    numbers = submitted(engine, sequences)
+    steps, updates = [], dict[int, Update]()
+    while engine.busy:
+        before = engine.stats().tokens_computed
+        updates |= {update.request: update for update in engine.step()}
+        steps.append(engine.stats().tokens_computed - before)
+    assert steps == [20 + 44, 46, 50, 60, 0]  # the one of 90 fills up the first
+    expected = [float(value[0]) for value in Engine(MODULE).score(sequences)]
+    assert np.allclose(values(updates, numbers), expected, rtol=0, atol=1e-9)
 
 
 def test_scores_go_out_before_samples_are_computed() -> None:
@@ -147,7 +161,12 @@ def test_a_device_that_fails_after_the_step_began(fault: int, monkeypatch: pytes
     for number, value in zip(numbers, expected, strict=True):
         if number not in failed:
             assert abs(float(ended[number].values[0, 0]) - value[0]) < 1e-9  # type: ignore[index]
-    assert ended[generation].sample.token_ids == sample.token_ids  # type: ignore[union-attr]
+    drawn = ended[generation].sample
+    assert drawn is not None
+    if drawn.error is None:  # it was not in the step that failed
+        assert drawn.token_ids == sample.token_ids
+    else:
+        assert fault == 2
 
 
 def test_scores_that_are_not_numbers_fail_alone() -> None:

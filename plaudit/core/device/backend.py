@@ -7,7 +7,7 @@ tensors and the attention over them, and nothing else: block numbers are handed 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,21 @@ class Copy:
     target: int
     first: int
     tokens: int
+
+
+def copies_into(target: int, source: int, tokens: int, planned: Mapping[int, Sequence[Copy]]) -> list[Copy]:
+    """The first `tokens` tokens of a block into another. All copies of a step happen at once, so what the source itself
+    gets by a copy in this step is taken from where that comes from. `planned` are those so far, by block filled."""
+    copies = []
+    own = 0
+    for earlier in planned.get(source, ()):
+        if earlier.first < tokens:
+            end = min(earlier.first + earlier.tokens, tokens)
+            copies.append(Copy(earlier.source, target, earlier.first, end - earlier.first))
+            own = max(own, end)
+    if own < tokens:
+        copies.append(Copy(source, target, own, tokens - own))
+    return copies
 
 
 @dataclass
