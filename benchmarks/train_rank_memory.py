@@ -1,19 +1,21 @@
 """How much host memory a training rank takes to load its part of policy, reference and critic, and to update them.
 
-    python benchmarks/train_rank_memory.py [large]
+    python benchmarks/train_rank_memory.py [large | context]
 
 A Llama of 134M parameters in float32, in files of 64 MB, as the policy, reference and critic of a PPO run over gloo
 ranks. The peak of resident memory, mapped files included, looked at every millisecond, above what the process had
 before. In the colocated placement every rank has a whole copy of the policy for its engine, in the disaggregated one
 rank 0 has, which sends it to engines elsewhere; with the reshard channel none has, and there two updates follow, of 8
 samples of 40 tokens, beside the peak that the planner gives for them. `large`: those updates alone, of a Llama of 2 GB
-by GRPO without a reference. Writes benchmarks/results/train_rank_memory.json.
+by GRPO without a reference. `context`: updates of two samples of 2,048 tokens, one at a time, by GRPO of a Llama of 39
+MB: activations are most of it, and ranks share them out. Writes benchmarks/results/train_rank_memory.json.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import platform
 import resource
@@ -49,54 +51,63 @@ from plaudit.train.run.ranks import join
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "train_rank_memory.json"
-SHAPES = {
-    "one process": (1, 1), "2 ranks": (2, 1), "2 tensor ranks": (1, 2), "4 ranks": (4, 1), "4 tensor ranks": (1, 4),
-    "2 x 2 ranks": (2, 2),
+Shape = tuple[int, int, int]
+"""Data, context and tensor parallel."""
+SHAPES: dict[str, Shape] = {
+    "one process": (1, 1, 1), "2 ranks": (2, 1, 1), "2 tensor ranks": (1, 1, 2), "4 ranks": (4, 1, 1),
+    "4 tensor ranks": (1, 1, 4), "2 x 2 ranks": (2, 1, 2),
 }  # fmt: skip
-UPDATED = ("one process", "4 ranks", "4 tensor ranks", "2 x 2 ranks")
+UPDATED = {name: SHAPES[name] for name in ("one process", "4 ranks", "4 tensor ranks", "2 x 2 ranks")}
+CONTEXT: dict[str, Shape] = {
+    "one process": (1, 1, 1), "2 context ranks": (1, 2, 1), "4 context ranks": (1, 4, 1),
+    "2 x 2 context ranks": (2, 2, 1),
+}  # fmt: skip
 RESHARD = "reshard"
 PLACEMENTS = ("colocated", "disaggregated")
-SAMPLES, PROMPT, RESPONSE = 8, 8, 32
-LARGE = os.environ.get("LARGE") == "1"  # said to the ranks so
+KIND = sys.argv[1] if sys.argv[1:] in (["large"], ["context"]) else os.environ.get("KIND", "")  # said to the ranks so
+SAMPLES, PROMPT, RESPONSE = (2, 8, 2040) if KIND == "context" else (8, 8, 32)
 
 
-def recipe_of(model: str, data: int, tensor: int, placement: str) -> RlRecipe:
+def recipe_of(model: str, shape: Shape, placement: str) -> RlRecipe:
     name = {"name": "disaggregated", "channel": RESHARD} if placement == RESHARD else {"name": placement}
     method: dict[str, Any] = {"critic": {}, "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}}
-    if LARGE:
+    if KIND:
         method = {"algorithm": {"name": "grpo"}}
     tree = {
         "task": "rl", "model": {"path": model, "device": "cpu"}, "data": {"world": "sums"},
         "reward": {"rule": "exact", "answer": r"#(\d+)$"}, "placement": name, **method,
         "sampling": {"max_tokens": RESPONSE},
-        "train": {"steps": 1, "lr": 1e-5, "threads": 1, "prompts_per_step": SAMPLES // 2, "samples_per_prompt": 2},
-        "resources": {"data_parallel": data, "tensor_parallel": tensor, "timeout": 120.0},
+        "train": {"steps": 1, "lr": 1e-5, "threads": 1, "prompts_per_step": SAMPLES // 2, "samples_per_prompt": 2,
+                  "micro_batch_tokens": 2048},
+        "resources": {
+            "data_parallel": shape[0], "context_parallel": shape[1], "tensor_parallel": shape[2], "timeout": 300.0,
+        },
     }  # fmt: skip
     made = parse_recipe(tree, "benchmark")
     assert isinstance(made, RlRecipe)
     return made
 
 
-def planned_mb(path: str, data: int, tensor: int, heap: float) -> float:
+def planned_mb(path: str, shape: Shape, heap: float) -> float:
     """The planner's peak of a rank in training, its constants those of a CPU: nothing is reserved, malloc has holes."""
-    recipe = recipe_of(path, data, tensor, RESHARD)
+    recipe = recipe_of(path, shape, RESHARD)
     work = workload_of(recipe, resolve, PROMPT, RESPONSE)
     constants = replace(Constants(), reserve_bytes=0.0, graph_bytes=0.0, heap_factor=heap)
     planned = predict(
-        work, f"1x{data * tensor}xH100", "disaggregated", generation=GenerationLayout(),
+        work, f"1x{math.prod(shape)}xH100", "disaggregated", generation=GenerationLayout(),
         training=layout_of(recipe, work), constants=constants,
     )  # fmt: skip
     return planned.phase("training").memory.value / 2**20
 
 
-def measure(path: str, data: int, tensor: int, placement: str) -> None:
+def measure(path: str, shape: Shape, placement: str) -> None:
     def recipe(model: str) -> RlRecipe:
-        return recipe_of(model, data, tensor, placement)
+        return recipe_of(model, shape, placement)
 
     with join(recipe(path).resources, "cpu") as ranks:
         small = Trainee(recipe(f"{path}/small"), ranks, None, Clock(), print)  # what libraries keep is there
         if placement == RESHARD:
-            update(small)
+            update(small, 32)
         before, peak, over = resident_bytes(), 0, threading.Event()
 
         def watch() -> None:
@@ -109,7 +120,7 @@ def measure(path: str, data: int, tensor: int, placement: str) -> None:
         trainee = Trainee(recipe(path), ranks, None, Clock(), print)
         read_all(trainee)
         if placement == RESHARD:
-            update(trainee)
+            update(trainee, RESPONSE)
         time.sleep(0.01)
         over.set()
         ranks.everyone.barrier()
@@ -135,21 +146,30 @@ def tensor_bytes() -> int:
 def write_models(directory: Path) -> int:
     """The model, and a small one that four ranks can share, by which libraries are warm; bytes of the first."""
     tokenizer = load_tokenizer(resolve("sums"))
+    if KIND == "context":
+        model = new_llama(
+            "policy", vocab_size=len(tokenizer), hidden_size=320, layers=8, heads=8, kv_heads=4, intermediate_size=864,
+            max_positions=PROMPT + RESPONSE, seed=1,
+        )  # fmt: skip
+        save(model, tokenizer, directory)
+        size = sum(each.numel() * each.element_size() for each in model.parameters())
+    else:
+        size = write_model(directory, 1536 if KIND else 1024, 18 if KIND else 10)
     small = new_llama(
         "policy", vocab_size=len(tokenizer), hidden_size=64, layers=2, heads=4, intermediate_size=128,
-        max_positions=128, seed=1,
+        max_positions=PROMPT + RESPONSE, seed=1,
     )  # fmt: skip
     save(small, tokenizer, directory / "small")
-    return write_model(directory, 1536 if LARGE else 1024, 18 if LARGE else 10)
+    return size
 
 
-def update(trainee: Trainee) -> None:
+def update(trainee: Trainee, response: int) -> None:
     """Two steps: from the second on Adam's moments are there when gradients are."""
     draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, len(trainee.loaded.tokenizer), (SAMPLES, PROMPT + RESPONSE), generator=draw).tolist()
-    zeros, ones = (-1.0,) * RESPONSE, (1,) * RESPONSE
+    ids = torch.randint(0, len(trainee.loaded.tokenizer), (SAMPLES, PROMPT + response), generator=draw).tolist()
+    zeros, ones = (-1.0,) * response, (1,) * response
     samples = [
-        Sample(tuple(row[:PROMPT]), tuple(row[PROMPT:]), "", zeros, zeros, (0,) * RESPONSE, ones, "stop", i // 2, i % 2)
+        Sample(tuple(row[:PROMPT]), tuple(row[PROMPT:]), "", zeros, zeros, (0,) * response, ones, "stop", i // 2, i % 2)
         for i, row in enumerate(ids)
     ]
     rewarded = tuple(replace(sample, reward=float(i % 3)) for i, sample in enumerate(samples))
@@ -160,7 +180,7 @@ def update(trainee: Trainee) -> None:
 def read_all(trainee: Trainee) -> None:
     """Read every weight once, as a forward pass does: what is mapped is then there."""
     modules = [trainee.loaded.module, trainee.policy.module]
-    if not LARGE:
+    if not KIND:
         assert isinstance(trainee.reference, Policy)
         assert isinstance(trainee.critic, LocalCritic)
         modules += [trainee.reference.module, trainee.critic.model]
@@ -170,17 +190,17 @@ def read_all(trainee: Trainee) -> None:
                 local(parameter).sum()
 
 
-def run(path: str, data: int, tensor: int, placement: str) -> list[dict[str, float]]:
+def run(path: str, shape: Shape, placement: str) -> list[dict[str, float]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    world = data * tensor
-    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = math.prod(shape)
+    common = {**os.environ, "KIND": KIND, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with tempfile.TemporaryDirectory() as place:
         files = [Path(place, f"{rank}.json") for rank in range(world)]
         children = [
             subprocess.Popen(
-                [sys.executable, __file__, path, str(data), str(tensor), placement],
+                [sys.executable, __file__, path, *map(str, shape), placement],
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "FIGURES": str(file)},
             )
             for rank, file in enumerate(files)
@@ -198,23 +218,24 @@ def run(path: str, data: int, tensor: int, placement: str) -> list[dict[str, flo
 def updated(place: str) -> dict[str, dict[str, Any]]:
     heap = heap_factor()
     updates: dict[str, dict[str, Any]] = {}
-    for name in UPDATED:
-        planned = round(planned_mb(place, *SHAPES[name], heap), 1)
-        updates[name] = {"planned_mb": planned, "ranks": run(place, *SHAPES[name], RESHARD)}
+    for name, shape in (CONTEXT if KIND == "context" else UPDATED).items():
+        planned = round(planned_mb(place, shape, heap), 1)
+        updates[name] = {"planned_mb": planned, "ranks": run(place, shape, RESHARD)}
         print("update", name, updates[name], flush=True)
     return updates | {"heap_factor": {"value": round(heap, 3)}}
 
 
 def main() -> None:
     if len(sys.argv) > 2:
-        measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        data, context, tensor = map(int, sys.argv[2:5])
+        measure(sys.argv[1], (data, context, tensor), sys.argv[5])
         return
     with tempfile.TemporaryDirectory() as place:
         size = write_models(Path(place))
         figures: dict[str, dict[str, list[dict[str, float]]]] = {}
-        for name, (data, tensor) in () if LARGE else SHAPES.items():
+        for name, shape in () if KIND else SHAPES.items():
             for placement in PLACEMENTS:
-                figures.setdefault(placement, {})[name] = run(place, data, tensor, placement)
+                figures.setdefault(placement, {})[name] = run(place, shape, placement)
                 print(placement, name, figures[placement][name], flush=True)
         updates = updated(place)
     part = {
@@ -224,12 +245,10 @@ def main() -> None:
         "transformers": version("transformers"), "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
     before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    result = {**before, "large": part} if LARGE else {**part, "large": before.get("large")}
+    kept = {name: before[name] for name in ("large", "context") if name in before}
+    result = {**before, KIND: part} if KIND else {**part, **kept}
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["large"]:
-        LARGE = True
-        os.environ["LARGE"] = "1"
     main()

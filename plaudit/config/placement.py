@@ -125,7 +125,8 @@ class RewardPoolTable(Table):
 
 
 class ResourcesTable(Table):
-    """Processes that train together, data_parallel × tensor_parallel of them; and those that generate and score."""
+    """Processes that train together, data_parallel × context_parallel × tensor_parallel of them; and those that
+    generate and score."""
 
     ray: str | None = None
     """Run them as Ray actors (extra `ray`): "local" starts Ray on this machine, "auto" finds the one that runs, and an
@@ -133,6 +134,9 @@ class ResourcesTable(Table):
 
     data_parallel: PositiveInt = 1
     """Ranks that share weights, gradients and optimizer (FSDP2), each with a part of the batch."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share weights as these do, and the tokens of each micro-batch: for sequences that are too long for the
+    memory of one. Attention heads are dealt out over them."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each matrix."""
     cores: tuple[int, ...] | None = None
@@ -144,4 +148,15 @@ class ResourcesTable(Table):
 
     @property
     def ranks(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.shards * self.tensor_parallel
+
+    @property
+    def shards(self) -> int:
+        """Into which FSDP2 cuts weights, gradients and optimizer."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def product(self) -> tuple[str, str]:
+        """What `ranks` is the product of, for messages: names and sizes."""
+        names = ["data_parallel", *(["context_parallel"] if self.context_parallel > 1 else []), "tensor_parallel"]
+        return " × ".join(names), " × ".join(str(getattr(self, name)) for name in names)

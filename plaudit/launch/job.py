@@ -42,9 +42,10 @@ class Job:
             raise ConfigError(f'resources.ray = "{tree.resources.ray}" has Ray start the processes: leave it out')
         ranks, resources = tree.resources.ranks, tree.resources
         if ranks % nodes:
+            names, sizes = resources.product
             raise ConfigError(
-                f"resources.data_parallel × tensor_parallel = {resources.data_parallel} × {resources.tensor_parallel} "
-                f"= {ranks} ranks do not divide over --nodes {nodes}: set resources.data_parallel to a multiple"
+                f"resources.{names} = {sizes} = {ranks} ranks do not divide over --nodes {nodes}: set "
+                "resources.data_parallel to a multiple"
             )
         if nodes > 1 and tree.rollout_processes:
             raise ConfigError(

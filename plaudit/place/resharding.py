@@ -25,7 +25,7 @@ def new_reshard(
     resources = stage.recipe.resources
     return ReshardChannel(
         lambda: shard_weights(stage.trainee.loaded.module, stage.trainee.shards),
-        (resources.data_parallel, resources.tensor_parallel),
+        (resources.shards, resources.tensor_parallel),
         lambda layout: engine_parts(stage.recipe, layout), orders, backend, host=host,
         seconds=stage.recipe.placement.deadline,
     )  # fmt: skip

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from plaudit.plan.cost.plans import Plan
 from plaudit.plan.shape.constants import Constants
 from plaudit.plan.shape.hardware import DTYPE_BYTES
+from plaudit.plan.shape.layouts import TrainingLayout
+from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
 CHANNELS = ("", "shared", "ipc", "broadcast", "reshard", "disk")
@@ -34,6 +37,12 @@ def unsupported(workload: Workload) -> Mapping[str, str]:
     return {name: cure for name, (true, cure) in lacks.items() if true}
 
 
+def cuts_heads(model: ModelShape, layout: TrainingLayout) -> bool:
+    """Whether the ranks that share rows out cannot be dealt whole heads, where some may share a key-value head."""
+    keys = max(1, model.kv_heads // layout.tp)
+    return layout.cp > 1 and (model.heads // layout.tp) % math.lcm(keys, layout.cp) > 0
+
+
 def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     """What Plaudit's own trainer lacks for this plan; empty where it runs it."""
     model, generation, training = workload.model, plan.generation, plan.training
@@ -44,14 +53,14 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     lacks = {
         "pipeline parallelism": training.pp > 1,
         "expert parallelism": training.ep > 1 or generation.ep > 1,
-        "context parallelism": training.cp > 1,
+        "context parallelism that cuts heads": cuts_heads(model, training),
         "engine over several devices on those that train": several and plan.shared,
         "engine over several devices in a run over several nodes": several and not plan.shared and several_nodes,
         "engine that cuts experts": generation.tp > 1 and model.experts > 0,
         "engine that cuts latent attention": generation.tp > 1 and model.latent,
         "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,
         "engine of an adapter over several devices": several and workload.lora_rank > 0,
-        "data parallelism without FSDP": training.dp > 1 and training.zero < 3,
+        "data parallelism without FSDP": training.dp * training.cp > 1 and training.zero < 3,
         "tensor parallelism of experts": training.tp > 1 and model.experts > 0,
         "tensor parallelism of latent attention": training.tp > 1 and model.latent,
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,

@@ -40,7 +40,7 @@ from plaudit.rl.forecast import forecast
 from plaudit.rl.sample_events import failed_events, sample_events
 from plaudit.train.data.encoder import LengthLimits
 from plaudit.train.policy.experience import Experience
-from plaudit.train.policy.rl_models import check_routing
+from plaudit.train.policy.rl_models import check_models
 from plaudit.train.policy.trainee import Trainee
 from plaudit.train.rollouts.batch_metrics import batch_metrics, staleness
 from plaudit.train.rollouts.dump import Dump, DumpedRollouts
@@ -88,7 +88,7 @@ class RlTraining:
             )
         check_fit(recipe)
         check_engine_ranks(recipe)
-        check_routing(recipe)
+        check_models(recipe)
         if cuts := recipe.sampling.truncation:
             self.warn(
                 f"{cuts} leaves out tokens that the loss gives a probability: rollout/truncated_mass is their share; "

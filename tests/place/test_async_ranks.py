@@ -1,6 +1,7 @@
 """async over several training ranks: the numbers of one rank, bounded staleness, and what becomes of it when a process
 dies. Real processes, gloo."""
 
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from tests.place.rollout_host import RolloutHost
 from tests.place.runs import samples, small, train
 from tests.place.test_async import ages, asked, prompts_of
 from tests.train.rl_world import weights
-from tests.train.test_ranks import ENV, LIMIT, begun, command, fork_ranks, ranks_of, steps
+from tests.train.test_ranks import ENV, LIMIT, TWO, Shape, begun, command, fork_ranks, ranks_of, steps
 
 pytestmark = pytest.mark.slow
 
@@ -55,17 +56,17 @@ def assert_close(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tables", "data", "tensor"),
-    [(GRPO, 2, 1), (PPO, 2, 1), (GRPO, 1, 2), (GRPO, 2, 2)],
-    ids=["grpo-2x1", "ppo-2x1", "grpo-1x2", "grpo-2x2"],
+    ("tables", "shape"),
+    [(GRPO, TWO), (PPO, TWO), (GRPO, (1, 1, 2)), (GRPO, (2, 1, 2)), (GRPO, (1, 2, 1))],
+    ids=["grpo-2x1x1", "ppo-2x1x1", "grpo-1x1x2", "grpo-2x1x2", "grpo-1x2x1"],
 )
 def test_without_staleness_ten_steps_are_those_of_one_rank_and_of_a_synchronous_run(
-    tables: dict[str, Any], data: int, tensor: int, tmp_path: Path, rollout_host: RolloutHost
+    tables: dict[str, Any], shape: Shape, tmp_path: Path, rollout_host: RolloutHost
 ) -> None:
     train(tmp_path / "one", small(10, tables, **TOGETHER), rollout_host)
     train(tmp_path / "synchronous", small(10, tables, placement={"name": "disaggregated"}), rollout_host)
     file, run = written(tmp_path, 10, tables, **TOGETHER), tmp_path / "many"
-    fork_ranks(data * tensor, command(file, run, data, tensor)[3:], tmp_path)
+    fork_ranks(math.prod(shape), command(file, run, shape)[3:], tmp_path)
     assert_close(run, tmp_path / "one")
     assert_close(run, tmp_path / "synchronous")
 
@@ -75,22 +76,22 @@ def test_one_rank_goes_on_with_the_state_of_two_and_two_with_that_of_one(
 ) -> None:
     train(tmp_path / "one", small(10, GRPO, **TOGETHER), rollout_host)
     file, run = written(tmp_path, 10, GRPO, **TOGETHER), tmp_path / "run"
-    fork_ranks(2, command(file, run, 2, 1, "--set", "train.steps=4", "--set", "train.checkpoint.every=4")[3:], tmp_path)
+    fork_ranks(2, command(file, run, TWO, "--set", "train.steps=4", "--set", "train.checkpoint.every=4")[3:], tmp_path)
     train(run, small(7, GRPO, **TOGETHER), rollout_host, resume=True)
-    fork_ranks(2, command(file, run, 2, 1, "--resume")[3:], tmp_path)
+    fork_ranks(2, command(file, run, TWO, "--resume")[3:], tmp_path)
     assert_close(run, tmp_path / "one")
 
 
 def test_ahead_of_two_ranks_no_sample_is_too_old_and_every_prompt_is_used_once(tmp_path: Path) -> None:
     file, run = written(tmp_path, 6, GRPO, **AHEAD), tmp_path / "run"
-    fork_ranks(2, command(file, run, 2)[3:], tmp_path)
+    fork_ranks(2, command(file, run, TWO)[3:], tmp_path)
     assert 0 < max(ages(run)) <= 2
     assert prompts_of(run) == asked(small(6, GRPO), 48), "in their order, none twice, none left out"
     assert all(values["publish/gather_bytes"] == values["publish/bytes"] for values in steps(run))
 
 
 def started(file: Path, run: Path, *more: str) -> "subprocess.Popen[str]":
-    child = subprocess.Popen(command(file, run, 2, 1, *more), env=ENV, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command(file, run, TWO, *more), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     return child
 
@@ -121,7 +122,7 @@ def test_a_killed_rollout_process_is_replaced_and_sigterm_saves_what_was_submitt
     done = len(steps(run))
     (latest,) = [path for path in (run / "checkpoints").glob("step-*") if path.name == f"step-{done:06d}"]
     assert (latest / FILE).exists()
-    fork_ranks(2, command(file, run, 2, 1, "--resume", "--set", f"train.steps={done + 4}")[3:], tmp_path)
+    fork_ranks(2, command(file, run, TWO, "--resume", "--set", f"train.steps={done + 4}")[3:], tmp_path)
     assert prompts_of(run) == asked(small(6, GRPO), 8 * (done + 4)), "no prompt lost, none twice"
     assert max(ages(run)) <= 2
 
@@ -140,7 +141,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on_from_its_checkpoint(rank: int,
     _, left = psutil.wait_procs([*ranks.values(), worker], timeout=60)
     assert not left
     last = int((run / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    fork_ranks(2, command(file, run, 2, 1, "--resume", "--set", f"train.steps={last + 3}")[3:], tmp_path)
+    fork_ranks(2, command(file, run, TWO, "--resume", "--set", f"train.steps={last + 3}")[3:], tmp_path)
     assert prompts_of(run) == asked(small(6, GRPO), 8 * (last + 3))
 
 

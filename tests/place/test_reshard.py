@@ -14,7 +14,7 @@ from tests.place.runs import samples, small, train
 from tests.place.test_async import ages, asked, prompts_of
 from tests.place.test_async_ranks import GRPO, started, until, worker_of, written
 from tests.train.rl_world import recipe, weights
-from tests.train.test_ranks import command, fork_ranks, ranks_of, steps
+from tests.train.test_ranks import TWO, Shape, command, fork_ranks, ranks_of, steps
 
 RESHARD = {"placement": {"name": "disaggregated", "channel": "reshard"}}
 
@@ -77,7 +77,7 @@ def test_damage_on_the_way_is_noticed() -> None:
 def test_four_ranks_train_an_engine_of_two_to_the_losses_of_one(tmp_path: Path, rollout_host: RolloutHost) -> None:
     train(tmp_path / "one", small(4, GRPO), rollout_host)
     file, run = written(tmp_path, 4, GRPO, **RESHARD, resources={"rollout": {"tensor_parallel": 2}}), tmp_path / "four"
-    fork_ranks(4, command(file, run, 2, 2)[3:], tmp_path)
+    fork_ranks(4, command(file, run, (2, 1, 2))[3:], tmp_path)
     assert_same(run, tmp_path / "one")
     for here in steps(run):
         assert "publish/gather_seconds" not in here, "nothing is put together"
@@ -95,14 +95,17 @@ def assert_same(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channel", ["disk", "collective", "reshard"])
-def test_two_ranks_that_share_a_vocabulary_send_an_engine_the_weights_of_one(
-    tmp_path: Path, rollout_host: RolloutHost, channel: str
+@pytest.mark.parametrize(
+    ("channel", "shape"),
+    [("disk", (1, 1, 2)), ("collective", (1, 1, 2)), ("reshard", (1, 1, 2)), ("reshard", (1, 2, 1))],
+)
+def test_two_ranks_that_share_a_vocabulary_or_rows_send_an_engine_the_weights_of_one(
+    tmp_path: Path, rollout_host: RolloutHost, channel: str, shape: Shape
 ) -> None:
     train(tmp_path / "one", small(3, GRPO), rollout_host)
     placed = {"placement": {"name": "disaggregated", "channel": channel}}
     file, run = written(tmp_path, 3, GRPO, **placed), tmp_path / "two"
-    fork_ranks(2, command(file, run, 1, 2)[3:], tmp_path)
+    fork_ranks(2, command(file, run, shape)[3:], tmp_path)
     assert_same(run, tmp_path / "one")
 
 
@@ -118,7 +121,7 @@ def test_all_ranks_send_to_an_engine_in_a_lost_ones_place(tmp_path: Path) -> Non
     _, said = child.communicate(timeout=60)
     assert "stopped by SIGTERM at step " in said
     done = len(steps(run))
-    fork_ranks(2, command(file, run, 2, 1, "--resume", "--set", f"train.steps={done + 2}")[3:], tmp_path)
+    fork_ranks(2, command(file, run, TWO, "--resume", "--set", f"train.steps={done + 2}")[3:], tmp_path)
     assert prompts_of(run) == asked(small(6, GRPO), 8 * (done + 2)), "no prompt lost, none twice"
     assert max(ages(run)) <= 2
 

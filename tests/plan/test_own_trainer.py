@@ -14,7 +14,8 @@ from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Wor
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.own_trainer import missing
 from plaudit.plan.question import Outcome, ask
-from plaudit.plan.recipes import read_recipe, recipe_for, workload_of
+from plaudit.plan.recipes import layout_of, read_recipe, recipe_for, workload_of
+from plaudit.plan.search import SearchResult
 from plaudit.plan.show.page import render_page
 from tests.command import plaudit_here
 
@@ -59,7 +60,10 @@ HALF = TrainingLayout(dp=4, zero=3)
         (("tensors channel",), plan("disaggregated", 8, GenerationLayout(), FSDP, "tensors")),
         (("data parallelism without FSDP",), plan("hybrid", 8, GenerationLayout(), TrainingLayout(dp=8))),
         (("pipeline parallelism",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(pp=2))),
-        (("context parallelism",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(cp=2))),
+        ((), plan("hybrid", 8, GenerationLayout(), TrainingLayout(cp=2, dp=4, zero=3))),
+        ((), plan("hybrid", 16, GenerationLayout(), TrainingLayout(cp=16, zero=3))),
+        (("data parallelism without FSDP",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(cp=2))),
+        (("context parallelism that cuts heads",), plan("hybrid", 3, GenerationLayout(), TrainingLayout(cp=3, zero=3))),
         (("optimizer on the host over several ranks", "reference on the host"),
          plan("hybrid", 8, GenerationLayout(), replace(FSDP, offload_optimizer=True, park=True))),
         (("tensor parallelism that cuts key-value heads",),
@@ -219,6 +223,28 @@ def engine_of_two() -> str:
     only = next(p for p in outcome.runnable if p.plan.generation.tp == 2)
     results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
     return recipe_for(own, replace(outcome, results=results))[0]
+
+
+def test_ranks_that_share_rows_out_are_planned_for_long_responses_and_their_recipe_reads(tmp_path: Path) -> None:
+    own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
+    work = replace(work, model=replace(work.model, max_context=32768), max_response=16384)
+    outcome = replace(ask(PlanOptions("smollm2-135m", "1x4xH100", placement=["hybrid"])), workload=work).answer()
+    only = next(p for p in outcome.runnable if p.plan.training.cp == 2)
+    results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
+    planned = tmp_path / "planned.toml"
+    planned.write_text(recipe_for(own, replace(outcome, results=results))[0])
+    recipe = read_recipe(planned)
+    assert (recipe.resources.data_parallel, recipe.resources.context_parallel) == (2, 2)
+    assert layout_of(recipe, work).cp == 2
+    planned.write_text(recipe_for(recipe, replace(outcome, results=alone_of(outcome)))[0])
+    assert read_recipe(planned).resources.context_parallel == 1
+
+
+def alone_of(outcome: Outcome) -> dict[str, SearchResult]:
+    """With the first plan alone that does not share rows out."""
+    only = next(p for p in outcome.runnable if p.plan.training.cp == 1)
+    return {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
 
 
 def test_a_reward_model_is_whole_on_every_rank_of_ours() -> None:

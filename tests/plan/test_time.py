@@ -115,6 +115,18 @@ def test_context_parallelism_passes_keys_and_values_around() -> None:
     assert exposed.value == pytest.approx(passed - attention.value)
 
 
+def test_our_trainer_exchanges_tokens_for_heads() -> None:
+    """Of 32 layers and 4,096 tokens of a device: queries and outputs of 32 heads, keys and values of 8, two bytes each;
+    half of them stays, and as much comes back in backward. With 16 devices every key-value head is there twice."""
+    near = cluster("1x2xH100")
+    cut = TrainingLayout(cp=2, zero=3, micro_tokens=8192, plain=True)
+    step = Trainer(LLAMA, near, cut, "bf16", FIXED).step(1, 8192)
+    (exchange,) = (part for part in step.parts if part.name == "context exchange")
+    speed = near.accelerator.scale_up * FIXED.bulk_link_share
+    assert exchange.value == pytest.approx(2 * 32 * 4096 * (2 * 32 + 2 * 8) * 128 * 2 / 2 / speed)
+    assert Trainer(LLAMA, near, replace(cut, cp=16), "bf16", FIXED).key_copies == 2
+
+
 def test_decoding_says_what_it_goes_into() -> None:
     found = predict("llama-3.1-8b", "1x8xH100", "hybrid")
     (decode,) = (part for part in found.phase("generation").seconds.parts if part.name == "decode")

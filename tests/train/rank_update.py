@@ -1,5 +1,5 @@
 """One update of a policy and its critic, on however many ranks there are. A test calls `update` for one rank, and runs
-this file as a program on each of several: python -m tests.train.rank_update DATA TENSOR DIRECTORY"""
+this file as a program on each of several: python -m tests.train.rank_update DATA CONTEXT TENSOR DIRECTORY"""
 
 import json
 import sys
@@ -80,7 +80,7 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
     def policy(module: nn.Module) -> Policy:
         return Policy(
             Decoder(module, "causal"), tree.algorithm, temperature=0.9, max_tokens=16, micro_batch_tokens=24,
-            group=ranks.data,
+            group=ranks.data, context=ranks.context,
         )  # fmt: skip
 
     def optimizer(module: nn.Module) -> tuple[Optimizer, Shards | None]:
@@ -104,6 +104,7 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
         adam, shards = optimizer(model)
         critic = LocalCritic(
             model, None, adam, clip=0.2, micro_batch_tokens=24, shards=shards, group=ranks.data,  # type: ignore[arg-type]
+            context=ranks.context,
         )  # fmt: skip
     if case == "distill":
         assert other is not None
@@ -147,9 +148,10 @@ def gathered(adam: Optimizer) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    data, tensor, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    data, context, tensor, directory = *map(int, sys.argv[1:4]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    with join(ResourcesTable(data_parallel=data, tensor_parallel=tensor, timeout=60.0), "cpu") as ranks:
+    resources = ResourcesTable(data_parallel=data, context_parallel=context, tensor_parallel=tensor, timeout=60.0)
+    with join(resources, "cpu") as ranks:
         for case in CASES:
             found = update(case, ranks, directory)
             if ranks.main:

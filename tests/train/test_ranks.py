@@ -1,6 +1,7 @@
 """Training over ranks equals training on one: real processes, gloo, tiny models."""
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -18,14 +19,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from plaudit.config import to_toml
 from plaudit.config.placement import ResourcesTable
-from plaudit.errors import ConfigError
+from plaudit.errors import ConfigError, ModelError
 from plaudit.events import read_events
 from plaudit.models import load_policy, load_tokenizer, resolve, save
 from plaudit.rl.loop import RlTraining
+from plaudit.train.optim.context import check_context
+from plaudit.train.policy.rl_models import check_context_ranks
 from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.ranks import ALONE, DATA, TENSOR, Ranks, join
 from plaudit.train.run.run import Run
@@ -41,9 +44,14 @@ LIMIT = 120.0
 BY_MICRO_BATCH = ("mismatch/abs_std", "mismatch/ess", "mismatch/correlation")
 
 
-def on_ranks(data: int, tensor: int, directory: Path) -> None:
-    """Run tests.train.rank_update on data × tensor ranks."""
-    fork_ranks(data * tensor, ["-m", "tests.train.rank_update", str(data), str(tensor), str(directory)], directory)
+Shape = tuple[int, int, int]
+"""Data, context and tensor parallel."""
+TWO = (2, 1, 1)
+
+
+def on_ranks(shape: Shape, directory: Path) -> None:
+    """Run tests.train.rank_update on that many ranks."""
+    fork_ranks(math.prod(shape), ["-m", "tests.train.rank_update", *map(str, shape), str(directory)], directory)
 
 
 def fork_ranks(world: int, words: list[str], outputs: Path) -> None:
@@ -65,12 +73,12 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("data", "tensor"), [(2, 1), (1, 2), pytest.param(2, 2, marks=SLOW), pytest.param(3, 1, marks=SLOW)]
+    "shape", [(2, 1, 1), (1, 1, 2), (2, 1, 2), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=str
 )
 def test_gradients_losses_and_state_are_those_of_one_rank(
-    data: int, tensor: int, tmp_path: Path, alone: dict[str, Update]
+    shape: Shape, tmp_path: Path, alone: dict[str, Update]
 ) -> None:
-    on_ranks(data, tensor, tmp_path)
+    on_ranks(shape, tmp_path)
     for case, expected in alone.items():
         found = load_file(tmp_path / f"{case}.safetensors")
         assert found.keys() == expected.tensors.keys()
@@ -78,14 +86,14 @@ def test_gradients_losses_and_state_are_those_of_one_rank(
             wanted = expected.tensors[name]
             difference = (tensor_found - wanted).norm() / wanted.norm().clamp_min(1e-12)
             assert difference < 1e-5, (case, name, difference)
-        for rank in range(data * tensor):
+        for rank in range(math.prod(shape)):
             told = json.loads((tmp_path / f"{case}-{rank}.json").read_text())
             same = {name: value for name, value in expected.metrics.items() if name not in BY_MICRO_BATCH}
             assert {name: told[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6), case
         if case == "ratio":
             # The two passes have the same shapes. On x86-64 that gives the same bits; on ARM a product that ranks share
             # may round otherwise where gradients are wanted.
-            near = 0.0 if platform.machine() in ("x86_64", "AMD64") or tensor == 1 else 1e-5
+            near = 0.0 if platform.machine() in ("x86_64", "AMD64") or shape[2] == 1 else 1e-5
             assert told["policy/ratio_min"] == pytest.approx(1.0, rel=0, abs=near)
             assert told["policy/ratio_max"] == pytest.approx(1.0, rel=0, abs=near)
 
@@ -94,6 +102,13 @@ def test_gradients_losses_and_state_are_those_of_one_rank(
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_rank_has_the_logits_of_the_vocabulary_and_all_have_the_numbers_of_one(ranks: int, tmp_path: Path) -> None:
     fork_ranks(ranks, ["-m", "tests.train.rank_vocabulary", str(ranks)], tmp_path)
+
+
+@SLOW
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_out_rows_have_the_numbers_of_transformers(ranks: int, tmp_path: Path) -> None:
+    """Windows, soft caps, sinks, experts; with 4 ranks two share each key-value head."""
+    fork_ranks(ranks, ["-m", "tests.train.rank_context", str(ranks)], tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +158,14 @@ PPO: dict[str, Any] = {
     "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
     "train": {"prompts_per_step": 6, "minibatches": 2, "epochs": 2, "lr": 3e-5},
 }  # fmt: skip
+KINDS = ("data", "context", "tensor")
 STEPS = {"steps": 4, "eval_every": 2, "show": 4, "checkpoint": {"every": 2}}
 
 
-def command(file: Path, run: Path, data: int, tensor: int = 1, *more: str) -> list[str]:
-    return [
-        sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run),
-        "--set", f"resources.data_parallel={data}", "--set", f"resources.tensor_parallel={tensor}", *more,
-    ]  # fmt: skip
+def command(file: Path, run: Path, shape: Shape, *more: str) -> list[str]:
+    keys = [f"resources.{name}_parallel={size}" for name, size in zip(KINDS, shape, strict=True)]
+    sets = [word for key in keys for word in ("--set", key)]
+    return [sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run), *sets, *more]
 
 
 def written(path: Path, tables: dict[str, Any], **train: Any) -> Path:
@@ -193,25 +208,28 @@ def close(found: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tables", "data", "tensor", "launched"),
+    ("tables", "shape", "launched"),
     [
-        pytest.param(PPO, 2, 1, True, id="ppo-2x1"),
-        pytest.param(GRPO, 2, 1, False, id="grpo-2x1", marks=SLOW),
-        pytest.param(PPO, 1, 2, False, id="ppo-1x2", marks=SLOW),
-        pytest.param(PPO, 2, 2, False, id="ppo-2x2", marks=SLOW),
+        pytest.param(PPO, TWO, True, id="ppo-2x1x1"),
+        pytest.param(GRPO, TWO, False, id="grpo-2x1x1"),
+        pytest.param(PPO, (1, 1, 2), False, id="ppo-1x1x2"),
+        pytest.param(PPO, (2, 1, 2), False, id="ppo-2x1x2"),
+        pytest.param(PPO, (1, 2, 1), True, id="ppo-1x2x1"),
+        pytest.param(GRPO, (2, 2, 1), False, id="grpo-2x2x1"),
+        pytest.param(PPO, (1, 2, 2), False, id="ppo-1x2x2"),
     ],
 )
 def test_a_run_over_ranks_is_the_run_of_one_which_can_go_on_with_its_state(
-    tables: dict[str, Any], data: int, tensor: int, launched: bool, tmp_path: Path
+    tables: dict[str, Any], shape: Shape, launched: bool, tmp_path: Path
 ) -> None:
     run_alone(tmp_path / "one", tables)
     file = written(tmp_path / "recipe.toml", tables)
-    words = command(file, tmp_path / "many", data, tensor)
+    words = command(file, tmp_path / "many", shape)
     if launched:
         done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=LIMIT)
         assert done.returncode == 0, done.stderr
     else:
-        fork_ranks(data * tensor, words[3:], tmp_path)
+        fork_ranks(math.prod(shape), words[3:], tmp_path)
     close(tmp_path / "many", tmp_path / "one")
     back_to_step_2(tmp_path / "many")
     run_alone(tmp_path / "many", tables, resume=True)
@@ -224,21 +242,22 @@ def back_to_step_2(run: Path) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)])
-def test_a_run_of_one_goes_on_over_ranks(data: int, tensor: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [TWO, (1, 2, 1), (1, 1, 2)], ids=str)
+def test_a_run_of_one_goes_on_over_ranks(shape: Shape, tmp_path: Path) -> None:
     run_alone(tmp_path / "one", PPO)
     file = written(tmp_path / "recipe.toml", PPO)
     shutil.copytree(tmp_path / "one", tmp_path / "many")
     back_to_step_2(tmp_path / "many")
-    fork_ranks(data * tensor, command(file, tmp_path / "many", data, tensor, "--resume")[3:], tmp_path)
+    fork_ranks(2, command(file, tmp_path / "many", shape, "--resume")[3:], tmp_path)
     close(tmp_path / "many", tmp_path / "one")
 
 
 @SLOW
-def test_a_run_goes_on_over_ranks_of_another_shape(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), [(TWO, (1, 1, 2)), ((1, 2, 1), (2, 2, 1))], ids=str)
+def test_a_run_goes_on_over_ranks_of_another_shape(before: Shape, after: Shape, tmp_path: Path) -> None:
     run_alone(tmp_path / "one", PPO)
     file, run = written(tmp_path / "recipe.toml", PPO), tmp_path / "many"
-    fork_ranks(2, command(file, run, 2)[3:], tmp_path)
+    fork_ranks(2, command(file, run, before)[3:], tmp_path)
     step = run / "checkpoints" / "step-000002"
     parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     for name in parts:
@@ -250,7 +269,7 @@ def test_a_run_goes_on_over_ranks_of_another_shape(tmp_path: Path) -> None:
         str(path.relative_to(step)) for path in step.rglob("*") if path.is_file() and path.name != "manifest.json"
     }
     back_to_step_2(run)
-    fork_ranks(2, command(file, run, 1, 2, "--resume")[3:], tmp_path)
+    fork_ranks(math.prod(after), command(file, run, after, "--resume")[3:], tmp_path)
     close(run, tmp_path / "one")
 
 
@@ -295,30 +314,32 @@ SHARED: dict[str, Any] = {
 
 @SLOW
 @pytest.mark.parametrize(
-    ("tables", "data", "tensor"),
+    ("tables", "shape"),
     [
-        pytest.param(LORA, 2, 1, id="lora-2x1"),
-        pytest.param({**LORA, "placement": {"name": "disaggregated"}}, 2, 1, id="lora-2x1-disaggregated"),
-        pytest.param(SHARED, 2, 1, id="shared-2x1"),
-        pytest.param(SHARED, 1, 2, id="shared-1x2"),
+        pytest.param(LORA, TWO, id="lora-2x1x1"),
+        pytest.param({**LORA, "placement": {"name": "disaggregated"}}, TWO, id="lora-2x1x1-disaggregated"),
+        pytest.param(SHARED, TWO, id="shared-2x1x1"),
+        pytest.param(SHARED, (1, 1, 2), id="shared-1x1x2"),
+        pytest.param(LORA, (1, 2, 1), id="lora-1x2x1"),
+        pytest.param(SHARED, (1, 2, 1), id="shared-1x2x1"),
     ],
 )
 def test_adapters_and_shared_critics_learn_over_ranks_what_they_learn_on_one(
-    tables: dict[str, Any], data: int, tensor: int, tmp_path: Path
+    tables: dict[str, Any], shape: Shape, tmp_path: Path
 ) -> None:
     ten = {"steps": 10, "checkpoint": {"every": 5}}
     tree = recipe(**{**tables, "train": {**tables["train"], **STEPS, **ten}})
     with Run(tmp_path / "one", tree) as opened:
         RlTraining(tree, opened, Silent()).fit()
     file, run = written(tmp_path / "recipe.toml", tables, **ten), tmp_path / "many"
-    fork_ranks(data * tensor, command(file, run, data, tensor)[3:], tmp_path)
+    fork_ranks(2, command(file, run, shape)[3:], tmp_path)
     check_ten(run, tmp_path / "one")
     shutil.rmtree(run / "checkpoints" / "step-000010")
     with Run(run, tree, resume=True) as opened:
         RlTraining(tree, opened, Silent()).fit()
     check_ten(run, tmp_path / "one")
     shutil.rmtree(run / "checkpoints" / "step-000010")
-    fork_ranks(data * tensor, command(file, run, data, tensor, "--resume")[3:], tmp_path)
+    fork_ranks(2, command(file, run, shape, "--resume")[3:], tmp_path)
     check_ten(run, tmp_path / "one")
 
 
@@ -357,7 +378,7 @@ def begun(run: Path, child: "subprocess.Popen[str]") -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_command_with_its_name(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
-    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     ranks = ranks_of(child.pid)
     assert set(ranks) == {0, 1}
@@ -371,7 +392,7 @@ def test_a_killed_rank_ends_the_command_with_its_name(tmp_path: Path) -> None:
 @SLOW
 def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_behind(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", PPO, steps=100_000), tmp_path / "run"
-    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     child.terminate()
     _, said = child.communicate(timeout=60)
@@ -380,7 +401,7 @@ def test_sigterm_saves_the_state_of_all_ranks_and_a_killed_launcher_leaves_none_
     assert "state saved: --resume goes on" in said
     assert (run / "checkpoints" / "latest").exists()
     before = len(steps(run))
-    child = subprocess.Popen(command(file, run, 2, 1, "--resume"), env=ENV, stderr=subprocess.DEVNULL, text=True)
+    child = subprocess.Popen(command(file, run, TWO, "--resume"), env=ENV, stderr=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + LIMIT
     while len(steps(run)) <= before and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -409,7 +430,7 @@ def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Pat
     rule = {"rule": "function", "function": f"{tmp_path / 'stalling.py'}:score", "timeout": 60.0}
     file = written(tmp_path / "recipe.toml", {**GRPO, "reward": rule}, steps=100_000)
     child = subprocess.Popen(
-        command(file, run, 2, 1, "--set", "resources.timeout=15"), env=ENV, stderr=subprocess.PIPE, text=True
+        command(file, run, TWO, "--set", "resources.timeout=15"), env=ENV, stderr=subprocess.PIPE, text=True
     )
     begun(run, child)
     ranks = ranks_of(child.pid)
@@ -424,7 +445,7 @@ def test_a_rank_that_stalls_ends_the_command_when_its_time_is_over(tmp_path: Pat
 @SLOW
 def test_a_stopped_rank_is_ended_and_named(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
-    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     ranks = ranks_of(child.pid)
     ranks[0].suspend()
@@ -440,7 +461,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @SLOW
 def test_a_stopped_rank_of_torchrun_is_ended_and_named(tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
-    child = subprocess.Popen([*TORCHRUN, *command(file, run, 2)[1:]], env=ENV, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([*TORCHRUN, *command(file, run, TWO)[1:]], env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     ranks = ranks_of(child.pid)
     guards = [each for rank in ranks.values() for each in rank.children() if "plaudit.process.guard" in each.cmdline()]
@@ -456,7 +477,7 @@ def test_a_stopped_rank_of_torchrun_is_ended_and_named(tmp_path: Path) -> None:
 def test_torchrun_may_start_the_ranks(tmp_path: Path) -> None:
     file = written(tmp_path / "recipe.toml", GRPO)
     done = subprocess.run(
-        [*TORCHRUN, *command(file, tmp_path / "run", 2)[1:]], env=ENV, capture_output=True, text=True, timeout=LIMIT
+        [*TORCHRUN, *command(file, tmp_path / "run", TWO)[1:]], env=ENV, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     assert len(steps(tmp_path / "run")) == STEPS["steps"]
@@ -478,7 +499,7 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
     (tmp_path / "failing.py").write_text(FAILING.format(flag=str(flag)))
     rule = {"rule": "function", "function": f"{tmp_path / 'failing.py'}:score", "on_error": "halt"}
     file = written(tmp_path / "recipe.toml", {**GRPO, "reward": rule}, steps=100_000, checkpoint={"every": 1_000_000})
-    child = subprocess.Popen(command(file, run, 2), env=ENV, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     flag.touch()
     _, said = child.communicate(timeout=60)
@@ -504,6 +525,35 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
 def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe(**{**tables, "resources": {"data_parallel": 2, **tables.get("resources", {})}})
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"context_parallel": 3}, r"^sums-policy: 4 attention heads over 2 key-value heads cannot be dealt out to "
+         r"context_parallel = 3 ranks: 4 / lcm\(2, 3\) = 0.666667 is no whole number"),
+        ({"context_parallel": 4, "tensor_parallel": 2}, r"2 attention heads over 1 key-value heads on a rank of "
+         r"tensor_parallel = 2 .* 2 / lcm\(1, 4\) = 0.5 is"),
+    ],
+)  # fmt: skip
+def test_heads_that_cannot_be_dealt_out_are_refused_before_weights_are_read(
+    resources: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_context_ranks(recipe(resources=resources))
+
+
+def test_recurrent_layers_are_refused_where_ranks_share_rows_out() -> None:
+    config = Qwen3NextConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, num_experts=2,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    says = r"Qwen3NextModel has recurrent layers, which go over whole sequences, and resources.context_parallel = 2"
+    with pytest.raises(ModelError, match=says):
+        check_context(module, 1, 2)
 
 
 def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

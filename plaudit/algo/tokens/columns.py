@@ -32,7 +32,7 @@ def column_logprobs(
         checkpoint(read, hidden[part], columns_RK[part], use_reentrant=False)
         for part in chunks(len(hidden), head, split)
     ]
-    return torch.cat(parts)
+    return torch.cat(parts) if parts else torch.zeros(columns_RK.shape, device=hidden.device)  # of no rows
 
 
 @torch.no_grad()
@@ -41,7 +41,8 @@ def likeliest(
     finish: Finish | None = None, split: SplitVocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(R, count) each: the likeliest of the first `among` tokens of the vocabulary, and their log-probs."""
-    tokens, values = [], []
+    tokens = [torch.empty(0, count, dtype=torch.long, device=hidden.device)]  # there may be no rows
+    values = [torch.empty(0, count, device=hidden.device)]
     for part in chunks(len(hidden), head, split):
         logits = _logits(hidden[part], head, bias, temperature, finish)
         if split is None:

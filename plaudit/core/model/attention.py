@@ -84,6 +84,7 @@ class Layout:
     extents   of each sequence its first row, its own tokens, and those before them; for recurrent layers
     rows_of   of each sequence the row of every token
     exact     by plain products in one order of sums (see `explicit`), whatever lies beside a row
+    ranks     that have a share of the heads each: tiles are of as many queries as if one had them all
     """
 
     groups: tuple[Group, ...]
@@ -91,6 +92,7 @@ class Layout:
     extents: Sequence[tuple[int, int, int]] = ()
     rows_of: Sequence[np.ndarray] = ()
     exact: bool = False
+    ranks: int = 1
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -108,7 +110,7 @@ class Layout:
             if rule.fused and not self.exact:
                 out = attend_group(q, k, v, self.mask_of(i, rule.window, query.dtype), rule)
             else:
-                out = attend_tiles(q, k, v, group, rule)
+                out = attend_tiles(q, k, v, group, rule, self.ranks)
             flat.append(out.flatten(0, 1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], self.restore)
 
@@ -210,23 +212,30 @@ def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | 
     return out_BHQD.transpose(1, 2)
 
 
-def attend_tiles(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, group: Group, rule: Rule) -> Tensor:
+def attend_tiles(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, group: Group, rule: Rule, ranks: int = 1) -> Tensor:
     """`explicit`, a tile of queries at a time over the keys that one of them sees: memory grows with the length and not
     with its square, gradients included, for which a tile is computed again."""
     B, Q, H, _ = q_BQHD.shape
     S = k_BSKD.shape[1]
-    size = max(LEAST_QUERIES, SCORES // (B * H * S * 4))
+    size = max(LEAST_QUERIES, SCORES // (B * H * ranks * S * 4))
     outputs = []
     for begin in reversed(range(0, Q, size)):  # the longest first: the others find room where it was
         tile = slice(begin, begin + size)
         low, high = (each[tile] for each in group.reach)
         first = 0 if rule.window is None else max(0, min(low) - rule.window + 1) // SUMMED * SUMMED
         end = min(S, max(high) + 1)
-        mask = _mask(group.positions[:, tile], first, end, rule.window, q_BQHD.dtype)
-        parts = (q_BQHD[:, tile], k_BSKD[:, first:end], v_BSKD[:, first:end], mask, rule)
+        parts = (q_BQHD[:, tile], k_BSKD[:, first:end], v_BSKD[:, first:end], group.positions[:, tile], first, rule)
         again = size < Q and torch.is_grad_enabled() and q_BQHD.requires_grad
-        outputs.append(checkpoint(explicit, *parts, use_reentrant=False) if again else explicit(*parts))
+        outputs.append(checkpoint(_tile, *parts, use_reentrant=False) if again else _tile(*parts))
     return torch.cat(outputs[::-1], dim=1) if len(outputs) > 1 else outputs[0]
+
+
+def _tile(
+    q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, position_BQ: Tensor, first: int, rule: Rule
+) -> Tensor:  # fmt: skip
+    """Of the keys from `first` on. The mask is made in here: beside the inputs it would be kept for every layer."""
+    mask = _mask(position_BQ, first, first + k_BSKD.shape[1], rule.window, q_BQHD.dtype)
+    return explicit(q_BQHD, k_BSKD, v_BSKD, mask, rule)
 
 
 def explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:

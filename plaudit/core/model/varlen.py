@@ -124,6 +124,7 @@ class VarlenLayout(Layout):
     def grouped(self) -> Layout:
         if self._made is None:
             self._made = self._grouped()
+            self._made.ranks = self.ranks
         return self._made
 
     def over_latents(

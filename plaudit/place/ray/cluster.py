@@ -84,7 +84,7 @@ def pools(recipe: RlRecipe, gpus: bool) -> list[Pool]:
     resources, each = recipe.resources, float(gpus)
     threads = recipe.train.threads or 1
     return [
-        Pool("rank", "data_parallel × tensor_parallel", resources.ranks, threads, each),
+        Pool("rank", resources.product[0], resources.ranks, threads, each),
         Pool(
             "rollout", "rollout.processes", recipe.rollout_processes if recipe.engine.name == "core" else 0,
             resources.rollout.threads or threads, each,

@@ -95,9 +95,10 @@ def attention_numbers(trainer: Trainer, length: float) -> float:
     queries, keys = model.heads * (model.head_dim + model.rope_dim), model.kv_heads * model.head_dim
     out = float(model.heads * (model.v_dim or model.head_dim))
     # A shared prompt is computed once, and its keys and values are laid out again for every response.
-    laid_out = 2 * keys * trainer.keys_per_token
+    laid_out = 2 * keys * trainer.keys_per_token * trainer.key_copies
     if not (trainer.layout.plain and trainer.dtype == "fp32"):
-        return queries + laid_out + out
+        # Where heads are exchanged for tokens, what comes out is kept on both sides.
+        return queries + laid_out + out * (2 if trainer.layout.plain and trainer.layout.cp > 1 else 1)
     # fp32 goes in groups of like length, up to a quarter and four tokens apart: padded by half of that, and put back
     # into one row afterwards.
     padding = 1 + (GROUP_RATIO * length + GROUP_SLACK) / 2 / length
@@ -109,7 +110,7 @@ def _norm_bytes_per_token(trainer: Trainer) -> float:
     So on a CPU too, where fp32 is trained, one process to a model. Plain modules work in fp32: beside two-byte
     activations they keep a copy of their input of four bytes."""
     layout, wide = trainer.layout, trainer.dtype == "fp32"
-    if _fused(trainer) or (wide and layout.tp * layout.dp == 1):
+    if _fused(trainer) or (wide and layout.devices == 1):
         return 8.0 * trainer.model.hidden
     return (12.0 if wide else 16.0) * trainer.model.hidden
 
@@ -118,7 +119,7 @@ def _fused(trainer: Trainer) -> bool:
     """Whether norms and gates are single kernels. In Plaudit's trainer those of a GPU are, on weights of two bytes, one
     device to a model, and not where layers compute themselves again."""
     layout = trainer.layout
-    alone = layout.tp * layout.dp == 1
+    alone = layout.devices == 1
     return not layout.plain or (trainer.dtype != "fp32" and alone and layout.recompute == "none")
 
 

@@ -32,6 +32,8 @@ FORMULAS = {
     "and again backward",
     "context parallel": "what passing keys and values around the cp devices, their gradients in backward, exceeds "
     "attention by: layers · tokens of all cp · keys and values · bytes of a number, (1 + 2 backward + 1 if recomputed)",
+    "context exchange": "our trainer exchanges tokens for heads around attention: layers · tokens of a device · "
+    "(queries + keys + values + outputs) · bytes of a number over cp, forward, again backward and if recomputed",
     "head again": "our trainer holds few logits at once: 2 · tokens · vocabulary · hidden once more in backward, and "
     "the head's gradient read and written for every stretch of 2²⁴ / vocabulary tokens",
     "launches": "what micro-batches · layers · (launch_seconds + experts of a device · expert_launch_seconds) exceeds "
@@ -118,7 +120,9 @@ class Trainer:
             "tensor parallel": self._tensor_parallel(tokens) * passes,
             "experts' all-to-all": self._all_to_all(tokens) * passes,
         }  # fmt: skip
-        if layout.cp > 1:
+        if layout.cp > 1 and layout.plain:
+            work["context exchange"] = self._exchanged(tokens) * passes
+        elif layout.cp > 1:
             passed = self._keys_passed(tokens) * (1 + 2 * backward + core_again)
             work["context parallel"] = max(0.0, passed - attention)
         if layout.plain and backward:
@@ -174,6 +178,22 @@ class Trainer:
         links = Links.of(self.cluster, layout.cp, self.constants, stride=layout.tp)
         size = layout.cp * tokens * each * activation_bytes(self.dtype) / layout.tp
         return model.layers / layout.pp * links.all_gather(size)
+
+    @property
+    def key_copies(self) -> float:
+        """Where our trainer exchanges tokens for heads, ranks beyond the key-value heads have copies of these."""
+        keys = max(1, self.model.kv_heads // self.layout.tp)
+        return math.lcm(keys, self.layout.cp) / keys if self.layout.plain else 1.0
+
+    def _exchanged(self, tokens: float) -> float:
+        """Of one pass forward."""
+        model, layout = self.model, self.layout
+        around = model.heads * (model.head_dim + model.rope_dim + (model.v_dim or model.head_dim))  # queries, outputs
+        # Latents are multiplied out first, to keys and values of all heads.
+        numbers = 2 * around if model.latent else around + model.kv_numbers_per_layer * self.key_copies
+        links = Links.of(self.cluster, layout.cp, self.constants, stride=layout.tp)
+        sent = tokens * numbers * activation_bytes(self.dtype) / layout.tp
+        return model.layers / layout.pp * links.all_to_all(sent)
 
     def _all_to_all(self, tokens: float) -> float:
         if self.layout.ep == 1:

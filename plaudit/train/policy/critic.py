@@ -41,11 +41,12 @@ class Critic(Protocol):
 
 
 class LocalCritic:
-    """A model of its own, in this process or, with `shards`, over the ranks of it; `group` share the samples out."""
+    """A model of its own, in this process or, with `shards`, over the ranks of it; `group` share the samples out,
+    `context` the row of each micro-batch."""
 
     def __init__(
         self, model: ValueModel, tokenizer: PreTrainedTokenizerFast, optimizer: Optimizer, *, clip: float | None,
-        micro_batch_tokens: int, shards: Shards | None = None, group: Group = ONE,
+        micro_batch_tokens: int, shards: Shards | None = None, group: Group = ONE, context: Group = ONE,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
@@ -54,10 +55,13 @@ class LocalCritic:
         self.micro_batch_tokens = micro_batch_tokens
         self.shards = shards
         self.group = group
+        self.context = context
         self.device = next(model.parameters()).device
 
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        return read_values(self.model, self.model.score, samples, self.micro_batch_tokens, self.group)
+        return read_values(
+            self.model, self.model.score, samples, self.micro_batch_tokens, self.group, context=self.context
+        )
 
     def gradient(self, experience: Experience) -> Tally:
         """Add the gradient of a minibatch's value loss to the parameters'."""
@@ -69,7 +73,7 @@ class LocalCritic:
             assert part.values is not None
             assert part.returns is not None
             rows = experience.rows(batch.indices[0], batch.indices[-1])
-            responses = pack_responses(part.samples, self.device)
+            responses = pack_responses(part.samples, self.device, context=self.context)
             values, _ = values_of(self.model.score, responses, hidden_of(self.model, responses))
             old, returns, mask = (each.to(self.device) for each in (part.values, part.returns, part.mask))
             weighted = weights[rows].to(self.device) * float(batch.counts)
@@ -118,7 +122,8 @@ class SharedCritic:
         weights = token_weights(experience.mask, experience.lengths, "token")
         for batch in micro_batches(experience.samples, policy.micro_batch_tokens, policy.group):
             rows = experience.rows(batch.indices[0], batch.indices[-1])
-            responses = pack_responses([experience.samples[i] for i in batch.indices], device, policy.routing)
+            samples = [experience.samples[i] for i in batch.indices]
+            responses = pack_responses(samples, device, policy.routing, policy.context)
             with torch.no_grad(), replaying(policy.routing, responses):
                 hidden = hidden_of(policy.module, responses)
             part = experience.select(batch.indices).on(device)

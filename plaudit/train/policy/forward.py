@@ -25,13 +25,15 @@ from plaudit.core.model.packing import Packed, pack_tree, send, use_packed_atten
 from plaudit.core.routing import Replay, Routing
 from plaudit.errors import DataError
 from plaudit.records import Sample
+from plaudit.train.optim.context import sliced, summed
 from plaudit.train.optim.sharding import head_of, let_go, packed_rows
-from plaudit.train.run.ranks import Group
+from plaudit.train.run.ranks import ONE, Group
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Samples packed into one row, and where their response tokens lie."""
+    """Samples packed into one row, and where their response tokens lie. Where ranks share the row out, `packed` is this
+    one's slice, rows are counted from its first, and those that lie outside are not read here."""
 
     packed: Packed
     before: Tensor
@@ -39,14 +41,25 @@ class Responses:
     targets: Tensor
     """(T,) the response tokens."""
     own: Tensor
-    """(K,) which of the T are the policy's."""
+    """(K,) which of the T are the policy's, and predicted here."""
     ends: Tensor
     """(N,) row of each sample's last token."""
+    valued: Tensor
+    """(V,) which of the rows `before` and `ends` are here."""
+    context: Group = ONE
+    """The ranks that share the row out."""
     replay: Replay | None = None
     """Of a mixture, the experts that the engine chose."""
 
+    def whole(self, at: Tensor, values: Tensor, count: int) -> Tensor:
+        """(count, ...), with what each rank has read of its rows at their places, and 0 at the others."""
+        zeros = torch.zeros(count, *values.shape[1:], dtype=values.dtype, device=values.device)
+        return summed(zeros.index_put((at,), values), self.context)
 
-def pack_responses(samples: Sequence[Sample], device: torch.device, routing: Routing | None = None) -> Responses:
+
+def pack_responses(
+    samples: Sequence[Sample], device: torch.device, routing: Routing | None = None, context: Group = ONE
+) -> Responses:
     sequences = [sample.prompt_ids + sample.token_ids for sample in samples]
     experts = None if routing is None else [_experts(sample, routing) for sample in samples]
     keys: Sequence[Any] = sequences
@@ -62,9 +75,14 @@ def pack_responses(samples: Sequence[Sample], device: torch.device, routing: Rou
     targets = np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int64)
     mask = np.fromiter(chain.from_iterable(sample.mask for sample in samples), bool)
     ends = np.array([rows[i][-1] for i in range(len(samples))])
-    places = (np.concatenate(before), targets, mask.nonzero()[0], ends)
-    before_rows, target_ids, own, last_rows = (send(place, device) for place in places)
-    packed = Responses(tree.packed, before_rows, target_ids, own, last_rows)
+    share = context.share(tree.tokens)
+    read = np.concatenate([*before, ends]) - share.start
+    here = (read >= 0) & (read < len(share))
+    count = len(targets)
+    places = (read[:count], targets, (mask & here[:count]).nonzero()[0], read[count:], here.nonzero()[0])
+    before_rows, target_ids, own, last_rows, valued = (send(place, device) for place in places)
+    row = sliced(tree.packed, context)
+    packed = Responses(row, before_rows, target_ids, own, last_rows, valued, context)
     if routing is None or experts is None:
         return packed
     chosen, recorded = np.zeros((tree.tokens, *routing.shape), routing.dtype), np.zeros(tree.tokens, bool)
@@ -96,8 +114,8 @@ def logprobs_and_entropy(
         rows_at(hidden, responses.before[own]), head.weight, responses.targets[own], head.bias, temperature=temperature,
         finish=None if decoder.plain_logits else decoder.finish, entropy_grad=entropy_grad, split=head.split,
     )  # fmt: skip
-    zeros = torch.zeros(len(responses.targets), device=logp.device)
-    return zeros.index_put((own,), logp), zeros.index_put((own,), entropy)
+    count = len(responses.targets)
+    return responses.whole(own, logp, count), responses.whole(own, entropy, count)
 
 
 def column_logprobs_of(
@@ -110,7 +128,7 @@ def column_logprobs_of(
         rows_at(hidden, responses.before[own]), head.weight, columns[own], head.bias, temperature,
         None if decoder.plain_logits else decoder.finish, head.split,
     )  # fmt: skip
-    return torch.zeros(columns.shape, device=logp.device).index_put((own,), logp)
+    return responses.whole(own, logp, len(columns))
 
 
 def likeliest_of(
@@ -123,30 +141,31 @@ def likeliest_of(
         rows_at(hidden, responses.before[own]), head.weight, count, among, head.bias, temperature,
         None if decoder.plain_logits else decoder.finish, head.split,
     )  # fmt: skip
-    shape = (len(responses.targets), count)
-    ids = torch.zeros(shape, dtype=torch.long, device=logp.device).index_put((own,), tokens)
-    return ids, torch.zeros(shape, device=logp.device).index_put((own,), logp)
+    length = len(responses.targets)
+    return responses.whole(own, tokens, length), responses.whole(own, logp, length)
 
 
 def values_of(score: nn.Linear, responses: Responses, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The value before each response token (T,), and after each sample's last (N,), in float32."""
     rows = torch.cat([responses.before, responses.ends])
     bias = None if score.bias is None else score.bias.float()
-    values = nn.functional.linear(rows_at(hidden, rows).float(), score.weight.float(), bias).squeeze(-1)
+    read = rows_at(hidden, rows[responses.valued]).float()
+    values = nn.functional.linear(read, score.weight.float(), bias).squeeze(-1)
+    values = responses.whole(responses.valued, values, len(rows))
     return values[: len(responses.targets)], values[len(responses.targets) :]
 
 
 @torch.no_grad()
 def read_values(
     module: nn.Module, score: nn.Linear, samples: Sequence[Sample], micro_batch_tokens: int, group: Group,
-    routing: Routing | None = None,
+    routing: Routing | None = None, context: Group = ONE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """On the CPU: the values before each response token (T,), and after each sample's last (N,)."""
     use_packed_attention(module)
     device = score.weight.device
     before, after = [], []
     for batch in micro_batches(samples, micro_batch_tokens, group):
-        responses = pack_responses([samples[i] for i in batch.indices], device, routing)
+        responses = pack_responses([samples[i] for i in batch.indices], device, routing, context)
         with replaying(routing, responses):
             at, end = values_of(score, responses, hidden_of(module, responses))
         if batch.counts:

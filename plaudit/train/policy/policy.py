@@ -37,16 +37,15 @@ from plaudit.train.run.ranks import ONE, Group
 
 
 class Policy:
-    """Runs the module with gradients. `value_head` is a critic's that shares the trunk, with `value_coef`; `group` are
-    the ranks that share the samples out. `routing`: of a mixture that takes the experts its samples were drawn with."""
+    """Runs the module with gradients. `value_head` is a critic's that shares the trunk, with `value_coef`; `group` and
+    `context` share samples and rows out. `routing`: of a mixture that takes the experts its samples were drawn with."""
 
     def __init__(
         self, decoder: Decoder, algorithm: RlAlgorithm, *, temperature: float, max_tokens: int, micro_batch_tokens: int,
-        value_head: nn.Linear | None = None, value_coef: float = 0.0, group: Group = ONE,
+        value_head: nn.Linear | None = None, value_coef: float = 0.0, group: Group = ONE, context: Group = ONE,
         routing: Routing | None = None,
     ) -> None:  # fmt: skip
-        self.decoder = decoder
-        self.module = decoder.module
+        self.decoder, self.module = decoder, decoder.module
         self.algorithm = algorithm
         self.loss = losses()[algorithm.loss].compute
         self.temperature = temperature
@@ -54,7 +53,7 @@ class Policy:
         self.micro_batch_tokens = micro_batch_tokens
         self.value_head = value_head
         self.value_coef = value_coef
-        self.group = group
+        self.group, self.context = group, context
         self.routing = routing
         self.together = 2 if algorithm.paired else 1
 
@@ -64,7 +63,7 @@ class Policy:
         use_packed_attention(self.module)
         parts, routing = [], self.routing if replay else None
         for batch in micro_batches(samples, self.micro_batch_tokens, self.group, self.together):
-            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device, routing)
+            responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device, routing, self.context)
             with replaying(routing, responses):
                 hidden = hidden_of(self.module, responses)
             if batch.counts:
@@ -75,7 +74,8 @@ class Policy:
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Of a critic that shares the trunk: before each response token, and after each sample's last."""
         assert self.value_head is not None
-        return read_values(self.module, self.value_head, samples, self.micro_batch_tokens, self.group, self.routing)
+        how = (self.micro_batch_tokens, self.group, self.routing, self.context)
+        return read_values(self.module, self.value_head, samples, *how)
 
     def gradient(self, experience: Experience, kl_coef: float) -> Tally:
         """Add the gradient of a minibatch's loss to the parameters'; returns what was seen on the way."""
@@ -89,7 +89,7 @@ class Policy:
             rows = experience.rows(batch.indices[0], batch.indices[-1])
             counts = float(batch.counts)
             part = experience.select(batch.indices)
-            responses = pack_responses(part.samples, self.decoder.device, self.routing)
+            responses = pack_responses(part.samples, self.decoder.device, self.routing, self.context)
             with replaying(self.routing, responses):
                 loss, note = self._loss(
                     part, responses, weights[rows] * counts, value_weights[rows] * counts, kl_coef,

@@ -16,9 +16,10 @@ from plaudit.config.supervised import PolicyModelTable
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.fused import recompute_contexts
 from plaudit.core.model.packing import use_packed_attention
-from plaudit.errors import ConfigError
+from plaudit.errors import ConfigError, ModelError
 from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_tokenizer, load_value, resolve
 from plaudit.models.part import compute_buffers, outline
+from plaudit.train.optim.context import check_context
 from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
@@ -34,6 +35,12 @@ from plaudit.train.run.overdue import Warn
 from plaudit.train.run.ranks import Ranks
 
 
+def check_models(recipe: RlRecipe) -> None:
+    """Raise if a model cannot do what the recipe wants of it, before any weights are read."""
+    check_routing(recipe)
+    check_context_ranks(recipe)
+
+
 def check_routing(recipe: RlRecipe) -> None:
     """Raise if the experts of the policy cannot be recorded and replayed, before any of its weights are read."""
     if not recipe.train.routing_replay:
@@ -47,6 +54,23 @@ def check_routing(recipe: RlRecipe) -> None:
         )
     if "expert" not in (resolve(recipe.model.path) / "config.json").read_text(encoding="utf-8"):
         raise ConfigError(f"train.routing_replay is for mixtures, and {recipe.model.path} has no experts: leave it out")
+
+
+def check_context_ranks(recipe: RlRecipe) -> None:
+    """Raise if ranks cannot share out the rows of one of the models, before any weights are read."""
+    resources = recipe.resources
+    if resources.context_parallel == 1:
+        return
+    critic = None if recipe.critic is None else recipe.critic.path
+    teachers = [table.path for table in recipe.algorithm.teachers.values()]
+    for path in dict.fromkeys([recipe.model.path, critic, *teachers]):
+        if path is None:
+            continue
+        try:
+            module = outline(path, recipe.model.dtype).module
+            check_context(module, resources.tensor_parallel, resources.context_parallel)
+        except ModelError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
 
 def split_model(
@@ -160,6 +184,7 @@ def _frozen(path: str, recipe: RlRecipe, ranks: Ranks) -> Policy:
     return Policy(
         Decoder(module, "causal"), recipe.algorithm, temperature=recipe.sampling.temperature,
         max_tokens=recipe.sampling.max_tokens, micro_batch_tokens=recipe.train.micro_batch_tokens, group=ranks.data,
+        context=ranks.context,
     )  # fmt: skip
 
 
@@ -197,6 +222,7 @@ def new_critic(
     return LocalCritic(
         model, tokenizer, optimizer, clip=recipe.algorithm.clip.value,
         micro_batch_tokens=recipe.train.micro_batch_tokens, shards=shards, group=ranks.data,
+        context=ranks.context,
     )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ class Trainee:
             temperature=recipe.sampling.temperature, max_tokens=recipe.sampling.max_tokens,
             micro_batch_tokens=recipe.train.micro_batch_tokens, value_head=head,
             value_coef=0.0 if recipe.critic is None else recipe.critic.coef, group=ranks.data,
+            context=ranks.context,
             routing=Routing(self.decoder) if recipe.train.routing_replay else None,
         )  # fmt: skip
         beside = {} if head is None else {f"value_head.{name}": p for name, p in head.named_parameters()}

@@ -1,8 +1,8 @@
 """The processes that train together: which one this is, and how bytes pass between them.
 
-A rank has a place on a mesh of data_parallel × tensor_parallel. `plaudit train` starts the ranks itself (launch.py);
-under torchrun they exist already. What they exchange beside tensors is msgpack, never pickle, and every exchange has a
-time limit.
+A rank has a place on a mesh of shards × tensor_parallel, where shards are data_parallel × context_parallel. `plaudit
+train` starts the ranks itself (launch.py); under torchrun they exist already. What they exchange beside tensors is
+msgpack, never pickle, and every exchange has a time limit.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ class Group:
     def barrier(self) -> None:
         self.gather(b"")
 
-    def share(self, count: int) -> range:
-        """This rank's part of `count` things, in order; the parts differ by one at most."""
-        return range(count * self.index // self.size, count * (self.index + 1) // self.size)
+    def share(self, count: int, index: int | None = None) -> range:
+        """This rank's part of `count` things, in order, or another's; the parts differ by one at most."""
+        index = self.index if index is None else index
+        return range(count * index // self.size, count * (index + 1) // self.size)
 
 
 ONE = Group()
@@ -98,12 +99,14 @@ ONE = Group()
 @dataclass(frozen=True)
 class Ranks:
     """everyone   all of them, in one row: they share out rollouts and rewards
-    data       those with the same part of each matrix: they share out a minibatch
-    mesh       (data, tensor); None for one process, which shards nothing
+    data       those with the same part of each matrix and of each row: they share out a minibatch
+    context    those with the same part of each matrix and the same micro-batches: they share out the rows of each
+    mesh       (data × context, tensor); None for one process, which shards nothing
     """
 
     everyone: Group = ONE
     data: Group = ONE
+    context: Group = ONE
     mesh: DeviceMesh | None = None
 
     @property
@@ -121,9 +124,10 @@ def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
     MASTER_PORT). Without them it is alone."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != resources.ranks:
+        names, sizes = resources.product
         raise ConfigError(
-            f"WORLD_SIZE = {world} processes were started, and resources.data_parallel × tensor_parallel = "
-            f"{resources.data_parallel} × {resources.tensor_parallel} = {resources.ranks}: make them equal"
+            f"WORLD_SIZE = {world} processes were started, and resources.{names} = {sizes} = {resources.ranks}: make "
+            "them equal"
         )
     if world == 1:
         yield ALONE
@@ -134,16 +138,29 @@ def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
         _take_gpu()
     with named_losses():
         limit = timedelta(seconds=resources.timeout)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit)
-        shape = (resources.data_parallel, resources.tensor_parallel)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=limit)
+        shape = (resources.shards, resources.tensor_parallel)
         mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=(DATA, TENSOR))
-        # A group for bytes alone, so that they never meet a tensor of the model's on the way.
-        data, tensor = mesh[DATA].get_local_rank(), mesh[TENSOR].get_local_rank()
-        rows = [[d * shape[1] + t for d in range(shape[0])] for t in range(shape[1])]
-        channels = [dist.new_group(row, backend="gloo", timeout=limit) for row in rows]
+        places = np.arange(world).reshape(resources.data_parallel, resources.context_parallel, shape[1])
+        # Groups for bytes alone, so that they never meet a tensor of the model's on the way.
+        data = _group(places, 0, "gloo", limit)
         everyone = dist.new_group(list(range(world)), backend="gloo", timeout=limit)
-        yield Ranks(Group(dist.get_rank(), world, everyone), Group(data, shape[0], channels[tensor]), mesh)
+        context = _group(places, 1, backend, limit)  # for tensors of the model's
+        yield Ranks(Group(dist.get_rank(), world, everyone), data, context, mesh)
     dist.destroy_process_group()  # only after success: with a rank gone there is nobody to say goodbye to
+
+
+def _group(places: np.ndarray, axis: int, backend: str, limit: timedelta) -> Group:
+    """The ranks that differ from this one along an axis alone. All ranks make all groups, in one order."""
+    size, found = places.shape[axis], ONE
+    if size == 1:
+        return ONE
+    for row in np.moveaxis(places, axis, -1).reshape(-1, size).tolist():
+        channel = dist.new_group(row, backend=backend, timeout=limit)
+        if dist.get_rank() in row:
+            found = Group(row.index(dist.get_rank()), size, channel)
+    return found
 
 
 def together(group: Group, write: Callable[[], object]) -> None:

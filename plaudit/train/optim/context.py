@@ -1,0 +1,144 @@
+"""A packed row over ranks: each has a slice of its tokens, and attends for all of them with a share of the heads.
+
+Everything but attention goes token by token, so a rank needs no other's rows for it. Around attention tokens are
+exchanged for heads and back (Ulysses, arXiv 2309.14509): layouts, windows, soft caps and shared prompts are those of
+the whole row. What is read of single rows is summed over the ranks, and all of them have the loss of the whole row;
+gradients of weights add up over them as over ranks with rows of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from plaudit.core.model.attention import Layout, Rule
+from plaudit.core.model.latent import Latent
+from plaudit.core.model.mixers import mixers_of
+from plaudit.core.model.packing import Packed, trunk
+from plaudit.errors import ModelError
+from plaudit.train.run.ranks import Group
+
+
+class SlicedLayout(Layout):
+    """`whole` is the layout of the row, of which each rank has the tokens of its share."""
+
+    def __init__(self, whole: Layout, tokens: int, group: Group) -> None:
+        super().__init__((), torch.empty(0))
+        self.whole = whole
+        whole.ranks = group.size
+        self.group = group
+        self.counts = [len(group.share(tokens, index)) for index in range(group.size)]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if rule.sinks is not None:
+            rule = replace(rule, sinks=rule.sinks.chunk(self.group.size)[self.group.index])
+        copies = math.lcm(key.shape[1], self.group.size) // key.shape[1]
+        if copies > 1:  # ranks share a key-value head
+            key, value = (each.repeat_interleave(copies, 1) for each in (key, value))
+        own = self.counts[self.group.index]
+        query, key, value = (self._all_tokens(each[:own]) for each in (query, key, value))
+        out = self._all_heads(self.whole.attend(layer, query, key, value, rule))
+        return out if own else F.pad(out, (0, 0, 0, 0, 0, 1))  # for a row that only stands in: see `sliced`
+
+    def attend_latent(self, layer: int, latent: Latent, query: Tensor, rows: Tensor, rule: Rule) -> Tensor:
+        """By the keys and values that the module makes: heads can be dealt out, the one row of a latent cannot."""
+        return self.attend(layer, query, *latent.expanded(rows), rule)
+
+    def _all_tokens(self, x_RHD: Tensor) -> Tensor:
+        """(own tokens, heads, D) -> (all tokens, own heads, D)."""
+        (own, heads, width), size = x_RHD.shape, self.group.size
+        parts_NRhD = x_RHD.reshape(own, size, heads // size, width).transpose(0, 1)
+        return _exchanged(parts_NRhD.flatten(0, 1), [own] * size, self.counts, self.group)
+
+    def _all_heads(self, x_ThD: Tensor) -> Tensor:
+        own, size = self.counts[self.group.index], self.group.size
+        parts = _exchanged(x_ThD, self.counts, [own] * size, self.group)
+        return parts.view(size, own, *parts.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def sliced(packed: Packed, group: Group) -> Packed:
+    """This rank's tokens of a row; what is said of its sequences stays that of the whole row. With fewer tokens than
+    ranks some have none of their own and take one that nobody reads: modules do not go over nothing."""
+    if group.size == 1:
+        return packed
+    tokens = packed.input_ids.shape[1]
+    share = group.share(tokens)
+    here = slice(share.start, max(share.stop, share.start + 1))
+    return replace(
+        packed, input_ids=packed.input_ids[:, here], position_ids=packed.position_ids[:, here],
+        layout=SlicedLayout(packed.layout, tokens, group),
+    )  # fmt: skip
+
+
+def summed(part: Tensor, group: Group) -> Tensor:
+    """The ranks' sum. All of them compute the same with it, so each has its whole gradient already."""
+    if group.size == 1:
+        return part
+    total: Tensor = _Sum.apply(part, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def check_context(module: nn.Module, tensor_parallel: int, context_parallel: int) -> None:
+    """Raise if the rows of a module cannot be shared out so. It may be on the meta device."""
+    if mixers_of(module):
+        raise ModelError(
+            f"{type(trunk(module)).__name__} has recurrent layers, which go over whole sequences, and "
+            f"resources.context_parallel = {context_parallel} cuts these: set data_parallel in its place"
+        )
+    config: Any = trunk(module).config
+    config = config.get_text_config()
+    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads, keys = heads // tensor_parallel, max(1, keys // tensor_parallel)
+    if heads % (size := math.lcm(keys, context_parallel)):
+        of = f" on a rank of tensor_parallel = {tensor_parallel}" if tensor_parallel > 1 else ""
+        raise ModelError(
+            f"{heads} attention heads over {keys} key-value heads{of} cannot be dealt out to context_parallel = "
+            f"{context_parallel} ranks: {heads} / lcm({keys}, {context_parallel}) = {heads / size:g} is no whole number"
+        )
+
+
+class _Exchange(Function):
+    """Rows for rows: `sent` of them to each rank in turn, `received` from each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+        ctx.how = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, group = ctx.how
+        return _all_to_all(grad, received, sent, group), None, None, None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        total = part.contiguous().clone()
+        dist.all_reduce(total, group=group.channel)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    out: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group.channel)
+    return out
