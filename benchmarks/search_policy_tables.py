@@ -80,7 +80,7 @@ def tables(rows: Sequence[dict[str, Any]], figures: dict[str, Any], facts: dict[
             kv = [row["kv"][str(n)] if str(n) in row["kv"] else row["kv"].get(n) for row in pools.values()]
             curve.append(
                 {"n": n, "prm": prm, "questions": len(pools), "accuracy": accuracy, "interval": interval,
-                 "generated": n * each_tokens, "prm_tokens": n * each_prm if prm else 0,
+                 "generated": n * each_tokens, "prm_tokens": 0 if not prm else n * each_prm if n == size else None,
                  "kv_tokens": None if None in kv else fmean(kv),
                  "seconds": n * figures["seconds_per_path"] if figures else None}
             )  # fmt: skip

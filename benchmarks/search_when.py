@@ -279,9 +279,9 @@ LIMITS = """## What this is not
 
 The policy is simulated: a real one repeats itself, and a real PRM fails on whole kinds of steps rather than by noise.
 With [a policy and a PRM that were trained](benchmarks/search.md#with-a-policy-trained-for-it), 17 % right, AUC 0.92,
-REBASE and ETS lead at widths 4 and 16 as here, and beam and DVTS fall behind as they get wider: what chooses hardest
-finds the PRM's mistakes first. Measure the AUC of a PRM on steps of your own before you read a row off; `plaudit train`
-prints it for process models.
+REBASE and ETS lead at widths 4 and 16 as here and not at 64, and beam and DVTS fall behind as they get wider, perhaps
+since what chooses hardest finds the PRM's mistakes first. Measure the AUC of a PRM on steps of your own before you read
+a row off; `plaudit train` prints it for process models.
 """
 
 
