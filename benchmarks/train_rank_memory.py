@@ -7,7 +7,7 @@ ranks. The peak of resident memory, mapped files included, looked at every milli
 before. In the colocated placement every rank has a whole copy of the policy for its engine, in the disaggregated one
 rank 0 has, which sends it to engines elsewhere; with the reshard channel none has, and there two updates follow, of 8
 samples of 40 tokens, beside the peak that the planner gives for them. `large`: those updates alone, of a Llama of 2 GB
-by GRPO without a reference. `context`: updates of two samples of 2,048 tokens, one at a time, by GRPO of a Llama of 39
+by GRPO without a reference. `context`: updates of two samples of 2,048 tokens, one at a time, by GRPO of a Llama of 44
 MB: activations are most of it, and ranks share them out. Writes benchmarks/results/train_rank_memory.json.
 """
 
