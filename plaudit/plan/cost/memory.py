@@ -16,6 +16,8 @@ from plaudit.plan.shape.hardware import DTYPE_BYTES, activation_bytes
 
 GROUP_RATIO, GROUP_SLACK = 0.25, 4.0
 """How much longer than its shortest a sequence of a group may be, where attention goes by groups."""
+LEAST_KEYS, SCORES = 64, 32 * 2**20
+"""Of `core/model/attention.py`, on a CPU: keys of the shortest product, bytes of scores that are computed at once."""
 HOST_SLACK = 1.5
 """Pinned copies and buffers of what is offloaded (the factor of DeepSpeed's own estimator)."""
 
@@ -102,7 +104,13 @@ def attention_numbers(trainer: Trainer, length: float) -> float:
     # fp32 goes in groups of like length, up to a quarter and four tokens apart: padded by half of that, and put back
     # into one row afterwards.
     padding = 1 + (GROUP_RATIO * length + GROUP_SLACK) / 2 / length
-    return padding * (queries + laid_out + out) + out
+    return padding * (queries + laid_out + out + _kept_scores(model.heads, length)) + out
+
+
+def _kept_scores(heads: int, length: float) -> float:
+    """Of a token in float32 on a CPU, where short sequences keep theirs and those of long ones are computed again."""
+    scores = heads * max(LEAST_KEYS, length)
+    return scores if 4 * length * scores <= SCORES else 0.0
 
 
 def _norm_bytes_per_token(trainer: Trainer) -> float:
