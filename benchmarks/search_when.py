@@ -155,9 +155,13 @@ def lead(cell: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 
 def advice(leads: dict[str, tuple[float, float]]) -> str:
     """The method that is ahead of best-of-n by more than its interval. Of several the one whose interval begins
-    furthest ahead: they may have been given different numbers of questions."""
+    furthest ahead: they may have been given different numbers of questions. REBASE, where that one is not ahead of it by
+    more than its interval: a trained process model misled beam and DVTS, and not REBASE (docs/benchmarks/search.md)."""
     ahead = {name: mean - half for name, (mean, half) in leads.items() if mean > half and name in READY}
-    return max(ahead, key=ahead.__getitem__) if ahead else CHEAP[0]
+    if not ahead:
+        return CHEAP[0]
+    best = max(ahead, key=ahead.__getitem__)
+    return "rebase" if "rebase" in ahead and leads["rebase"][0] >= ahead[best] else best
 
 
 def table(found: dict[str, Any]) -> dict[str, Any]:
@@ -261,8 +265,10 @@ python benchmarks/search_when.py --minutes 30 --write
 
 A tree's accuracy stands with its lead over PRM-weighted best-of-n of the same width and its 95 % interval, question by
 question. `use` is the method that leads by more than that interval, of several the one whose interval begins furthest
-ahead; a KV budget is left out, since it has a size of one's own. Empty cells were not measured. `plaudit search
---method auto` reads the same cells, in `plaudit/search/when.json` ([how](search.md#auto)).
+ahead, or REBASE, where that one is not ahead of it by more than its interval: a [trained process
+model](benchmarks/search.md) misled beam and DVTS, and not REBASE. A KV budget is left out, since it has a size of one's
+own. Empty cells were not measured. `plaudit search --method auto` reads the same cells, in `plaudit/search/when.json`
+([how](search.md#auto)).
 
 ## Accuracy
 """

@@ -33,7 +33,9 @@ def test_a_lead_and_its_interval_by_hand() -> None:
     ("leads", "method"),
     [
         ({"beam": (0.2, 0.1), "rebase": (0.3, 0.1)}, "rebase"),
-        ({"beam": (0.2, 0.05), "rebase": (0.3, 0.2)}, "beam"),  # 0.15 for certain, where the other has 0.1
+        ({"beam": (0.2, 0.05), "dvts": (0.3, 0.2)}, "beam"),  # 0.15 for certain, where the other has 0.1
+        ({"beam": (0.3, 0.05), "rebase": (0.26, 0.05)}, "rebase"),  # which may be as far ahead
+        ({"beam": (0.3, 0.05), "rebase": (0.24, 0.05)}, "beam"),
         ({"beam": (0.2, 0.3), "rebase": (-0.3, 0.1)}, "best-of-n"),
         ({"beam": (-0.2, 0.1), "rebase": (-0.3, 0.1)}, "best-of-n"),
     ],
