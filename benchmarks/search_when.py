@@ -155,8 +155,9 @@ def lead(cell: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 
 def advice(leads: dict[str, tuple[float, float]]) -> str:
     """The method that is ahead of best-of-n by more than its interval. Of several the one whose interval begins
-    furthest ahead: they may have been given different numbers of questions. REBASE, where that one is not ahead of it by
-    more than its interval: a trained process model misled beam and DVTS, and not REBASE (docs/benchmarks/search.md)."""
+    furthest ahead: they may have been given different numbers of questions. REBASE, where that one is not ahead of it
+    by more than its interval: a trained process model misled beam and DVTS, and not REBASE (docs/benchmarks/search.md).
+    """
     ahead = {name: mean - half for name, (mean, half) in leads.items() if mean > half and name in READY}
     if not ahead:
         return CHEAP[0]
