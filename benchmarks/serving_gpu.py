@@ -101,7 +101,8 @@ def main() -> None:
         module.save_pretrained(folder / NAME)
         word_tokenizer(VOCABULARY).save_pretrained(folder / NAME)
         longest = 400 if options.tiny else 4000
-        engine = Engine(module, kv_bytes=2**28)
+        del module
+        engine = Engine.load(folder / NAME, device=device, dtype=dtype, kv_bytes=2**28)  # as the server loads it
         config = folder / "serve.toml"
         config.write_text(f'[models.{NAME}]\npath = "{folder / NAME}"\ndevice = "{device}"\ndtype = "{dtype}"\n')
         PYTHONS["fastapi"] = PYTHONS["plaudit"]
