@@ -420,13 +420,17 @@ def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("sizes", "length"), [((16, 16), 1), ((24, 40), 1), ((16, 16), 70)])
+@pytest.mark.parametrize(
+    ("sizes", "length"),
+    [((16, 16), 1), ((24, 40), 1), ((16, 16), 11), pytest.param((16, 16), 70, marks=pytest.mark.slow)],
+)
 def test_the_gated_delta_rule(dtype: torch.dtype, sizes: tuple[int, int], length: int) -> None:
     """As transformers computes it token by token and in chunks, and to the bit the same in parts of any length."""
     keys, values = sizes
-    query, key, value = (randn(3, length, 4, n, dtype=dtype) for n in (keys, keys, values))
-    decay, beta = -randn(3, length, 4).abs(), randn(3, length, 4, dtype=dtype).sigmoid()
-    state = randn(3, 4, keys, values)
+    rows, heads = (3, 4) if length == 1 else (2, 1)
+    query, key, value = (randn(rows, length, heads, n, dtype=dtype) for n in (keys, keys, values))
+    decay, beta = -randn(rows, length, heads).abs(), randn(rows, length, heads, dtype=dtype).sigmoid()
+    state = randn(rows, heads, keys, values)
     for norm in (True, False):
         mine = state.clone()
         if not norm:
@@ -488,6 +492,7 @@ def test_a_step_of_a_convolution(dtype: torch.dtype, width: int) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_recurrent_steps_are_found_by_what_they_compute() -> None:
     names = {name for _, name, _ in Fusion(recurrent.model("qwen3_next").model.to(DEVICE), differentiable).functions}
     assert {
