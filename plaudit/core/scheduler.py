@@ -93,7 +93,8 @@ class Scheduler:
             if sequence in self.running and self._grow(sequence, len(sequence.tokens)):
                 plan.chunks.append(Chunk(sequence, 1))
         decodes = len(plan.chunks)
-        self._read_prompts(key, plan, self._half() if self.overlaps and not decodes else self.budget - decodes)
+        overlaps = self.overlaps and not decodes
+        self._read_prompts(key, plan, self._half() if overlaps else self.budget - decodes, whole=overlaps)
         if not plan.chunks and self.running:
             self._force(key, plan)
         elif len(plan.chunks) == decodes and decodes:
@@ -122,12 +123,12 @@ class Scheduler:
         self.preemptions += 1
         self._wait(sequence)
 
-    def _read_prompts(self, key: Hashable, plan: Plan, left: int) -> None:
+    def _read_prompts(self, key: Hashable, plan: Plan, left: int, whole: bool) -> None:
         for sequence in self._queue():
             if left <= 0:
                 return
             fresh = sequence in self.waiting
-            if self.overlaps and sequence.request.read is not None and left < sequence.pending <= self.budget:
+            if whole and sequence.request.read is not None and left < sequence.pending <= self.budget:
                 # Not torn: where nothing was computed before, keys lie end to end, and a GPU reads them faster.
                 if plan.chunks:
                     continue

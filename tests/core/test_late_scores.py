@@ -76,6 +76,19 @@ def test_sequences_are_torn_only_where_a_step_cannot_take_them_whole() -> None:
     assert np.allclose(values(updates, numbers), expected, rtol=0, atol=1e-9)
 
 
+def test_a_long_sequence_is_scored_while_others_decode() -> None:
+    """It fits into a step by itself, and never into what the decoding ones leave: it is torn then."""
+    module = tiny.model("mistral", dtype=torch.float64)
+    engine = overlapping(module, budget=64)
+    decoding = engine.submit(SEQUENCES[0][:20], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    engine.step()
+    number = engine.submit_score((SEQUENCES[1] * 4)[:64], columns=[5])
+    ended = []
+    while engine.busy:
+        ended += [u.request for u in engine.step() if u.values is not None or u.sample is not None]
+    assert ended == [number, decoding]
+
+
 def test_scores_go_out_before_samples_are_computed() -> None:
     module = tiny.model("mistral", dtype=torch.float64)
     engine, params = overlapping(module), SamplingParams(max_tokens=5, seed=1, temperature=0.0)
