@@ -68,6 +68,16 @@ def delta_rule(
 
 
 @triton.jit
+def _store_convolved(summed, bias, out, at, channel, inside, SILU: tl.constexpr, BIAS: tl.constexpr):
+    if BIAS:
+        summed += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        summed = summed.to(out.dtype.element_ty).to(tl.float32)
+        summed = summed / (1.0 + tl.exp(-summed))
+    tl.store(out + at, summed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _convolution_step(
     x, state, weight, bias, out, total, channels, WIDTH: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -82,12 +92,7 @@ def _convolution_step(
         summed += column.to(tl.float32) * tl.load(weight + channel * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
         tl.store(state + at * WIDTH + i, column, mask=inside)
     tl.store(state + at * WIDTH + WIDTH - 1, new.to(state.dtype.element_ty), mask=inside)
-    if BIAS:
-        summed += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        summed = summed.to(out.dtype.element_ty).to(tl.float32)
-        summed = summed / (1.0 + tl.exp(-summed))
-    tl.store(out + at, summed.to(out.dtype.element_ty), mask=inside)
+    _store_convolved(summed, bias, out, at, channel, inside, SILU, BIAS)
 
 
 def convolution_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -116,12 +121,7 @@ def _convolution(
         back = WIDTH - 1 - i
         column = tl.load(source - back * token_stride, mask=inside & (token >= back), other=0.0)
         summed += column.to(tl.float32) * tl.load(weight + channel * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        summed += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        summed = summed.to(out.dtype.element_ty).to(tl.float32)
-        summed = summed / (1.0 + tl.exp(-summed))
-    tl.store(out + at, summed.to(out.dtype.element_ty), mask=inside)
+    _store_convolved(summed, bias, out, at, channel, inside, SILU, BIAS)
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:

@@ -16,25 +16,7 @@ from torch.autograd.function import Function
 
 from plaudit.core import kernels
 from plaudit.core.kernels import Routes
-
-
-class _Given(Function):
-    """Values by a kernel, gradients by what it stands for, which is computed again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, fused: Callable[..., Tensor], original: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.original = original
-        return fused(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
-        inputs = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
-        with torch.enable_grad():
-            out = ctx.original(*inputs)
-        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
-        return None, None, *(next(grads) if want else None for want in wanted)
+from plaudit.core.model.operations import with_gradients_of
 
 
 class _RmsNorm(Function):
@@ -211,8 +193,7 @@ def gated_norm(module: Any, epsilon: float, x: Tensor, gate: Tensor) -> Tensor:
         normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
         return (weight * normed * F.silu(gate.float())).to(x.dtype)
 
-    y: Tensor = _Given.apply(fused, original, x, gate, module.weight)  # type: ignore[no-untyped-call]
-    return y
+    return with_gradients_of(original, fused, x, gate, module.weight)
 
 
 def delta_rule(
@@ -232,8 +213,7 @@ def delta_rule(
         out: Tensor = original(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=norm)[0]
         return out
 
-    out: Tensor = _Given.apply(fused, plain, *inputs)  # type: ignore[no-untyped-call]
-    return out, None
+    return with_gradients_of(plain, fused, *inputs), None
 
 
 def _no_state(key: Tensor, value: Tensor) -> Tensor:
@@ -255,8 +235,7 @@ def convolution(
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return original(x, weight, bias, activation=activation)
 
-    y: Tensor = _Given.apply(fused, plain, *inputs)  # type: ignore[no-untyped-call]
-    return y
+    return with_gradients_of(plain, fused, *inputs)
 
 
 def _wanted(*inputs: Tensor) -> bool:

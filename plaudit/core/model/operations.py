@@ -18,6 +18,30 @@ RECURRENT: Mapping[str, Callable[..., Any]] = {}  # parts of recurrent layers ar
 MIXTURE: Mapping[str, Callable[..., Any]] = {}  # and so are experts and their routers
 
 
+class _Substituted(Function):
+    @staticmethod
+    def forward(ctx: Any, original: Callable[..., Tensor], fused: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.original = original
+        return fused(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            out = ctx.original(*inputs)
+        grads = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+        return None, None, *(next(grads) if need else None for need in needed)
+
+
+def with_gradients_of(original: Callable[..., Tensor], fused: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """What `fused` makes of the inputs, with the gradients of `original`, which is computed in the backward pass."""
+    out: Tensor = _Substituted.apply(original, fused, *inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
 @dataclass(frozen=True)
 class Rotation:
     """Rotary embedding of x (T, heads, D) by cos and sin (T, 1, D), the first half of sin negated."""

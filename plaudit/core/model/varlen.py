@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from plaudit.core.model.attention import Layout, Rule
 from plaudit.core.model.latent import Latent
+from plaudit.core.model.operations import with_gradients_of
 
 HALF = (torch.float16, torch.bfloat16)
 MOST_DIM = 256
@@ -60,7 +61,11 @@ class VarlenLayout(Layout):
         if not supported(query, value, rule) or by_products:
             return self.grouped.attend(layer, query, key, value, rule)
         if learning and rule.softcap is not None:
-            return _capped(layer, query, key, value, self, rule)
+            return with_gradients_of(
+                lambda query, key, value: self.grouped.attend(layer, query, key, value, rule),
+                lambda query, key, value: self.varlen(query, *self.context(layer, key, value), self.spans, rule),
+                query, key, value,
+            )  # fmt: skip
         if rule.latent is not None:
             rows, _ = self.context(layer, key, value)
             return self.over_latents(query, rows, *self.token_spans, rule)
@@ -201,31 +206,6 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, layout: VarlenLayout
     return out
 
 
-class _CappedAttention(Function):
-    """Forward by our kernel; backward through plain products, computed again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, rule: Rule
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.layer, ctx.layout, ctx.rule = layer, layout, rule
-        return layout.varlen(query, *layout.context(layer, key, value), layout.spans, rule)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = ctx.layout.grouped.attend(ctx.layer, *inputs, ctx.rule)
-        return None, *torch.autograd.grad(out, inputs, grad), None, None
-
-
-def _capped(layer: int, query: Tensor, key: Tensor, value: Tensor, layout: VarlenLayout, rule: Rule) -> Tensor:
-    out: Tensor = _CappedAttention.apply(layer, query, key, value, layout, rule)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _LatentAttention(Function):
     """Forward over latents, with the bits of a decode step; backward by torch's flash attention, of the keys and values
     that the module makes of them."""
@@ -237,11 +217,11 @@ class _LatentAttention(Function):
     ) -> Tensor:  # fmt: skip
         sums = torch.empty(query.shape[1], query.shape[0], device=query.device)
         scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-        told = replace(rule, scale=scale, latent=latent.rank)
-        summed = layout.over_latents(latent.absorbed(query), rows, *layout.token_spans, told, sums)
+        scaled = replace(rule, scale=scale, latent=latent.rank)
+        summed = layout.over_latents(latent.absorbed(query), rows, *layout.token_spans, scaled, sums)
         out = latent.restored(summed)
         ctx.save_for_backward(query, keys, values, None, out, sums)
-        ctx.layout, ctx.rule = layout, told
+        ctx.layout, ctx.rule = layout, scaled
         return out
 
     @staticmethod

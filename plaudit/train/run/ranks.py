@@ -153,14 +153,14 @@ def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
 
 def _group(places: np.ndarray, axis: int, backend: str, limit: timedelta) -> Group:
     """The ranks that differ from this one along an axis alone. All ranks make all groups, in one order."""
-    size, found = places.shape[axis], ONE
+    size, own = places.shape[axis], ONE
     if size == 1:
         return ONE
     for row in np.moveaxis(places, axis, -1).reshape(-1, size).tolist():
         channel = dist.new_group(row, backend=backend, timeout=limit)
         if dist.get_rank() in row:
-            found = Group(row.index(dist.get_rank()), size, channel)
-    return found
+            own = Group(row.index(dist.get_rank()), size, channel)
+    return own
 
 
 def together(group: Group, write: Callable[[], object]) -> None:
