@@ -167,6 +167,12 @@ def test_our_own_trainer_packs_prompts_once_and_takes_no_log_probabilities_for_a
     assert several.takes_old
 
 
+def test_the_attention_that_is_planned_is_the_cores() -> None:
+    from plaudit.core.model import attention
+
+    assert (memory.LEAST_KEYS, memory.SCORES) == (attention.LEAST_KEYS, attention.SCORES)
+
+
 def test_activations_are_what_a_pass_on_the_cpu_keeps() -> None:
     import torch
 
