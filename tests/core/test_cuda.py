@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -27,6 +28,7 @@ from plaudit.core.device.backend import DecodeBatch, Decoded
 from plaudit.core.model.attention import Rule
 from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import pack, use_packed_attention
+from plaudit.core.model.readouts import Read, Reading, take
 from plaudit.core.model.varlen import VarlenLayout
 from plaudit.core.proof.support import inspect
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
@@ -278,6 +280,20 @@ def test_bf16_scores_are_no_worse_than_those_of_transformers() -> None:
         theirs = torch.stack([half(torch.tensor([s], device="cuda")).logits[0] for s in sequences]).cpu().float()
     ours = torch.tensor([v.tolist() for v in Engine(half, kv_bytes=2**24).score(sequences)])
     assert (ours - truth).abs().mean() <= 1.2 * (theirs - truth).abs().mean()
+
+
+def test_a_readout_does_not_wait_for_what_was_queued_after_it() -> None:
+    run = engine(causal("llama"))
+    rows = torch.randn(3, run.decoder.module.config.hidden_size, device="cuda")
+    readings = [Reading(Read("columns", (0,), (5, 6)), [1], [0])] * 3
+    with torch.inference_mode():
+        expected = run.decoder.columns(rows, (5, 6)).cpu()
+        pending = take(run.decoder, rows, readings)
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        values = pending.arrays()
+    busy = not torch.cuda.current_stream().query()
+    assert busy
+    assert torch.equal(torch.from_numpy(np.concatenate(values)), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox"])

@@ -228,8 +228,11 @@ def test_latent_attention_of_a_decode_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_latent_attention_of_prompts_has_the_bits_of_decode_steps(scattered: bool, dtype: torch.dtype) -> None:
+def test_latent_attention_of_prompts_has_the_bits_of_decode_steps(
+    scattered: bool, tiled: bool, dtype: torch.dtype
+) -> None:
     lengths, rank, width = [5, 1, 20], 24, 32
     rows = randn(64, 1, width, dtype=dtype)
     places = torch.randperm(64, device=DEVICE)[:26] if scattered else torch.arange(26, device=DEVICE)
@@ -238,8 +241,9 @@ def test_latent_attention_of_prompts_has_the_bits_of_decode_steps(scattered: boo
     starts = torch.tensor([b for b, n in zip(begins, lengths, strict=True) for _ in range(n)], device=DEVICE).int()
     positions = torch.tensor([i for n in lengths for i in range(n)], device=DEVICE).int()
     found = kernels.latent_attention(
-        query, rows, rank, positions, scale=0.3, starts=starts, places=places if scattered else None, sums=sums
-    )
+        query, rows, rank, positions, scale=0.3, starts=starts, places=places if scattered else None,
+        tiles=torch.from_numpy(kernels.latent_tiles(lengths)).to(DEVICE) if tiled else None, sums=sums,
+    )  # fmt: skip
     for i, (start, position) in enumerate(zip(starts.tolist(), positions.tolist(), strict=True)):
         out, log = attended(query[i], rows[places[start : start + position + 1], 0], rank, 0.3)
         close(found[i], out.to(dtype))
@@ -247,6 +251,11 @@ def test_latent_attention_of_prompts_has_the_bits_of_decode_steps(scattered: boo
     pages = torch.nn.functional.pad(places[6:], (0, 8)).int()[None].expand(20, -1)  # pages of one token
     decoded = kernels.latent_attention(query[6:], rows, rank, positions[6:], scale=0.3, tables=pages, size=1, splits=2)
     assert torch.equal(found[6:], decoded)
+
+
+def test_tiles_are_rows_of_one_sequence_those_furthest_in_first() -> None:
+    tiles = kernels.latent_tiles([5, 1, 9]).tolist()
+    assert tiles == [[14, 1], [4, 1], [10, 4], [0, 4], [5, 1], [6, 4]]
 
 
 class Blocks(PagedBackend):

@@ -19,7 +19,7 @@ from plaudit.core.kernels.experts import (
     softmax_top,
     weight_gradient,
 )
-from plaudit.core.kernels.latent import heads_product, latent_attention
+from plaudit.core.kernels.latent import heads_product, latent_attention, latent_tiles
 from plaudit.core.kernels.pointwise import (
     add_rms_norm,
     rms_norm,
@@ -45,6 +45,7 @@ __all__ = [
     "expert_product",
     "heads_product",
     "latent_attention",
+    "latent_tiles",
     "query_tiles",
     "rms_norm",
     "rms_norm_backward",

@@ -1,16 +1,18 @@
 """Attention over latents (model/latent.py), and the products before and after it, a matrix to each head.
 
-One kernel for prompts and decode steps: a program has one query row and HEADS of its heads, and goes over the row's
-latents in tiles of one size from position 0, in order. So a row has the same bits in both, whatever else is in the
-batch. What a prompt's tiles of queries are elsewhere the heads are here: all of them read the same latents, of which
-the first columns are the values, so that a tile is loaded once for both products. A decode step over few rows is split
-at SEGMENT latents at the earliest.
+One kernel for prompts and decode steps: a program has a query row, or in a prompt TOKENS of them, and HEADS of their
+heads, and goes over the latents of the sequence in tiles of one size from position 0, in order. So a row has the same
+bits in both, whatever else is in the batch. All heads read the same latents, whose first columns are the values: a tile
+is loaded once for both products. A decode step over few rows is split at SEGMENT latents at the earliest.
 
 Letters: T query rows, H heads, R width of a latent, P width of the rotated part behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from torch import Tensor
 from plaudit.core.kernels.attention import LOG2_E, SEGMENT, _join_splits
 
 HEADS = 16  # of a program: the fewest rows of a product
+TOKENS = 4  # of a prompt's program, each by HEADS heads
 ROWS, COLUMNS, INNER = 32, 64, 64  # of a tile of heads' products
 
 
@@ -58,64 +61,77 @@ def heads_product(x: Tensor, matrices: Tensor) -> Tensor:
 
 @triton.jit
 def _latent_attention(
-    query, latents, out, peaks, sums, tables, starts, places, positions, scale_log2, count, query_row, query_head,
-    latent_slot, table_row, H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, PAGED: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, SEGMENT: tl.constexpr, SUMS: tl.constexpr, EXACT: tl.constexpr,
+    query, latents, out, peaks, sums, tables, starts, places, positions, tiles, scale_log2, count, query_row,
+    query_head, latent_slot, table_row, H: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, PAGED: tl.constexpr, SCATTERED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, SUMS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    # The rows of the products are TOKENS query rows of one sequence by HEADS heads.
+    at_m = tl.arange(0, TOKENS * HEADS)
+    head = tl.program_id(1) * HEADS + at_m % HEADS
+    first_row, last_row = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64)
+    if TOKENS > 1:
+        first_row = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+        last_row = first_row + tl.load(tiles + 2 * tl.program_id(0) + 1) - 1
+    row = first_row + at_m // HEADS
+    live = (head < H) & (row <= last_row)
+    lengths = tl.load(positions + row, mask=row <= last_row, other=0).to(tl.int32) + 1
+    length = tl.load(positions + last_row).to(tl.int32) + 1
     split = tl.program_id(2)
-    length = tl.load(positions + row).to(tl.int32) + 1
     share = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE, SEGMENT)
     begin = split * share
     end = tl.minimum(begin + share, length)
-    start_row = row  # of what is not paged
+    start_row = first_row  # of what is not paged
     if not PAGED:
-        start_row = tl.load(starts + row).to(tl.int64)
+        start_row = tl.load(starts + first_row).to(tl.int64)
 
     at_r, at_p = tl.arange(0, RP), tl.arange(0, PP)
-    live = head < H
-    q_at = query + row * query_row + head[:, None] * query_head
+    q_at = query + row[:, None] * query_row + head[:, None] * query_head
     q = tl.load(q_at + at_r[None, :], mask=live[:, None] & (at_r < R)[None, :], other=0.0)
     q_rotated = tl.load(q_at + R + at_p[None, :], mask=live[:, None] & (at_p < P)[None, :], other=0.0)
-    peak = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    gathered = tl.zeros([HEADS, RP], tl.float32)
+    peak = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
+    # Exponentials are added up by a product with ones, whose order of sums does not hang on how many rows there are.
+    ones = tl.full([TILE, 16], 1.0, latents.dtype.element_ty)
+    totals = tl.zeros([TOKENS * HEADS, 16], tl.float32)
+    gathered = tl.zeros([TOKENS * HEADS, RP], tl.float32)
     for first in range(begin, end, TILE):
         position = first + tl.arange(0, TILE)
-        seen = position < end
+        inside = position < end
         if PAGED:
-            block = tl.load(tables + row * table_row + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            block = tl.load(tables + first_row * table_row + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
         else:
             slot = start_row + position
             if SCATTERED:
-                slot = tl.load(places + slot, mask=seen, other=0)
+                slot = tl.load(places + slot, mask=inside, other=0)
         at = latents + slot[:, None] * latent_slot
-        latent = tl.load(at + at_r[None, :], mask=seen[:, None] & (at_r < R)[None, :], other=0.0)
-        rotated = tl.load(at + R + at_p[None, :], mask=seen[:, None] & (at_p < P)[None, :], other=0.0)
+        latent = tl.load(at + at_r[None, :], mask=inside[:, None] & (at_r < R)[None, :], other=0.0)
+        rotated = tl.load(at + R + at_p[None, :], mask=inside[:, None] & (at_p < P)[None, :], other=0.0)
         if EXACT:
             score = tl.dot(q, tl.trans(latent), input_precision="ieee")
             score = tl.dot(q_rotated, tl.trans(rotated), score, input_precision="ieee")
         else:
             score = tl.dot(q, tl.trans(latent))
             score = tl.dot(q_rotated, tl.trans(rotated), score)
-        score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
+        seen = inside[None, :] & (position[None, :] < lengths[:, None])
+        score = tl.where(seen, score * scale_log2, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, axis=1))
-        keep = tl.exp2(peak - higher)
+        keep = tl.exp2(peak - higher)[:, None]
         chance = tl.exp2(score - higher[:, None])
-        total = total * keep + tl.sum(chance, axis=1)
         if EXACT:
-            gathered = gathered * keep[:, None] + tl.dot(chance, latent, input_precision="ieee")
+            totals = totals * keep + tl.dot(chance, ones, input_precision="ieee")
+            gathered = gathered * keep + tl.dot(chance, latent, input_precision="ieee")
         else:
-            gathered = gathered * keep[:, None] + tl.dot(chance.to(latent.dtype), latent)
+            totals = totals * keep + tl.dot(chance.to(latent.dtype), ones)
+            gathered = gathered * keep + tl.dot(chance.to(latent.dtype), latent)
         peak = higher
 
-    inside = live[:, None] & (at_r < R)[None, :]
+    total = tl.max(totals, axis=1)  # all columns are the same
+    kept = live[:, None] & (at_r < R)[None, :]
     if SPLITS == 1:
         result = gathered / total[:, None]
-        tl.store(out + (row * H + head[:, None]) * R + at_r[None, :], result.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + (row * H + head)[:, None] * R + at_r[None, :], result.to(out.dtype.element_ty), mask=kept)
         if SUMS:  # natural, as torch's flash attention has them
             logs = (peak + tl.log2(total)) * 0.6931471805599453
             tl.store(sums + head.to(tl.int64) * count + row, logs, mask=live)
@@ -123,19 +139,31 @@ def _latent_attention(
         place = (row * H + head) * SPLITS + split
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, total, mask=live)
-        tl.store(out + place[:, None] * R + at_r[None, :], gathered, mask=inside)
+        tl.store(out + place[:, None] * R + at_r[None, :], gathered, mask=kept)
+
+
+def latent_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """(programs, 2) int32: the first row and the rows of each tile of packed sequences, those furthest in first."""
+    counts = np.asarray(counts)
+    tiles = -(-counts // TOKENS)
+    within = (np.arange(tiles.sum()) - np.repeat(tiles.cumsum() - tiles, tiles)) * TOKENS
+    rows = np.minimum(np.repeat(counts, tiles) - within, TOKENS)
+    order = np.argsort(-within, kind="stable")
+    first = np.repeat(counts.cumsum() - counts, tiles) + within
+    return np.ascontiguousarray(np.stack([first[order], rows[order]], axis=1).astype(np.int32))
 
 
 def latent_attention(
     query: Tensor, latents: Tensor, rank: int, positions: Tensor, *, scale: float, tables: Tensor | None = None,
-    size: int = 1, starts: Tensor | None = None, places: Tensor | None = None, splits: int = 1,
-    sums: Tensor | None = None,
+    size: int = 1, starts: Tensor | None = None, places: Tensor | None = None, tiles: Tensor | None = None,
+    splits: int = 1, sums: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each query row over the latents of its sequence, 0 .. its position: query (T, H, R + P) -> (T, H, R).
 
     latents  (slots, 1, R + P)
     tables   in a decode step: latent i of row t lies in slot tables[t, i // size] * size + i % size
     starts   in a prompt: it lies at starts[t] + i or, with `places`, at places[starts[t] + i]
+    tiles    of a prompt's rows, by `latent_tiles`; without them each row goes over its latents alone
     splits   programs per row and HEADS heads, as in `decode_attention`
     sums     (H, T) float32, where the log of each row's sum of exponentials goes
     """
@@ -147,14 +175,15 @@ def latent_attention(
         target = torch.empty(rows, heads, splits, rank, dtype=torch.float32, device=query.device)
         peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device) for _ in range(2))
     padded = max(16, triton.next_power_of_2(rank))
-    _latent_attention[(rows, triton.cdiv(heads, HEADS), splits)](
+    programs, tokens = (rows, 1) if tiles is None or exact else (tiles.shape[0], TOKENS)
+    _latent_attention[(programs, triton.cdiv(heads, HEADS), splits)](
         query, latents, target, peaks, totals, positions if tables is None else tables,
-        positions if starts is None else starts, positions if places is None else places, positions, scale * LOG2_E,
-        rows, query.stride(0), query.stride(1), latents.stride(0), 0 if tables is None else tables.stride(0), H=heads,
-        HEADS=HEADS, R=rank, RP=padded, P=rotated, PP=max(16, triton.next_power_of_2(rotated)),
-        PAGED=tables is not None, SCATTERED=places is not None, BLOCK_SIZE=size, TILE=16 if exact else 32,
-        SPLITS=splits, SEGMENT=SEGMENT, SUMS=sums is not None, EXACT=exact, num_warps=4,
-        num_stages=1 if exact else 2,
+        positions if starts is None else starts, positions if places is None else places, positions,
+        positions if tiles is None else tiles, scale * LOG2_E, rows, query.stride(0), query.stride(1),
+        latents.stride(0), 0 if tables is None else tables.stride(0), H=heads, HEADS=HEADS, TOKENS=tokens, R=rank,
+        RP=padded, P=rotated, PP=max(16, triton.next_power_of_2(rotated)), PAGED=tables is not None,
+        SCATTERED=places is not None, BLOCK_SIZE=size, TILE=16 if exact else 32, SPLITS=splits, SEGMENT=SEGMENT,
+        SUMS=sums is not None, EXACT=exact, num_warps=4 if tokens == 1 else 8, num_stages=1 if exact else 2,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](

@@ -322,6 +322,12 @@ def use_packed_attention(model: nn.Module) -> None:
         pack_latents(model)
 
 
+def send(values: np.ndarray, device: torch.device | str) -> Tensor:
+    """To the device; to a GPU from pinned memory, so that the host does not wait for what the GPU is still doing."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def group_spans(
     spans: Sequence[tuple[int, int, int]], alone: int, ratio: float = 1.25, slack: int = 4
 ) -> list[list[int]]:

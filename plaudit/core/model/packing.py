@@ -16,11 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plaudit.core.model.attention import ATTENTION, Group, Layout, group_spans, use_packed_attention
+from plaudit.core.model.attention import ATTENTION, Group, Layout, group_spans, send, use_packed_attention
 from plaudit.core.model.mixers import told
 from plaudit.core.model.varlen import VarlenLayout
 
-__all__ = ["ATTENTION", "Packed", "PackedTree", "hidden_rows", "pack", "pack_tree", "trunk", "use_packed_attention"]
+__all__ = [
+    "ATTENTION",
+    "Packed",
+    "PackedTree",
+    "hidden_rows",
+    "pack",
+    "pack_tree",
+    "send",
+    "trunk",
+    "use_packed_attention",
+]
 
 ALONE = 96  # tokens of a whole sequence from which on it is attended to by itself
 
@@ -146,12 +156,6 @@ def grouped_layout(
         groups.append(Group(queries, at, positions, whole, alone))
         done += len(members) * longest
     return Layout(tuple(groups), torch.from_numpy(restore).to(device), spans, rows)
-
-
-def send(values: np.ndarray, device: torch.device | str) -> Tensor:
-    """To the device; to a GPU from pinned memory, so that the host does not wait for what the GPU is still doing."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if torch.device(device).type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def trunk(model: nn.Module) -> nn.Module:

@@ -50,16 +50,21 @@ class Reading:
 
 @dataclass(frozen=True)
 class PendingReadout:
-    """What was read, still on its device: a GPU goes on with the next batch until somebody asks for `arrays`."""
+    """What was read, on its way to the host. A GPU goes on with the next batch: its copy is queued behind the batch
+    that was read and before the next one, so that `arrays` does not wait for that."""
 
     readings: Sequence[Reading]
     parts: list[tuple[list[int], Tensor]]  # which readings, and their values end to end
+    copied: torch.cuda.Event | None
 
     def arrays(self) -> list[np.ndarray]:
         """Per sequence, (positions, values)."""
+        if self.copied is not None:
+            self.copied.synchronize()
         results: list[np.ndarray] = [np.empty(0, dtype=np.float32)] * len(self.readings)
         for members, tensor in self.parts:
-            values, start = tensor.cpu().numpy(), 0
+            # Pinned memory is for copies, and goes back to them.
+            values, start = tensor.numpy() if self.copied is None else tensor.numpy().copy(), 0
             for i in members:
                 count = len(self.readings[i].positions)
                 results[i] = values[start : start + count]
@@ -80,14 +85,27 @@ def take(decoder: Decoder, rows: Tensor, readings: Sequence[Reading]) -> Pending
             chosen = rows
         else:
             at = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in members])
-            chosen = rows[torch.from_numpy(at).to(rows.device)]
+            chosen = rows[send(at, rows.device)]
         if len(chosen) == 0:
             continue
         values = _values(decoder, chosen, what, columns, [readings[i] for i in members])
         if likeliest:
             values = torch.cat([values, decoder.likeliest(chosen, likeliest)], dim=1)
-        parts.append((members, torch.cat([values, chosen.to(values.dtype)], dim=1) if hidden else values))
-    return PendingReadout(readings, parts)
+        if hidden:
+            values = torch.cat([values, chosen.to(values.dtype)], dim=1)
+        parts.append((members, _to_host(values)))
+    copied = None
+    if rows.is_cuda:
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+    return PendingReadout(readings, parts, copied)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """Of what a GPU has, memory that will have it once the GPU has come that far."""
+    if not values.is_cuda:
+        return values.cpu()
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def _values(decoder: Decoder, rows: Tensor, what: str, columns: tuple[int, ...], readings: Sequence[Reading]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from plaudit.core.model.attention import Layout, Rule
+from plaudit.core.model.attention import Layout, Rule, send
 from plaudit.core.model.latent import Latent
 from plaudit.core.model.operations import with_gradients_of
 
@@ -42,16 +42,16 @@ class VarlenLayout(Layout):
         self.longest_query, self.longest_key = int(new.max()), int(whole.max())
         # One array and one copy: small transfers cost as much as large ones.
         numbers = np.concatenate([[0], new.cumsum(), [0], whole.cumsum(), whole, before]).astype(np.int32)
-        sent = torch.from_numpy(numbers).to(device, non_blocking=True)
+        sent = send(numbers, device)
         sizes = [len(spans) + 1, len(spans) + 1, len(spans), len(spans)]
         self.query_ends, self.key_ends, self.key_counts, self.before = torch.split(sent, sizes)
         self.key_starts = self.key_ends[:-1]
         self.counts, self.before_counts = new, before
         self.key_rows: Tensor | None = None
         if not (end_to_end if end_to_end is not None else not before.any()):
-            self.key_rows = torch.from_numpy(np.concatenate(rows)).to(device, non_blocking=True)
+            self.key_rows = send(np.concatenate(rows), device)
         self._tiles: Tensor | None = None
-        self._token_spans: tuple[Tensor, Tensor] | None = None
+        self._token_spans: tuple[Tensor, Tensor, Tensor] | None = None
         self._grouped = grouped
         self._made: Layout | None = None
 
@@ -86,15 +86,19 @@ class VarlenLayout(Layout):
         return _latent_attention(query, *latent.expanded(rows), latent, rows, self, rule)
 
     @property
-    def token_spans(self) -> tuple[Tensor, Tensor]:
-        """Of every query row, where its keys begin and its position."""
+    def token_spans(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every query row, where its keys begin and its position; and the rows in tiles."""
         if self._token_spans is None:
+            from plaudit.core.kernels import latent_tiles
+
             new, before, whole = self.counts, self.before_counts, self.counts + self.before_counts
             starts = np.repeat(whole.cumsum() - whole, new)
             positions = np.arange(new.sum()) - np.repeat(new.cumsum() - new - before, new)
-            both = torch.from_numpy(np.stack([starts, positions]).astype(np.int32))
-            both = both.to(self.query_ends.device, non_blocking=True)
-            self._token_spans = both[0], both[1]
+            tiles = latent_tiles(new)
+            numbers = np.concatenate([starts, positions, tiles.reshape(-1)]).astype(np.int32)
+            sent = send(numbers, self.query_ends.device)
+            first, second, last = torch.split(sent, [len(starts), len(positions), tiles.size])
+            self._token_spans = first, second, last.view(-1, 2)
         return self._token_spans
 
     @property
@@ -111,7 +115,7 @@ class VarlenLayout(Layout):
         sequence = torch.searchsorted(self.query_ends, wanted.int(), right=True) - 1
         position = self.before[sequence] + wanted.int() - self.query_ends[sequence]
         if rule.latent is not None:
-            return self.over_latents(query, keys, self.key_starts[sequence], position, rule)
+            return self.over_latents(query, keys, self.key_starts[sequence], position, None, rule)
         ends = torch.arange(count + 1, dtype=torch.int32, device=wanted.device)
         tiles = torch.stack([ends[:-1], torch.zeros_like(ends[:-1])], dim=1).contiguous()
         return self.varlen(query, keys, values, (ends, self.key_starts[sequence], position + 1, tiles), rule)
@@ -121,8 +125,7 @@ class VarlenLayout(Layout):
         if self._tiles is None:
             from plaudit.core.kernels import query_tiles
 
-            tiles = torch.from_numpy(query_tiles(self.counts))
-            self._tiles = tiles.to(self.query_ends.device, non_blocking=True)
+            self._tiles = send(query_tiles(self.counts), self.query_ends.device)
         return self._tiles
 
     @property
@@ -133,15 +136,17 @@ class VarlenLayout(Layout):
         return self._made
 
     def over_latents(
-        self, query: Tensor, rows: Tensor, starts: Tensor, positions: Tensor, rule: Rule, sums: Tensor | None = None
-    ) -> Tensor:
+        self, query: Tensor, rows: Tensor, starts: Tensor, positions: Tensor, tiles: Tensor | None, rule: Rule,
+        sums: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         from plaudit.core.kernels import latent_attention
 
         assert rule.latent is not None
         assert rule.scale is not None
         return latent_attention(
-            query, rows, rule.latent, positions, scale=rule.scale, starts=starts, places=self.key_rows, sums=sums
-        )
+            query, rows, rule.latent, positions, scale=rule.scale, starts=starts, places=self.key_rows, tiles=tiles,
+            sums=sums,
+        )  # fmt: skip
 
     def varlen(
         self, query: Tensor, keys: Tensor, values: Tensor, spans: tuple[Tensor, Tensor, Tensor, Tensor], rule: Rule,
