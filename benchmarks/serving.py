@@ -358,7 +358,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     said = []
     for (load, rival), aim in AIMS.items():
         ours = [r for r in rows if r["load"] == load and r["server"] == "plaudit"]
-        theirs = [r for r in rows if r["load"] == load and r["server"] == rival]
+        theirs = [r for r in rows if r["load"] == load and r["server"] == rival and "(no model)" not in r["setting"]]
         if not ours or not theirs:
             continue
         best = max(theirs, key=lambda r: r["samples/s"])

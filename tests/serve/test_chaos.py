@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 PARTS = 10 if SOAK else 1
-REQUESTS = 1000 * PARTS
+REQUESTS = 2000 * PARTS
 KILLS = 2 * PARTS
 CLIENTS = 8
 GROWTH = 1.05 if SOAK else 1.2  # of memory: after few requests an allocator may still be taking its share
