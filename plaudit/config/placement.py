@@ -139,12 +139,31 @@ class ResourcesTable(Table):
     memory of one. Attention heads are dealt out over them."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each matrix."""
+    expert_parallel: PositiveInt = 1
+    """Of the data_parallel × context_parallel ranks so many share the experts of a mixture out, each with whole ones,
+    and exchange tokens around them. They are no further ranks."""
     cores: tuple[int, ...] | None = None
     """CPUs that the learner is pinned to."""
     rollout: RolloutTable = RolloutTable()
     reward: RewardPoolTable = RewardPoolTable()
     timeout: Positive = 1800.0
     """Seconds a rank waits for the others: more than the slowest rank's rollouts and rewards of a step take."""
+
+    @model_validator(mode="after")
+    def _deals_out(self) -> Self:
+        size = self.expert_parallel
+        if self.shards % size:
+            raise ValueError(
+                f"data_parallel × context_parallel = {self.data_parallel} × {self.context_parallel} ranks share "
+                f"experts out in groups of expert_parallel = {size}, and {self.shards} / {size} = "
+                f"{self.shards / size:g} is no whole number: set data_parallel to a multiple"
+            )
+        if size > 1 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"expert_parallel = {size} deals whole experts out, and tensor_parallel = "
+                f"{self.tensor_parallel} splits each matrix: set data_parallel or context_parallel in its place"
+            )
+        return self
 
     @property
     def ranks(self) -> int:

@@ -22,10 +22,8 @@ from plaudit.train.run.orders import Orders
 def new_reshard(
     stage: PlacementContext, orders: Orders, backend: Literal["gloo", "nccl"], host: str
 ) -> ReshardChannel:  # fmt: skip
-    resources = stage.recipe.resources
     return ReshardChannel(
         lambda: shard_weights(stage.trainee.loaded.module, stage.trainee.shards),
-        (resources.shards, resources.tensor_parallel),
         lambda layout: engine_parts(stage.recipe, layout), orders, backend, host=host,
         seconds=stage.recipe.placement.deadline,
     )  # fmt: skip

@@ -65,6 +65,7 @@ def layout_of(recipe: RlRecipe, work: Workload) -> TrainingLayout:
     ranks = recipe.resources
     return TrainingLayout(
         tp=ranks.tensor_parallel, dp=ranks.data_parallel, cp=ranks.context_parallel,
+        ep=ranks.expert_parallel,
         zero=3 if ranks.ranks > 1 else 0, plain=True, micro_tokens=work.micro_tokens,
         recompute="full" if recipe.model.recompute else "none", offload_optimizer=recipe.train.offload_optimizer,
     )  # fmt: skip
@@ -97,9 +98,10 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
     if plan.placement == "async":
         placement["staleness"] = plan.staleness
     resources = {**tables.get("resources", {}), "data_parallel": plan.training.dp, "tensor_parallel": plan.training.tp}
-    resources.pop("context_parallel", None)
-    if plan.training.cp > 1:
-        resources["context_parallel"] = plan.training.cp
+    for key, size in (("context_parallel", plan.training.cp), ("expert_parallel", plan.training.ep)):
+        resources.pop(key, None)
+        if size > 1:
+            resources[key] = size
     if several_nodes:  # on one the command starts its processes itself
         resources.setdefault("ray", "auto")
     rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in PLANNED}

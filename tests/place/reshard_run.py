@@ -196,7 +196,7 @@ def train_rank(
         weights = shard_weights(module, shards)
         orders = Orders(ranks.everyone)
         channel = ReshardChannel(
-            lambda: weights, shape, lambda layout: engine_parts(layout, tensor, stages), orders, seconds=SECONDS
+            lambda: weights, lambda layout: engine_parts(layout, tensor, stages), orders, seconds=SECONDS
         )
 
         def become(seed: int) -> None:

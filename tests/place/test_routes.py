@@ -19,7 +19,7 @@ from plaudit.place.channels.reshard.routes import (
 from plaudit.place.channels.weights import Entry, Layout
 
 ROWS, COLUMNS = 0, 1
-DATA, TENSOR = 0, 1
+DATA, TENSOR = (2, 2), (1, 2)  # strides and sizes of the dimensions of a mesh of 2 x 2
 
 
 def test_a_dimension_is_cut_as_torch_cuts_it() -> None:
@@ -43,11 +43,10 @@ def test_two_by_two_training_ranks_and_two_engine_ranks_by_hand() -> None:
     q, o, norm = Entry("q", "float32", (8, 4)), Entry("o", "float32", (4, 8)), Entry("norm", "float32", (4,))
     layout = Layout((q, o, norm), {})
     splits = {
-        "q": (Split(TENSOR, ROWS), Split(DATA, ROWS)), "o": (Split(TENSOR, COLUMNS), Split(DATA, ROWS)),
-        "norm": (Split(DATA, ROWS),),
+        "q": (Split(*TENSOR, ROWS), Split(*DATA, ROWS)), "o": (Split(*TENSOR, COLUMNS), Split(*DATA, ROWS)),
+        "norm": (Split(*DATA, ROWS),),
     }  # fmt: skip
-    side = TrainingSide((2, 2), splits)
-    assert [side.place(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    side = TrainingSide(4, splits)
     assert [side.box(q, rank) for rank in range(4)] == [
         Box((0, 0), (2, 4)), Box((4, 0), (6, 4)), Box((2, 0), (4, 4)), Box((6, 0), (8, 4)),
     ]  # fmt: skip
@@ -73,7 +72,7 @@ def test_three_ranks_to_two_where_nothing_divides() -> None:
     """7 rows over three ranks: 3, 3, 1. The engine's ranks have 0 to 3 and 4 to 6."""
     entry = Entry("w", "bfloat16", (7, 5))
     layout = Layout((entry,), {})
-    side = TrainingSide((3, 1), {"w": (Split(DATA, ROWS),)})
+    side = TrainingSide(3, {"w": (Split(1, 3, ROWS),)})
     needs = {i: needed(layout, ["w"], {"w": Cut(0, *rows)}) for i, rows in enumerate([(0, 4), (4, 7)])}
     assert routes(layout, side, needs) == {
         (0, 0): [TensorPart(entry, Box((0, 0), (3, 5)))], (1, 0): [TensorPart(entry, Box((3, 0), (4, 5)))],

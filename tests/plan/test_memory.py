@@ -57,6 +57,17 @@ def test_zero_cuts_what_it_says() -> None:
     assert held[3][0] == pytest.approx(2 / 8 + 2 * 2 / 32, abs=0.01)  # and two gathered layers
 
 
+def test_a_device_gathers_its_own_experts_alone() -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts of 3 x 2048 x 768 numbers, 29.0 B, and 1.54 B others. An eighth of all of
+    them rests on each of 8 devices; of two gathered layers it has the others and a quarter of the experts."""
+    model = ModelShape.named("qwen3-30b-a3b")
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = model.parameters - experts
+    one = Trainer(model, cluster("1x8xH100"), TrainingLayout(dp=8, ep=4, zero=3), "bf16", Constants())
+    assert memory.weights(one).value == pytest.approx(2 * (model.parameters / 8 + 2 / 48 * (others + experts / 4)))
+    assert memory.optimizer(one).value == pytest.approx(12 * model.parameters / 8)
+
+
 def test_the_cache_of_one_sequence_by_hand() -> None:
     replica = Replica(
         ModelShape.named("llama-3.1-70b"), cluster("1x8xH100"), GenerationLayout(8), "bf16", "bf16", Constants()

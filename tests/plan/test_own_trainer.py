@@ -79,6 +79,22 @@ def test_experts_are_not_cut_by_tensor_parallelism() -> None:
     assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), of) == ("tensor parallelism of experts",)
 
 
+@pytest.mark.parametrize(
+    ("told", "engine", "training"),
+    [
+        ((), GenerationLayout(), TrainingLayout(dp=8, ep=4, zero=3)),
+        ((), GenerationLayout(), TrainingLayout(dp=4, cp=2, ep=8, zero=3)),
+        (("engine with expert parallelism",), GenerationLayout(ep=8), TrainingLayout(dp=8, ep=4, zero=3)),
+        (("expert parallelism with tensor parallelism", "tensor parallelism of experts"), GenerationLayout(),
+         TrainingLayout(tp=2, dp=4, ep=4, zero=3)),
+    ],
+)  # fmt: skip
+def test_experts_are_dealt_out_over_ranks_with_fsdp(
+    told: tuple[str, ...], engine: GenerationLayout, training: TrainingLayout
+) -> None:
+    assert missing(Workload(ModelShape.named("qwen3-30b-a3b")), plan("hybrid", 8, engine, training)) == told
+
+
 def test_runnable_plans_come_first_and_the_others_say_why_not(eight: Outcome) -> None:
     assert eight.runnable
     assert eight.others
@@ -239,6 +255,20 @@ def test_ranks_that_share_rows_out_are_planned_for_long_responses_and_their_reci
     assert layout_of(recipe, work).cp == 2
     planned.write_text(recipe_for(recipe, replace(outcome, results=alone_of(outcome)))[0])
     assert read_recipe(planned).resources.context_parallel == 1
+
+
+def test_ranks_that_share_experts_out_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
+    own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
+    work = replace(work, model=ModelShape.named("qwen3-30b-a3b"), dtype="bf16", kv_dtype="bf16")
+    outcome = replace(ask(PlanOptions("qwen3-30b-a3b", "1x8xH200", placement=["hybrid"])), workload=work).answer()
+    only = next(p for p in outcome.runnable if p.plan.training.ep == 4)
+    results = {place: replace(found, plans=(only,)) for place, found in outcome.results.items()}
+    planned = tmp_path / "planned.toml"
+    planned.write_text(recipe_for(own, replace(outcome, results=results))[0])
+    recipe = read_recipe(planned)
+    assert (recipe.resources.data_parallel, recipe.resources.expert_parallel) == (8, 4)
+    assert layout_of(recipe, work).ep == 4
 
 
 def alone_of(outcome: Outcome) -> dict[str, SearchResult]:

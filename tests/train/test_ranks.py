@@ -28,7 +28,7 @@ from plaudit.events import read_events
 from plaudit.models import load_policy, load_tokenizer, resolve, save
 from plaudit.rl.loop import RlTraining
 from plaudit.train.optim.context import check_context
-from plaudit.train.policy.rl_models import check_context_ranks
+from plaudit.train.policy.rl_models import check_ranks
 from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.ranks import ALONE, DATA, TENSOR, Ranks, join
 from plaudit.train.run.run import Run
@@ -540,7 +540,7 @@ def test_heads_that_cannot_be_dealt_out_are_refused_before_weights_are_read(
     resources: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_context_ranks(recipe(resources=resources))
+        check_ranks(recipe(resources=resources))
 
 
 def test_recurrent_layers_are_refused_where_ranks_share_rows_out() -> None:

@@ -54,7 +54,7 @@ class Fusion:
                 self._gated_norm(module, kind_of)
             elif _is_gated(module):
                 self._gated(module, kind_of)
-            elif kernels.MIXTURE and _are_experts(module):
+            elif kernels.MIXTURE and are_experts(module):
                 self._experts(module, kind_of)
             elif kernels.MIXTURE and _is_router(module):
                 self._router(module, kind_of)
@@ -184,7 +184,7 @@ class Fusion:
             self.forwards.append((module, partial(fused, *kinds[kind])))
 
 
-def _are_experts(module: Any) -> bool:
+def are_experts(module: Any) -> bool:
     """As transformers writes them where one function may take the place of another."""
     marked = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "down_proj"))
     if not marked or getattr(module, "_is_expert_parallel", False):

@@ -74,15 +74,15 @@ class CollectiveTake(msgspec.Struct, tag="collective", frozen=True):
 
 
 class ReshardTake(msgspec.Struct, tag="reshard", frozen=True):
-    """mesh     of the training ranks, which are the first of the group
-    splits   of each tensor over it (reshard/routes.py)
+    """ranks    that train, which are the first of the group
+    splits   of each tensor over them (reshard/routes.py)
     parts    of every engine rank, a fingerprint of what it is sent
     """
 
     group: str
     seconds: float
-    mesh: tuple[int, ...]
-    splits: dict[str, tuple[tuple[int, int], ...]]
+    ranks: int
+    splits: dict[str, tuple[tuple[int, int, int], ...]]
     parts: tuple[str, ...]
 
 

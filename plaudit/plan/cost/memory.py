@@ -35,7 +35,7 @@ def weights(trainer: Trainer, name: str = "weights") -> Term:
     ranks = layout.dp * layout.cp
     # Two layers are whole at any time: the one at work and the next.
     gathered = 2 * size * here * layout.pp / trainer.model.layers if ranks > 1 else 0.0
-    shard = size * here / ranks
+    shard = size * (trainer.dense_parameters_here() + trainer.expert_parameters_here() * layout.ep) / ranks
     return Term(name, shard + gathered, "B", "bytes of a weight · parameters / dp + two gathered layers", inputs)
 
 

@@ -206,12 +206,16 @@ class Trainer:
 
     def _gathered(self, micro_batches: float, backward: bool) -> float:
         """Zero 3: weights twice and gradients once for every micro-batch, weights once where nothing is learned."""
-        links = Links.of(self.cluster, self.layout.dp * self.layout.cp, self.constants, stride=self.layout.tp)
-        return (
-            micro_batches
-            * (3 if backward else 1)
-            * links.all_gather(self.parameters_here() * activation_bytes(self.dtype))
-        )
+        layout, size = self.layout, activation_bytes(self.dtype)
+        ranks = layout.dp * layout.cp
+        links = Links.of(self.cluster, ranks, self.constants, stride=layout.tp)
+        if layout.ep == 1:
+            gathered = links.all_gather(self.parameters_here() * size)
+        else:  # experts over the groups alone that have the same ones
+            groups = Links.of(self.cluster, ranks // layout.ep, self.constants, stride=layout.tp * layout.ep)
+            gathered = links.all_gather(self.dense_parameters_here() * size)
+            gathered += groups.all_gather(self.expert_parameters_here() * size)
+        return micro_batches * (3 if backward else 1) * gathered
 
     def _gradients(self) -> float:
         layout = self.layout

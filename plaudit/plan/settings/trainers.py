@@ -38,6 +38,10 @@ def _tensor_fsdp(plan: Plan) -> bool:
     return plan.training.zero == 3 and plan.training.tp > 1
 
 
+def _expert_fsdp(plan: Plan) -> bool:
+    return plan.training.zero == 3 and plan.training.ep > 1
+
+
 def _verl_lacks(prediction: Prediction) -> Lacks:
     plan = prediction.plan
     return _common(prediction, VERL_ESTIMATORS, {
@@ -45,6 +49,7 @@ def _verl_lacks(prediction: Prediction) -> Lacks:
         "async with a staleness other than 1": plan.placement == "async" and plan.staleness != 1,
         "engines on a part of the devices": _idle(plan),
         "FSDP with tensor parallelism": _tensor_fsdp(plan),
+        "FSDP with expert parallelism": _expert_fsdp(plan),
         "LoRA with Megatron": plan.training.zero < 3 and prediction.workload.lora_rank > 0,
     })  # fmt: skip
 
@@ -195,6 +200,7 @@ def _nemo_lacks(prediction: Prediction) -> Lacks:
     return _common(prediction, ("grpo",), {
         "everything in memory at once (colocated)": plan.placement == "colocated",
         "several passes over a batch": work.epochs > 1,
+        "FSDP with expert parallelism": _expert_fsdp(plan),
         "LoRA with Megatron": plan.training.zero < 3 and work.lora_rank > 0,
         "engines on a part of the devices": _idle(plan),
         "pools of different nodes": nodes,

@@ -56,11 +56,11 @@ class SlicedLayout(Layout):
         """(own tokens, heads, D) -> (all tokens, own heads, D)."""
         (own, heads, width), size = x_RHD.shape, self.group.size
         parts_NRhD = x_RHD.reshape(own, size, heads // size, width).transpose(0, 1)
-        return _exchanged(parts_NRhD.flatten(0, 1), [own] * size, self.counts, self.group)
+        return exchanged(parts_NRhD.flatten(0, 1), [own] * size, self.counts, self.group)
 
     def _all_heads(self, x_ThD: Tensor) -> Tensor:
         own, size = self.counts[self.group.index], self.group.size
-        parts = _exchanged(x_ThD, self.counts, [own] * size, self.group)
+        parts = exchanged(x_ThD, self.counts, [own] * size, self.group)
         return parts.view(size, own, *parts.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
@@ -106,18 +106,16 @@ def check_context(module: nn.Module, tensor_parallel: int, context_parallel: int
 
 
 class _Exchange(Function):
-    """Rows for rows: `sent` of them to each rank in turn, `received` from each."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
         ctx.how = sent, received, group
-        return _all_to_all(rows, sent, received, group)
+        return all_to_all(rows, sent, received, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received, group = ctx.how
-        return _all_to_all(grad, received, sent, group), None, None, None
+        return all_to_all(grad, received, sent, group), None, None, None
 
 
 class _Sum(Function):
@@ -133,12 +131,13 @@ class _Sum(Function):
         return grad, None
 
 
-def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Rows for rows, with gradients: `sent` of them to each rank in turn, `received` from each."""
     out: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return out
 
 
-def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group.channel)
     return out

@@ -1,4 +1,5 @@
-"""A module spread over ranks: matrices split over the mesh's tensor dimension, all weights over its data dimension.
+"""A module spread over ranks: matrices split over the mesh's tensor dimension, all weights over its data dimension,
+experts (experts.py) over a mesh of their own.
 
 FSDP2 holds a shard of every weight and gathers one layer at a time; tensor parallelism follows the plan that comes with
 the model (transformers' base_model_tp_plan) inside the layers; embeddings and head are split by tokens, tied or not.
@@ -27,7 +28,8 @@ from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.split import SUMMED, planned, split_parts
 from plaudit.errors import ModelError
 from plaudit.models.weights import Cut, Stored
-from plaudit.train.run.ranks import DATA, TENSOR, Ranks
+from plaudit.train.optim.experts import deal_out
+from plaudit.train.run.ranks import COPIES, DATA, TENSOR, Ranks
 
 FORWARD = "sharded_rows"
 
@@ -52,6 +54,9 @@ class Shards:
             self._split_vocabulary()
         # Gradients are summed in float32, whatever the weights are in.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        if ranks.experts is not None:
+            for experts in deal_out(module, ranks):
+                fully_shard(experts, mesh=ranks.experts[COPIES], mp_policy=policy)
         for layer in _layers(module):
             fully_shard(layer, mesh=self.mesh[DATA], mp_policy=policy)
         # Embeddings and head stay gathered after the forward pass: the head is read outside of it.
@@ -125,7 +130,7 @@ class Shards:
         return whole
 
     def on_both(self, name: str) -> bool:
-        """Whether a parameter is split over the tensor dimension too; else each tensor rank has it whole."""
+        """Whether a parameter is split over both dimensions of its mesh; else each tensor rank has it whole."""
         return self.parameters[name].device_mesh.ndim == 2
 
     def _split_matrices(self) -> None:

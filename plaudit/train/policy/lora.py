@@ -43,6 +43,12 @@ def linear_layers(module: Any) -> list[str]:
     return [name for name in names if not (mixture and name.rpartition(".")[2] in OF_EXPERTS)]
 
 
+def beside_experts(table: LoraTable) -> bool:
+    """Whether targets are named that experts have too."""
+    named = () if table.targets == "all-linear" else table.targets
+    return any(name.rpartition(".")[2] in {*OF_EXPERTS, "gate_up_proj", "experts"} for name in named)
+
+
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if p.requires_grad}
 

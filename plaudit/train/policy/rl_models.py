@@ -20,6 +20,7 @@ from plaudit.errors import ConfigError, ModelError
 from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_tokenizer, load_value, resolve
 from plaudit.models.part import compute_buffers, outline
 from plaudit.train.optim.context import check_context
+from plaudit.train.optim.experts import check_experts
 from plaudit.train.optim.host_optimizer import new_optimizer
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
@@ -38,7 +39,7 @@ from plaudit.train.run.ranks import Ranks
 def check_models(recipe: RlRecipe) -> None:
     """Raise if a model cannot do what the recipe wants of it, before any weights are read."""
     check_routing(recipe)
-    check_context_ranks(recipe)
+    check_ranks(recipe)
 
 
 def check_routing(recipe: RlRecipe) -> None:
@@ -56,11 +57,17 @@ def check_routing(recipe: RlRecipe) -> None:
         raise ConfigError(f"train.routing_replay is for mixtures, and {recipe.model.path} has no experts: leave it out")
 
 
-def check_context_ranks(recipe: RlRecipe) -> None:
-    """Raise if ranks cannot share out the rows of one of the models, before any weights are read."""
-    resources = recipe.resources
-    if resources.context_parallel == 1:
+def check_ranks(recipe: RlRecipe) -> None:
+    """Raise if ranks cannot share out the rows or the experts of one of the models, before any weights are read."""
+    resources, adapter = recipe.resources, recipe.model.lora
+    if resources.context_parallel == resources.expert_parallel == 1:
         return
+    size = resources.expert_parallel
+    if size > 1 and adapter is not None and lora.beside_experts(adapter):
+        raise ConfigError(
+            f"model.lora.targets names layers of experts, which resources.expert_parallel = {size} deals out whole: "
+            "name those of attention, or set expert_parallel = 1"
+        )
     critic = None if recipe.critic is None else recipe.critic.path
     teachers = [table.path for table in recipe.algorithm.teachers.values()]
     for path in dict.fromkeys([recipe.model.path, critic, *teachers]):
@@ -68,7 +75,10 @@ def check_context_ranks(recipe: RlRecipe) -> None:
             continue
         try:
             module = outline(path, recipe.model.dtype).module
-            check_context(module, resources.tensor_parallel, resources.context_parallel)
+            if resources.context_parallel > 1:
+                check_context(module, resources.tensor_parallel, resources.context_parallel)
+            if size > 1 and not check_experts(module, size) and path == recipe.model.path:
+                raise ModelError(f"it has no experts to deal out to expert_parallel = {size} ranks: leave that out")
         except ModelError as error:
             raise ConfigError(f"{path}: {error}") from error
 

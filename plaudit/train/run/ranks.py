@@ -28,6 +28,7 @@ from plaudit.errors import ConfigError, RankLost, StorageError
 from plaudit.train.run.launch import PARENT
 
 DATA, TENSOR = "data", "tensor"
+COPIES, EXPERT = "copies", "expert"
 PR_SET_PDEATHSIG = 1
 
 
@@ -102,12 +103,16 @@ class Ranks:
     data       those with the same part of each matrix and of each row: they share out a minibatch
     context    those with the same part of each matrix and the same micro-batches: they share out the rows of each
     mesh       (data × context, tensor); None for one process, which shards nothing
+    expert     those of data × context that have all experts of a mixture between them
+    experts    (copies, expert): data × context once more, where experts are dealt out; else None
     """
 
     everyone: Group = ONE
     data: Group = ONE
     context: Group = ONE
     mesh: DeviceMesh | None = None
+    expert: Group = ONE
+    experts: DeviceMesh | None = None
 
     @property
     def main(self) -> bool:
@@ -147,7 +152,11 @@ def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
         data = _group(places, 0, "gloo", limit)
         everyone = dist.new_group(list(range(world)), backend="gloo", timeout=limit)
         context = _group(places, 1, backend, limit)  # for tensors of the model's
-        yield Ranks(Group(dist.get_rank(), world, everyone), data, context, mesh)
+        expert, experts = ONE, None
+        if (size := resources.expert_parallel) > 1:
+            expert = _group(np.arange(world).reshape(-1, size), 1, backend, limit)
+            experts = init_device_mesh(mesh.device_type, (world // size, size), mesh_dim_names=(COPIES, EXPERT))
+        yield Ranks(Group(dist.get_rank(), world, everyone), data, context, mesh, expert=expert, experts=experts)
     dist.destroy_process_group()  # only after success: with a rank gone there is nobody to say goodbye to
 
 

@@ -49,10 +49,10 @@ class ReshardSide:
     def _routes(
         self, body: ReshardTake, rank: int, layout: Layout, target: ModuleTarget | PartTarget
     ) -> dict[tuple[int, int], list[TensorPart]]:
-        of = (layout.digest, rank, body.mesh, body.splits, body.parts)
+        of = (layout.digest, rank, body.ranks, body.splits, body.parts)
         if self._planned is None or self._planned[0] != of:
             splits = {name: tuple(Split(*each) for each in cuts) for name, cuts in body.splits.items()}
-            training = TrainingSide(body.mesh, splits)
+            training = TrainingSide(body.ranks, splits)
             number, needs = rank - training.ranks, target.needs(layout)
             if body.parts[number] != fingerprint(needs):
                 raise WeightsRefused(

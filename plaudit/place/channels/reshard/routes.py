@@ -1,9 +1,9 @@
 """Which part of which tensor goes from which training rank to which engine rank: a pure function of the two layouts.
 
-A part of a tensor is a box: a range of every dimension. On the training side a tensor is cut over dimensions of the
-mesh, one after the other (`Split`); ranks that have the same box are replicas, of which one sends. On the engine's
-side a rank has one box of a tensor or none. A piece is where two boxes meet. Both sides compute the same pieces in the
-same order, so that nothing but their bytes travels.
+A part of a tensor is a box: a range of every dimension. On the training side a tensor is cut over the
+dimensions of a mesh, one after the other (`Split`); ranks that have the same box are replicas, of which one sends. On
+the engine's side a rank has one box of a tensor or none. A piece is where two boxes meet. Both sides compute the same
+pieces in the same order, so that nothing but their bytes travels.
 """
 
 from __future__ import annotations
@@ -66,37 +66,27 @@ def kept_box(whole: Box, cut: Cut) -> Box:
 
 
 class Split(NamedTuple):
-    """A cut over one dimension of the mesh along one dimension of the tensor."""
+    """A cut over one dimension of a mesh along one dimension of the tensor: `parts` ranks have one each, and each of
+    these ranks is `stride` after the one before."""
 
-    axis: int
+    stride: int
+    parts: int
     dim: int
 
 
 @dataclass(frozen=True)
 class TrainingSide:
-    """mesh     sizes of its dimensions; ranks count along the last one first
+    """ranks    how many
     splits   of each tensor, in the order of cutting; a tensor that is not named is whole on each rank
     """
 
-    mesh: tuple[int, ...]
+    ranks: int
     splits: Mapping[str, tuple[Split, ...]]
 
-    @property
-    def ranks(self) -> int:
-        return prod(self.mesh)
-
-    def place(self, rank: int) -> tuple[int, ...]:
-        """Its indices on the mesh."""
-        indices = []
-        for size in reversed(self.mesh):
-            rank, index = divmod(rank, size)
-            indices.append(index)
-        return tuple(reversed(indices))
-
     def box(self, entry: Entry, rank: int) -> Box:
-        box, place = whole_box(entry.shape), self.place(rank)
+        box = whole_box(entry.shape)
         for split in self.splits.get(entry.name, ()):
-            box = cut_box(box, split.dim, place[split.axis], self.mesh[split.axis])
+            box = cut_box(box, split.dim, rank // split.stride % split.parts, split.parts)
         return box
 
     def holders(self, entry: Entry) -> dict[Box, list[int]]:

@@ -42,7 +42,7 @@ from plaudit.place.channels.reshard.routes import (
 from plaudit.place.channels.weights import Layout, Weights
 from plaudit.train.run.checksum import Checksum, as_bytes
 from plaudit.train.run.orders import Orders
-from plaudit.train.run.ranks import DATA, TENSOR
+from plaudit.train.run.ranks import Group
 
 
 class JoinOrder(msgspec.Struct, tag="join", frozen=True):
@@ -65,18 +65,16 @@ class Outcome(msgspec.Struct, frozen=True):
 
 class ReshardChannel:
     """weights   this rank's shards, under the names of the whole module
-    mesh      sizes of the training ranks' mesh (data, tensor)
     parts     what each rank of an engine needs, by entry
     orders    by which the main rank has the others take part; it alone publishes
     """
 
     def __init__(
-        self, weights: Callable[[], Weights], mesh: tuple[int, int], parts: Callable[[Layout], list[dict[str, Box]]],
+        self, weights: Callable[[], Weights], parts: Callable[[Layout], list[dict[str, Box]]],
         orders: Orders, backend: Literal["gloo", "nccl"] = "gloo", *, host: str = "127.0.0.1",
         seconds: float = DEADLINE,
     ) -> None:  # fmt: skip
         self.weights = weights
-        self.mesh = mesh
         self.parts = parts
         self.orders = orders
         self.ranks = orders.group
@@ -107,7 +105,7 @@ class ReshardChannel:
         group = self._met(exchange, wires, layout)
         parts = tuple(fingerprint(needs) for needs in plan.needs)
         splits: dict[str, Any] = dict(plan.training.splits)
-        exchange.tell(wires, layout, ReshardTake(group.id, exchange.left, plan.training.mesh, splits, parts))
+        exchange.tell(wires, layout, ReshardTake(group.id, exchange.left, plan.training.ranks, splits, parts))
         said = self._all_carry_out(SendOrder(len(wires), exchange.left), exchange, wires)
         answers = exchange.answers(wires)
         checksums = plan.expected([outcome.checksums for outcome in said])
@@ -199,7 +197,7 @@ class ReshardChannel:
     def _plan(self, weights: Weights, engines: int) -> RoutePlan:
         key = weights.layout.digest, engines
         if key not in self._plans:
-            training = TrainingSide(self.mesh, _splits(weights, self.mesh, self.ranks.index))
+            training = TrainingSide(self.ranks.size, _splits(weights, self.ranks))
             self._plans[key] = RoutePlan(weights.layout, training, self.parts(weights.layout) * engines)
         return self._plans[key]
 
@@ -276,7 +274,7 @@ def _in_turn(streams: Mapping[int, _Stream]) -> Iterator[tuple[int, Tensor]]:
                 yield receiver, flat
 
 
-def _splits(weights: Weights, mesh: tuple[int, int], rank: int) -> dict[str, tuple[Split, ...]]:
+def _splits(weights: Weights, ranks: Group) -> dict[str, tuple[Split, ...]]:
     """How tensors are cut over the ranks, checked against what this one has."""
     splits: dict[str, tuple[Split, ...]] = {}
     for entry in weights.layout.entries:
@@ -284,22 +282,21 @@ def _splits(weights: Weights, mesh: tuple[int, int], rank: int) -> dict[str, tup
         if isinstance(tensor, DTensor):
             splits[entry.name] = _split(tensor)
             local = tuple(tensor.to_local().shape)
-            box = TrainingSide(mesh, splits).box(entry, rank)
+            box = TrainingSide(ranks.size, splits).box(entry, ranks.index)
             if box.shape != local:
                 raise WeightsRefused(
-                    f"{entry.name!r} has the part {list(local)} of {list(entry.shape)} on training rank {rank}, and "
-                    f'{tensor.placements} means {list(box.shape)}: take placement.channel = "collective"'
+                    f"{entry.name!r} has the part {list(local)} of {list(entry.shape)} on training rank {ranks.index}, "
+                    f'and {tensor.placements} means {list(box.shape)}: take placement.channel = "collective"'
                 )
     return splits
 
 
 def _split(tensor: DTensor) -> tuple[Split, ...]:
-    """FSDP cuts what tensor parallelism has left of a dimension: of the mesh's dimensions the last cuts first."""
-    axes = {DATA: 0, TENSOR: 1}
-    names = tensor.device_mesh.mesh_dim_names or ()
-    cuts = [
-        Split(axes[name], placement.dim)
-        for name, placement in zip(names, tensor.placements, strict=True)
-        if hasattr(placement, "dim")
-    ]
+    """FSDP cuts what tensor or expert parallelism has left of a dimension: of the mesh's the last cuts first."""
+    ranks = tensor.device_mesh.mesh
+    cuts = []
+    for axis, placement in enumerate(tensor.placements):
+        if hasattr(placement, "dim"):
+            row = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])[0].tolist()
+            cuts.append(Split(row[1] - row[0] if len(row) > 1 else 1, len(row), placement.dim))
     return tuple(reversed(cuts))

@@ -1,0 +1,100 @@
+"""The experts of a mixture over ranks: each has some of them whole, and gets the rows that routers send there.
+
+A token and an expert that it takes are a pair. Around the experts the ranks exchange rows, one for each pair, and take
+them back (all-to-all, with gradients): routers, their weights and the sum over a token's experts
+stay where the token is. Gradients of an expert come from the rows of all ranks of its group that way, and are added up
+over the groups, which have copies of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from plaudit.core.model.fusion import are_experts
+from plaudit.errors import ModelError
+from plaudit.train.optim.context import all_to_all, exchanged
+from plaudit.train.run.ranks import EXPERT, Group, Ranks
+
+
+def experts_of(module: nn.Module) -> dict[str, Any]:
+    """The modules that have the weights of all experts of a layer, by name."""
+    return {name: part for name, part in module.named_modules() if are_experts(part)}
+
+
+def check_experts(module: nn.Module, expert_parallel: int) -> bool:
+    """Raise if the experts of a module cannot be dealt out so; whether it has any. It may be on the meta device."""
+    parts = experts_of(module)
+    for name, part in parts.items():
+        count = part.down_proj.shape[0]
+        if count % expert_parallel:
+            raise ModelError(
+                f"{count} experts cannot be dealt out to expert_parallel = {expert_parallel} ranks: {count} / "
+                f"{expert_parallel} = {count / expert_parallel:g} is no whole number"
+            )
+        if any(parameter.shape[0] != count for parameter in part.parameters()):
+            raise ModelError(
+                f"{name} has weights that belong to no one expert, so they cannot be dealt out: set expert_parallel = 1"
+            )
+    return bool(parts)
+
+
+def deal_out(module: nn.Module, ranks: Ranks) -> list[nn.Module]:
+    """Leave this rank its share of the experts; returns the modules that have them. Their weights are DTensors then."""
+    assert ranks.experts is not None
+    parts = experts_of(module)
+    for part in parts.values():
+        alone = copy.copy(part)  # computes with this rank's experts, whose weights it is given for every pass
+        alone.num_experts = part.down_proj.shape[0] // ranks.expert.size
+        for name, parameter in list(part.named_parameters()):
+            # Every rank has all of it, or is on the meta device.
+            share = distribute_tensor(parameter.data, ranks.experts[EXPERT], [Shard(0)], src_data_rank=None)
+            part.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
+        part.forward = MethodType(_forward(alone, ranks.expert), part)
+    return list(parts.values())
+
+
+def _forward(alone: Any, group: Group) -> Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]:
+    def forward(part: nn.Module, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        alone._parameters = {name: _own(parameter) for name, parameter in part.named_parameters()}
+        try:
+            return _by_owners(alone, group, x_TD, chosen_TK, weights_TK)
+        finally:
+            alone._parameters = {}
+
+    return forward
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's experts of a weight whose shards are gathered."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _by_owners(alone: Any, group: Group, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """P = T · K pairs here, R rows that come here."""
+    tokens, choices = chosen_TK.shape
+    chosen_P, each = chosen_TK.flatten(), alone.num_experts
+    order_P = chosen_P.argsort(stable=True)  # by expert, so by rank
+    sent_N = torch.bincount(chosen_P // each, minlength=group.size)
+    received_N = torch.empty_like(sent_N)
+    dist.all_to_all_single(received_N, sent_N, group=group.channel)
+    sent, received = sent_N.tolist(), received_N.tolist()
+    ids_R = all_to_all(chosen_P[order_P], sent, received, group) - group.index * each
+    x_RD = exchanged(x_TD[order_P // choices], sent, received, group)
+    rows = len(x_RD)
+    if not rows:
+        # A row that nobody reads: FSDP has its ranks add gradients up together, so this one needs some too.
+        x_RD, ids_R = F.pad(x_RD, (0, 0, 0, 1)), ids_R.new_zeros(1)
+    y_RD = alone.forward(x_RD, ids_R[:, None], x_RD.new_ones(len(x_RD), 1))[:rows]
+    y_PD = exchanged(y_RD, received, sent, group)
+    back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+    y_TKD = y_PD[back_P].view(tokens, choices, -1)
+    return (y_TKD * weights_TK[..., None]).sum(1).to(x_TD.dtype)

@@ -1,0 +1,133 @@
+"""Experts of a mixture over ranks: numbers, runs and files are those of one rank."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.errors import ConfigError
+from plaudit.models import load_tokenizer, resolve, save
+from plaudit.train.policy.rl_models import check_ranks
+from tests.core.mixtures import mixture
+from tests.train.rl_world import recipe
+from tests.train.test_ranks import (
+    ENV,
+    GRPO,
+    LIMIT,
+    PPO,
+    Shape,
+    back_to_step_2,
+    close,
+    command,
+    fork_ranks,
+    run_alone,
+    written,
+)
+
+SLOW = pytest.mark.slow
+DATA, CONTEXT, FOUR, PAIRS = (2, 1, 1), (1, 2, 1), (4, 1, 1), (2, 2, 1)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("data", "context", "expert"), [(2, 1, 2), (4, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)], ids=str
+)
+def test_ranks_that_share_experts_out_have_the_numbers_of_transformers_and_of_one_rank(
+    data: int, context: int, expert: int, tmp_path: Path
+) -> None:
+    words = ["-m", "tests.train.rank_experts", str(data), str(context), str(expert)]
+    fork_ranks(data * context, words, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("mixture") / "m"
+    save(mixture("qwen3_moe"), load_tokenizer(resolve("sums-policy")), directory)
+    return str(directory)
+
+
+def dealt(expert: int) -> tuple[str, str]:
+    return "--set", f"resources.expert_parallel={expert}"
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("tables", "shape", "expert"),
+    [
+        pytest.param(GRPO, DATA, 2, id="grpo-2"),
+        pytest.param(PPO, FOUR, 2, id="ppo-4-by-2"),
+        pytest.param(GRPO, PAIRS, 4, id="grpo-context"),
+        pytest.param({**GRPO, "model": {"lora": {"rank": 4}}}, DATA, 2, id="lora-2"),
+    ],
+)
+def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_with_its_state(
+    tables: dict[str, Any], shape: Shape, expert: int, model: str, tmp_path: Path
+) -> None:
+    tables = {**tables, "model": {**tables.get("model", {}), "path": model}}
+    run_alone(tmp_path / "one", tables)
+    file = written(tmp_path / "recipe.toml", tables)
+    fork_ranks(shape[0] * shape[1], command(file, tmp_path / "many", shape, *dealt(expert))[3:], tmp_path)
+    close(tmp_path / "many", tmp_path / "one")
+    back_to_step_2(tmp_path / "many")
+    run_alone(tmp_path / "many", tables, resume=True)
+    close(tmp_path / "many", tmp_path / "one")
+
+
+@SLOW
+@pytest.mark.parametrize(("before", "after"), [((DATA, 2), (FOUR, 2)), ((FOUR, 4), (CONTEXT, 1))], ids=str)
+def test_a_run_goes_on_with_experts_dealt_out_otherwise(
+    before: tuple[Shape, int], after: tuple[Shape, int], model: str, tmp_path: Path
+) -> None:
+    tables = {**GRPO, "model": {"path": model}}
+    run_alone(tmp_path / "one", tables)
+    file, run = written(tmp_path / "recipe.toml", tables), tmp_path / "many"
+    fork_ranks(before[0][0], command(file, run, before[0], *dealt(before[1]))[3:], tmp_path)
+    back_to_step_2(run)
+    fork_ranks(after[0][0] * after[0][1], command(file, run, after[0], *dealt(after[1]), "--resume")[3:], tmp_path)
+    close(run, tmp_path / "one")
+
+
+@SLOW
+@pytest.mark.parametrize("channel", ["shared", "disk", "collective", "reshard"])
+def test_engines_apart_get_the_experts_of_all_ranks(channel: str, model: str, tmp_path: Path) -> None:
+    tables = {**GRPO, "model": {"path": model}}
+    run_alone(tmp_path / "one", tables)
+    apart = {**tables, "placement": {"name": "disaggregated", "channel": channel}}
+    file = written(tmp_path / "recipe.toml", apart)
+    words = command(file, tmp_path / "many", DATA, *dealt(2))
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tmp_path / "many" / "checkpoints")
+    close(tmp_path / "many", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"data_parallel": 3, "expert_parallel": 2}, r"data_parallel × context_parallel = 3 × 1 ranks share experts "
+         r"out in groups of expert_parallel = 2, and 3 / 2 = 1.5 is no whole number"),
+        ({"data_parallel": 2, "expert_parallel": 2, "tensor_parallel": 2}, r"expert_parallel = 2 deals whole experts "
+         r"out, and tensor_parallel = 2 splits each matrix: set data_parallel or context_parallel in its place"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_share_experts_out_are_refused_with_the_recipe(
+    resources: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe(resources=resources)
+
+
+def test_models_whose_experts_cannot_be_dealt_out_are_refused_before_weights_are_read(model: str) -> None:
+    three = {"data_parallel": 3, "expert_parallel": 3}
+    says = r"/m: 8 experts cannot be dealt out to expert_parallel = 3 ranks: 8 / 3 = 2.66667 is no whole number"
+    with pytest.raises(ConfigError, match=says):
+        check_ranks(recipe(model={"path": model}, resources=three))
+    with pytest.raises(ConfigError, match="sums-policy: it has no experts to deal out to expert_parallel = 3 ranks"):
+        check_ranks(recipe(resources=three))
+    beside = {"path": model, "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+    two = {"data_parallel": 2, "expert_parallel": 2}
+    with pytest.raises(ConfigError, match=r"lora.targets names layers of experts, which resources.expert_parallel = 2"):
+        check_ranks(recipe(model=beside, resources=two))
+    check_ranks(recipe(model={"path": model, "lora": {"rank": 4}}, resources=two))
