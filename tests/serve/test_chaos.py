@@ -155,7 +155,7 @@ def expected(server: ServerProcess) -> list[list[float]]:
     return [[item["scores"][0] for item in reply.json()["items"]] for reply in replies]
 
 
-def test_ten_thousand_rough_requests(server: ServerProcess, expected: list[list[float]]) -> None:
+def test_twenty_thousand_rough_requests(server: ServerProcess, expected: list[list[float]]) -> None:
     """B32: valid, slow, malformed and abandoned requests; afterwards scores, memory and open files are as before."""
     numbers = iter(range(REQUESTS + REQUESTS // 10))
     lock = threading.Lock()
