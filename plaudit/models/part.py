@@ -35,7 +35,7 @@ class Outline:
     """A model without its weights, which are known to be there."""
 
     module: nn.Module
-    stored: Mapping[str, weights.Stored]
+    stored: Mapping[str, weights.Stored | weights.Stacked]
     """By the names that the module has for them."""
     tokenizer: PreTrainedTokenizerFast
     path: Path
@@ -52,10 +52,15 @@ class Outline:
 
     @property
     def readable(self) -> bool:
-        """Whether the files have its tensors as the module does; else some are fused or split when they are loaded."""
+        """Whether its tensors can be read in part; else some are fused or split when they are loaded."""
         tied: Mapping[str, str] = getattr(self.module, "all_tied_weights_keys", {})
         names = {tied.get(name, name) for name in self.module.state_dict()}
         return names - self.new <= self.stored.keys()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the files have its tensors as the module does."""
+        return self.readable and all(isinstance(at, weights.Stored) for at in self.stored.values())
 
     @property
     def new(self) -> set[str]:
@@ -66,7 +71,7 @@ class Outline:
         """Those that the weights of a part come from."""
         tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
         sources = (tied.get(name, name) for name in module.state_dict())
-        return {self.stored[name].file for name in sources}
+        return {file for name in sources for file in self.stored[name].files}
 
 
 def outline(

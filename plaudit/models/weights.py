@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ BITS = {
     "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STACKINGS = [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]
+"""What transformers does to make one tensor of those of all experts: the ways that `Stacked` reads it."""
 HEADER_LIMIT = 100_000_000  # the safetensors library's own bound
 
 
@@ -52,6 +54,10 @@ class Stored:
     begin: int
     """Its first byte in the file."""
 
+    @property
+    def files(self) -> set[Path]:
+        return {self.file}
+
     def read(self, *cuts: Cut) -> Tensor:
         """What the cuts leave of it, one after the other, in memory of its own. File pages that were passed over are
         nobody's memory."""
@@ -63,6 +69,47 @@ class Stored:
         for cut in cuts:
             part = cut.of(part)
         return torch.from_numpy(np.array(part, order="C")).view(TORCH[self.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """The weights of a layer's experts, which a module has in one tensor and files have expert by expert: `parts` of
+    each, that follow each other along the second dimension of the whole (gate and up)."""
+
+    parts: tuple[tuple[Stored, ...], ...]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0][0].file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0]
+        return len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:]
+
+    @property
+    def files(self) -> set[Path]:
+        return {part.file for expert in self.parts for part in expert}
+
+    def read(self, *cuts: Cut) -> Tensor:
+        """As of `Stored`: no more of the files than that."""
+        ranges = [(0, size) for size in self.shape]
+        for cut in cuts:
+            first = ranges[cut.dim][0]
+            ranges[cut.dim] = first + cut.start, first + cut.end
+        (begin, end), (low, high), *others = ranges
+        rest = [Cut(dim, *between) for dim, between in enumerate(others, start=1)]
+        experts = []
+        for expert in self.parts[begin:end]:
+            pieces, at = [], 0
+            for part in expert:
+                rows = part.shape[0]
+                pieces.append(part.read(Cut(0, *(min(max(row - at, 0), rows) for row in (low, high))), *rest))
+                at += rows
+            experts.append(torch.cat(pieces))
+        if experts:
+            return torch.stack(experts)
+        return torch.empty(0, *(stop - start for start, stop in ranges[1:]), dtype=TORCH[self.parts[0][0].dtype])
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
@@ -125,8 +172,9 @@ def _refuse(directory: Path, verb: str, names: Iterable[str], ignored: Iterable[
         raise ModelError(f"{directory} {verb} tensor {left[0]!r}{more}; its weights do not belong to its config.json")
 
 
-def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
-    """Names as transformers will use them. Tensors that it fuses or splits come back as names only."""
+def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored | Stacked], set[str]]:
+    """Names as transformers will use them. Of tensors that it makes of others, experts can be read so; the rest come
+    back as names only."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -134,15 +182,41 @@ def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, 
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
     expected = module.state_dict()
-    supplied: dict[str, Stored] = {}
+    supplied: dict[str, Stored | Stacked] = {}
     converted: set[str] = set()
+    sources: dict[str, dict[str, Stored]] = {}
     for source, tensor in stored.items():
         name, fused = rename_source_key(source, renamings, converters, module.base_model_prefix, expected)
         if fused is None:
             supplied[name] = tensor
         else:
             converted |= {name} | _siblings(name, converters, expected)
+            sources.setdefault(name, {})[source] = tensor
+    for name, tensors in sources.items():
+        if name in expected and (stacked := _stacked(name, tensors, converters, expected[name].shape)) is not None:
+            supplied[name] = stacked
     return supplied, converted
+
+
+def _stacked(
+    name: str, tensors: Mapping[str, Stored], converters: Iterable[Any], shape: Sequence[int]
+) -> Stacked | None:
+    """None where transformers does something else with them."""
+    for converter in converters:
+        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+        if steps not in STACKINGS or converter.target_patterns[0] not in name:
+            continue
+        patterns = [re.compile(re.escape(each).replace(r"\*", r"(\d+)")) for each in converter.source_patterns]
+        by_expert: dict[int, dict[int, Stored]] = {}
+        for source, tensor in tensors.items():
+            for place, pattern in enumerate(patterns):
+                if (match := pattern.search(source)) and match.groups():
+                    by_expert.setdefault(int(match[1]), {})[place] = tensor
+        parts = tuple(tuple(by_expert[n][place] for place in sorted(by_expert[n])) for n in sorted(by_expert))
+        alike = len({tuple((part.dtype, part.shape) for part in expert) for expert in parts}) == 1
+        if alike and sum(map(len, parts)) == len(tensors) and Stacked(parts).shape == tuple(shape):
+            return Stacked(parts)
+    return None
 
 
 def _siblings(name: str, converters: Iterable[Any], expected: Mapping[str, Any]) -> set[str]:

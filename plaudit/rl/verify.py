@@ -147,7 +147,7 @@ def _check_weights(model: Path, proof: Mapping[str, str], step: int) -> None:
         return
     # Files of most mixtures have experts one by one, and the module has them together.
     dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
-    if not outline(model, dtype).readable:
+    if not outline(model, dtype).plain:
         module = load_policy(model, dtype).module
         if weights_digest(module.named_parameters()) == proof["weights"]:
             return

@@ -20,6 +20,8 @@ from plaudit.core.model.stages import Elsewhere, RankPosition
 from plaudit.errors import ModelError
 from plaudit.models import load_any, load_tokenizer, resolve
 from plaudit.models.part import fill, outline
+from plaudit.models.weights import Cut, Stacked
+from tests.core.mixtures import mixture
 from tests.core.rank_engine import module as made
 from tests.core.tiny import SIZES, model
 
@@ -70,6 +72,30 @@ def test_other_heads_types_and_shards(dtype: str, tmp_path: Path) -> None:
     check_parts(saved(model("qwen2", "token", torch.bfloat16), tmp_path / "b"), (2, 2), dtype)
     check_parts(saved(made("llama-values"), tmp_path / "c"), (2, 2), dtype)
     check_parts(saved(model("gpt_neox"), tmp_path / "d"), (1, 2), dtype)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_that_files_have_one_by_one_are_read_in_part(family: str, tmp_path: Path) -> None:
+    """Of all experts of a layer, which the module has in one tensor: some of them, some of their rows and columns."""
+    saved(mixture(family), tmp_path, max_shard_size="40KB")
+    seen, whole = outline(tmp_path), load_any(tmp_path).module
+    assert seen.readable
+    assert not seen.plain
+    names = [name for name, at in seen.stored.items() if isinstance(at, Stacked)]
+    assert {name.rpartition(".")[2] for name in names} == {"gate_up_proj", "down_proj"}
+    assert {name for name in whole.state_dict() if ".experts." in name} == set(names)
+    for name, tensor in whole.state_dict().items():
+        at = seen.stored[name]
+        assert torch.equal(at.read(), tensor), name
+        if name not in names:
+            continue
+        assert at.shape == tensor.shape
+        for cuts in ((Cut(0, 1, 3),), (Cut(0, 2, 4), Cut(0, 1, 2)), (Cut(1, 5, 40), Cut(2, 3, 9)), (Cut(0, 2, 2),)):
+            part = tensor
+            for cut in cuts:
+                part = cut.of(part)
+            assert torch.equal(at.read(*cuts), part), (name, cuts)
+    check_parts(tmp_path, (1, 2))
 
 
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:

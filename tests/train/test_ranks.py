@@ -113,8 +113,8 @@ def test_ranks_that_share_out_rows_have_the_numbers_of_transformers(ranks: int, 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Untied and tied, with a vocabulary that does not divide; norms in heads, half precision; and a mixture of
-    experts, whose files keep its tensors in another form."""
+    """Untied and tied, with a vocabulary that does not divide; norms in heads, half precision; and a mixture, whose
+    files have experts one by one."""
     root = tmp_path_factory.mktemp("models")
     modules = {
         "untied": model("llama"), "tied": model("gemma3"), "norms": model("qwen3"), "bf16": model("qwen2").bfloat16(),

@@ -117,7 +117,7 @@ def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: P
     main = group.index == 0
     skeleton = shards.skeleton
     base: Any = skeleton.trunk if isinstance(skeleton, ValueModel) else skeleton
-    if not _as_stored(base):  # transformers makes other tensors of these, from all of them at once
+    if not _one_by_one(base):  # transformers stores other tensors, made of several of these
         module = shards.gathered()
         together(group, lambda: None if module is None else save(module, tokenizer, directory))
         return
@@ -133,9 +133,10 @@ def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: P
         prefix = "trunk." if base is not skeleton else ""
         named = {**shards.parameters, **{n: b for n, b in shards.module.named_buffers() if n in skeleton.state_dict()}}
         tensors = [
-            Whole(name.removeprefix(prefix), tensor.dtype, tuple(tensor.shape), partial(full, tensor))
+            whole
             for name, tensor in named.items()
             if name.startswith(prefix)
+            for whole in stored_as(base, name.removeprefix(prefix), tensor)
         ]
         write_shards(place / SINGLE, tensors, group)
         head = full(shards.parameters["score.weight"]).detach().cpu().contiguous() if prefix else None
@@ -155,7 +156,24 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _as_stored(module: Any) -> bool:
-    """Whether transformers writes the module's own tensors, and not some that it makes of them."""
+def stored_as(module: Any, name: str, tensor: Tensor) -> list[Whole]:
+    """What transformers stores of a tensor of a module: itself, or what it makes of it, such as a tensor an expert."""
+    blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    made = revert_weight_conversion(module, {name: blank})
+    if made.keys() == {name}:
+        return [Whole(name, tensor.dtype, tuple(tensor.shape), partial(full, tensor))]
+    taken: dict[str, Tensor] = {}
+
+    def take(part: str) -> Tensor:
+        if not taken:  # put together for the first of them
+            taken.update(revert_weight_conversion(module, {name: full(tensor)}))
+        return taken.pop(part)
+
+    return [Whole(part, blank.dtype, tuple(blank.shape), partial(take, part)) for part, blank in made.items()]
+
+
+def _one_by_one(module: Any) -> bool:
+    """Whether each of the module's tensors is stored by itself, as it is or in parts."""
     tensors = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
-    return bool(revert_weight_conversion(module, tensors).keys() == tensors.keys())
+    single = [key for name, tensor in tensors.items() for key in revert_weight_conversion(module, {name: tensor})]
+    return sorted(single) == sorted(revert_weight_conversion(module, tensors))

@@ -27,7 +27,7 @@ from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.split import SUMMED, planned, split_parts
 from plaudit.errors import ModelError
-from plaudit.models.weights import Cut, Stored
+from plaudit.models.weights import Cut, Stacked, Stored
 from plaudit.train.optim.experts import deal_out
 from plaudit.train.run.ranks import COPIES, DATA, TENSOR, Ranks
 
@@ -70,7 +70,7 @@ class Shards:
         register_fsdp_forward_method(module, FORWARD)
         self.parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
 
-    def fill(self, stored: Mapping[str, Stored], device: str) -> None:
+    def fill(self, stored: Mapping[str, Stored | Stacked], device: str) -> None:
         """Give a module that was split on the meta device its weights: of every tensor just this rank's part is read.
         Those that are not stored are zeros."""
         self.module._apply(  # type: ignore[no-untyped-call]

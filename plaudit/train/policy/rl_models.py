@@ -97,7 +97,7 @@ def split_model(
         shards = Shards(seen.module, ranks)
         shards.fill(seen.stored, device)
         return shards
-    # Files that keep tensors in another form, as those of most mixtures of experts do, are read by transformers.
+    # Files that keep tensors in a form that only transformers knows are read by it.
     if kind == "policy":
         loaded = load_policy(source, table.dtype, device)
     else:
