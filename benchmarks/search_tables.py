@@ -81,6 +81,23 @@ def lanes() -> str:
     return table(heads, rows)
 
 
+def pool() -> str:
+    """Best-first over a persistent pool, by what a return costs, beside REBASE that generates as much."""
+    heads = ("ground", "AUC", "width", "a return costs", "best-first", "REBASE of that width",
+             "lead at the same tokens", "tokens, REBASE as 1", "KV, REBASE as 1", "rounds with a return")  # fmt: skip
+    rows = []
+    for x in read("search-pool.json")["rows"]:
+        ours, theirs = x["best_first"], x["rebase"]
+        rows.append(
+            (f"{x['depth']} steps, {x['accuracy']:.0%} right", f"{x['auc']:g}" if x["auc"] < 1 else "exact labels",
+             str(x["width"]), f"{x['return_cost']:g}", f"{ours['right']:.3f}",
+             f"{theirs['right']:.3f}", f"{x['lead']:+.3f} ± {x['interval']:.3f} (width {x['rebase_width']})",
+             f"{ours['generated'] / theirs['generated']:.2f}", f"{ours['kv_tokens'] / theirs['kv_tokens']:.2f}",
+             f"{ours['returns'] / ours['rounds']:.0%}")
+        )  # fmt: skip
+    return table(heads, rows)
+
+
 def policy_trees() -> str:
     """Trees with the process model that learned exact labels, beside best-of-n with the same one."""
     heads = (
@@ -168,8 +185,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     tables = [
-        accuracy(), throughput(read("search_throughput.json")), programmes(), lanes(), policy_trees(), policy_pools(),
-        policy_judges(), policy_times(),
+        accuracy(), pool(), throughput(read("search_throughput.json")), programmes(), lanes(), policy_trees(),
+        policy_pools(), policy_judges(), policy_times(),
     ]  # fmt: skip
     if args.write:
         page = PAGE.read_text()

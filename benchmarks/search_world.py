@@ -118,7 +118,8 @@ def search(
     while expansions := driver.expansions():
         nodes: list[Node] = []
         for expand in expansions:
-            for place in range(expand.count):
+            before = tree.drawn(expand.node)
+            for place in range(before, before + expand.count):
                 text, state = world.step(states[expand.node], place)
                 answer = world.answer(state)
                 kind = "finished" if answer else "open"

@@ -46,6 +46,8 @@ RL: dict[str, Metric] = {
     "turns/mean": Metric(COUNT, "turns of an episode with an environment"),
     "turns/reward": Metric(REWARD, "what the environment gave for single turns, per episode"),
     "tree/generated_tokens": Metric(TOKENS, "sampled for the step's trees of responses, what they share counted once"),
+    "tree/discarded": Metric(SHARE, "of these, in no response: branches that a search gave up, and repeats of a step"),
+    "tree/prm_tokens": Metric(TOKENS, "that the process model of [search] computed, where it runs in this process"),
     "tree/shared": Metric(SHARE, "of the responses' tokens that were sampled once and serve several of them"),
     "tree/early": Metric(SHARE, "of responses that stand for others, since they were over before the last branching"),
     "dynamic/drawn": Metric(COUNT, "groups that dynamic sampling has drawn for the step"),

@@ -18,7 +18,8 @@ def search_questions(
     methods: Annotated[
         list[str],
         typer.Option(
-            "--method", help="best-of-n, beam, dvts, rebase, ets, mcts, particles or auto; repeatable. Default: ets."
+            "--method",
+            help="best-of-n, beam, dvts, rebase, ets, best-first, mcts, particles or auto; repeatable. Default: ets.",
         ),
     ] = [],  # noqa: B006
     width: Annotated[int | None, typer.Option(help="Paths searched at once. Default: 16.")] = None,

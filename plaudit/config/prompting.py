@@ -62,16 +62,21 @@ class SamplingTable(Table):
     """[2, 2, 2]: the responses to a prompt are a tree. Two first steps, two second ones behind each, two ends behind
     each of these, 8 responses in all. Without it each is sampled on its own, as held-out prompts' are in any case."""
     step: str = "\n"
-    """branch: the text that ends a step."""
+    """branch and [search]: the text that ends a step."""
     eval: EvalSamplingTable | None = None
 
     @model_validator(mode="after")
     def _steps(self) -> Self:
-        if self.branch and (not self.step or any(self.step in stop for stop in self.stop)):
+        if self.branch:
+            self.check_step()
+        return self
+
+    def check_step(self) -> None:
+        """ValueError if `step` cannot end a step."""
+        if not self.step or any(self.step in stop for stop in self.stop):
             raise ValueError(
                 f"step = {self.step!r} must end a step, not a response: it is empty or in stop = {self.stop}"
             )
-        return self
 
     @property
     def truncation(self) -> str:

@@ -13,6 +13,7 @@ from plaudit.config.algorithm import RlAlgorithm
 from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, ResourcesTable
 from plaudit.config.prompting import AskingTable, SamplingTable
 from plaudit.config.reward import RewardTable, RlRewardTable, RuleTable
+from plaudit.config.search import RolloutSearchTable
 from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable
 from plaudit.config.table import Positive, Table
 from plaudit.config.world import World
@@ -187,6 +188,7 @@ class RlRecipe(BaseRecipe):
     sampling: SamplingTable = SamplingTable()
     environment: EnvironmentTable | None = None
     agent: AgentTable | None = None
+    search: RolloutSearchTable | None = None
     placement: PlacementTable = PlacementTable()
     engine: EngineTable = EngineTable()
     resources: ResourcesTable = ResourcesTable()
@@ -244,6 +246,8 @@ class RlRecipe(BaseRecipe):
                 f"{train.eval_samples}: set one of them to 1"
             )
         self._can_branch()
+        if self.search is not None:
+            self._can_be_searched()
         for table in self.scored_here():
             self._fits_the_data(table)
         overlong = algorithm.shaping.overlong
@@ -297,13 +301,24 @@ class RlRecipe(BaseRecipe):
                 f"sampling.branch = {list(branch)} gives {' × '.join(map(str, branch))} = {math.prod(branch)} "
                 f"responses to a prompt, and train.samples_per_prompt = {n}: make them equal"
             )
-        if estimator == "branch" and not branch:
+        if estimator == "branch" and not branch and self.search is None:
             raise ValueError(
                 f"{self.algorithm.name} compares the branches of a tree of responses, and there is none: give "
-                "sampling.branch, such as [2, 2, 2] for 8 responses, and sampling.step, the text that ends a step"
+                "sampling.branch, such as [2, 2, 2] for 8 responses, or [search]; sampling.step is what ends a step"
             )
         if branch and (self.agent is not None or self.environment is not None):
             raise ValueError("sampling.branch is for single responses: leave it out, or [agent] and [environment]")
+
+    def _can_be_searched(self) -> None:
+        reasons = {
+            "sampling.branch makes trees without one": bool(self.sampling.branch),
+            "[agent] or [environment] plays turns": (self.agent or self.environment) is not None,
+            f"resources name {self.resources.ranks} ranks, not one": self.resources.ranks > 1,
+            "train.routing_replay is for responses that are made in one go": self.train.routing_replay,
+        }
+        if found := [why for why, true in reasons.items() if true]:
+            raise ValueError(f"[search] makes trees of responses by a process model, and {found[0]}: leave one out")
+        self.sampling.check_step()
 
     def _can_be_taught(self) -> None:
         for name, teacher in self.algorithm.teachers.items():

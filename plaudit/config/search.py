@@ -15,7 +15,7 @@ from plaudit.config.table import NonNegative, Positive, Table, apply, check, rea
 from plaudit.config.world import World
 from plaudit.errors import ConfigError
 
-Method = Literal["best-of-n", "beam", "dvts", "rebase", "ets", "mcts", "particles"]
+Method = Literal["best-of-n", "beam", "dvts", "rebase", "ets", "best-first", "mcts", "particles"]
 
 
 class PolicyTable(Table):
@@ -199,7 +199,10 @@ class SearchRuleTable(Table):
     branch: PositiveInt = 4
     """mcts: children of a node. It follows width / branch paths, so that it generates about as much as the others."""
     temperature: Positive = 0.2
-    """rebase, ets: of the softmax over scores."""
+    """rebase, ets, best-first: of the softmax over scores."""
+    return_cost: NonNegative = 0.2
+    """best-first: what a node's score loses for every level that it lies behind the deepest one, and for every time it
+    was gone on from. Above 1 nothing is returned to."""
     branch_weight: NonNegative = 1.0
     """ets: what KV costs (the paper's lambda_b)."""
     cluster_weight: NonNegative = 1.5
@@ -235,6 +238,19 @@ class SearchRuleTable(Table):
     @property
     def clustered(self) -> bool:
         return self.method == "ets" and self.cluster_weight > 0
+
+
+class RolloutSearchTable(Table):
+    """[search] of an RL recipe: the responses to a prompt are searched for, with a process model that says which steps
+    are gone on with. `train.samples_per_prompt` is the width, and `sampling.step` ends a step."""
+
+    prm: PrmTable
+    method: Literal["rebase", "beam", "dvts"] = "rebase"
+    """As in `plaudit search`."""
+    temperature: Positive = 0.2
+    """rebase: of the softmax over scores."""
+    keep: PositiveInt | None = None
+    """beam: leaves kept; dvts: subtrees. Default: the root of the width."""
 
 
 class BudgetTable(Table):

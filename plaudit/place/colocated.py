@@ -6,8 +6,7 @@ from pathlib import Path
 
 from plaudit.core import Engine
 from plaudit.place.placement import PlacementContext
-from plaudit.train.agents.agent_player import AgentPlayer
-from plaudit.train.agents.episodes import new_player
+from plaudit.place.player import close_player, new_player
 from plaudit.train.rollouts.rollouts import Rollouts, RolloutSource
 from plaudit.train.rollouts.sharing import SharedPlayer
 
@@ -37,5 +36,4 @@ class Colocated:
     def load(self, directory: Path) -> None: ...
 
     def close(self) -> None:
-        if isinstance(self.player, AgentPlayer):
-            self.player.close()
+        close_player(self.player)

@@ -21,6 +21,7 @@ from plaudit.place.channels.weights import Weights
 from plaudit.place.engines.build import new_served
 from plaudit.place.engines.server_fleet import ServerFleet
 from plaudit.place.placement import PlacementContext
+from plaudit.place.player import close_player, new_player
 from plaudit.place.ray.rollouts import RayRollouts
 from plaudit.place.resharding import new_reshard
 from plaudit.place.resources import rollout_seats
@@ -28,8 +29,6 @@ from plaudit.place.workers import frames
 from plaudit.place.workers.fleet import Fleet
 from plaudit.place.workers.remote_engine import RemoteEngine
 from plaudit.place.workers.split_fleet import SplitFleet
-from plaudit.train.agents.agent_player import AgentPlayer
-from plaudit.train.agents.episodes import new_player
 from plaudit.train.rollouts.rollouts import Player, Rollouts, RolloutSource
 from plaudit.train.rollouts.sharing import MainPlayer
 from plaudit.train.run.orders import Orders
@@ -103,8 +102,7 @@ class Disaggregated:
 
     def close(self) -> None:
         self.engine.close()
-        if isinstance(self.player, AgentPlayer):
-            self.player.close()
+        close_player(self.player)
 
 
 def new_fleet(

@@ -138,7 +138,9 @@ class Runner:
         tree, id = searched.tree, expand.node
         path = tree.path_ids(id)
         response_ids = path[len(tree.prompt_ids) :]
-        seed = path_seed(self.recipe.seed, searched.question.index, (*response_ids, len(tree.response(id))))
+        # Where a search comes back to a node for more children, they are not to be those it has.
+        again = (tree.drawn(id),) if tree.drawn(id) else ()
+        seed = path_seed(self.recipe.seed, searched.question.index, (*response_ids, len(tree.response(id)), *again))
         return Ask(tree.prompt_ids, tree.prompt, response_ids, tree.response(id), expand.count, seed, greedy)
 
     def _add(self, searched: _Open, expand: Expand, steps: Sequence[Step]) -> list[Node]:

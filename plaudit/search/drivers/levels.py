@@ -30,19 +30,23 @@ class Levels(Driver):
     def choose(self, live: Sequence[int]) -> list[Expand]:
         width = self.left()
         if width == 0 or not live:
-            for id in live:  # leaves that the width no longer reaches
-                self.tree.nodes[id].state = "pruned"
+            for node in self.tree.having("open"):  # leaves that the width no longer reaches
+                node.state = "pruned"
             return []
-        frontier = self._frontier(live, width)
+        frontier = self.frontier(live, width)
         choice = self.rule(frontier)
         if choice.solver:
             self.costs.solver += float(choice.solver["seconds"])
             self.costs.unsolved += choice.solver["status"] != "optimal"
-        for id, count in zip(live, choice.counts, strict=True):
-            self.tree.nodes[id].state = "expanded" if count else "pruned"
+        self.mark(frontier, choice.counts)
         return twins_together(self.tree, list(zip(live, choice.counts, strict=True)))
 
-    def _frontier(self, live: Sequence[int], width: int) -> Frontier:
+    def mark(self, frontier: Frontier, counts: Sequence[int]) -> None:
+        """What becomes of leaves that get so many children."""
+        for leaf, count in zip(frontier.leaves, counts, strict=True):
+            self.tree.nodes[leaf.id].state = "expanded" if count else "pruned"
+
+    def frontier(self, live: Sequence[int], width: int) -> Frontier:
         nodes = self.tree.nodes
         leaves = []
         for id in live:
@@ -53,4 +57,4 @@ class Levels(Driver):
             )  # fmt: skip
         used = {branch for leaf in leaves for branch in leaf.branches} | {ROOT}
         tokens = {branch: len(nodes[branch].tokens) for branch in used}
-        return Frontier(nodes[live[0]].depth, width, self.table.width, leaves, tokens)
+        return Frontier(max(nodes[id].depth for id in live), width, self.table.width, leaves, tokens)

@@ -9,9 +9,11 @@ from plaudit.search.drivers.driver import Driver
 from plaudit.search.drivers.levels import Levels
 from plaudit.search.drivers.mcts import Mcts
 from plaudit.search.drivers.particle_filter import ParticleFilter
+from plaudit.search.drivers.pool import Pool
 from plaudit.search.questions.reading import AnswerReading
 from plaudit.search.rules import Rule
 from plaudit.search.rules.beam import beam
+from plaudit.search.rules.best_first import best_first
 from plaudit.search.rules.best_of_n import best_of_n
 from plaudit.search.rules.dvts import dvts
 from plaudit.search.rules.ets import Ets
@@ -25,6 +27,8 @@ def new_driver(tree: Tree, table: SearchRuleTable, budget: BudgetTable, reading:
         return Mcts(tree, table, budget, reading)
     if table.method == "particles":
         return ParticleFilter(tree, table, budget, reading, seed)
+    if table.method == "best-first":
+        return Pool(tree, table, budget, reading, rule_of(table))
     return Levels(tree, table, budget, reading, rule_of(table))
 
 
@@ -38,6 +42,8 @@ def rule_of(table: SearchRuleTable) -> Rule:
             return partial(dvts, subtrees=table.keep)
         case "rebase":
             return partial(rebase, temperature=table.temperature)
+        case "best-first":
+            return partial(best_first, temperature=table.temperature, return_cost=table.return_cost)
         case "ets":
             return Ets(
                 table.temperature, table.branch_weight, table.cluster_weight, table.cost, table.kv_budget,

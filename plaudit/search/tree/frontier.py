@@ -13,6 +13,7 @@ class Leaf:
     tokens    of its own step
     cluster   steps that say nearly the same have the same number
     twin      the leaf it repeats word for word; its own id if none
+    times     how often it was gone on from; 0 but for nodes that a search returns to
     """
 
     id: int
@@ -21,6 +22,7 @@ class Leaf:
     tokens: int = 1
     cluster: int = 0
     twin: int = -1
+    times: int = 0
 
     def __post_init__(self) -> None:
         if self.twin < 0:

@@ -47,6 +47,7 @@ class Tree:
         self.nodes = [Node(ROOT, -1, 0, self.prompt_ids, "", "open", ROOT, 0, score=1.0, value=1.0)]
         self._firsts: dict[tuple[int, tuple[int, ...], str], int] = {}
         self._branches: list[tuple[int, ...]] = [()]
+        self._drawn = [0]
 
     def add(self, parent: int, tokens: Sequence[int], text: str, state: State, round: int) -> Node:
         above = self.nodes[parent]
@@ -57,7 +58,13 @@ class Tree:
         node = Node(id, parent, above.depth + 1, tuple(tokens), text, state, twin, round)
         self.nodes.append(node)
         self._branches.append((*self._branches[parent], parent))
+        self._drawn.append(0)
+        self._drawn[parent] += 1
         return node
+
+    def drawn(self, id: int) -> int:
+        """How many children were drawn for it so far."""
+        return self._drawn[id]
 
     def branches(self, id: int) -> tuple[int, ...]:
         """The proper ancestors of a node, the root first."""

@@ -88,8 +88,10 @@ def integrity(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def branching(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of trees of responses: what was sampled for them, parts that responses share once."""
+    """Of trees of responses: what was sampled for them, parts that responses share once. Of those that were searched
+    for also what the search spent and threw away (`extra["search"]`, the same in all samples of a group)."""
     parts: dict[tuple[int, int], int] = {}
+    searched = {sample.group: sample.extra["search"] for sample in samples if "search" in sample.extra}
     leaves, tokens = set(), 0
     for sample in samples:
         begin = 0
@@ -101,12 +103,20 @@ def branching(samples: Sequence[Sample]) -> dict[str, float]:
             tokens += begin
     if not tokens:
         return {}
-    generated = sum(parts.values())
-    return {
-        "tree/generated_tokens": float(generated),
-        "tree/shared": 1 - generated / tokens,
+    kept = sum(parts.values())
+    figures = {
+        "tree/generated_tokens": float(kept),
+        "tree/shared": 1 - kept / tokens,
         "tree/early": 1 - len(leaves) / sum(1 for sample in samples if sample.extra.get("branches")),
     }
+    if searched:
+        generated = sum(spent["generated"] for spent in searched.values())
+        figures |= {
+            "tree/generated_tokens": float(generated),
+            "tree/discarded": 1 - kept / generated,
+            "tree/prm_tokens": float(sum(spent["prm_tokens"] for spent in searched.values())),
+        }
+    return figures
 
 
 def _fours(sample: Sample) -> list[tuple[int, ...]]:

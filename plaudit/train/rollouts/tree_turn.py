@@ -96,29 +96,13 @@ class TreeTurn:
         return not stepped or len(path.tokens) >= self.table.max_tokens
 
     def _joined(self, path: _Branch) -> Sample:
-        parts = path.parts
-        tokens = path.tokens
-        ends = accumulate(len(part.token_ids) for part in parts)
-        extra = {**parts[-1].extra, "branches": [[node, end] for node, end in zip(path.nodes, ends, strict=True)]}
-        if len(parts) == 1 and not self._cut(path):
-            return replace(parts[0], extra=extra)
-
-        def joined(name: str) -> tuple[Any, ...]:
-            return tuple(chain.from_iterable(getattr(part, name) for part in parts))
-
-        tempered = None
-        if parts[0].tempered_logprobs is not None:
-            tempered = joined("tempered_logprobs")
-        text = self._text(tokens)
-        for stop in self.table.stop:
-            if parts[-1].finish_reason == "stop" and (at := text.find(stop)) >= 0:
-                text = text[:at]
-        return replace(
-            parts[-1], prompt_ids=parts[0].prompt_ids, token_ids=tuple(tokens), text=text, logprobs=joined("logprobs"),
-            raw_logprobs=joined("raw_logprobs"), versions=joined("versions"), mask=joined("mask"),
-            tempered_logprobs=tempered, finish_reason="length" if self._cut(path) else parts[-1].finish_reason,
-            extra=extra,
-        )  # fmt: skip
+        ends = accumulate(len(part.token_ids) for part in path.parts)
+        branches = [[node, end] for node, end in zip(path.nodes, ends, strict=True)]
+        extra = {**path.parts[-1].extra, "branches": branches}
+        if len(path.parts) == 1 and not self._cut(path):
+            return replace(path.parts[0], extra=extra)
+        whole = joined(path.parts, self.tokenizer, self.table.stop)
+        return replace(whole, finish_reason="length" if self._cut(path) else whole.finish_reason, extra=extra)
 
     def _cut(self, path: _Branch) -> bool:
         """Whether it had a step behind which there was no token left."""
@@ -127,3 +111,22 @@ class TreeTurn:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def joined(parts: Sequence[Sample], tokenizer: Any, stops: Sequence[str]) -> Sample:
+    """Parts of a response, each sampled behind the one before, as one sample; `stops` end a response."""
+
+    def chained(name: str) -> tuple[Any, ...]:
+        return tuple(chain.from_iterable(getattr(part, name) for part in parts))
+
+    tokens = chained("token_ids")
+    text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    for stop in stops:
+        if parts[-1].finish_reason == "stop" and (at := text.find(stop)) >= 0:
+            text = text[:at]
+    tempered = None if parts[0].tempered_logprobs is None else chained("tempered_logprobs")
+    return replace(
+        parts[-1], prompt_ids=parts[0].prompt_ids, token_ids=tokens, text=text, logprobs=chained("logprobs"),
+        raw_logprobs=chained("raw_logprobs"), versions=chained("versions"), mask=chained("mask"),
+        tempered_logprobs=tempered,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Rollouts by search: the responses to a prompt of RL training are the paths that a search guided by a process model
+comes to its end with.
+
+A step of `width` children is drawn from the policy at every level, the process model scores each, and the rule says
+which are gone on with; the others are discarded. So there are `width` responses to a prompt, which share steps:
+`extra["branches"]` has the parts of each, as of any tree of responses (`train.rollouts.tree_turn`), and
+`extra["search"]` what all of them together cost, discarded branches included. Every token has the log-prob with which
+the policy sampled it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from plaudit.config.prompting import SamplingTable
+from plaudit.config.search import BudgetTable, RolloutSearchTable, SearchRecipe
+from plaudit.errors import ConfigError
+from plaudit.records import ItemError, Prompt, Sample
+from plaudit.search.backends.policy import Ask, Ended, Step, step_text
+from plaudit.search.backends.scoring import open_scorer
+from plaudit.search.drivers.methods import new_driver
+from plaudit.search.questions.questions import Question
+from plaudit.search.questions.reading import AnswerReading
+from plaudit.search.runner import Outcome, Runner
+from plaudit.search.tree.tree import Node
+from plaudit.train.rollouts.rollouts import Generator, SingleTurn, sampling_params
+from plaudit.train.rollouts.tree_turn import joined
+
+OVER = ("finished", "cut", "failed")
+
+
+class SearchTurn:
+    """`single` answers held-out prompts, and has engine and sampling."""
+
+    def __init__(
+        self, single: SingleTurn, tokenizer: Any, table: RolloutSearchTable, width: int, threads: int | None = None
+    ) -> None:  # fmt: skip
+        self.single = single
+        self.tokenizer = tokenizer
+        self.scorer = open_scorer(table.prm, threads, table.method)
+        if self.scorer.whole:
+            raise ConfigError("search.prm is an outcome model, and a search chooses among steps: name a process model")
+        sampling = single.sampling
+        self.recipe = SearchRecipe.model_validate(
+            {
+                "model": {"path": "policy"}, "data": {"path": "prompts"}, "prm": table.prm, "concurrent": 2**31,
+                "lanes": 1,
+                "search": {"method": table.method, "temperature": table.temperature, "keep": table.keep,
+                           "width": width, "max_depth": sampling.max_tokens},
+                "steps": {"stop": sampling.step, "answer": "(.*)", "max_step_tokens": sampling.max_tokens,
+                          "max_tokens": sampling.max_tokens},
+            }
+        )  # fmt: skip
+        self.reading = AnswerReading(self.recipe.steps)
+
+    def play(
+        self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
+    ) -> list[Sample]:
+        if evaluate:
+            return self.single.play(prompts, n, seed, first, evaluate)
+        assert n == self.recipe.search.width, "the recipe's"
+        number = int.from_bytes(hashlib.sha256(f"{self.single.seed} {seed}".encode()).digest()[:7], "big")
+        recipe = self.recipe.model_copy(update={"seed": number})
+        writer = Writer(self.single.engine, self.single.sampling, self.tokenizer)
+        runner = Runner(
+            recipe, writer, self.scorer, self.reading,
+            lambda question, tree: new_driver(tree, recipe.search, BudgetTable(), self.reading, str(question.index)),
+        )  # fmt: skip
+        questions = [_question(first + place, prompt) for place, prompt in enumerate(prompts)]
+        outcomes = sorted(runner.run(questions), key=lambda outcome: outcome.question.index)
+        return [sample for place, outcome in enumerate(outcomes) for sample in self._samples(place, outcome, writer)]
+
+    def _samples(self, group: int, outcome: Outcome, writer: Writer) -> list[Sample]:
+        tree, costs = outcome.tree, outcome.driver.costs
+        spent = {"generated": costs.generated, "prm_tokens": costs.prm_tokens}
+        leaves = [node for node in tree.nodes if node.state in OVER]
+        assert len(leaves) == self.recipe.search.width, "a level is as wide as what is left of the width"
+        samples = []
+        for index, leaf in enumerate(leaves):
+            steps = tree.steps(leaf.id)
+            parts = [writer.parts[tree.path_ids(step.id)] for step in steps]
+            # A leaf that repeats another is a response of its own; inner steps that repeat one are the first.
+            ends, end = [], 0
+            for step, part in zip(steps, parts, strict=True):
+                end += len(part.token_ids)
+                ends.append([step.id, end])
+            sample = joined(parts, self.tokenizer, self.single.sampling.stop)
+            extra = {**sample.extra, "branches": ends, "search": spent}
+            samples.append(replace(_failed(sample, leaf), group=group, index=index, extra=extra))
+        return samples
+
+    def close(self) -> None:
+        self.scorer.close()
+        self.reading.close()
+
+
+class Writer:
+    """The engine of a run as a search sees it. `parts`: every step as it was sampled, by the tokens of its path."""
+
+    def __init__(self, engine: Generator, table: SamplingTable, tokenizer: Any) -> None:
+        self.engine = engine
+        self.table = table
+        self.stepping = table.model_copy(update={"stop": (*table.stop, table.step)})
+        self.tokenizer = tokenizer
+        self.parts: dict[tuple[int, ...], Sample] = {}
+
+    def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
+        prompts = [[*ask.prompt, *ask.response_ids] for ask in asks]
+        params = [replace(sampling_params(self._left(ask), ask.count, ""), seed=ask.seed) for ask in asks]
+        samples = iter(self.engine.generate(prompts, params))
+        return [[self._step(ask, next(samples)) for _ in range(ask.count)] for ask in asks]
+
+    def release(
+        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
+    ) -> None:
+        """An engine of a run may be in another process; each forgets by itself what is used least."""
+
+    def close(self) -> None:
+        """The engine is the run's."""
+
+    def _left(self, ask: Ask) -> SamplingTable:
+        return self.stepping.model_copy(update={"max_tokens": self.table.max_tokens - len(ask.response_ids)})
+
+    def _step(self, ask: Ask, sample: Sample) -> Step:
+        text = step_text(self.tokenizer, ask, sample.token_ids)
+        ended: Ended = "length"
+        if sample.finish_reason == "stop" and self.table.step in text:
+            # A step without words is the end of a response: there is nothing in it that could be scored.
+            whole = len(ask.response_ids) + len(sample.token_ids) < self.table.max_tokens
+            ended = "step" if whole and text.replace(self.table.step, "").strip() else "length"
+        elif sample.finish_reason == "stop" and (ask.text + text).strip():
+            ended = "end"
+        cut = ended == "length" and sample.finish_reason == "stop" and self.table.step in text
+        part = replace(sample, finish_reason="length") if cut else sample
+        self.parts.setdefault((*ask.prompt, *ask.response_ids, *sample.token_ids), part)
+        if sample.finish_reason in ("abort", "error"):
+            return Step(sample.token_ids, text, error=f"generation ended by {sample.finish_reason}")
+        return Step(sample.token_ids, text, ended, sum(sample.raw_logprobs) / max(1, len(sample.token_ids)))
+
+
+def _question(index: int, prompt: Prompt) -> Question:
+    messages = prompt.extra.get("messages")
+    asked = prompt.text if messages is None else tuple(messages)
+    return Question(index, asked, prompt.text, tuple(prompt.token_ids or ()))
+
+
+def _failed(sample: Sample, leaf: Node) -> Sample:
+    """A path that the process model could not score has no reward, and says why."""
+    if leaf.state != "failed" or sample.finish_reason in ("abort", "error"):
+        return sample
+    kind, _, message = (leaf.error or "").partition(": ")
+    return replace(sample, finish_reason="error", error=ItemError(kind, message or kind))

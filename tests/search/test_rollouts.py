@@ -1,0 +1,196 @@
+"""Rollouts by search: whose tokens they are, who chooses, what is counted, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plaudit.core import Engine
+from plaudit.errors import ConfigError
+from plaudit.events import read_events
+from plaudit.models import load_policy
+from plaudit.records import Prompt, Sample
+from plaudit.search.backends.scored import Path as StepPath
+from plaudit.search.backends.scored import Scored
+from plaudit.search.rollouts import SearchTurn
+from plaudit.train.rollouts.batch_metrics import branching
+from plaudit.train.rollouts.rollouts import SingleTurn
+from tests.command import plaudit_here
+from tests.train.rl_world import recipe
+
+LOADED = load_policy("sums-policy")
+PROMPTS = [
+    Prompt(text, tuple(LOADED.tokenizer.encode(text, add_special_tokens=False)))
+    for text in ("7+8+4+9+2+6=", "9+1=", "3+4+5+6+7=")
+]
+SEARCH = {"prm": {"path": "sums-steps"}}
+SMALL = {
+    "train.steps": 4, "train.prompts_per_step": 4, "train.eval_every": 50, "train.checkpoint.every": 2,
+    "data.eval_items": 8, "sampling.max_tokens": 48,
+}  # fmt: skip
+
+
+class ByText:
+    """A process model that likes the steps which `likes` names, and computes a token for each path."""
+
+    whole = False
+
+    def __init__(self, likes: Any) -> None:
+        self.likes = likes
+        self.computed = 0
+
+    def score(self, paths: Sequence[StepPath], *, hidden: bool = False) -> list[Scored]:
+        self.computed += len(paths)
+        return [self.likes(path.steps) for path in paths]
+
+    def release(self, tokens: Any, keep: Any = (), *, below: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def turn(likes: Any = None, search: dict[str, Any] | None = None, **sampling: Any) -> SearchTurn:
+    table = recipe(sampling={"step": ";", **sampling}, search={**SEARCH, **(search or {})})
+    assert table.search is not None
+    single = SingleTurn(Engine(LOADED.module, LOADED.tokenizer, seed=1), table.sampling, 1)
+    made = SearchTurn(single, LOADED.tokenizer, table.search, 4, 1)
+    if likes is not None:
+        made.scorer = ByText(likes)
+    return made
+
+
+def steps_of(sample: Sample) -> list[tuple[int, tuple[int, ...]]]:
+    begin, steps = 0, []
+    for node, end in sample.extra["branches"]:
+        steps.append((node, sample.token_ids[begin:end]))
+        begin = end
+    assert begin == len(sample.token_ids)
+    return steps
+
+
+@pytest.mark.parametrize("method", ["rebase", "beam", "dvts"])
+def test_each_token_has_the_policys_own_logprob_and_all_that_was_sampled_is_counted(method: str) -> None:
+    samples = turn(search={"method": method}).play(PROMPTS, 4, "0 0")
+    assert [(s.group, s.index) for s in samples] == [(g, i) for g in range(3) for i in range(4)]
+    module = LOADED.module
+    module.set_attn_implementation("sdpa")
+    parts: dict[tuple[int, int], tuple[int, ...]] = {}
+    for sample in samples:
+        for node, tokens in steps_of(sample):
+            assert parts.setdefault((sample.group, node), tokens) == tokens, "a node is one step"
+        assert all(LOADED.tokenizer.decode(tokens).endswith(";") for _, tokens in steps_of(sample)[:-1])
+        assert sample.prompt_ids == PROMPTS[sample.group].token_ids
+        assert sample.text == LOADED.tokenizer.decode(list(sample.token_ids), skip_special_tokens=True)
+        assert sample.finish_reason in ("stop", "length")
+        with torch.no_grad():
+            logits = module(torch.tensor([sample.prompt_ids + sample.token_ids])).logits[0].log_softmax(-1)
+        rows = range(len(sample.prompt_ids) - 1, len(sample.prompt_ids) + len(sample.token_ids) - 1)
+        plain = [logits[row, token].item() for row, token in zip(rows, sample.token_ids, strict=True)]
+        assert sample.logprobs == pytest.approx(plain, abs=1e-4)
+    figures = branching(samples)
+    spent = {s.group: s.extra["search"]["generated"] for s in samples}
+    assert figures["tree/generated_tokens"] == sum(spent.values())
+    assert figures["tree/discarded"] == pytest.approx(1 - sum(map(len, parts.values())) / sum(spent.values()))
+    assert figures["tree/prm_tokens"] > 0
+
+
+def test_the_process_model_chooses() -> None:
+    """The first step that it sees of each prompt scores 1 and its siblings 0: exp(-1 / 0.2) weighs 0.007 beside 1, and
+    ceil(4 / (1 + 3 * 0.007)) = 4 children are its. Of two prompts with the same sum of tokens nothing is mixed up."""
+    first: dict[str, Any] = {}
+
+    def likes(steps: tuple[str, ...]) -> Scored:
+        key = "".join(steps[:-1])
+        return Scored(float(first.setdefault(key, steps[-1]) == steps[-1]))
+
+    (sampled,) = [turn(likes).play(PROMPTS[:1], 4, "0 0")]
+    assert len({steps_of(sample)[0] for sample in sampled}) == 1, "all went on from the step it likes"
+    whole = turn(lambda steps: Scored(0.5)).play(PROMPTS[:1], 4, "0 0")
+    assert len({steps_of(sample)[0] for sample in whole}) > 1, "where it likes all alike, several do"
+    kept = {step for sample in sampled for step in steps_of(sample)}
+    discarded = sampled[0].extra["search"]["generated"] - sum(len(tokens) for _, tokens in kept)
+    assert discarded > 0
+    assert branching(sampled)["tree/discarded"] == pytest.approx(
+        discarded / sampled[0].extra["search"]["generated"]
+    )  # fmt: skip
+
+
+def test_a_prompt_is_searched_alike_alone_and_among_others() -> None:
+    together = turn().play(PROMPTS, 4, "3 0")
+    (alone,) = [turn().play(PROMPTS[1:2], 4, "3 0", first=1)]
+    mine = [sample for sample in together if sample.group == 1]
+    assert [s.token_ids for s in mine] == [s.token_ids for s in alone]
+    assert [s.extra["branches"] for s in mine] == [s.extra["branches"] for s in alone]
+    assert turn().play(PROMPTS, 4, "4 0")[0].token_ids != together[0].token_ids or len(PROMPTS) < 2
+
+
+def test_heldout_prompts_are_answered_without_a_search() -> None:
+    made = turn()
+    assert made.play(PROMPTS, 2, "eval", evaluate=True) == made.single.play(PROMPTS, 2, "eval", evaluate=True)
+
+
+def test_what_is_cut_and_what_cannot_be_scored() -> None:
+    """Three tokens are less than the first step has. A path without a score is an error, and never a number."""
+    cut = turn(max_tokens=3).play(PROMPTS[:1], 4, "0 0")
+    assert all(s.finish_reason == "length" and len(s.token_ids) == 3 and s.error is None for s in cut)
+    failed = turn(lambda steps: Scored(error="too_long: 9 tokens")).play(PROMPTS[:1], 4, "0 0")
+    assert len(failed) == 4
+    for sample in failed:
+        assert sample.finish_reason == "error"
+        assert sample.error is not None
+        assert (sample.error.type, sample.error.message) == ("too_long", "9 tokens")
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"sampling": {"branch": [2, 2], "step": ";"}}, "sampling.branch makes trees without one"),
+        ({"sampling": {"step": ";"}, "environment": {"name": "calculator"}}, "plays turns: leave one out"),
+        ({"sampling": {"step": ""}}, "must end a step, not a response"),
+        ({"sampling": {"step": ";"}, "resources": {"data_parallel": 2}}, "name 2 ranks, not one"),
+        ({"search": {"prm": {}}}, "either path or url"),
+        ({"search": {**SEARCH, "method": "mcts"}}, "mcts"),
+    ],
+)
+def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        recipe(**{"search": SEARCH, **tables})
+
+
+def test_an_outcome_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chooses among steps"):
+        turn(search={"prm": {"path": "sums"}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["expert-iteration", "tree-grpo"])
+def test_a_run_is_made_again_to_the_bit(algorithm: str, tmp_path: Path) -> None:
+    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    name = ("--set", f'algorithm.name="{algorithm}"')
+    done = plaudit_here("train", "sums-expert-search", "--out", str(tmp_path / "run"), *sets, *name)
+    assert done.returncode == 0, done.stderr
+    again = plaudit_here("verify", str(tmp_path / "run"))
+    assert again.returncode == 0, again.stdout
+    assert "equal to the bit: steps 3 to 4, made again from step-000002: samples, log-probs, rewards" in again.stdout
+    steps = [e["values"] for e in read_events(tmp_path / "run") if e["kind"] == "metric" and "loss" in str(e["values"])]
+    searched = [values for values in steps if "tree/discarded" in values]
+    assert len(searched) == 4
+    assert all(0 < values["tree/discarded"] < 1 for values in searched)
+
+
+@pytest.mark.slow
+def test_in_processes_of_their_own(tmp_path: Path) -> None:
+    """Engines elsewhere search the same trees: the first step's samples are those of one process."""
+    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    figures = []
+    for name in ("colocated", "disaggregated", "async"):
+        run = tmp_path / name
+        place = ("--set", f'placement.name="{name}"', "--set", "train.steps=1")
+        done = plaudit_here("train", "sums-expert-search", "--out", str(run), *sets, *place)
+        assert done.returncode == 0, done.stderr
+        (values,) = [e["values"] for e in read_events(run) if e["kind"] == "metric" and "tree/discarded" in e["values"]]
+        figures.append([values[key] for key in ("tree/generated_tokens", "tree/discarded", "reward/mean")])
+    assert figures[0] == figures[1] == figures[2]
