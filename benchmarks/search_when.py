@@ -35,6 +35,7 @@ TABLE = Path(__file__).parent.parent / "plaudit" / "search" / "when.json"
 BATCH = 125
 GROUNDS = [Ground(8, 0.30), Ground(8, 0.05), Ground(24, 0.30), Ground(24, 0.05)]
 AUCS = [0.55, 0.6, 0.7, 0.8, 0.9]
+WIDTHS = (4, 16, 64, 256)
 METHODS: dict[str, dict[str, Any]] = {
     "best-of-n": {"method": "best-of-n"},
     "beam": {"method": "beam", "distinct": True},
@@ -80,6 +81,7 @@ def cells() -> Iterator[tuple[Ground, float, str, int, int]]:
         yield from ((ground, auc, name, 4, 8) for auc in AUCS for name in CHEAP)
     for ground in extremes:
         yield from ((ground, auc, name, 64, 2) for auc in (0.6, 0.8) for name in CHEAP)
+    yield from ((GROUNDS[0], 0.8, name, 256, 2) for name in CHEAP)
 
 
 def measured(ground: Ground, auc: float, name: str, width: int, batch: int) -> list[dict[str, Any]]:
@@ -169,7 +171,7 @@ def table(found: dict[str, Any]) -> dict[str, Any]:
     """What `--method auto` and the page read: by cell what every method reached, and which one to use."""
     measured = outcomes(found["rows"])
     lines = []
-    for ground, width, auc in itertools.product(GROUNDS, (4, 16, 64), (*AUCS, 1.0)):
+    for ground, width, auc in itertools.product(GROUNDS, WIDTHS, (*AUCS, 1.0)):
         at = {name: measured.get((ground.depth, ground.accuracy, auc, width, name)) for name in SHOWN}
         base = at[CHEAP[0]]
         leads = {name: lead(cell, base) for name in TREES if base is not None and (cell := at[name]) is not None}
@@ -297,7 +299,7 @@ def page(found: dict[str, Any], known: list[dict[str, Any]]) -> str:
     counts = [len(cell["right"]) for cell in cells.values()]
     lines = [TOP.format(least=min(counts), most=max(counts), machine=found["machine"], date=found["date"])]
     for ground in GROUNDS:
-        for width in (4, 16, 64):
+        for width in WIDTHS:
             lines += ground_table(known, ground, width)
     return "\n".join([*lines, COSTS, *costs_table(cells, 16), LABELS, *labels_table(cells), LIMITS])
 

@@ -64,7 +64,7 @@ def test_between_cells_the_nearest_one_counts_and_is_told() -> None:
         (8, 0.9, 0.8, 16, "accuracy 0.9"),
         (8, 0.0, 0.8, 16, "accuracy 0"),
         (8, 0.3, 0.4, 16, "auc 0.4"),
-        (8, 0.3, 0.8, 512, "width 512"),
+        (8, 0.3, 0.8, 1024, "width 1.02e+03"),
     ],
 )
 def test_outside_of_the_table_it_is_best_of_n(steps: float, accuracy: float, auc: float, width: int, told: str) -> None:
