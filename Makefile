@@ -16,7 +16,8 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded docs clean install
 
-# Judges train half as long as those that are shipped: all of it takes some minutes.
+# Judges train half as long as those that are shipped, and PPO stops where its reward no longer rises: all of it takes
+# some minutes.
 run: $(INSTALLED)
 	@$(BIN)/plaudit train sums-sft --fresh
 	@$(BIN)/plaudit train sums-prm --fresh --set model.path=runs/sums-sft --set train.steps=900
@@ -25,7 +26,7 @@ run: $(INSTALLED)
 	echo "the reward model is served on http://127.0.0.1:$$port (log: runs/serve.log)"; \
 	$(BIN)/plaudit serve --model sums=runs/sums-reward --port $$port > runs/serve.log 2>&1 & server=$$!; \
 	trap "kill $$server" EXIT; \
-	$(BIN)/plaudit train sums-ppo --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0
+	$(BIN)/plaudit train sums-ppo --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0 --set train.steps=40
 	@$(BIN)/plaudit report runs/sums-ppo runs/sums-sft runs/sums-prm runs/sums-reward
 
 # With PLAUDIT='python3 -m plaudit' nothing is installed: the Python that is there has all that is needed.
