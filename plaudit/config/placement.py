@@ -125,8 +125,8 @@ class RewardPoolTable(Table):
 
 
 class ResourcesTable(Table):
-    """Processes that train together, data_parallel × context_parallel × tensor_parallel of them; and those that
-    generate and score."""
+    """Processes that train together, data_parallel × context_parallel × tensor_parallel × pipeline_parallel of them;
+    and those that generate and score."""
 
     ray: str | None = None
     """Run them as Ray actors (extra `ray`): "local" starts Ray on this machine, "auto" finds the one that runs, and an
@@ -139,6 +139,8 @@ class ResourcesTable(Table):
     memory of one. Attention heads are dealt out over them."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each matrix."""
+    pipeline_parallel: PositiveInt = 1
+    """Stages that share the layers out, each of as many ranks as the others make: micro-batches go through them."""
     expert_parallel: PositiveInt = 1
     """Of the data_parallel × context_parallel ranks so many share the experts of a mixture out, each with whole ones,
     and exchange tokens around them. They are no further ranks."""
@@ -163,11 +165,16 @@ class ResourcesTable(Table):
                 f"expert_parallel = {size} deals whole experts out, and tensor_parallel = "
                 f"{self.tensor_parallel} splits each matrix: set data_parallel or context_parallel in its place"
             )
+        if size > 1 and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"expert_parallel = {size} deals experts out over the ranks of one stage, and pipeline_parallel = "
+                f"{self.pipeline_parallel} makes several: leave one of them out"
+            )
         return self
 
     @property
     def ranks(self) -> int:
-        return self.shards * self.tensor_parallel
+        return self.pipeline_parallel * self.shards * self.tensor_parallel
 
     @property
     def shards(self) -> int:
@@ -177,5 +184,7 @@ class ResourcesTable(Table):
     @property
     def product(self) -> tuple[str, str]:
         """What `ranks` is the product of, for messages: names and sizes."""
-        names = ["data_parallel", *(["context_parallel"] if self.context_parallel > 1 else []), "tensor_parallel"]
+        always = ("data_parallel", "tensor_parallel")
+        kinds = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
+        names = [name for name in kinds if name in always or getattr(self, name) > 1]
         return " × ".join(names), " × ".join(str(getattr(self, name)) for name in names)

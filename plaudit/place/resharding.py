@@ -11,7 +11,7 @@ from plaudit.config import RlRecipe
 from plaudit.core.model.split import keep_part
 from plaudit.core.model.stages import RankPosition
 from plaudit.models.part import outline
-from plaudit.place.channels.reshard.routes import Box, needed
+from plaudit.place.channels.reshard.routes import Box, Split, TrainingSide, needed
 from plaudit.place.channels.reshard.sending import ReshardChannel
 from plaudit.place.channels.weights import Layout, Weights, named_tensors
 from plaudit.place.placement import PlacementContext
@@ -22,10 +22,18 @@ from plaudit.train.run.orders import Orders
 def new_reshard(
     stage: PlacementContext, orders: Orders, backend: Literal["gloo", "nccl"], host: str
 ) -> ReshardChannel:  # fmt: skip
+    resources = stage.recipe.resources
+
+    def stages() -> TrainingSide:
+        shards = stage.trainee.shards
+        assert shards is not None
+        splits = {name: tuple(Split(*cut) for cut in cuts) for name, cuts in shards.splits.items()}
+        return TrainingSide(resources.ranks, splits, resources.pipeline_parallel, shards.homes)
+
     return ReshardChannel(
         lambda: shard_weights(stage.trainee.loaded.module, stage.trainee.shards),
         lambda layout: engine_parts(stage.recipe, layout), orders, backend, host=host,
-        seconds=stage.recipe.placement.deadline,
+        seconds=stage.recipe.placement.deadline, stages=stages if resources.pipeline_parallel > 1 else None,
     )  # fmt: skip
 
 

@@ -51,9 +51,9 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     several_nodes |= plan.devices > plan.cluster.accelerator.node  # two pools, a node each
     several_nodes |= plan.generation_cluster.accelerator != plan.cluster.accelerator
     lacks = {
-        "pipeline parallelism": training.pp > 1,
         "engine with expert parallelism": generation.ep > 1,
         "expert parallelism with tensor parallelism": training.ep > 1 and training.tp > 1,
+        "expert parallelism with pipeline parallelism": training.ep > 1 and training.pp > 1,
         "context parallelism that cuts heads": cuts_heads(model, training),
         "engine over several devices on those that train": several and plan.shared,
         "engine over several devices in a run over several nodes": several and not plan.shared and several_nodes,

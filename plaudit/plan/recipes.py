@@ -64,7 +64,7 @@ def layout_of(recipe: RlRecipe, work: Workload) -> TrainingLayout:
     """How our trainer cuts the recipe's training."""
     ranks = recipe.resources
     return TrainingLayout(
-        tp=ranks.tensor_parallel, dp=ranks.data_parallel, cp=ranks.context_parallel,
+        tp=ranks.tensor_parallel, dp=ranks.data_parallel, cp=ranks.context_parallel, pp=ranks.pipeline_parallel,
         ep=ranks.expert_parallel,
         zero=3 if ranks.ranks > 1 else 0, plain=True, micro_tokens=work.micro_tokens,
         recompute="full" if recipe.model.recompute else "none", offload_optimizer=recipe.train.offload_optimizer,
@@ -98,7 +98,9 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
     if plan.placement == "async":
         placement["staleness"] = plan.staleness
     resources = {**tables.get("resources", {}), "data_parallel": plan.training.dp, "tensor_parallel": plan.training.tp}
-    for key, size in (("context_parallel", plan.training.cp), ("expert_parallel", plan.training.ep)):
+    own = plan.training
+    kinds = {"context_parallel": own.cp, "expert_parallel": own.ep, "pipeline_parallel": own.pp}
+    for key, size in kinds.items():
         resources.pop(key, None)
         if size > 1:
             resources[key] = size

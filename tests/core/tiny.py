@@ -64,8 +64,11 @@ def model(
     family: str, kind: str = "causal", dtype: torch.dtype = torch.float32, labels: int = 1, layers: int = 2
 ) -> nn.Module:  # fmt: skip
     torch.manual_seed(7)
-    changed = {"num_labels": labels, "num_hidden_layers": layers}
-    config = CONFIGS[family].__class__(**{**CONFIGS[family].to_diff_dict(), **changed})
+    told = CONFIGS[family].to_diff_dict()
+    changed: dict[str, Any] = {"num_labels": labels, "num_hidden_layers": layers}
+    if "layer_types" in told:
+        changed["layer_types"] = (told["layer_types"] * layers)[:layers]
+    config = CONFIGS[family].__class__(**{**told, **changed})
     module = AUTO[kind].from_config(config, attn_implementation="eager")
     for name, parameter in module.named_parameters():
         if name.endswith("sinks"):

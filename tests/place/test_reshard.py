@@ -1,5 +1,6 @@
 """Weights from shards to parts of engines, bit for bit, between real processes over gloo."""
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.place.runs import samples, small, train
 from tests.place.test_async import ages, asked, prompts_of
 from tests.place.test_async_ranks import GRPO, started, until, worker_of, written
 from tests.train.rl_world import recipe, weights
-from tests.train.test_ranks import TWO, Shape, command, fork_ranks, ranks_of, steps
+from tests.train.test_ranks import STAGES, TWO, Shape, command, fork_ranks, ranks_of, steps
 
 RESHARD = {"placement": {"name": "disaggregated", "channel": "reshard"}}
 
@@ -97,15 +98,19 @@ def assert_same(found: Path, expected: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("channel", "shape"),
-    [("disk", (1, 1, 2)), ("collective", (1, 1, 2)), ("reshard", (1, 1, 2)), ("reshard", (1, 2, 1))],
-)
-def test_two_ranks_that_share_a_vocabulary_or_rows_send_an_engine_the_weights_of_one(
+    [
+        ("disk", (1, 1, 2)), ("collective", (1, 1, 2)), ("reshard", (1, 1, 2)), ("reshard", (1, 2, 1)),
+        ("disk", STAGES), ("collective", STAGES), ("shared", STAGES), ("reshard", STAGES), ("reshard", (2, 1, 1, 2)),
+        ("reshard", (1, 1, 2, 2)),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_a_vocabulary_rows_or_layers_send_an_engine_the_weights_of_one(
     tmp_path: Path, rollout_host: RolloutHost, channel: str, shape: Shape
 ) -> None:
     train(tmp_path / "one", small(3, GRPO), rollout_host)
     placed = {"placement": {"name": "disaggregated", "channel": channel}}
     file, run = written(tmp_path, 3, GRPO, **placed), tmp_path / "two"
-    fork_ranks(2, command(file, run, shape)[3:], tmp_path)
+    fork_ranks(math.prod(shape), command(file, run, shape)[3:], tmp_path)
     assert_same(run, tmp_path / "one")
 
 

@@ -68,6 +68,25 @@ def test_a_device_gathers_its_own_experts_alone() -> None:
     assert memory.optimizer(one).value == pytest.approx(12 * model.parameters / 8)
 
 
+def test_stages_of_our_trainer_by_hand() -> None:
+    """Llama 3.1 8B in two stages of 16 layers, untied: each end has one table of 128,256 × 4,096. The first keeps two
+    micro-batches and has no logits; with a batch of one micro-batch it keeps one."""
+    model, table = ModelShape.named("llama-3.1-8b"), 128256 * 4096
+    cut = TrainingLayout(pp=2, zero=3, plain=True, micro_tokens=4096)
+    whole = Trainer(model, cluster("1x2xH100"), replace(cut, pp=1), "bf16", Constants())
+    first, last = (Trainer(model, cluster("1x2xH100"), cut, "bf16", Constants(), stage=stage) for stage in (0, 1))
+    half = (model.parameters - 2 * table) / 2
+    assert first.parameters_here() == last.parameters_here() == pytest.approx(half + table)
+    per_layer = memory.activation_bytes_per_token(first, 1024)
+    assert memory.activations(first, 1024).value == pytest.approx(4096 * 2 * 16 * per_layer)
+    assert memory.activations(replace(first, most_tokens=4096), 1024).value == pytest.approx(4096 * 16 * per_layer)
+    assert 4096 * 16 * per_layer < memory.activations(last, 1024).value < 4096 * 17 * per_layer
+    assert memory.logits(first, 1024).value == 0
+    assert memory.logits(last, 1024).value == memory.logits(whole, 1024).value
+    uneven = Trainer(replace(model, layers=33), cluster("1x2xH100"), cut, "bf16", Constants())
+    assert [replace(uneven, stage=stage).layers_here for stage in (0, 1)] == [17, 16]
+
+
 def test_the_cache_of_one_sequence_by_hand() -> None:
     replica = Replica(
         ModelShape.named("llama-3.1-70b"), cluster("1x8xH100"), GenerationLayout(8), "bf16", "bf16", Constants()

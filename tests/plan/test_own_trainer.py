@@ -15,7 +15,7 @@ from plaudit.plan.options import PlanOptions
 from plaudit.plan.own_trainer import missing
 from plaudit.plan.question import Outcome, ask
 from plaudit.plan.recipes import layout_of, read_recipe, recipe_for, workload_of
-from plaudit.plan.search import SearchResult
+from plaudit.plan.search import Search, SearchResult
 from plaudit.plan.show.page import render_page
 from tests.command import plaudit_here
 
@@ -59,7 +59,9 @@ HALF = TrainingLayout(dp=4, zero=3)
         ((), plan("disaggregated", 8, GenerationLayout(), FSDP, "reshard")),
         (("tensors channel",), plan("disaggregated", 8, GenerationLayout(), FSDP, "tensors")),
         (("data parallelism without FSDP",), plan("hybrid", 8, GenerationLayout(), TrainingLayout(dp=8))),
-        (("pipeline parallelism",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(pp=2))),
+        ((), plan("hybrid", 2, GenerationLayout(), TrainingLayout(pp=2))),
+        ((), plan("hybrid", 8, GenerationLayout(), TrainingLayout(pp=2, dp=4, zero=3))),
+        (("data parallelism without FSDP",), plan("hybrid", 4, GenerationLayout(), TrainingLayout(pp=2, dp=2))),
         ((), plan("hybrid", 8, GenerationLayout(), TrainingLayout(cp=2, dp=4, zero=3))),
         ((), plan("hybrid", 16, GenerationLayout(), TrainingLayout(cp=16, zero=3))),
         (("data parallelism without FSDP",), plan("hybrid", 2, GenerationLayout(), TrainingLayout(cp=2))),
@@ -269,6 +271,19 @@ def test_ranks_that_share_experts_out_are_planned_and_their_recipe_reads(tmp_pat
     recipe = read_recipe(planned)
     assert (recipe.resources.data_parallel, recipe.resources.expert_parallel) == (8, 4)
     assert layout_of(recipe, work).ep == 4
+
+
+def test_stages_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
+    own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
+    outcome = replace(ask(PlanOptions("smollm2-135m", "1x4xH100", placement=["hybrid"])), workload=work).answer()
+    stages = TrainingLayout(pp=2, dp=2, zero=3, plain=True)
+    found = Search(work, cluster("1x4xH100"), placements=("hybrid",), training=stages, ours=True).run()
+    planned = tmp_path / "planned.toml"
+    planned.write_text(recipe_for(own, replace(outcome, results={"hybrid": found}))[0])
+    recipe = read_recipe(planned)
+    assert (recipe.resources.data_parallel, recipe.resources.pipeline_parallel) == (2, 2)
+    assert layout_of(recipe, work).pp == 2
 
 
 def alone_of(outcome: Outcome) -> dict[str, SearchResult]:

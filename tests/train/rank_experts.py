@@ -15,9 +15,8 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.records import Batch, Sample
 from plaudit.train.optim.optimizer import Optimizer
-from plaudit.train.optim.shard_files import full
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
-from plaudit.train.optim.sharding import Shards
+from plaudit.train.optim.sharding import Shards, full
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.rl_learner import RlLearner

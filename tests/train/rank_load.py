@@ -1,6 +1,6 @@
 """Models that every rank reads its part of, beside the same models split after they were loaded whole; and as they come
 back when the ranks have saved them. A test runs this on each rank:
-python -m tests.train.rank_load DATA TENSOR DIRECTORY..."""
+python -m tests.train.rank_load DATA TENSOR PIPELINE DIRECTORY..."""
 
 import sys
 from pathlib import Path
@@ -14,6 +14,7 @@ from plaudit.config.supervised import PolicyModelTable
 from plaudit.core.model.packing import pack
 from plaudit.models import load_policy, load_value
 from plaudit.models.heads.value_head import ValueModel
+from plaudit.train.optim.pipeline import stage_of
 from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharding import Shards, packed_rows
 from plaudit.train.policy.rl_models import split_model
@@ -37,9 +38,10 @@ def check(directory: str, dtype: str, ranks: Ranks) -> None:
             whole = load_value(directory, dtype, fresh_head=True)
             for module in (whole.module, read):  # as a critic's are at first
                 assert isinstance(module, ValueModel)
-                nn.init.zeros_(module.score.weight)
+                if stage_of(module).last:
+                    nn.init.zeros_(module.score.weight)
         stored = {name: each.detach().clone() for name, each in whole.module.state_dict().items()}
-        names = {name: id(each) for name, each in whole.module.named_parameters(remove_duplicate=False)}
+        whole_names = {name: id(each) for name, each in whole.module.named_parameters(remove_duplicate=False)}
         expected = Shards(whole.module, ranks).module
         found, wanted = tensors(read), tensors(expected)
         assert found.keys() == wanted.keys()
@@ -47,12 +49,18 @@ def check(directory: str, dtype: str, ranks: Ranks) -> None:
             assert found[name].dtype == tensor.dtype, name
             assert torch.equal(found[name], tensor), (directory, kind, name)
         parameters = dict(read.named_parameters(remove_duplicate=False))
+        assert len(parameters) < len(whole_names) or ranks.stages.size == 1
+        names = {name: each for name, each in whole_names.items() if name in parameters}
         for name, same in names.items():
             assert [n for n in names if names[n] == same] == [n for n in names if parameters[n] is parameters[name]]
         assert read.config.to_dict() == expected.config.to_dict()
         packed = pack([[1, 2, 3], [4, 5]], "cpu")
-        assert torch.equal(packed_rows(read, packed), packed_rows(expected, packed))
-        saved = Path(f"{directory}-{kind}-{ranks.data.size}-{ranks.everyone.size}")
+        rows = [packed_rows(read, packed)]
+        stage_of(read).pass_on(rows[0])
+        rows.append(packed_rows(expected, packed))
+        stage_of(expected).pass_on(rows[1])
+        assert torch.equal(*rows)
+        saved = Path(f"{directory}-{kind}-{ranks.data.size}-{ranks.everyone.size}-{ranks.stages.size}")
         save_shards(shards, whole.tokenizer, saved)
         if ranks.main:
             back = (load_policy if kind == "policy" else load_value)(saved, dtype).module.state_dict()
@@ -62,10 +70,11 @@ def check(directory: str, dtype: str, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    data, tensor = int(sys.argv[1]), int(sys.argv[2])
+    data, tensor, stages = map(int, sys.argv[1:4])
     torch.set_num_threads(1)
-    with join(ResourcesTable(data_parallel=data, tensor_parallel=tensor, timeout=60.0), "cpu") as ranks:
-        for directory in sys.argv[3:]:
+    table = ResourcesTable(data_parallel=data, tensor_parallel=tensor, pipeline_parallel=stages, timeout=60.0)
+    with join(table, "cpu") as ranks:
+        for directory in sys.argv[4:]:
             if tensor > 1 and Path(directory).name == "experts":
                 continue  # they are not split this way
             check(directory, "bfloat16" if Path(directory).name == "bf16" else "float32", ranks)

@@ -1,5 +1,5 @@
 """One update of a policy and its critic, on however many ranks there are. A test calls `update` for one rank, and runs
-this file as a program on each of several: python -m tests.train.rank_update DATA CONTEXT TENSOR DIRECTORY"""
+this file as a program on each of several: python -m tests.train.rank_update DATA CONTEXT TENSOR PIPELINE DIRECTORY"""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from plaudit.models.heads.value_head import ValueModel
 from plaudit.models.weights import read_stem
 from plaudit.records import Batch
 from plaudit.train.optim.optimizer import Optimizer
-from plaudit.train.optim.shard_files import full
+from plaudit.train.optim.shard_files import Whole, of_all_stages
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy.critic import LocalCritic
@@ -125,7 +125,7 @@ def update(case: str, ranks: Ranks, directory: Path, device: str = "cpu") -> Upd
         "policy": teacher.policy.module,
         **({} if critic is None else {"critic": critic.model}),
     }.items():
-        found |= {f"{name}-weights/{n}": full(p).detach().clone() for n, p in module.named_parameters()}
+        found |= {f"{name}-weights/{n}": tensor for n, tensor in weights_of(module, parts[name]).items()}
     return Update(found, metrics)
 
 
@@ -137,20 +137,31 @@ def saved(adam: Optimizer, path: Path) -> dict[str, Tensor]:
 
 def gathered(adam: Optimizer) -> dict[str, Tensor]:
     """Gradients by parameter, as the optimizer had them when it took its step."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, master in adam.masters.items():
         assert master.grad is not None, name
-        if isinstance(adam, ShardedOptimizer):
-            found[name] = adam.shards.whole(master.grad, adam.shards.parameters[name])
-        else:
+        if not isinstance(adam, ShardedOptimizer):
             found[name] = master.grad.clone()
-    return found
+            continue
+        whole = adam.shards.whole(master.grad, adam.shards.parameters[name])
+        found[name] = Whole(name, whole.dtype, tuple(whole.shape), whole.clone)
+    if not isinstance(adam, ShardedOptimizer):
+        return found
+    return {each.name: each.gather() for each in of_all_stages(list(found.values()), adam.shards.stage)}
+
+
+def weights_of(module: nn.Module, adam: Optimizer) -> dict[str, Tensor]:
+    if isinstance(adam, ShardedOptimizer):
+        return {name: adam.shards.full(name).detach().clone() for name in adam.shards.learning}
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def main() -> None:
-    data, context, tensor, directory = *map(int, sys.argv[1:4]), Path(sys.argv[4])
+    data, context, tensor, stages, directory = *map(int, sys.argv[1:5]), Path(sys.argv[5])
     torch.set_num_threads(1)
-    resources = ResourcesTable(data_parallel=data, context_parallel=context, tensor_parallel=tensor, timeout=60.0)
+    resources = ResourcesTable(
+        data_parallel=data, context_parallel=context, tensor_parallel=tensor, pipeline_parallel=stages, timeout=60.0
+    )
     with join(resources, "cpu") as ranks:
         for case in CASES:
             found = update(case, ranks, directory)

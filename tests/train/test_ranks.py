@@ -28,6 +28,7 @@ from plaudit.events import read_events
 from plaudit.models import load_policy, load_tokenizer, resolve, save
 from plaudit.rl.loop import RlTraining
 from plaudit.train.optim.context import check_context
+from plaudit.train.optim.pipeline import check_stages
 from plaudit.train.policy.rl_models import check_ranks
 from plaudit.train.run.checkpoint import Checkpoints
 from plaudit.train.run.ranks import ALONE, DATA, TENSOR, Ranks, join
@@ -44,14 +45,16 @@ LIMIT = 120.0
 BY_MICRO_BATCH = ("mismatch/abs_std", "mismatch/ess", "mismatch/correlation")
 
 
-Shape = tuple[int, int, int]
-"""Data, context and tensor parallel."""
+Shape = tuple[int, ...]
+"""Data, context, tensor and, if there are stages, pipeline parallel."""
 TWO = (2, 1, 1)
+STAGES = (1, 1, 1, 2)
 
 
 def on_ranks(shape: Shape, directory: Path) -> None:
     """Run tests.train.rank_update on that many ranks."""
-    fork_ranks(math.prod(shape), ["-m", "tests.train.rank_update", *map(str, shape), str(directory)], directory)
+    sizes = map(str, (*shape, 1)[:4])
+    fork_ranks(math.prod(shape), ["-m", "tests.train.rank_update", *sizes, str(directory)], directory)
 
 
 def fork_ranks(world: int, words: list[str], outputs: Path) -> None:
@@ -73,8 +76,13 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape", [(2, 1, 1), (1, 1, 2), (2, 1, 2), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=str
-)
+    "shape",
+    [
+        (2, 1, 1), (1, 1, 2), (2, 1, 2), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), STAGES, (2, 1, 1, 2), (1, 2, 1, 2),
+        (1, 1, 2, 2),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_gradients_losses_and_state_are_those_of_one_rank(
     shape: Shape, tmp_path: Path, alone: dict[str, Update]
 ) -> None:
@@ -126,11 +134,21 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @SLOW
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (3, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=str
+)
 def test_every_rank_reads_and_writes_its_part_of_a_model_to_the_bit(
-    data: int, tensor: int, directories: list[str], tmp_path: Path
+    shape: tuple[int, int, int], directories: list[str], tmp_path: Path
 ) -> None:
-    fork_ranks(data * tensor, ["-m", "tests.train.rank_load", str(data), str(tensor), *directories], tmp_path)
+    """Data, tensor and pipeline parallel."""
+    fork_ranks(math.prod(shape), ["-m", "tests.train.rank_load", *map(str, shape), *directories], tmp_path)
+
+
+@SLOW
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_have_the_numbers_of_transformers(stages: int, tmp_path: Path) -> None:
+    """Of five layers two or three, and of micro-batches more and fewer than there are stages."""
+    fork_ranks(stages, ["-m", "tests.train.rank_pipeline", str(stages)], tmp_path)
 
 
 @pytest.mark.gpu
@@ -158,12 +176,12 @@ PPO: dict[str, Any] = {
     "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
     "train": {"prompts_per_step": 6, "minibatches": 2, "epochs": 2, "lr": 3e-5},
 }  # fmt: skip
-KINDS = ("data", "context", "tensor")
+KINDS = ("data", "context", "tensor", "pipeline")
 STEPS = {"steps": 4, "eval_every": 2, "show": 4, "checkpoint": {"every": 2}}
 
 
 def command(file: Path, run: Path, shape: Shape, *more: str) -> list[str]:
-    keys = [f"resources.{name}_parallel={size}" for name, size in zip(KINDS, shape, strict=True)]
+    keys = [f"resources.{name}_parallel={size}" for name, size in zip(KINDS, shape, strict=False)]
     sets = [word for key in keys for word in ("--set", key)]
     return [sys.executable, "-m", "plaudit", "train", str(file), "--out", str(run), *sets, *more]
 
@@ -217,6 +235,11 @@ def close(found: Path, expected: Path) -> None:
         pytest.param(PPO, (1, 2, 1), True, id="ppo-1x2x1"),
         pytest.param(GRPO, (2, 2, 1), False, id="grpo-2x2x1"),
         pytest.param(PPO, (1, 2, 2), False, id="ppo-1x2x2"),
+        pytest.param(GRPO, STAGES, True, id="grpo-stages"),
+        pytest.param(PPO, STAGES, False, id="ppo-stages"),
+        pytest.param(PPO, (2, 1, 1, 2), False, id="ppo-2x1x1-stages"),
+        pytest.param(GRPO, (1, 2, 1, 2), False, id="grpo-1x2x1-stages"),
+        pytest.param(GRPO, (1, 1, 2, 2), False, id="grpo-1x1x2-stages"),
     ],
 )
 def test_a_run_over_ranks_is_the_run_of_one_which_can_go_on_with_its_state(
@@ -242,7 +265,7 @@ def back_to_step_2(run: Path) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("shape", [TWO, (1, 2, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [TWO, (1, 2, 1), (1, 1, 2), STAGES], ids=str)
 def test_a_run_of_one_goes_on_over_ranks(shape: Shape, tmp_path: Path) -> None:
     run_alone(tmp_path / "one", PPO)
     file = written(tmp_path / "recipe.toml", PPO)
@@ -253,7 +276,9 @@ def test_a_run_of_one_goes_on_over_ranks(shape: Shape, tmp_path: Path) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize(("before", "after"), [(TWO, (1, 1, 2)), ((1, 2, 1), (2, 2, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"), [(TWO, (1, 1, 2)), ((1, 2, 1), (2, 2, 1)), (STAGES, TWO), (TWO, (2, 1, 1, 2))], ids=str
+)
 def test_a_run_goes_on_over_ranks_of_another_shape(before: Shape, after: Shape, tmp_path: Path) -> None:
     run_alone(tmp_path / "one", PPO)
     file, run = written(tmp_path / "recipe.toml", PPO), tmp_path / "many"
@@ -322,6 +347,8 @@ SHARED: dict[str, Any] = {
         pytest.param(SHARED, (1, 1, 2), id="shared-1x1x2"),
         pytest.param(LORA, (1, 2, 1), id="lora-1x2x1"),
         pytest.param(SHARED, (1, 2, 1), id="shared-1x2x1"),
+        pytest.param(LORA, STAGES, id="lora-stages"),
+        pytest.param(SHARED, STAGES, id="shared-stages"),
     ],
 )
 def test_adapters_and_shared_critics_learn_over_ranks_what_they_learn_on_one(
@@ -376,9 +403,10 @@ def begun(run: Path, child: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_command_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [TWO, STAGES], ids=str)
+def test_a_killed_rank_ends_the_command_with_its_name(shape: Shape, tmp_path: Path) -> None:
     file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
-    child = subprocess.Popen(command(file, run, TWO), env=ENV, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command(file, run, shape), env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     ranks = ranks_of(child.pid)
     assert set(ranks) == {0, 1}
@@ -520,6 +548,10 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
             {"reward": {"url": "http://127.0.0.1:1"}, "resources": {"timeout": 60.0}},
             "resources.timeout = 60 s is not more",
         ),
+        (
+            {"resources": {"expert_parallel": 2, "pipeline_parallel": 2}},
+            "expert_parallel = 2 deals experts out over the ranks of one stage, and pipeline_parallel = 2 makes",
+        ),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_before_anything_is_loaded(tables: dict[str, Any], message: str) -> None:
@@ -543,7 +575,13 @@ def test_heads_that_cannot_be_dealt_out_are_refused_before_weights_are_read(
         check_ranks(recipe(resources=resources))
 
 
-def test_recurrent_layers_are_refused_where_ranks_share_rows_out() -> None:
+def test_layers_that_leave_a_stage_none_are_refused_before_weights_are_read() -> None:
+    says = r"^sums-policy: 2 layers over pipeline_parallel = 3 stages: 2 / 3 = 0.666667, and every stage needs a layer"
+    with pytest.raises(ConfigError, match=says):
+        check_ranks(recipe(resources={"pipeline_parallel": 3}))
+
+
+def test_recurrent_layers_are_refused_where_ranks_share_rows_or_layers_out() -> None:
     config = Qwen3NextConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, num_experts=2,
@@ -554,6 +592,8 @@ def test_recurrent_layers_are_refused_where_ranks_share_rows_out() -> None:
     says = r"Qwen3NextModel has recurrent layers, which go over whole sequences, and resources.context_parallel = 2"
     with pytest.raises(ModelError, match=says):
         check_context(module, 1, 2)
+    with pytest.raises(ModelError, match=r"Qwen3NextModel has recurrent layers, which resources.pipeline_parallel = 2"):
+        check_stages(module, 2)
 
 
 def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,8 @@ class ReshardTake(msgspec.Struct, tag="reshard", frozen=True):
     """ranks    that train, which are the first of the group
     splits   of each tensor over them (reshard/routes.py)
     parts    of every engine rank, a fingerprint of what it is sent
+    stages   that have as many of the ranks each
+    homes    which of several stages has each tensor
     """
 
     group: str
@@ -84,6 +86,8 @@ class ReshardTake(msgspec.Struct, tag="reshard", frozen=True):
     ranks: int
     splits: dict[str, tuple[tuple[int, int, int], ...]]
     parts: tuple[str, ...]
+    stages: int = 1
+    homes: dict[str, int] = {}
 
 
 Body = DiskTake | SharedTake | CollectivePrepare | CollectiveTake | ReshardTake

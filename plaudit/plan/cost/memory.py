@@ -34,7 +34,7 @@ def weights(trainer: Trainer, name: str = "weights") -> Term:
         return Term(name, size * here, "B", "bytes of a weight · parameters of a device", inputs)
     ranks = layout.dp * layout.cp
     # Two layers are whole at any time: the one at work and the next.
-    gathered = 2 * size * here * layout.pp / trainer.model.layers if ranks > 1 else 0.0
+    gathered = 2 * size * here / trainer.layers_here if ranks > 1 else 0.0
     shard = size * (trainer.dense_parameters_here() + trainer.expert_parameters_here() * layout.ep) / ranks
     return Term(name, shard + gathered, "B", "bytes of a weight · parameters / dp + two gathered layers", inputs)
 
@@ -60,15 +60,17 @@ def activations(trainer: Trainer, length: float, fused: bool = True, sequence_pa
     model, layout = trainer.model, trainer.layout
     tokens = trainer.held_tokens(length)
     per_layer = activation_bytes_per_token(trainer, length, fused, sequence_parallel)
-    layers = model.layers / layout.pp
+    layers = trainer.layers_here
     # 1F1B: the first stage has pp micro-batches in flight; interleaving adds (pp - 1) / (pp · vpp) of that.
     flight = layout.pp * (1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1.0)
+    if trainer.stage is not None:  # and each of the others one less, if an update has as many
+        flight = min(layout.pp - trainer.stage, max(1.0, trainer.most_tokens / (tokens * layout.cp)))
     if layout.recompute == "full":
         kept = weight_size(trainer) * model.hidden * layers * flight + per_layer
         how = "bytes of a number · hidden · layers / pp · micro-batches in flight + one whole layer, per token"
     else:
         kept, how = per_layer * layers * flight, "bytes of a layer · layers / pp · micro-batches in flight, per token"
-    if layout.plain:
+    if layout.plain and trainer.last:
         kept, how = kept + _end_bytes_per_token(trainer), f"{how}, and the last norm with the head's rows"
     inputs = (("tokens", tokens), ("bytes of a layer", per_layer), ("in flight", flight))
     return Term("activations", tokens * kept, "B", how, inputs)
@@ -163,8 +165,8 @@ def logits(trainer: Trainer, length: float, backward: bool = True) -> Term:
     most = OWN_LOGITS * layout.tp / vocab if layout.plain else 8192.0
     tokens = min(trainer.held_tokens(length), most)
     per = 2.0 + 4.0 + (4.0 if backward else 0.0)
-    size = tokens * vocab * per / layout.tp
-    if layout.plain and backward and not trainer.adapted:
+    size = tokens * vocab * per / layout.tp if trainer.last else 0.0
+    if trainer.last and layout.plain and backward and not trainer.adapted:
         # Over several stretches the head's gradient is summed in fp32 and then rounded.
         size += vocab * trainer.model.hidden * (4.0 + weight_size(trainer)) / layout.tp
     return Term("logits", size, "B", "tokens · vocabulary · (2 bf16 + 4 fp32 + 4 gradient) / tp", (("tokens", tokens),))

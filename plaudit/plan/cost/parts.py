@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 
 from plaudit.plan.cost import memory
@@ -186,6 +187,19 @@ class Parts:
         return Capacity(*phases, at_once, tuple(shortages))
 
     def training_memory(self, pool: float) -> Term:
+        """Of our trainer's pipeline that of the fullest stage: the first keeps the most micro-batches, the last has the
+        head."""
+        cut = self.plan.training
+        if not cut.plain or cut.pp == 1 or self.trainer.layout.pp == 1:
+            return self._training_memory(pool)
+        stages = [copy(self) for _ in range(cut.pp)]
+        for stage, parts in enumerate(stages):
+            parts.trainer = replace(self.trainer, stage=stage)
+            if self.critic and self.critic.layout.pp > 1:
+                parts.critic = replace(self.critic, stage=stage)
+        return max((parts._training_memory(pool) for parts in stages), key=lambda term: term.value)
+
+    def _training_memory(self, pool: float) -> Term:
         terms = self._resident() if self.plan.placement != "swapped" else self._states(self.trainer)
         # Policy and critic learn one after the other: of their gradients the larger set counts.
         learners = [self.trainer, *([self.critic] if self.critic else [])]

@@ -60,6 +60,8 @@ class Trainer:
     """Of an update, on one device: a micro-batch has no more."""
     trained_share: float = 1.0
     """Of the parameters; the others are frozen, and have no gradients and no optimizer."""
+    stage: int | None = None
+    """Of our trainer's pipeline, the one that is looked at. None: the mean of all."""
 
     @property
     def adapted(self) -> bool:
@@ -69,11 +71,29 @@ class Trainer:
         """Tokens of a micro-batch on one device, where sequences have `length`."""
         return max(min(float(self.layout.micro_tokens), self.most_tokens), length) / self.layout.cp
 
+    @property
+    def layers_here(self) -> float:
+        """The first stages have one more where they do not divide."""
+        if self.stage is None:
+            return self.model.layers / self.layout.pp
+        each, more = divmod(self.model.layers, self.layout.pp)
+        return float(each + (self.stage < more))
+
+    @property
+    def last(self) -> bool:
+        return self.stage is None or self.stage == self.layout.pp - 1
+
     def expert_parameters_here(self) -> float:
-        return self.model.routed_parameters / self.layout.ep / self.layout.pp
+        return self.model.routed_parameters / self.layout.ep * self.layers_here / self.model.layers
 
     def dense_parameters_here(self) -> float:
-        return (self.model.parameters - self.model.routed_parameters) / self.layout.tp / self.layout.pp
+        model, share = self.model, self.layers_here / self.model.layers
+        dense = model.parameters - model.routed_parameters
+        if self.stage is None:
+            return dense / self.layout.tp / self.layout.pp
+        # Embeddings are on the first, the head on the last; tied ones on both.
+        ends = model.vocab * model.hidden * ((self.stage == 0) + self.last)
+        return ((dense - model.embedding_parameters) * share + ends) / self.layout.tp
 
     def parameters_here(self) -> float:
         return self.expert_parameters_here() + self.dense_parameters_here()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -28,6 +27,7 @@ from plaudit.models import ValueModel, save
 from plaudit.models.heads.value_head import HEAD
 from plaudit.models.saving import Replacement, write_config
 from plaudit.models.weights import SINGLE, TORCH
+from plaudit.train.optim.pipeline import Stage
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.run.checksum import memory_of
 from plaudit.train.run.ranks import Group, together
@@ -67,6 +67,25 @@ def write_shards(path: Path, tensors: Sequence[Whole], group: Group) -> None:
             path.with_name(f"{path.name}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
     together(group, write)
+
+
+def of_all_stages(tensors: Sequence[Whole], stage: Stage) -> list[Whole]:
+    """What the stages have between them, on each. A tensor comes from the first that has it."""
+    if stage.size == 1:
+        return list(tensors)
+    own = {tensor.name: tensor for tensor in tensors}
+    listed = [(tensor.name, NAMES[tensor.dtype], tensor.shape) for tensor in tensors]
+    known: dict[str, Whole] = {}
+
+    def gather(name: str, home: int, like: Tensor) -> Tensor:
+        here = own[name].gather().detach().cpu() if stage.index == home else None
+        return stage.from_home(here, home, like, "cpu")
+
+    for home, theirs in enumerate(stage.rows.gather_values(listed, list[tuple[str, str, tuple[int, ...]]])):
+        for name, kind, shape in theirs:
+            like = torch.empty(shape, dtype=TORCH[kind], device="meta")
+            known.setdefault(name, Whole(name, like.dtype, shape, partial(gather, name, home, like)))
+    return list(known.values())
 
 
 def shard_name(path: Path, rank: int, group: Group) -> str:
@@ -131,15 +150,16 @@ def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: P
     place = Path(group.from_main("" if new is None else str(new.temporary), str))
     with nullcontext() if new is None else new.guarded():
         prefix = "trunk." if base is not skeleton else ""
-        named = {**shards.parameters, **{n: b for n, b in shards.module.named_buffers() if n in skeleton.state_dict()}}
+        saved = skeleton.state_dict()
+        named = {**dict(skeleton.named_parameters()), **{n: b for n, b in skeleton.named_buffers() if n in saved}}
         tensors = [
             whole
             for name, tensor in named.items()
             if name.startswith(prefix)
-            for whole in stored_as(base, name.removeprefix(prefix), tensor)
+            for whole in stored_as(base, name.removeprefix(prefix), tensor, partial(shards.full, name))
         ]
         write_shards(place / SINGLE, tensors, group)
-        head = full(shards.parameters["score.weight"]).detach().cpu().contiguous() if prefix else None
+        head = shards.full("score.weight").detach().cpu().contiguous() if prefix else None
 
         def finish() -> None:
             if new is not None:
@@ -151,22 +171,17 @@ def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: P
         together(group, finish)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Put together, if it is sharded; every rank takes part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def stored_as(module: Any, name: str, tensor: Tensor) -> list[Whole]:
+def stored_as(module: Any, name: str, like: Tensor, gather: Callable[[], Tensor]) -> list[Whole]:
     """What transformers stores of a tensor of a module: itself, or what it makes of it, such as a tensor an expert."""
-    blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    blank = torch.empty(like.shape, dtype=like.dtype, device="meta")
     made = revert_weight_conversion(module, {name: blank})
     if made.keys() == {name}:
-        return [Whole(name, tensor.dtype, tuple(tensor.shape), partial(full, tensor))]
+        return [Whole(name, like.dtype, tuple(like.shape), gather)]
     taken: dict[str, Tensor] = {}
 
     def take(part: str) -> Tensor:
         if not taken:  # put together for the first of them
-            taken.update(revert_weight_conversion(module, {name: full(tensor)}))
+            taken.update(revert_weight_conversion(module, {name: gather()}))
         return taken.pop(part)
 
     return [Whole(part, blank.dtype, tuple(blank.shape), partial(take, part)) for part, blank in made.items()]

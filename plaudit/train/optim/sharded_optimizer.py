@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from plaudit.config import TrainTable
 from plaudit.models.weights import Cut, Stored, read_stem
 from plaudit.train.optim.optimizer import Optimizer, local, local_master
-from plaudit.train.optim.shard_files import Whole, write_shards
+from plaudit.train.optim.shard_files import Whole, of_all_stages, write_shards
 from plaudit.train.optim.sharding import Shards, cuts
 from plaudit.train.run.ranks import DATA, TENSOR
 
@@ -35,9 +35,13 @@ class ShardedOptimizer(Optimizer):
         data, tensor = self.shards.mesh[DATA], self.shards.mesh[TENSOR]
         squares = torch.zeros(1, dtype=torch.float64, device=next(iter(self.masters.values())).device)
         for name, master in self.masters.items():
+            split, stage = name in self.shards.parameters, self.shards.stage
+            if not split and stage.size > 1 and stage.rows.any(master.grad is not None):
+                if master.grad is None:  # the last stage alone has one
+                    master.grad = torch.zeros_like(master)
+                dist.all_reduce(master.grad, group=stage.rows.channel)
             if master.grad is None:
                 continue
-            split = name in self.shards.parameters
             if not split and data.size() > 1:
                 dist.all_reduce(master.grad, group=data.get_group())
             alike = 1 if split and self.shards.on_both(name) else tensor.size()
@@ -46,7 +50,11 @@ class ShardedOptimizer(Optimizer):
                 if name not in self.shards.summed:
                     # The ranks computed the same; after the mean they also have the same bits, and stay together.
                     master.grad /= alike
-            squares += master.grad.double().square().sum() / (alike if split else alike * data.size())
+            copies = alike if split else alike * data.size() * stage.size
+            if name in self.shards.on_both_ends:
+                dist.all_reduce(master.grad, group=stage.ends.channel)
+                copies *= 2
+            squares += master.grad.double().square().sum() / copies
         dist.all_reduce(squares)
         norm = squares.sqrt().squeeze()
         factor = (self.table.clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
@@ -57,11 +65,18 @@ class ShardedOptimizer(Optimizer):
 
     def save(self, path: Path) -> None:
         """By all ranks, tensor by tensor."""
-        write_shards(path, [self._whole(name, part) for name, part in self.state().items()], self.shards.everyone)
+        tensors = [self._whole(name, part) for name, part in self.state().items()]
+        write_shards(path, of_all_stages(tensors, self.shards.stage), self.shards.everyone)
 
     def restore(self, path: Path) -> None:
         """This rank's parts, whoever wrote them."""
-        self.load({name: at.read(*self._cuts(name, at)) for name, at in read_stem(path).items()})
+        stored = {name: at for name, at in read_stem(path).items() if self._here(name)}
+        self.load({name: at.read(*self._cuts(name, at)) for name, at in stored.items()})
+
+    def _here(self, path: str) -> bool:
+        """Whether it is of a parameter of this stage's."""
+        name = path.split("/", 1)[1]
+        return name not in self.shards.homes or name in self.shards.parameters
 
     def _whole(self, path: str, part: Tensor) -> Whole:
         like = self.shards.parameters.get(path.split("/", 1)[1])

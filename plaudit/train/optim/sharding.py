@@ -2,7 +2,8 @@
 experts (experts.py) over a mesh of their own.
 
 FSDP2 holds a shard of every weight and gathers one layer at a time; tensor parallelism follows the plan that comes with
-the model (transformers' base_model_tp_plan) inside the layers; embeddings and head are split by tokens, tied or not.
+the model (transformers' base_model_tp_plan) inside the layers; embeddings and head are split by tokens, tied or not. A
+stage of a pipeline has its own layers alone, which are spread over its ranks so.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from plaudit.algo.tokens.vocabulary import SplitVocabulary
 from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.split import SUMMED, planned, split_parts
+from plaudit.core.model.stages import Elsewhere
 from plaudit.errors import ModelError
 from plaudit.models.weights import Cut, Stacked, Stored
 from plaudit.train.optim.experts import deal_out
+from plaudit.train.optim.pipeline import ONLY, Stage, keep_stage, tied_names
 from plaudit.train.run.ranks import COPIES, DATA, TENSOR, Ranks
 
 FORWARD = "sharded_rows"
@@ -47,6 +50,18 @@ class Shards:
         self.mesh = ranks.mesh
         self.everyone = ranks.everyone
         self.skeleton = _copied(module, "meta")
+        self.blanks = self.skeleton.state_dict()
+        """Shapes and dtypes of all tensors that are saved."""
+        self.learning = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        """Names of what learns, on all stages."""
+        self.stage = ONLY if ranks.stages.size == 1 else Stage(ranks)
+        self.homes: dict[str, int] = {}
+        """Of several stages, which one has each tensor."""
+        self.on_both_ends: set[str] = set()
+        """Embeddings of the first stage that are the head of the last: their gradients add up."""
+        if self.stage.size > 1:
+            self.on_both_ends = tied_names(module)
+            self.homes = keep_stage(module, self.stage)
         self.summed: set[str] = set()
         """Parameters that every tensor rank holds whole but uses for its own heads only: their gradients add up."""
         if self.mesh[TENSOR].size() > 1:
@@ -58,7 +73,8 @@ class Shards:
             for experts in deal_out(module, ranks):
                 fully_shard(experts, mesh=ranks.experts[COPIES], mp_policy=policy)
         for layer in _layers(module):
-            fully_shard(layer, mesh=self.mesh[DATA], mp_policy=policy)
+            if not isinstance(layer, Elsewhere):
+                fully_shard(layer, mesh=self.mesh[DATA], mp_policy=policy)
         # Embeddings and head stay gathered after the forward pass: the head is read outside of it.
         fully_shard(module, mesh=self.mesh[DATA], mp_policy=policy, reshard_after_forward=False)
         for part in module.modules():
@@ -69,6 +85,13 @@ class Shards:
         setattr(module, FORWARD, MethodType(_rows, module))
         register_fsdp_forward_method(module, FORWARD)
         self.parameters: dict[str, DTensor] = dict(module.named_parameters())  # type: ignore[arg-type]
+        self.splits = self._splits()
+
+    def _splits(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """How each parameter of all stages is cut."""
+        mine = {name: split_of(parameter) for name, parameter in self.parameters.items()}
+        kind = dict[str, tuple[tuple[int, int, int], ...]]
+        return {name: each for theirs in self.stage.rows.gather_values(mine, kind) for name, each in theirs.items()}
 
     def fill(self, stored: Mapping[str, Stored | Stacked], device: str) -> None:
         """Give a module that was split on the meta device its weights: of every tensor just this rank's part is read.
@@ -91,18 +114,20 @@ class Shards:
         For adapters, which are in no file at first."""
         values = dict(whole.named_parameters())
         with torch.no_grad():
-            for name, parameter in self.trained.items():
-                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            for name in self.learning:
+                value = torch.empty_like(self.blanks[name], device=self.device)
                 if self.everyone.index == 0:
                     value.copy_(values[name])
                 dist.broadcast(value, 0)
+                if (parameter := self.parameters.get(name)) is None:  # another stage's
+                    continue
                 for cut in cuts(parameter):
                     value = cut.of(value)
                 parameter.to_local().copy_(value)
 
     @property
-    def trained(self) -> dict[str, DTensor]:
-        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
 
     def whole(self, part: Tensor, like: DTensor) -> Tensor:
         """A tensor that is split as a parameter is, put together. Every rank takes part."""
@@ -111,20 +136,30 @@ class Shards:
         )
         return split.full_tensor()
 
-    def publish(self, copy_of: nn.Module) -> None:
-        """Write the weights that learn into a whole copy of the module, one parameter at a time."""
-        targets = dict(copy_of.named_parameters())
+    def full(self, name: str) -> Tensor:
+        """A parameter, or a buffer that is saved, put together, whatever stage it is on. Every rank takes part."""
+        home, tensor = self.homes.get(name, 0), None
+        if home == self.stage.index:
+            tensor = full(self.parameters[name] if name in self.parameters else self.module.get_buffer(name))
+        return self.stage.from_home(tensor, home, self.blanks[name], self.device)
+
+    def publish(self, copy_of: nn.Module) -> int:
+        """Write the weights that learn into a whole copy of the module, one parameter at a time; their bytes."""
+        targets, size = dict(copy_of.named_parameters()), 0
         with torch.no_grad():
-            for name, parameter in self.trained.items():
-                targets[name].copy_(parameter.full_tensor())
+            for name in self.learning:
+                full = self.full(name)
+                targets[name].copy_(full)
+                size += full.nbytes
+        return size
 
     def gathered(self) -> nn.Module | None:
         """The whole module on the CPU of the main rank, for saving; None on the others, which take part."""
         whole = _copied(self.skeleton, "cpu") if self.everyone.index == 0 else None
         targets = {} if whole is None else dict(whole.named_parameters())
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                full = parameter.full_tensor()
+            for name, _ in self.skeleton.named_parameters():
+                full = self.full(name)
                 if whole is not None:
                     targets[name].copy_(full)
         return whole
@@ -148,20 +183,24 @@ class Shards:
     def _split_vocabulary(self) -> None:
         embedding: Any = trunk(self.module).get_input_embeddings()  # type: ignore[operator]
         head: nn.Module | None = getattr(self.module, "get_output_embeddings", lambda: None)()
-        tokens, size = embedding.weight.shape[0], self.mesh[TENSOR].size()
+        tables: list[Any] = [part for part in (embedding, head) if part is not None and list(part.parameters())]
+        if not tables:  # a stage between the first and the last
+            return
+        tokens, size = tables[0].weight.shape[0], self.mesh[TENSOR].size()
         if (size - 1) * _most(tokens, size) >= tokens:
             raise ModelError(
                 f"a vocabulary of {tokens} tokens leaves a rank of tensor_parallel = {size} none, at "
                 f"⌈{tokens} / {size}⌉ = {_most(tokens, size)} tokens each: take fewer ranks"
             )
         split: dict[nn.Parameter, nn.Parameter] = {}
-        for part in (embedding, *([] if head is None else [head])):
+        for part in tables:
             for name, parameter in list(part.named_parameters(recurse=False)):
                 if parameter not in split:  # tied ones stay tied
                     rows = distribute_tensor(parameter.data, self.mesh[TENSOR], [Shard(0)])
                     split[parameter] = nn.Parameter(rows, parameter.requires_grad)
                 part.register_parameter(name, split[parameter])
-        embedding.forward = MethodType(_look_up, embedding)
+        if embedding in tables and self.stage.index == 0:
+            embedding.forward = MethodType(_look_up, embedding)
 
 
 class _OwnRows(TorchFunctionMode):
@@ -223,6 +262,22 @@ def cuts(like: DTensor) -> list[Cut]:
         shape[dim] = cut.end - cut.start
         parts.append(cut)
     return parts
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Put together, if it is sharded; every rank takes part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def split_of(parameter: DTensor) -> tuple[tuple[int, int, int], ...]:
+    """Its cuts in their order: how far apart the ranks are that have the parts, how many, and along which dimension.
+    FSDP cuts what tensor or expert parallelism has left of a dimension: of the mesh's the last cuts first."""
+    ranks, parts = parameter.device_mesh.mesh, []
+    for axis, placement in enumerate(parameter.placements):
+        if hasattr(placement, "dim"):
+            row = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])[0].tolist()
+            parts.append((row[1] - row[0] if len(row) > 1 else 1, len(row), placement.dim))
+    return tuple(reversed(parts))
 
 
 def _copied(module: nn.Module, device: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -16,10 +17,19 @@ from plaudit.core.model.packing import send, use_packed_attention
 from plaudit.models import ValueModel, save
 from plaudit.records import Sample
 from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.pipeline import Made, stage_of
 from plaudit.train.optim.shard_files import save_shards
 from plaudit.train.optim.sharding import Shards, let_go
 from plaudit.train.policy.experience import Experience
-from plaudit.train.policy.forward import hidden_of, micro_batches, pack_responses, read_values, replaying, values_of
+from plaudit.train.policy.forward import (
+    MicroBatch,
+    hidden_of,
+    micro_batches,
+    pack_responses,
+    read_values,
+    replaying,
+    values_of,
+)
 from plaudit.train.policy.policy import Policy
 from plaudit.train.policy.tally import Tally
 from plaudit.train.run.ranks import ONE, Group
@@ -68,23 +78,29 @@ class LocalCritic:
         use_packed_attention(self.model)
         tally = Tally()
         weights = token_weights(experience.mask, experience.lengths, "token")
-        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group):
+        stage = stage_of(self.model)
+
+        def forward(batch: MicroBatch) -> Made:
             part = experience.select(batch.indices)
             assert part.values is not None
             assert part.returns is not None
             rows = experience.rows(batch.indices[0], batch.indices[-1])
             responses = pack_responses(part.samples, self.device, context=self.context)
-            values, _ = values_of(self.model.score, responses, hidden_of(self.model, responses))
+            hidden = hidden_of(self.model, responses)
+            if not stage.last:
+                return hidden, nullcontext
+            values, _ = values_of(self.model.score, responses, hidden)
             old, returns, mask = (each.to(self.device) for each in (part.values, part.returns, part.mask))
             weighted = weights[rows].to(self.device) * float(batch.counts)
             loss = (weighted * value_loss(values, old, returns, self.clip)).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            if not batch.counts:
-                continue
-            tally.add("value/loss", loss)
-            if self.clip is not None:
-                tally.mean("value/clip", value_clipped(values.detach(), old, returns, self.clip).float(), mask)
-        return tally.gathered(self.group)
+            if batch.counts:
+                tally.add("value/loss", loss)
+                if self.clip is not None:
+                    tally.mean("value/clip", value_clipped(values.detach(), old, returns, self.clip).float(), mask)
+            return loss, nullcontext
+
+        stage.learn(micro_batches(experience.samples, self.micro_batch_tokens, self.group), forward)
+        return tally.gathered(stage.results(self.group))
 
     def update(self, experience: Experience, step: int) -> Tally:
         self.optimizer.zero()
@@ -126,12 +142,14 @@ class SharedCritic:
             responses = pack_responses(samples, device, policy.routing, policy.context)
             with torch.no_grad(), replaying(policy.routing, responses):
                 hidden = hidden_of(policy.module, responses)
+            if not policy.stage.last:
+                continue
             part = experience.select(batch.indices).on(device)
             counted = send((weights[rows] * float(batch.counts)).numpy(), device)
             loss = policy.value_loss(part, responses, hidden, counted, tally if batch.counts else Tally())
             (policy.value_coef * loss).backward()  # type: ignore[no-untyped-call]
         let_go(policy.module)
-        return tally.gathered(policy.group)
+        return tally.gathered(policy.stage.results(policy.group))
 
     def update(self, experience: Experience, step: int) -> Tally:
         """Nothing is left to do: it learns with the policy."""

@@ -26,6 +26,7 @@ from plaudit.core.routing import Replay, Routing
 from plaudit.errors import DataError
 from plaudit.records import Sample
 from plaudit.train.optim.context import sliced, summed
+from plaudit.train.optim.pipeline import stage_of
 from plaudit.train.optim.sharding import head_of, let_go, packed_rows
 from plaudit.train.run.ranks import ONE, Group
 
@@ -162,21 +163,28 @@ def read_values(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """On the CPU: the values before each response token (T,), and after each sample's last (N,)."""
     use_packed_attention(module)
-    device = score.weight.device
+    device, stage = next(module.parameters()).device, stage_of(module)
     before, after = [], []
     for batch in micro_batches(samples, micro_batch_tokens, group):
         responses = pack_responses([samples[i] for i in batch.indices], device, routing, context)
         with replaying(routing, responses):
-            at, end = values_of(score, responses, hidden_of(module, responses))
+            hidden = hidden_of(module, responses)
+        if not stage.last:
+            continue
+        at, end = values_of(score, responses, hidden)
         if batch.counts:
             before.append(at.cpu())
             after.append(end.cpu())
     let_go(module)
-    return group.concatenate(before), group.concatenate(after)
+    readers = stage.results(group)
+    return readers.concatenate(before), readers.concatenate(after)
 
 
 def hidden_of(module: nn.Module, responses: Responses) -> Tensor:
-    return packed_rows(module, responses.packed)
+    """Final hidden states. An earlier stage gives those of its last layer, which are on their way to the next."""
+    rows = packed_rows(module, responses.packed)
+    stage_of(module).pass_on(rows)
+    return rows
 
 
 @dataclass(frozen=True)

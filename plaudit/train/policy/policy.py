@@ -19,9 +19,11 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send, use_packed_attention
 from plaudit.core.routing import Routing
 from plaudit.records import Sample
+from plaudit.train.optim.pipeline import Made, stage_of
 from plaudit.train.optim.sharding import let_go
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.forward import (
+    MicroBatch,
     Responses,
     column_logprobs_of,
     hidden_of,
@@ -45,7 +47,7 @@ class Policy:
         value_head: nn.Linear | None = None, value_coef: float = 0.0, group: Group = ONE, context: Group = ONE,
         routing: Routing | None = None,
     ) -> None:  # fmt: skip
-        self.decoder, self.module = decoder, decoder.module
+        self.decoder, self.module, self.stage = decoder, decoder.module, stage_of(decoder.module)
         self.algorithm = algorithm
         self.loss = losses()[algorithm.loss].compute
         self.temperature = temperature
@@ -66,10 +68,10 @@ class Policy:
             responses = pack_responses([samples[i] for i in batch.indices], self.decoder.device, routing, self.context)
             with replaying(routing, responses):
                 hidden = hidden_of(self.module, responses)
-            if batch.counts:
+            if batch.counts and self.stage.last:
                 parts.append(logprobs_and_entropy(self.decoder, responses, hidden, self.temperature)[0].cpu())
         let_go(self.module)
-        return self.group.concatenate(parts)
+        return self.stage.results(self.group).concatenate(parts)
 
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Of a critic that shares the trunk: before each response token, and after each sample's last."""
@@ -85,31 +87,34 @@ class Policy:
         weights = token_weights(counted, experience.lengths, self.algorithm.aggregate, self.constant)
         value_weights = token_weights(experience.mask, experience.lengths, "token")
         notes: list[Callable[[], None]] = []
-        for batch in micro_batches(experience.samples, self.micro_batch_tokens, self.group, self.together):
-            rows = experience.rows(batch.indices[0], batch.indices[-1])
-            counts = float(batch.counts)
+
+        def forward(batch: MicroBatch) -> Made:
+            rows, counts = experience.rows(batch.indices[0], batch.indices[-1]), float(batch.counts)
             part = experience.select(batch.indices)
             responses = pack_responses(part.samples, self.decoder.device, self.routing, self.context)
             with replaying(self.routing, responses):
-                loss, note = self._loss(
-                    part, responses, weights[rows] * counts, value_weights[rows] * counts, kl_coef,
+                out = hidden_of(self.module, responses)
+            if self.stage.last:
+                out, note = self._loss(
+                    part, responses, out, weights[rows] * counts, value_weights[rows] * counts, kl_coef,
                     tally if batch.counts else Tally(),
                 )  # fmt: skip
-                loss.backward()  # type: ignore[no-untyped-call]
-            notes.append(note)
+                notes.append(note)
+            return out, lambda: replaying(self.routing, responses)
+
+        self.stage.learn(micro_batches(experience.samples, self.micro_batch_tokens, self.group, self.together), forward)
         # Figures come last: whoever reads one from a GPU waits for all that it was asked before.
         for note in notes:
             note()
-        return tally.gathered(self.group)
+        return tally.gathered(self.stage.results(self.group))
 
     def _loss(
-        self, part: Experience, responses: Responses, weights: Tensor, value_weights: Tensor, kl_coef: float,
-        tally: Tally,
+        self, part: Experience, responses: Responses, hidden: Tensor, weights: Tensor, value_weights: Tensor,
+        kl_coef: float, tally: Tally,
     ) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
         """The loss, and what notes its figures once they may be waited for."""
         algorithm, device = self.algorithm, self.decoder.device
         part, weights, value_weights = part.on(device), *(send(w.numpy(), device) for w in (weights, value_weights))
-        hidden = hidden_of(self.module, responses)
         logp, entropy = logprobs_and_entropy(
             self.decoder, responses, hidden, self.temperature, entropy_grad=algorithm.entropy > 0
         )

@@ -22,6 +22,7 @@ from plaudit.models.part import compute_buffers, outline
 from plaudit.train.optim.context import check_context
 from plaudit.train.optim.experts import check_experts
 from plaudit.train.optim.host_optimizer import new_optimizer
+from plaudit.train.optim.pipeline import check_stages, stage_of
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
@@ -58,11 +59,11 @@ def check_routing(recipe: RlRecipe) -> None:
 
 
 def check_ranks(recipe: RlRecipe) -> None:
-    """Raise if ranks cannot share out the rows or the experts of one of the models, before any weights are read."""
+    """Raise if ranks cannot share out rows, experts or layers of one of the models, before any weights are read."""
     resources, adapter = recipe.resources, recipe.model.lora
-    if resources.context_parallel == resources.expert_parallel == 1:
+    size, stages = resources.expert_parallel, resources.pipeline_parallel
+    if resources.context_parallel == size == stages == 1:
         return
-    size = resources.expert_parallel
     if size > 1 and adapter is not None and lora.beside_experts(adapter):
         raise ConfigError(
             f"model.lora.targets names layers of experts, which resources.expert_parallel = {size} deals out whole: "
@@ -79,6 +80,8 @@ def check_ranks(recipe: RlRecipe) -> None:
                 check_context(module, resources.tensor_parallel, resources.context_parallel)
             if size > 1 and not check_experts(module, size) and path == recipe.model.path:
                 raise ModelError(f"it has no experts to deal out to expert_parallel = {size} ranks: leave that out")
+            if stages > 1:
+                check_stages(module, stages)
         except ModelError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -224,7 +227,7 @@ def new_critic(
         shards = split_model(source, "value", recipe.model, ranks, without_dropout)
         model = shards.module
     assert isinstance(model, ValueModel)
-    if checkpoint is None:
+    if checkpoint is None and stage_of(model).last:
         nn.init.zeros_(model.score.weight)  # nothing is known yet, and nothing is claimed
     train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
     optimizer = new_optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)

@@ -103,6 +103,8 @@ class LocalTeacher:
         for batch in micro_batches(samples, policy.micro_batch_tokens, policy.group):
             responses = pack_responses([samples[i] for i in batch.indices], policy.decoder.device)
             hidden = hidden_of(policy.module, responses)
+            if not policy.stage.last:
+                continue
             likely, logp = likeliest_of(
                 policy.decoder, responses, hidden, policy.temperature, count, self.vocabulary
             )  # fmt: skip
@@ -110,7 +112,8 @@ class LocalTeacher:
                 tokens.append(likely.flatten())  # what ranks put together is flat
                 logps.append(logp.flatten())
         let_go(policy.module)
-        return tuple(policy.group.concatenate(parts).view(-1, count) for parts in (tokens, logps))  # type: ignore[return-value]
+        readers = policy.stage.results(policy.group)
+        return tuple(readers.concatenate(parts).view(-1, count) for parts in (tokens, logps))  # type: ignore[return-value]
 
     def close(self) -> None: ...
 

@@ -96,8 +96,7 @@ class Trainee:
         if self.shards is None:
             return {}
         begin = time.monotonic()
-        self.shards.publish(self.loaded.module)
-        size = sum(p.numel() * p.element_size() for p in self.shards.trained.values())
+        size = self.shards.publish(self.loaded.module)
         return {"publish/gather_seconds": time.monotonic() - begin, "publish/gather_bytes": float(size)}
 
     def save_model(self, directory: Path) -> None:

@@ -1,8 +1,8 @@
 """The processes that train together: which one this is, and how bytes pass between them.
 
-A rank has a place on a mesh of shards × tensor_parallel, where shards are data_parallel × context_parallel. `plaudit
-train` starts the ranks itself (launch.py); under torchrun they exist already. What they exchange beside tensors is
-msgpack, never pickle, and every exchange has a time limit.
+A rank has a place on a mesh of shards × tensor_parallel, where shards are data_parallel × context_parallel; each stage
+of a pipeline has such a mesh. `plaudit train` starts the ranks itself (launch.py); under torchrun they exist already.
+What they exchange beside tensors is msgpack, never pickle, and every exchange has a time limit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from plaudit.train.run.launch import PARENT
 
 DATA, TENSOR = "data", "tensor"
 COPIES, EXPERT = "copies", "expert"
+STAGE = "stage"
 PR_SET_PDEATHSIG = 1
 
 
@@ -79,7 +80,9 @@ class Group:
             return mine
         array = mine.numpy()
         shares = self.gather_values((array.dtype.str, array.tobytes()), tuple[str, bytes])
-        return torch.cat([torch.from_numpy(np.frombuffer(data, kind).copy()) for kind, data in shares])
+        # Of ranks that have none, no share says what the others' are made of.
+        filled = [torch.from_numpy(np.frombuffer(data, kind).copy()) for kind, data in shares if data]
+        return torch.cat(filled) if filled else mine
 
     def any(self, true: bool) -> bool:
         """Whether it is true on one of them: what all must decide alike."""
@@ -102,7 +105,11 @@ class Ranks:
     """everyone   all of them, in one row: they share out rollouts and rewards
     data       those with the same part of each matrix and of each row: they share out a minibatch
     context    those with the same part of each matrix and the same micro-batches: they share out the rows of each
-    mesh       (data × context, tensor); None for one process, which shards nothing
+    mesh       (data × context, tensor), of this rank's stage; None for one process, which shards nothing
+    stages     those with the same place on the meshes of all stages: rows go from one to the next
+    back       the same ranks: gradients go back on a channel of their own
+    ends       the first and the last of them
+    readers    `data` of all stages, in the order of the stages: they exchange what the last one has read
     expert     those of data × context that have all experts of a mixture between them
     experts    (copies, expert): data × context once more, where experts are dealt out; else None
     """
@@ -113,6 +120,10 @@ class Ranks:
     mesh: DeviceMesh | None = None
     expert: Group = ONE
     experts: DeviceMesh | None = None
+    stages: Group = ONE
+    back: Group = ONE
+    ends: Group = ONE
+    readers: Group = ONE
 
     @property
     def main(self) -> bool:
@@ -145,18 +156,25 @@ def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
         limit = timedelta(seconds=resources.timeout)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, timeout=limit)
-        shape = (resources.shards, resources.tensor_parallel)
-        mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=(DATA, TENSOR))
-        places = np.arange(world).reshape(resources.data_parallel, resources.context_parallel, shape[1])
+        shape = (resources.pipeline_parallel, resources.shards, resources.tensor_parallel)
+        mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=(STAGE, DATA, TENSOR))[DATA, TENSOR]
+        places = np.arange(world).reshape(
+            shape[0], resources.data_parallel, resources.context_parallel, resources.tensor_parallel
+        )
         # Groups for bytes alone, so that they never meet a tensor of the model's on the way.
-        data = _group(places, 0, "gloo", limit)
+        data = _group(places, 1, "gloo", limit)
+        readers = _group(places.reshape(-1, *places.shape[2:]), 0, "gloo", limit) if shape[0] > 1 else data
         everyone = dist.new_group(list(range(world)), backend="gloo", timeout=limit)
-        context = _group(places, 1, backend, limit)  # for tensors of the model's
+        # For tensors of the model's.
+        context, stages, back = (_group(places, axis, backend, limit) for axis in (2, 0, 0))
+        ends = _group(places[[0, -1]], 0, backend, limit) if shape[0] > 1 else ONE
         expert, experts = ONE, None
         if (size := resources.expert_parallel) > 1:
             expert = _group(np.arange(world).reshape(-1, size), 1, backend, limit)
             experts = init_device_mesh(mesh.device_type, (world // size, size), mesh_dim_names=(COPIES, EXPERT))
-        yield Ranks(Group(dist.get_rank(), world, everyone), data, context, mesh, expert=expert, experts=experts)
+        yield Ranks(
+            Group(dist.get_rank(), world, everyone), data, context, mesh, expert, experts, stages, back, ends, readers
+        )
     dist.destroy_process_group()  # only after success: with a rank gone there is nobody to say goodbye to
 
 

@@ -52,7 +52,7 @@ class ReshardSide:
         of = (layout.digest, rank, body.ranks, body.splits, body.parts)
         if self._planned is None or self._planned[0] != of:
             splits = {name: tuple(Split(*each) for each in cuts) for name, cuts in body.splits.items()}
-            training = TrainingSide(body.ranks, splits)
+            training = TrainingSide(body.ranks, splits, body.stages, body.homes)
             number, needs = rank - training.ranks, target.needs(layout)
             if body.parts[number] != fingerprint(needs):
                 raise WeightsRefused(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -78,10 +78,14 @@ class Split(NamedTuple):
 class TrainingSide:
     """ranks    how many
     splits   of each tensor, in the order of cutting; a tensor that is not named is whole on each rank
+    stages   that have as many of the ranks each, one after the other
+    homes    which of several stages has each tensor; one that is not named is on all
     """
 
     ranks: int
     splits: Mapping[str, tuple[Split, ...]]
+    stages: int = 1
+    homes: Mapping[str, int] = field(default_factory=dict)
 
     def box(self, entry: Entry, rank: int) -> Box:
         box = whole_box(entry.shape)
@@ -92,7 +96,8 @@ class TrainingSide:
     def holders(self, entry: Entry) -> dict[Box, list[int]]:
         """Which ranks have each box."""
         ranks_by_box: dict[Box, list[int]] = {}
-        for rank in range(self.ranks):
+        each, home = self.ranks // self.stages, self.homes.get(entry.name)
+        for rank in range(self.ranks) if home is None else range(home * each, (home + 1) * each):
             ranks_by_box.setdefault(self.box(entry, rank), []).append(rank)
         return ranks_by_box
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -40,6 +41,7 @@ from plaudit.place.channels.reshard.routes import (
     routes,
 )
 from plaudit.place.channels.weights import Layout, Weights
+from plaudit.train.optim.sharding import split_of
 from plaudit.train.run.checksum import Checksum, as_bytes
 from plaudit.train.run.orders import Orders
 from plaudit.train.run.ranks import Group
@@ -67,14 +69,16 @@ class ReshardChannel:
     """weights   this rank's shards, under the names of the whole module
     parts     what each rank of an engine needs, by entry
     orders    by which the main rank has the others take part; it alone publishes
+    stages    of a pipeline: which one has what, and how it is cut there
     """
 
     def __init__(
         self, weights: Callable[[], Weights], parts: Callable[[Layout], list[dict[str, Box]]],
         orders: Orders, backend: Literal["gloo", "nccl"] = "gloo", *, host: str = "127.0.0.1",
-        seconds: float = DEADLINE,
+        seconds: float = DEADLINE, stages: Callable[[], TrainingSide] | None = None,
     ) -> None:  # fmt: skip
         self.weights = weights
+        self.stages = stages
         self.parts = parts
         self.orders = orders
         self.ranks = orders.group
@@ -105,7 +109,11 @@ class ReshardChannel:
         group = self._met(exchange, wires, layout)
         parts = tuple(fingerprint(needs) for needs in plan.needs)
         splits: dict[str, Any] = dict(plan.training.splits)
-        exchange.tell(wires, layout, ReshardTake(group.id, exchange.left, plan.training.ranks, splits, parts))
+        training = plan.training
+        take = ReshardTake(
+            group.id, exchange.left, training.ranks, splits, parts, training.stages, dict(training.homes)
+        )
+        exchange.tell(wires, layout, take)
         said = self._all_carry_out(SendOrder(len(wires), exchange.left), exchange, wires)
         answers = exchange.answers(wires)
         checksums = plan.expected([outcome.checksums for outcome in said])
@@ -197,7 +205,8 @@ class ReshardChannel:
     def _plan(self, weights: Weights, engines: int) -> RoutePlan:
         key = weights.layout.digest, engines
         if key not in self._plans:
-            training = TrainingSide(self.ranks.size, _splits(weights, self.ranks))
+            training = TrainingSide(self.ranks.size, {}) if self.stages is None else self.stages()
+            training = replace(training, splits={**training.splits, **_splits(weights, self.ranks)})
             self._plans[key] = RoutePlan(weights.layout, training, self.parts(weights.layout) * engines)
         return self._plans[key]
 
@@ -280,7 +289,7 @@ def _splits(weights: Weights, ranks: Group) -> dict[str, tuple[Split, ...]]:
     for entry in weights.layout.entries:
         tensor = weights.tensors[entry.name]
         if isinstance(tensor, DTensor):
-            splits[entry.name] = _split(tensor)
+            splits[entry.name] = tuple(Split(*cut) for cut in split_of(tensor))
             local = tuple(tensor.to_local().shape)
             box = TrainingSide(ranks.size, splits).box(entry, ranks.index)
             if box.shape != local:
@@ -289,14 +298,3 @@ def _splits(weights: Weights, ranks: Group) -> dict[str, tuple[Split, ...]]:
                     f'and {tensor.placements} means {list(box.shape)}: take placement.channel = "collective"'
                 )
     return splits
-
-
-def _split(tensor: DTensor) -> tuple[Split, ...]:
-    """FSDP cuts what tensor or expert parallelism has left of a dimension: of the mesh's the last cuts first."""
-    ranks = tensor.device_mesh.mesh
-    cuts = []
-    for axis, placement in enumerate(tensor.placements):
-        if hasattr(placement, "dim"):
-            row = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])[0].tolist()
-            cuts.append(Split(row[1] - row[0] if len(row) > 1 else 1, len(row), placement.dim))
-    return tuple(reversed(cuts))

@@ -1,0 +1,80 @@
+"""Layers over stages beside transformers' own forward pass, sequence by sequence. A test runs this on each rank:
+python -m tests.train.rank_pipeline STAGES"""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from plaudit.config.placement import ResourcesTable
+from plaudit.core.model.decoder import Decoder
+from plaudit.core.model.packing import use_packed_attention
+from plaudit.records import Sample
+from plaudit.train.optim.pipeline import Made, Stage, stage_of
+from plaudit.train.optim.sharding import Shards
+from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
+from plaudit.train.run.ranks import Ranks, join
+from tests.core.tiny import model
+from tests.train.rank_context import by_itself, loss_of, samples
+
+LAYERS = {"llama": 5, "qwen3": 5, "gemma3": 4, "mixtral": 4, "deepseek_v3": 2}
+
+
+def check(family: str, batches: list[list[Sample]], ranks: Ranks, recompute: bool = False) -> None:
+    """The loss of every micro-batch at the last stage, and gradients by the stage that has the weight."""
+    plain, spread = model(family, layers=LAYERS[family]), model(family, layers=LAYERS[family])
+    use_packed_attention(spread)
+    if recompute:
+        spread.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        spread.train()
+    shards = Shards(spread, ranks)
+    stage, found = stage_of(spread), []
+    most = 0
+
+    def forward(batch: list[Sample]) -> Made:
+        nonlocal most
+        responses = pack_responses(batch, torch.device("cpu"))
+        out = hidden_of(spread, responses)
+        most = max(most, len(stage._came))
+        if stage.last:
+            read = logprobs_and_entropy(Decoder(spread, "causal"), responses, out, 1.0, entropy_grad=True)
+            out = loss_of(*read)
+            found.append(out.item())
+        return out, nullcontext
+
+    stage.learn(batches, forward)
+    assert most <= stage.size - stage.index, "rows of more micro-batches were kept than 1F1B keeps"
+    expected = [loss_of(*by_itself(plain, batch)) for batch in batches]
+    torch.stack(expected).sum().backward()  # type: ignore[no-untyped-call]
+    if stage.last:
+        torch.testing.assert_close(torch.tensor(found), torch.stack(expected), rtol=1e-5, atol=2e-5, msg=family)
+    check_gradients(shards, dict(plain.named_parameters()), stage, family)
+
+
+def check_gradients(shards: Shards, plain: dict[str, Tensor], stage: Stage, family: str) -> None:
+    for name, parameter in shards.parameters.items():
+        assert parameter.grad is not None, (family, name)
+        gradient, wanted = parameter.grad.full_tensor(), plain[name].grad  # type: ignore[attr-defined]
+        if name in shards.on_both_ends:
+            torch.distributed.all_reduce(gradient, group=stage.ends.channel)
+        assert wanted is not None
+        assert (gradient - wanted).norm() < 1e-5 * wanted.norm().clamp_min(1e-3), (family, name)
+    count = sum(stage.rows.gather_values(len(shards.parameters), int))
+    assert count == len(plain) + len(shards.on_both_ends), (family, count)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    stages = int(sys.argv[1])
+    with join(ResourcesTable(pipeline_parallel=stages, timeout=60.0), "cpu") as ranks:
+        ragged = samples(60)
+        batches = [ragged[:2], ragged[2:3], ragged[3:5], ragged[6:], ragged[5:6]]
+        for family in (family for family, layers in LAYERS.items() if layers >= stages):
+            check(family, batches, ranks)
+        check("llama", batches[:1], ranks)  # fewer than there are stages
+        check("qwen3", batches, ranks, recompute=True)
+
+
+if __name__ == "__main__":
+    main()
