@@ -65,6 +65,7 @@ soak: $(INSTALLED) $(VENV)/.ray
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/core/test_families.py --timeout 600
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/serve/test_chaos.py tests/serve/test_ranks.py tests/serve/test_replicas.py tests/serve/test_ray.py tests/train/test_struck.py
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/train/test_embedded.py --timeout 3600
+	@$(BIN)/python benchmarks/layouts.py
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/interop/test_pins.py --timeout 1200
 	@PLAUDIT_SOAK=1 $(BIN)/python -m pytest tests/test_newcomer.py --timeout 3600
 

@@ -1,0 +1,45 @@
+"""How far ten steps over ranks of every layout are from those of one rank, on a CPU with gloo.
+
+    python benchmarks/layouts.py
+
+Runs tests/train/test_layouts.py in full: each kind of parallelism of the learner alone, colocated and with engines
+apart, each pair as 2 x 2, engines of two ranks; tiny Llama, Qwen3 and Qwen3-MoE; GRPO and PPO. Fails where samples are
+not those of one rank, or a loss is further than 1e-5. Writes benchmarks/results/layouts.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from stamp import processor, stamp
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "layouts.json"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "rows.json"
+        environment = {**os.environ, "PLAUDIT_SOAK": "1", "PLAUDIT_LAYOUTS": str(file), "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-m", "pytest", "-q", "tests/train/test_layouts.py", "--timeout", "900"]
+        code = subprocess.run(words, cwd=ROOT, env=environment).returncode
+        rows = json.loads(file.read_text())
+    table = Table("layout", "ranks", "largest difference of a loss", "of a weight", "resumed over other ranks")
+    for row in rows:
+        again = f"{row['resumed']['loss']:.1e}" if "resumed" in row else ""
+        table.add_row(row["layout"], f"{row['ranks']}", f"{row['loss']:.1e}", f"{row['weight']:.1e}", again)
+    Console(width=150).print(table)
+    if code:
+        raise SystemExit(code)
+    RESULTS.write_text(json.dumps({**stamp(__file__, processor(), {}), "runs": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

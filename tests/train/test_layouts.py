@@ -1,0 +1,167 @@
+"""One trajectory over layouts: ten steps over ranks of every kind, alone and in pairs, have the samples of one rank and
+its losses within 1e-5. All of them with PLAUDIT_SOAK (benchmarks/layouts.py, which keeps the differences; `make soak`),
+and a third in `make slow`, another one every day."""
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from plaudit.config import to_toml
+from plaudit.models import load_tokenizer, resolve, save
+from plaudit.rl.loop import RlTraining
+from plaudit.train.run.run import Run
+from tests.core.mixtures import mixture
+from tests.rotation import in_turn
+from tests.train.rl_world import Silent, recipe, weights
+from tests.train.test_ranks import ENV, LIMIT, PPO, Shape, check_ten, command, fork_ranks, steps
+
+pytestmark = pytest.mark.slow
+
+# A reward model's scores differ, where no answer of random weights is right.
+GRPO: dict[str, Any] = {
+    "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
+    "train": {"prompts_per_step": 4, "lr": 3e-5},
+}  # fmt: skip
+ALGORITHMS = {"grpo": GRPO, "ppo": {**PPO, "train": {**PPO["train"], "prompts_per_step": 4}}}
+APART = {"name": "disaggregated"}
+
+
+class Layout(NamedTuple):
+    model: str
+    shape: Shape
+    placement: dict[str, Any] = {"name": "colocated"}  # noqa: RUF012 (nobody changes it)
+    expert: int = 1
+    engine: dict[str, int] = {}  # noqa: RUF012
+    algorithm: str = "grpo"
+    resumed: tuple[Shape, int] | None = None  # the last five steps once more, over other ranks
+
+    def __str__(self) -> str:
+        sizes = zip(("data", "context", "tensor", "pipeline"), self.shape, strict=False)
+        parts = [f"{name} {size}" for name, size in sizes if size > 1]
+        parts += [f"expert {self.expert}"] * (self.expert > 1)
+        parts += [f"engine {name.removesuffix('_parallel')} {size}" for name, size in self.engine.items()]
+        parts += [f"{value}" for name, value in self.placement.items() if name != "delta"]
+        return ", ".join([self.model, self.algorithm, *parts])
+
+
+DATA, CONTEXT, TENSOR, STAGES = (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 2)
+LAYOUTS = [
+    Layout("llama", DATA, resumed=(TENSOR, 1)),
+    Layout("qwen3", DATA, {**APART, "channel": "collective"}),
+    Layout("qwen3", TENSOR, algorithm="ppo"),
+    Layout("llama", TENSOR, {**APART, "channel": "reshard"}),
+    Layout("llama", STAGES, algorithm="ppo"),
+    Layout("qwen3", STAGES, {**APART, "channel": "reshard"}),
+    Layout("qwen3", CONTEXT, algorithm="ppo"),
+    Layout("llama", CONTEXT, {**APART, "channel": "disk"}),
+    Layout("mixture", DATA, expert=2, resumed=((4, 1, 1), 2)),
+    Layout("mixture", DATA, {**APART, "channel": "reshard"}, expert=2),
+    Layout("qwen3", (2, 1, 2)),
+    Layout("llama", (2, 1, 1, 2), algorithm="ppo", resumed=(DATA, 1)),
+    Layout("llama", (2, 2, 1)),
+    Layout("mixture", (4, 1, 1), expert=2, algorithm="ppo"),
+    Layout("llama", (1, 1, 2, 2)),
+    Layout("qwen3", (1, 2, 2)),
+    Layout("qwen3", (1, 2, 1, 2)),
+    Layout("mixture", (2, 2, 1), expert=2),
+    Layout("llama", DATA, {**APART, "channel": "disk"}, engine={"tensor_parallel": 2}),
+    Layout(
+        "qwen3", TENSOR, {"name": "async", "staleness": 0, "channel": "collective"}, engine={"pipeline_parallel": 2}
+    ),
+    Layout("llama", DATA, {"name": "hybrid"}),
+]
+CHOSEN = [layout for number, layout in enumerate(LAYOUTS) if in_turn(number, 3)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root, tokenizer = tmp_path_factory.mktemp("models"), load_tokenizer(resolve("sums-policy"))
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    save(Qwen3ForCausalLM(config).float().eval(), tokenizer, root / "qwen3")
+    save(mixture("qwen3_moe"), tokenizer, root / "mixture")
+    return {"llama": "sums-policy", "qwen3": str(root / "qwen3"), "mixture": str(root / "mixture")}
+
+
+def tables(layout: Layout, models: dict[str, str]) -> dict[str, Any]:
+    base = ALGORITHMS[layout.algorithm]
+    train = {**base["train"], "steps": 10, "eval_every": 50, "show": 4, "checkpoint": {"every": 5}}
+    return {**base, "model": {"path": models[layout.model]}, "train": train}
+
+
+@pytest.fixture(scope="module")
+def of_one(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
+    """The run of one rank that a layout's is compared with, made once."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def run(layout: Layout) -> Path:
+        key = layout.model, layout.algorithm
+        if key not in made:
+            tree, made[key] = recipe(**tables(layout, models)), tmp_path_factory.mktemp("one") / "run"
+            with Run(made[key], tree) as opened:
+                RlTraining(tree, opened, Silent()).fit()
+            assert min(values.get("policy/grad_norm", 1.0) for values in steps(made[key])) > 0
+        return made[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
+    yield found
+    if file := os.environ.get("PLAUDIT_LAYOUTS"):
+        Path(file).write_text(json.dumps(found))
+
+
+def difference(found: Path, expected: Path) -> dict[str, float]:
+    """The largest of any step's loss, and of any weight at the end."""
+    losses = [
+        abs(mine[name] - theirs[name])
+        for mine, theirs in zip(steps(found), steps(expected), strict=True)
+        for name in ("policy/loss", "value/loss", "kl/reference") if name in theirs
+    ]  # fmt: skip
+    mine = weights(found)
+    apart = [float((mine[name] - theirs).abs().max()) for name, theirs in weights(expected).items()]
+    return {"loss": max(losses), "weight": max(apart)}
+
+
+@pytest.mark.parametrize("layout", CHOSEN, ids=str)
+def test_ten_steps_are_those_of_one_rank(
+    layout: Layout, models: dict[str, str], of_one: Callable[[Layout], Path], rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    expected, run, file = of_one(layout), tmp_path / "run", tmp_path / "recipe.toml"
+    tree = {**tables(layout, models), "placement": layout.placement}
+    if layout.engine:
+        tree["resources"] = {"rollout": layout.engine}
+    file.write_text(to_toml(recipe(**tree)))
+    go(layout, layout.shape, layout.expert, file, run)
+    check_ten(run, expected)
+    row = {"layout": str(layout), "ranks": math.prod(layout.shape), **difference(run, expected)}
+    if layout.resumed is not None:
+        for late in (run / "checkpoints").glob("step-00001*"):
+            late.rename(tmp_path / late.name)
+        go(layout, *layout.resumed, file, run, "--resume")
+        check_ten(run, expected)
+        row["resumed"] = difference(run, expected)
+    rows.append(row)
+
+
+def go(layout: Layout, shape: Shape, expert: int, file: Path, run: Path, *more: str) -> None:
+    words = command(file, run, shape, "--set", f"resources.expert_parallel={expert}", *more)
+    if layout.placement["name"] == "colocated":
+        fork_ranks(math.prod(shape), words[3:], file.parent)
+    else:
+        done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=2 * LIMIT)
+        assert done.returncode == 0, done.stderr
