@@ -17,7 +17,7 @@ from plaudit.plan.shape.layouts import GenerationLayout
 
 BUDGET = 32768.0
 """Tokens of one step of a worker on a GPU, as core/device/cuda.py has it."""
-MOST_PER_SERVER = 4880.0
+MOST_PER_SERVER = 2480.0
 """Items per second that one HTTP process hands on: overhead-64 in benchmarks/results/serving.json."""
 ITEMS = 4000
 """That are simulated for a percentile."""
