@@ -316,8 +316,8 @@ class RlRecipe(BaseRecipe):
             f"resources name {self.resources.ranks} ranks, not one": self.resources.ranks > 1,
             "train.routing_replay is for responses that are made in one go": self.train.routing_replay,
         }
-        if found := [why for why, true in reasons.items() if true]:
-            raise ValueError(f"[search] makes trees of responses by a process model, and {found[0]}: leave one out")
+        if conflicts := [why for why, applies in reasons.items() if applies]:
+            raise ValueError(f"[search] makes trees of responses by a process model, and {conflicts[0]}: leave one out")
         self.sampling.check_step()
 
     def _can_be_taught(self) -> None:

@@ -143,8 +143,8 @@ class Writer:
 
 def _question(index: int, prompt: Prompt) -> Question:
     messages = prompt.extra.get("messages")
-    asked = prompt.text if messages is None else tuple(messages)
-    return Question(index, asked, prompt.text, tuple(prompt.token_ids or ()))
+    content = prompt.text if messages is None else tuple(messages)
+    return Question(index, content, prompt.text, tuple(prompt.token_ids or ()))
 
 
 def _failed(sample: Sample, leaf: Node) -> Sample:

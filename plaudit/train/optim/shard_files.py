@@ -75,7 +75,7 @@ def of_all_stages(tensors: Sequence[Whole], stage: Stage) -> list[Whole]:
         return list(tensors)
     own = {tensor.name: tensor for tensor in tensors}
     listed = [(tensor.name, NAMES[tensor.dtype], tensor.shape) for tensor in tensors]
-    known: dict[str, Whole] = {}
+    by_name: dict[str, Whole] = {}
 
     def gather(name: str, home: int, like: Tensor) -> Tensor:
         here = own[name].gather().detach().cpu() if stage.index == home else None
@@ -84,8 +84,8 @@ def of_all_stages(tensors: Sequence[Whole], stage: Stage) -> list[Whole]:
     for home, theirs in enumerate(stage.rows.gather_values(listed, list[tuple[str, str, tuple[int, ...]]])):
         for name, kind, shape in theirs:
             like = torch.empty(shape, dtype=TORCH[kind], device="meta")
-            known.setdefault(name, Whole(name, like.dtype, shape, partial(gather, name, home, like)))
-    return list(known.values())
+            by_name.setdefault(name, Whole(name, like.dtype, shape, partial(gather, name, home, like)))
+    return list(by_name.values())
 
 
 def shard_name(path: Path, rank: int, group: Group) -> str:
