@@ -1,10 +1,10 @@
 """Who computes how many tokens in the next step, and in which blocks.
 
-Work is admitted by tokens. Sequences that decode go first (a token each), then waiting and half-read prompts, the
-shortest first, where every step of waiting counts as if the prompt were a quarter of a budget shorter; so short ones
-are not stuck behind long ones and long ones do not starve. When blocks run out, unused parts of the prefix tree go
-first, then whole sequences, the last come first; their tokens are kept and computed again. Decisions depend on the
-order of submission and on the step count, never on the clock.
+Work is admitted by tokens. Sequences that decode go first (a token each), then waiting and half-read prompts in order
+of submission, but a prompt stands one step further back for each quarter of a budget that it has: short ones are not
+stuck behind long ones, long ones do not starve, and of many requests the first end while the last still wait. When
+blocks run out, unused parts of the prefix tree go first, then whole sequences, the last come first; their tokens are
+kept and computed again. Decisions depend on the order of submission and on the step count, never on the clock.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Scheduler:
     def _queue(self) -> list[Sequence]:
         def rank(s: Sequence) -> tuple[int, tuple[int, int, int]]:
             waited = self.step - s.since + PRIORITY_STEPS * s.request.params.priority
-            return s.pending - waited * (self.budget // 4), s.order
+            return s.pending // (self.budget // 4 + 1) - waited, s.order
 
         waiting = (s for s in self.waiting if s.ready)
         return sorted([*(s for s in self.running if not s.decoding), *waiting], key=rank)

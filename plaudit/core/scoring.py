@@ -12,8 +12,9 @@ from itertools import pairwise
 import numpy as np
 
 from plaudit.core.device.backend import Backend
-from plaudit.core.model.packing import PackedTree, common_prefix, pack, pack_tree, send
+from plaudit.core.model.packing import PackedTree, pack, pack_tree, send
 from plaudit.core.model.readouts import PendingReadout, Read, Reading, take
+from plaudit.prefix import common_prefix
 
 WORTH_SHARING = 0.1  # of all tokens; below this the masks and gathers of sharing cost more than it saves
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.kv.prefix import Chain, Node, PrefixTree
-from plaudit.core.model.packing import common_prefix, pack_tree
+from plaudit.core.model.packing import pack_tree
+from plaudit.prefix import common_prefix
 
 SIZE = 4
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)

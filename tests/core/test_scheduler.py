@@ -72,3 +72,20 @@ def test_a_sequence_that_was_passed_by_for_long_is_waited_for() -> None:
         first.computed = min(first.computed, 4 * BLOCK)
     assert len(admitted) == PATIENCE
     assert long in one.waiting
+
+
+def test_the_first_requests_end_while_the_last_wait() -> None:
+    """Of prompts that differ by less than a quarter of the budget none goes before one that was submitted earlier, so
+    that of requests of many sequences one ends after the other, and not all with their longest."""
+    one = scheduler(blocks=256, budget=64)
+    for number, length in enumerate((12, 15, 9, 3, 14, 11, 5, 13, 40, 2), start=1):
+        one.add(sequence(number, length, most=1))
+    finished = []
+    while len(finished) < 10:
+        for number in computed(one):
+            running = next(s for s in one.running if s.request.number == number)
+            if running.pending == 1:
+                finished.append(number)
+                one.end(running)
+    # The one of 40 tokens is two quarters of a budget long, so the tenth goes before it.
+    assert finished == [1, 2, 3, 4, 5, 6, 7, 8, 10, 9]

@@ -36,7 +36,7 @@ class FakeWorker(SocketWorker[frames.Frame]):
 
 def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.Frame]) -> FakeWorker:
     worker = FakeWorker(sock, reader)
-    worker.send(frames.Hello("digest", {"causal": False}, 64, b"", {}))
+    worker.send(frames.Hello("digest", {"causal": False, "encoder": False}, 64, b"", {}))
     worker.send(frames.Ready())
     return worker
 

@@ -31,7 +31,7 @@ class ScriptedWire:
         self.sent: list[list[int]] = []
 
     async def loaded(self) -> frames.Hello:
-        return frames.Hello("0" * 12, {"causal": False}, 1000, b"", {})
+        return frames.Hello("0" * 12, {"causal": False, "encoder": False}, 1000, b"", {})
 
     def send(self, frame: frames.Frame) -> None:
         if isinstance(frame, frames.Works):
@@ -162,4 +162,30 @@ async def _waits_while_all_are_busy() -> None:
     answer(deployment, second, busy)
     await turn()
     assert list(second.in_flight.values()) == suspects[:1]
+    await deployment.close()
+
+
+def test_what_works_of_a_request_begin_with_alike_costs_once() -> None:
+    asyncio.run(_costs_once())
+
+
+async def _costs_once() -> None:
+    """A worker may have four budgets of tokens, here 4,000: of 16 responses of 100 tokens to a prompt of 900 that is
+    all, 2,500 tokens. Counted whole it would be four of them."""
+    wire = ScriptedWire()
+    deployment = deployment_on(wire)
+    await deployment.opened()
+    (replica,) = deployment.replicas
+
+    def group(prompt: int) -> list[Work]:
+        return [Work([prompt] * 900 + [100 + i] * 100, (1,), None, 0, False) for i in range(16)]
+
+    deployment.submit(group(1), tenant="a", cached=False)
+    await turn()
+    assert [job.cost for job in replica.in_flight.values()] == [1000] + [100] * 15
+    assert replica.in_flight_tokens == 2500
+    deployment.submit(group(2), tenant="a", cached=False)
+    await turn()
+    assert len(replica.in_flight) == 16 + 6  # 1,000 + 5 × 100 reach the four budgets
+    assert deployment.queue.tokens == 1000
     await deployment.close()

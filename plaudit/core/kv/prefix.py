@@ -15,7 +15,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from plaudit.core.kv.blocks import BlockPool
-from plaudit.core.model.packing import common_prefix
+from plaudit.prefix import common_prefix
 
 ROOT = -1  # the block of a node that holds no tokens
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from plaudit.core.model.attention import ATTENTION, Group, Layout, group_spans, send, use_packed_attention
 from plaudit.core.model.mixers import told
 from plaudit.core.model.varlen import VarlenLayout
+from plaudit.prefix import common_prefix
 
 __all__ = [
     "ATTENTION",
@@ -89,23 +90,6 @@ def pack_tree(
         starts.append(total)
         total += own
     return PackedTree(_packed(sequences, shared, tuple(rows), tuple(starts), device, lone), tuple(rows))
-
-
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many leading tokens two sequences share."""
-    limit = min(len(a), len(b))
-    if limit and a[0] != b[0]:  # as with most neighbours in a tree
-        return 0
-    if a[:limit] == b[:limit]:
-        return limit
-    low, high = 0, limit  # a[:low] equals b[:low], a[:high] does not: slices compare faster than a loop over tokens
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _packed(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from plaudit.errors import ModelError
+from plaudit.prefix import common_prefix
 from plaudit.records import ItemError
 from plaudit.reward.work import Work
 from plaudit.serve.http.traces import TRACE, Batch, JobTimes
@@ -51,6 +52,7 @@ class Deployment:
         self.queue: FairQueue[Job] = FairQueue()
         self.replicas: list[Replica] = []
         self._digest = ""
+        self._shares = False  # its workers compute what works begin with alike once
         self._connect = connect or local
         self._cache = cache
         self._metrics = metrics
@@ -80,6 +82,7 @@ class Deployment:
                     f"{self.replicas[0].number} of {hello.digest}: the same model and the same code must be everywhere"
                 )
         self._digest = hello.digest
+        self._shares = not hello.facts["encoder"]
         self.version = f"{self.number}-{hello.digest}"
         return hello
 
@@ -213,7 +216,9 @@ class Deployment:
                 continue
             job = self._jobs_by_key.get(key)
             if job is None:
-                job = self._jobs_by_key[key] = Job(self._next_id, key, work, cost, salt, since=now)
+                shared = common_prefix(fresh[-1].work.tokens, work.tokens) if fresh and self._shares else 0
+                own = max(1, cost - shared)
+                job = self._jobs_by_key[key] = Job(self._next_id, key, work, own, salt, since=now)
                 if traced:
                     job.times = JobTimes(time.time_ns())
                 self._next_id += 1

@@ -87,7 +87,8 @@ class Ticket:
 
 @dataclass(eq=False)
 class Job:
-    """One work for the worker, however many ask for it."""
+    """One work for the worker, however many ask for it. `cost`: tokens to compute, less what the work before it in the
+    same request begins with too."""
 
     id: int
     key: bytes
@@ -118,7 +119,7 @@ def as_frames(batch: Sequence[Job]) -> Iterator[frames.Frame]:
     if works:
         yield frames.Works(
             ids=[job.id for job, _ in works],
-            lengths=[job.cost for job, _ in works],
+            lengths=[len(work.tokens) for _, work in works],
             tokens=frames.as_bytes([work.tokens for _, work in works]),
             counts=[len(work.positions) for _, work in works],
             positions=frames.as_bytes([work.positions for _, work in works]),
