@@ -65,7 +65,7 @@ def test_a_server_on_a_gpu_scores_as_fast_as_planned() -> None:
     rate, p50 = closed_loop(scorer(), 64, ragged)
     # The plan is on the safe side: the server answers one half of its batch while the other is computed.
     assert 0.7 * row["samples/s"] < rate < 1.1 * row["samples/s"]
-    assert 0.9 * row["p50 ms"] / 1e3 < p50 < 1.3 * row["p50 ms"] / 1e3
+    assert 0.9 * row["p50 ms"] / 1e3 < p50 < 1.35 * row["p50 ms"] / 1e3
     # Sixteen responses to a prompt of 1000: computed once.
     groups = [[1000 / 16 + min(2000.0, max(8.0, draw.lognormvariate(5.8, 0.6))) for _ in range(16)] for _ in range(32)]
     rate, _ = closed_loop(scorer(), 16, groups)
