@@ -9,6 +9,7 @@ of adapters, a GPU takes a product of our own. Nothing is assumed about a librar
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -61,6 +62,16 @@ class SteadyProducts(TorchFunctionMode):
 def _first_of_equals(x: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
     values, ids = torch.sort(x, dim=dim, descending=True, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), ids.narrow(dim, 0, k)))
+
+
+def choose_library(weight: Tensor) -> None:
+    """On ARM torch gives float32 products on a CPU to oneDNN, which prepares a kernel at every call: small ones take two
+    to thirty times as long as by the BLAS that torch brings, large ones as long. Where the CPU has no bfloat16
+    arithmetic, which is what oneDNN is there for, this process does without it."""
+    if platform.machine() != "aarch64" or weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
 def needs_steadying(rows: int, device: torch.device) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from plaudit.algo.tokens.products import choose_library
 from plaudit.core.model.latent import Latent, pack_latents
 from plaudit.core.model.mixers import Mixer, mix_whole, pack_mixers
 from plaudit.core.model.operations import Rotation
@@ -316,6 +317,7 @@ AttentionInterface.register(ATTENTION, packed_attention)
 
 
 def use_packed_attention(model: nn.Module) -> None:
+    choose_library(next(model.parameters()))
     if model.config._attn_implementation != ATTENTION:  # type: ignore[union-attr]
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         pack_mixers(model)
