@@ -65,8 +65,8 @@ def _first_of_equals(x: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def choose_library(weight: Tensor) -> None:
-    """On an ARM CPU torch gives float32 products to oneDNN, which prepares a kernel at every call: small ones take up to
-    twelve times as long as by the BLAS that torch brings, large ones as long. Where the CPU has no bfloat16
+    """On an ARM CPU torch gives float32 products to oneDNN, which prepares a kernel at every call: small ones take
+    up to twelve times as long as by the BLAS that torch brings, large ones as long. Where the CPU has no bfloat16
     arithmetic, which is what oneDNN is there for, this process does without it."""
     if platform.machine() != "aarch64" or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return
