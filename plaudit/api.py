@@ -180,8 +180,9 @@ def _kept(rows: Iterable[Mapping[str, Any]], directory: Path) -> Path:
 
 
 def _check_one_process(recipe: Recipe) -> None:
-    if isinstance(recipe, RlRecipe) and (recipe.resources.ranks > 1 or recipe.resources.ray is not None):
-        what = "Ray" if recipe.resources.ray is not None else f"{recipe.resources.ranks} ranks"
+    ray = isinstance(recipe, RlRecipe) and recipe.resources.ray is not None
+    if recipe.resources.ranks > 1 or ray:
+        what = "Ray" if ray else f"{recipe.resources.ranks} ranks"
         raise ConfigError(f"train() runs in this process, and resources name {what}: use `plaudit train FILE`")
 
 

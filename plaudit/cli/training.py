@@ -13,7 +13,7 @@ from plaudit.cli.tracking import tracked
 
 if TYPE_CHECKING:
     from plaudit.config import Recipe, RlRecipe
-    from plaudit.train.supervised.supervised import SupervisedRecipe
+    from plaudit.train.supervised.model import SupervisedRecipe
 
 
 @app.command()
@@ -74,13 +74,12 @@ def train(
         from plaudit.place.ray.launch import launch_on_ray
 
         raise typer.Exit(launch_on_ray(tree, sys.argv[1:], directory))
-    if isinstance(tree, RlRecipe) and tree.resources.ranks > 1:
+    if tree.resources.ranks > 1:
         if rollout_only:
             raise ConfigError(f"--rollout-only is for one process, and resources name {tree.resources.ranks} ranks")
         if not is_rank():
             raise typer.Exit(launch(tree.resources.ranks, sys.argv[1:]))
-    ranks = tree.resources.ranks if isinstance(tree, RlRecipe) else 1
-    with tracked(directory, track) as begin_tracking, shown_live(directory, live, ranks) as begin_page:
+    with tracked(directory, track) as begin_tracking, shown_live(directory, live, tree.resources.ranks) as begin_page:
 
         def begun() -> None:
             begin_tracking()
@@ -143,14 +142,17 @@ def _train_supervised(
     fresh: bool,
     chosen: list[str],
     begun: Callable[[], None],
-) -> tuple[dict[str, Any], Path]:
+) -> tuple[dict[str, Any], Path] | None:
+    from plaudit.rl.follower import NoViewer, joined_run
     from plaudit.train.run.progress import Progress
-    from plaudit.train.run.run import Run
     from plaudit.train.supervised.supervised import SupervisedTraining
 
-    with Run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as run:
-        begun()
-        return SupervisedTraining(tree, run, Progress(directory.name)).fit(), run.final
+    with joined_run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as (run, ranks):
+        viewer = Progress(directory.name) if ranks.main else NoViewer()
+        if ranks.main:
+            begun()
+        summary = SupervisedTraining(tree, run, viewer, ranks).fit()
+    return (summary, run.final) if ranks.main else None
 
 
 def _keys(sets: list[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Where the parts of an RL run are: placement, engine, and the CPUs and devices of its processes. Imports no torch."""
+"""Where the parts of a run are: the ranks that train and, in RL, placement, engine, and the CPUs and devices of its
+processes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -124,13 +125,8 @@ class RewardPoolTable(Table):
     """Of each; a part of one is shared."""
 
 
-class ResourcesTable(Table):
-    """Processes that train together, data_parallel × context_parallel × tensor_parallel × pipeline_parallel of them;
-    and those that generate and score."""
-
-    ray: str | None = None
-    """Run them as Ray actors (extra `ray`): "local" starts Ray on this machine, "auto" finds the one that runs, and an
-    address names one. A process takes as many CPUs of the cluster as it has threads."""
+class RanksTable(Table):
+    """Processes that train together: data_parallel × context_parallel × tensor_parallel × pipeline_parallel of them."""
 
     data_parallel: PositiveInt = 1
     """Ranks that share weights, gradients and optimizer (FSDP2), each with a part of the batch."""
@@ -144,12 +140,9 @@ class ResourcesTable(Table):
     expert_parallel: PositiveInt = 1
     """Of the data_parallel × context_parallel ranks so many share the experts of a mixture out, each with whole ones,
     and exchange tokens around them. They are no further ranks."""
-    cores: tuple[int, ...] | None = None
-    """CPUs that the learner is pinned to."""
-    rollout: RolloutTable = RolloutTable()
-    reward: RewardPoolTable = RewardPoolTable()
     timeout: Positive = 1800.0
-    """Seconds a rank waits for the others: more than the slowest rank's rollouts and rewards of a step take."""
+    """Seconds a rank waits for the others: more than the slowest one's part of a step takes, in RL its rollouts and
+    rewards, and more than an evaluation takes that the main one makes alone."""
 
     @model_validator(mode="after")
     def _deals_out(self) -> Self:
@@ -188,3 +181,15 @@ class ResourcesTable(Table):
         kinds = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
         names = [name for name in kinds if name in always or getattr(self, name) > 1]
         return " × ".join(names), " × ".join(str(getattr(self, name)) for name in names)
+
+
+class ResourcesTable(RanksTable):
+    """The ranks that train; and the processes that generate and score."""
+
+    ray: str | None = None
+    """Run them as Ray actors (extra `ray`): "local" starts Ray on this machine, "auto" finds the one that runs, and an
+    address names one. A process takes as many CPUs of the cluster as it has threads."""
+    cores: tuple[int, ...] | None = None
+    """CPUs that the learner is pinned to."""
+    rollout: RolloutTable = RolloutTable()
+    reward: RewardPoolTable = RewardPoolTable()

@@ -14,7 +14,7 @@ from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, Res
 from plaudit.config.prompting import AskingTable, SamplingTable
 from plaudit.config.reward import RewardTable, RlRewardTable, RuleTable
 from plaudit.config.search import RolloutSearchTable
-from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable
+from plaudit.config.supervised import BaseRecipe, PolicyModelTable, SumsTable, TrainTable, check_shared
 from plaudit.config.table import Positive, Table
 from plaudit.config.world import World
 
@@ -260,17 +260,8 @@ class RlRecipe(BaseRecipe):
                 raise ValueError(f'{algorithm.name} uses no critic: leave [critic] out, or set name = "ppo"')
             estimator = algorithm.advantage.estimator
             raise ValueError(f'advantage.estimator = "{estimator}" needs a [critic] table; an empty one will do')
+        check_shared(self.resources, train, self.model)
         if self.resources.ranks > 1:
-            if train.offload_optimizer:
-                raise ValueError(
-                    f"train.offload_optimizer is for one rank, and resources name {self.resources.ranks}, which share "
-                    "the optimizer out among them already: leave one of them out"
-                )
-            if self.model.lora is not None and self.resources.tensor_parallel > 1:
-                raise ValueError(
-                    f"model.lora trains with whole matrices, and resources.tensor_parallel = "
-                    f"{self.resources.tensor_parallel} splits them: set data_parallel in its place"
-                )
             if self.placement.name == "swapped":
                 raise ValueError(
                     f'placement.name = "swapped" is for one rank, and resources name {self.resources.ranks}, which '

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, NonNegativeInt, PositiveInt, Tag, mod
 
 from plaudit.algo.preference import PREFERENCE_METHODS
 from plaudit.algo.preference.method import PreferenceMethod
+from plaudit.config.placement import RanksTable
 from plaudit.config.table import NonNegative, Positive, Share, Table
 from plaudit.config.world import World
 
@@ -238,9 +239,36 @@ class BaseRecipe(Table):
     train: TrainTable
 
 
+def check_shared(resources: RanksTable, train: TrainTable, model: ModelTable) -> None:
+    """Raise if ranks cannot share out what is to be trained so."""
+    if resources.ranks == 1:
+        return
+    if train.offload_optimizer:
+        raise ValueError(
+            f"train.offload_optimizer is for one rank, and resources name {resources.ranks}, which share the optimizer "
+            "out among them already: leave one of them out"
+        )
+    if getattr(model, "lora", None) is not None and resources.tensor_parallel > 1:
+        raise ValueError(
+            f"model.lora trains with whole matrices, and resources.tensor_parallel = {resources.tensor_parallel} "
+            "splits them: set data_parallel in its place"
+        )
+
+
 class SupervisedRecipe(BaseRecipe):
     data: DataTable
     train: SupervisedTrain
+    resources: RanksTable = RanksTable()
+
+    @model_validator(mode="after")
+    def _can_be_shared(self) -> Self:
+        check_shared(self.resources, self.train, self.model)
+        if self.resources.ranks > 1 and self.train.optimizer == "muon":
+            raise ValueError(
+                f'train.optimizer = "muon" needs whole matrices, and resources name {self.resources.ranks} ranks, '
+                'which have parts of them: set optimizer = "adamw"'
+            )
+        return self
 
 
 class SftRecipe(SupervisedRecipe):

@@ -36,24 +36,25 @@ class Job:
     @classmethod
     def of(cls, recipe: Path, sets: Sequence[str], *, nodes: int, gpus: int | None, run: Path | None) -> Job:
         tree = load_recipe(recipe, list(sets))
-        if not isinstance(tree, RlRecipe):
-            raise ConfigError(f"task = {tree.task!r} trains in one process: start it with plaudit train {recipe}")
-        if tree.resources.ray is not None:
-            raise ConfigError(f'resources.ray = "{tree.resources.ray}" has Ray start the processes: leave it out')
         ranks, resources = tree.resources.ranks, tree.resources
+        rollouts = rollout_ranks = 0
+        if isinstance(tree, RlRecipe):
+            if tree.resources.ray is not None:
+                raise ConfigError(f'resources.ray = "{tree.resources.ray}" has Ray start the processes: leave it out')
+            rollouts, rollout_ranks = tree.rollout_processes, tree.resources.rollout.ranks
         if ranks % nodes:
             names, sizes = resources.product
             raise ConfigError(
                 f"resources.{names} = {sizes} = {ranks} ranks do not divide over --nodes {nodes}: set "
                 "resources.data_parallel to a multiple"
             )
-        if nodes > 1 and tree.rollout_processes:
+        if nodes > 1 and rollouts:
             raise ConfigError(
-                f"{tree.rollout_processes} rollout process(es) run beside rank 0, on one machine, and --nodes is "
+                f"{rollouts} rollout process(es) run beside rank 0, on one machine, and --nodes is "
                 f'{nodes}: set placement.name = "colocated", or spread them with resources.ray'
             )
         ranks //= nodes
-        processes = ranks + tree.rollout_processes * resources.rollout.ranks
+        processes = ranks + rollouts * rollout_ranks
         if gpus is None:
             gpus = 0 if tree.model.device == "cpu" else processes
         if 0 < gpus < ranks:

@@ -163,7 +163,7 @@ def _load(
     if stored_kind != kind and not (fresh_head and kind != "policy"):
         raise ModelError(wrong_kind(directory, stored_kind, kind))
     if kind in LABELS:
-        _choose_labels(
+        choose_labels(
             directory, config, stored_kind == kind, LABELS[kind] if stored_kind != kind and labels is None else labels
         )
     ours = OURS.get(_architecture(directory), (None, None))[1]
@@ -224,7 +224,7 @@ def _check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast, confi
         )
 
 
-def _choose_labels(directory: Path, config: Any, saved: bool, labels: int | None) -> None:
+def choose_labels(directory: Path, config: Any, saved: bool, labels: int | None) -> None:
     if saved and labels is not None and config.num_labels != labels:
         raise ModelError(
             f"{directory} scores {config.num_labels} labels, expected {labels}; "
@@ -248,7 +248,7 @@ def _build(
             )  # fmt: skip
     except Exception as error:
         raise ModelError(f"cannot load {directory}: {one_line(error)}") from error
-    heads = _heads(module) if new_head and kind != "value" else {}
+    heads = heads_of(module) if new_head and kind != "value" else {}
     lost = sorted(name for name in report["missing_keys"] if name.split(".")[0] not in heads)
     if lost:
         raise ModelError(f"{directory} lacks tensor {lost[0]!r}; its weights do not belong to its config.json")
@@ -264,7 +264,8 @@ def _key_mapping(directory: Path) -> dict[str, str] | None:
     return {rf"^{_openrlhf_head(weights.read_directory(directory))}\.": f"{openrlhf_head.HEAD}."}
 
 
-def _heads(module: nn.Module) -> dict[str, nn.Module]:
+def heads_of(module: nn.Module) -> dict[str, nn.Module]:
+    """All but the trunk, by name."""
     return {name: child for name, child in module.named_children() if name != module.base_model_prefix}
 
 

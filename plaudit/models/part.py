@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from plaudit.errors import ModelError
 from plaudit.models import catalog, weights
 from plaudit.models.dtypes import DTYPES
-from plaudit.models.fresh import set_pad
+from plaudit.models.fresh import LABELS, set_pad
 from plaudit.models.heads.value_head import HEAD, ValueModel
-from plaudit.models.load import AUTO, Kind, examine, wrong_kind
+from plaudit.models.load import AUTO, Kind, choose_labels, examine, heads_of, wrong_kind
 from plaudit.models.quiet import quiet
 from plaudit.models.weights import Cut
 
@@ -40,6 +40,8 @@ class Outline:
     tokenizer: PreTrainedTokenizerFast
     path: Path
     kind: Kind
+    new: frozenset[str] = frozenset()
+    """The names of a head that no file has."""
 
     def read(self, name: str, cut: Cut | None) -> Tensor:
         """From its file, and no more of it than the cut."""
@@ -62,11 +64,6 @@ class Outline:
         """Whether the files have its tensors as the module does."""
         return self.readable and all(isinstance(at, weights.Stored) for at in self.stored.values())
 
-    @property
-    def new(self) -> set[str]:
-        """The names of a value head that no file has."""
-        return {"score.weight"} - self.stored.keys() if self.kind == "value" else set()
-
     def files(self, module: nn.Module) -> set[Path]:
         """Those that the weights of a part come from."""
         tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
@@ -75,24 +72,32 @@ class Outline:
 
 
 def outline(
-    path: str | Path, dtype: str = "float32", device: str = "cpu", kind: Literal["policy", "value"] | None = None
+    path: str | Path, dtype: str = "float32", device: str = "cpu", kind: Kind | None = None, labels: int | None = None
 ) -> Outline:
-    """Whatever the directory holds, checked as `load_any` checks it; or a model of a kind. A value model can be made of
-    any: its head is then without weights."""
+    """Whatever the directory holds, checked as `load_any` checks it; or a model of a kind. One that scores, with so
+    many `labels`, or gives values, can be made of any: its head is then new, and without weights."""
     directory = catalog.resolve(path)
     seen = examine(directory, dtype, device)
     if kind == "policy" and seen.kind != kind:
         raise ModelError(wrong_kind(directory, seen.kind, kind))
-    module = seen.module
-    if kind == "value" and seen.kind != kind:
+    module, other = seen.module, kind is not None and seen.kind != kind
+    if kind in LABELS:
+        choose_labels(directory, seen.config, not other, LABELS[kind] if other and labels is None else labels)
+    if kind is not None and other:
         with quiet(), torch.device("meta"):
             module = AUTO[kind].from_config(seen.config, trust_remote_code=False)
     stored = weights.renamed(module, seen.stored)[0]
+    new: set[str] = set()
+    if kind in LABELS and other:  # the files may have a head of that name, which is another one
+        new = {name for head in heads_of(module) for name in module.state_dict() if name.startswith(f"{head}.")}
+        stored = {name: at for name, at in stored.items() if name not in new}
     if "value" in (kind, seen.kind):
         module = ValueModel(module)
         stored = {f"trunk.{name}": at for name, at in stored.items()}
         if seen.kind == "value":
             stored["score.weight"] = weights.read_header(directory / HEAD)["weight"]
+        else:
+            new = {"score.weight"}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])  # and not the buffers, which keep their own
     seen.config.dtype = DTYPES[dtype]
@@ -101,7 +106,7 @@ def outline(
             generation: Any = GenerationConfig.from_pretrained(directory, local_files_only=True)
         module.generation_config = generation
     set_pad(module, seen.tokenizer.pad_token_id)
-    return Outline(module.eval(), stored, seen.tokenizer, directory, kind or seen.kind)
+    return Outline(module.eval(), stored, seen.tokenizer, directory, kind or seen.kind, frozenset(new))
 
 
 def fill(module: nn.Module, read: Read, cuts: Mapping[str, Cut], device: str) -> None:

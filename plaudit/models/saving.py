@@ -21,10 +21,11 @@ from plaudit.models.fresh import set_pad
 from plaudit.models.quiet import quiet
 from plaudit.output import sync
 
+REWARD = "reward.toml"
 OURS = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.*",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates",
-    "spiece.model", "reward.toml", "README.md", ".gitattributes",
+    "spiece.model", REWARD, "README.md", ".gitattributes",
 )  # fmt: skip
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100
@@ -39,7 +40,7 @@ def save(
     with new.guarded():
         _write(module, tokenizer, new.temporary)
         if reward is not None:
-            (new.temporary / "reward.toml").write_text(reward, encoding="utf-8")
+            (new.temporary / REWARD).write_text(reward, encoding="utf-8")
         new.finish()
     return new.target
 

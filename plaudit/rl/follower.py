@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from plaudit.config import RlRecipe
+from plaudit.config.supervised import SupervisedRecipe
 from plaudit.events import EventLog, Kind
 from plaudit.models import choose_device
 from plaudit.train.run.ranks import Ranks, join
@@ -17,7 +18,7 @@ from plaudit.train.run.run import Run
 
 @contextmanager
 def joined_run(
-    directory: Path, recipe: RlRecipe, *, resume: bool, fresh: bool, chosen: Sequence[str] = ()
+    directory: Path, recipe: RlRecipe | SupervisedRecipe, *, resume: bool, fresh: bool, chosen: Sequence[str] = ()
 ) -> Iterator[tuple[Run, Ranks]]:
     """The run directory and this process's place among the ranks."""
     with join(recipe.resources, choose_device(recipe.model.device)) as ranks:
@@ -67,5 +68,7 @@ class NoViewer:
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
     def warn(self, message: str) -> None: ...

@@ -81,11 +81,6 @@ class RlTraining:
         if recipe.train.threads is not None:
             torch.set_num_threads(recipe.train.threads)
         checkpoint = run.checkpoints.load(self.warn) if run.resume else None
-        starts = set(ranks.everyone.gather_values(0 if checkpoint is None else checkpoint.step))
-        if len(starts) > 1:
-            raise RunError(
-                f"the ranks would go on from steps {sorted(starts)}: {run.directory} must be the same for all"
-            )
         check_fit(recipe)
         check_engine_ranks(recipe)
         check_models(recipe)

@@ -118,7 +118,7 @@ def test_the_manifest_is_valid_and_its_parts_fit() -> None:
     ("words", "message"),
     [
         (["sums-grpo"], "give one of --slurm and --kubernetes"),
-        (["sums-sft", "--slurm"], "trains in one process: start it with plaudit train sums-sft"),
+        (["sums-sft", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
         (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
         (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine take one GPU each, and --gpus is 1"),
         (["sums-grpo", "--slurm", *FOUR, "--set", "placement.name=disaggregated"], "run beside rank 0, on one machine"),

@@ -15,7 +15,8 @@ from plaudit.records import Item
 from plaudit.reward import complete, load_reward
 from plaudit.train.run.progress import Progress
 from plaudit.train.run.run import Run
-from plaudit.train.supervised.supervised import SupervisedTraining, reward_toml
+from plaudit.train.supervised.model import reward_toml
+from plaudit.train.supervised.supervised import SupervisedTraining
 
 from . import tiny
 

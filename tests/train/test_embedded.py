@@ -16,6 +16,7 @@ from plaudit.models import load_any, resolve
 from plaudit.train.data.rows import WorldRows
 from plaudit.train.supervised.encode import Encoder
 from plaudit.train.supervised.evaluate import accepted_errors, evaluate_comparisons, evaluate_steps, policy_accuracy
+from plaudit.train.supervised.reader import Reader
 from plaudit.worlds import get_world
 
 CLASSES = {
@@ -94,9 +95,9 @@ def test_the_judges_agree_with_the_truth(name: str) -> None:
     rows = WorldRows(get_world("sums", seed=77), recipe.task, DataTable(world="sums", eval_items=200))
     examples = [Encoder(recipe, loaded.tokenizer, 256)(row) for row in rows.heldout()]
     if name == "sums":
-        assert evaluate_comparisons(loaded.module, examples, 8192)["pair_accuracy"] >= 0.93
+        assert evaluate_comparisons(Reader(loaded.module, 8192), examples)["pair_accuracy"] >= 0.93
     else:
-        figures = evaluate_steps(loaded.module, examples, 8192)
+        figures = evaluate_steps(Reader(loaded.module, 8192), examples)
         assert figures["step_auc"] >= 0.96
         assert figures["first_wrong_f1"] >= 0.87
 
@@ -113,7 +114,8 @@ def test_the_judges_see_an_error_of_one(name: str, back: int, most: float) -> No
     loaded, recipe = load_any(name), recipe_of(name)
     use_packed_attention(loaded.module)
     rows = WorldRows(get_world("sums", seed=77), recipe.task, DataTable(world="sums")).near(back)
-    assert accepted_errors(loaded.module, [Encoder(recipe, loaded.tokenizer, 256)(row) for row in rows], 8192) < most
+    examples = [Encoder(recipe, loaded.tokenizer, 256)(row) for row in rows]
+    assert accepted_errors(Reader(loaded.module, 8192), examples) < most
 
 
 @pytest.mark.slow

@@ -10,13 +10,13 @@ from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import RunError
 from plaudit.models import new_llama
 from plaudit.train.optim.optimizer import Optimizer, learning_rate
+from plaudit.train.policy.forward import by_tokens
 from plaudit.train.supervised.examples import (
     Comparison,
     Demonstration,
     Example,
     Rating,
     StepTargets,
-    micro_batches,
     token_count,
 )
 from plaudit.train.supervised.learner import Learner
@@ -65,7 +65,8 @@ def gradients(name: str, micro_batch_tokens: int) -> tuple[float, dict[str, torc
 def test_the_gradient_is_the_same_however_the_batch_is_split(name: str, splits: int) -> None:
     examples = case(name)[2]
     whole = sum(map(token_count, examples))
-    budget = next(b for b in range(whole, 0, -1) if len(micro_batches(examples, b)) >= splits)
+    sizes = [token_count(e) for e in examples]
+    budget = next(b for b in range(whole, 0, -1) if len(by_tokens(sizes, b)) >= splits)
     loss, expected = gradients(name, whole)
     split_loss, found = gradients(name, budget)
     assert split_loss == pytest.approx(loss, rel=5e-6)
@@ -106,8 +107,7 @@ def test_loss_and_gradient_equal_plain_transformers_one_by_one(name: str) -> Non
 
 
 def test_an_example_above_the_budget_goes_alone() -> None:
-    examples: list[Example] = [Rating(tokens(n, n), (0.0,)) for n in (3, 50, 4, 4)]
-    assert [[token_count(e) for e in micro] for micro in micro_batches(examples, 10)] == [[3], [50], [4, 4]]
+    assert by_tokens([3, 50, 4, 4], 10) == [[0], [1], [2, 3]]
 
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:

@@ -15,16 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from plaudit.config import PreferenceAlgorithm, SupervisedTrain
-from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.events import read_events
 from plaudit.models import load_policy, new_llama
 from plaudit.report.headline import headline
 from plaudit.report.history import read_history
 from plaudit.train.optim.optimizer import Optimizer
-from plaudit.train.supervised.examples import Example, Labelled, Preferred, micro_batches, token_count
+from plaudit.train.optim.sharding import packed_rows
+from plaudit.train.supervised.examples import Example, Labelled, Preferred, token_count
 from plaudit.train.supervised.learner import Learner
 from plaudit.train.supervised.preferences import LearnPreferences, reference_logprobs
+from plaudit.train.supervised.reader import Reader
 from plaudit.worlds.sums import Problem, judge
 from tests.command import plaudit_here
 from tests.forked import ForkedCommand
@@ -113,7 +114,7 @@ def by_the_papers(name: str, policy: nn.Module, reference: nn.Module, items: lis
 
 def with_reference(reference: nn.Module, items: list[Example]) -> list[Example]:
     use_packed_attention(reference)
-    found = reference_logprobs(reference, micro_batches(items, 40))
+    found = reference_logprobs(Reader(reference, 40), [i for i in items if isinstance(i, Preferred | Labelled)])
     ready: list[Example] = []
     for item, logp in zip(items, found, strict=True):
         assert isinstance(item, Preferred | Labelled)
@@ -154,7 +155,7 @@ def test_ktos_drift_is_the_mean_over_the_batch_and_not_below_zero() -> None:
     for shift in (-1.5, 0.0, 2.5):
         moved: list[Example] = [replace(i, reference=(i.reference[0], i.reference[1] - shift)) for i in items]
         for budget in (10_000, 25):
-            objective.begin(policy, micro_batches(moved, budget))
+            objective.begin(Reader(policy, budget), moved)
             found.append(objective.baseline)
     assert found == pytest.approx([0.0, 0.0, 0.0, 0.0, 2.5, 2.5], abs=1e-6)
 
@@ -176,20 +177,20 @@ STARTS: tuple[Callable[[Preferred], int], ...] = (lambda _: 1, lambda pair: len(
 
 
 def test_a_pair_computes_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plaudit.train.supervised import preferences
+    from plaudit.train.supervised import reader
 
     seen: list[int] = []
-    packing = fused_rows
+    packing = packed_rows
 
     def counted(module: nn.Module, packed: Any) -> Tensor:
         seen.append(packed.input_ids.shape[1])
         return packing(module, packed)
 
-    monkeypatch.setattr(preferences, "fused_rows", counted)
+    monkeypatch.setattr(reader, "packed_rows", counted)
     policy = model(3)
     use_packed_attention(policy)
     pair = Preferred(ids(9, 1), ids(4, 2), ids(3, 3))
-    LearnPreferences(algorithm("dpo")).loss(policy, [pair])
+    Learner(policy, LearnPreferences(algorithm("dpo")), Optimizer(policy, TABLE), 10_000).mean_loss([pair])
     assert seen == [9 + 4 + 3] == [token_count(pair)]
 
 

@@ -30,7 +30,7 @@ Finish = Callable[[Tensor], Tensor]
 
 def token_logprobs(
     hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
-    finish: Finish | None = None,
+    finish: Finish | None = None, split: SplitVocabulary | None = None,
 ) -> Tensor:  # fmt: skip
     """log p(target) of each row, (R,), in float32 (float64 if the head is).
 
@@ -39,16 +39,16 @@ def token_logprobs(
     targets      (R,) token ids
     temperature  what the logits are divided by: that of sampling, where it is the policy's own distribution
     finish       what the model does to its logits (rows, V) before that, such as a soft cap; not in place
+    split        head and bias are this rank's part of them; all ranks give the same rows, and get the same numbers
     """
-    return _apply(hidden, head, targets, bias, temperature, finish, False, False)[0]
+    return _apply(hidden, head, targets, bias, temperature, finish, False, False, split)[0]
 
 
 def token_logprobs_and_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
     finish: Finish | None = None, entropy_grad: bool = False, split: SplitVocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same, and the entropy (R,) of each row at that temperature, which has a gradient if asked to. With `split`,
-    head and bias are this rank's part of them; all ranks give the same rows, and get the same numbers."""
+    """The same, and the entropy (R,) of each row at that temperature, which has a gradient if asked to."""
     return _apply(hidden, head, targets, bias, temperature, finish, True, entropy_grad, split)
 
 

@@ -86,6 +86,12 @@ def summed(part: Tensor, group: Group) -> Tensor:
     return total
 
 
+def placed(at: Tensor, values: Tensor, count: int, group: Group) -> Tensor:
+    """(count, ...), with what each rank has read of its rows at their places, and 0 at the others."""
+    zeros = torch.zeros(count, *values.shape[1:], dtype=values.dtype, device=values.device)
+    return summed(zeros.index_put((at,), values), group)
+
+
 def check_context(module: nn.Module, tensor_parallel: int, context_parallel: int) -> None:
     """Raise if the rows of a module cannot be shared out so. It may be on the meta device."""
     if mixers_of(module):

@@ -35,7 +35,6 @@ from plaudit.core.model.stages import (
     stages_of,
 )
 from plaudit.errors import ModelError
-from plaudit.models.heads.value_head import ValueModel
 from plaudit.train.run.ranks import ALONE, Group, Ranks
 
 PART = "pipeline_stage"
@@ -183,8 +182,8 @@ def keep_stage(module: nn.Module, stage: Stage) -> dict[str, int]:
             if part is not layers and part is not embedding and name not in UNPLANNED:
                 setattr(base, name, Elsewhere())
         drop_head(module)
-        if isinstance(module, ValueModel):
-            module.score = Elsewhere()  # type: ignore[assignment]
+        if isinstance(getattr(module, "score", None), nn.Module):  # of values, or of a judge
+            module.score = Elsewhere()
     setattr(module, PART, stage)
     return homes
 

@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from plaudit.models import ValueModel, save
 from plaudit.models.heads.value_head import HEAD
-from plaudit.models.saving import Replacement, write_config
+from plaudit.models.saving import REWARD, Replacement, write_config
 from plaudit.models.weights import SINGLE, TORCH
 from plaudit.train.optim.pipeline import Stage
 from plaudit.train.optim.sharding import Shards
@@ -130,7 +130,9 @@ def _header(tensors: Sequence[Whole]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def save_shards(
+    shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: Path, *, reward: str | None = None
+) -> None:
     """As `models.save`, by all ranks together."""
     group = shards.everyone
     main = group.index == 0
@@ -138,7 +140,7 @@ def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: P
     base: Any = skeleton.trunk if isinstance(skeleton, ValueModel) else skeleton
     if not _one_by_one(base):  # transformers stores other tensors, made of several of these
         module = shards.gathered()
-        together(group, lambda: None if module is None else save(module, tokenizer, directory))
+        together(group, lambda: None if module is None else save(module, tokenizer, directory, reward=reward))
         return
     new: Replacement | None = None
 
@@ -166,6 +168,8 @@ def save_shards(shards: Shards, tokenizer: PreTrainedTokenizerFast, directory: P
                 write_config(base, tokenizer, place)
                 if head is not None:
                     save_file({"weight": head}, place / HEAD)
+                if reward is not None:
+                    (place / REWARD).write_text(reward, encoding="utf-8")
                 new.finish()
 
         together(group, finish)

@@ -119,11 +119,16 @@ class Shards:
                 if self.everyone.index == 0:
                     value.copy_(values[name])
                 dist.broadcast(value, 0)
-                if (parameter := self.parameters.get(name)) is None:  # another stage's
-                    continue
-                for cut in cuts(parameter):
-                    value = cut.of(value)
-                parameter.to_local().copy_(value)
+                self.put(name, value)
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Give a parameter its value, of which every rank has the whole."""
+        if (parameter := self.parameters.get(name)) is None:  # another stage's
+            return
+        with torch.no_grad():
+            for cut in cuts(parameter):
+                value = cut.of(value)
+            parameter.to_local().copy_(value)
 
     @property
     def device(self) -> torch.device:

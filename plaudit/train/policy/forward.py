@@ -25,7 +25,7 @@ from plaudit.core.model.packing import Packed, pack_tree, send, use_packed_atten
 from plaudit.core.routing import Replay, Routing
 from plaudit.errors import DataError
 from plaudit.records import Sample
-from plaudit.train.optim.context import sliced, summed
+from plaudit.train.optim.context import placed, sliced
 from plaudit.train.optim.pipeline import stage_of
 from plaudit.train.optim.sharding import head_of, let_go, packed_rows
 from plaudit.train.run.ranks import ONE, Group
@@ -54,8 +54,7 @@ class Responses:
 
     def whole(self, at: Tensor, values: Tensor, count: int) -> Tensor:
         """(count, ...), with what each rank has read of its rows at their places, and 0 at the others."""
-        zeros = torch.zeros(count, *values.shape[1:], dtype=values.dtype, device=values.device)
-        return summed(zeros.index_put((at,), values), self.context)
+        return placed(at, values, count, self.context)
 
 
 def pack_responses(
@@ -196,12 +195,16 @@ class MicroBatch:
 
 
 def micro_batches(samples: Sequence[Sample], budget: int, group: Group, together: int = 1) -> list[MicroBatch]:
-    """This rank's share of the samples, in batches of the token budget. Every rank has as many batches: sharded weights
-    are gathered by all at once, so one that has fewer goes over the shortest sample again, which does not count. Each
-    `together` samples that follow each other are as one."""
-    sizes = np.array([len(sample.prompt_ids) + len(sample.token_ids) for sample in samples])
-    sizes = sizes.reshape(-1, together).sum(1)
-    members = np.arange(len(samples)).reshape(-1, together)
+    """This rank's share of the samples. Each `together` that follow each other are as one."""
+    return shared_batches([len(s.prompt_ids) + len(s.token_ids) for s in samples], budget, group, together)
+
+
+def shared_batches(tokens: Sequence[int], budget: int, group: Group, together: int = 1) -> list[MicroBatch]:
+    """This rank's share of samples of so many tokens, in batches of the budget. Every rank has as many batches: sharded
+    weights are gathered by all at once, so one that has fewer goes over the shortest sample again, which does not
+    count."""
+    sizes = np.array(tokens).reshape(-1, together).sum(1)
+    members = np.arange(len(tokens)).reshape(-1, together)
     ends = np.cumsum(sizes)
     # Cut where the tokens are halved, thirded, ...: a rank's time goes with its tokens.
     cuts = np.searchsorted(ends, [ends[-1] * part / group.size for part in range(1, group.size)], side="right")

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
 
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from plaudit.config import RlRecipe
-from plaudit.config.supervised import PolicyModelTable
+from plaudit.config.placement import RanksTable
+from plaudit.config.supervised import ModelTable, PolicyModelTable
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.fused import recompute_contexts
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.errors import ConfigError, ModelError
-from plaudit.models import Loaded, ValueModel, choose_device, load_policy, load_tokenizer, load_value, resolve
+from plaudit.models import (
+    Kind,
+    Loaded,
+    ValueModel,
+    choose_device,
+    load_policy,
+    load_reward,
+    load_steps,
+    load_tokenizer,
+    load_value,
+    resolve,
+)
+from plaudit.models.fresh import LABELS, init_head
+from plaudit.models.load import heads_of
 from plaudit.models.part import compute_buffers, outline
 from plaudit.train.optim.context import check_context
 from plaudit.train.optim.experts import check_experts
@@ -60,53 +74,77 @@ def check_routing(recipe: RlRecipe) -> None:
 
 def check_ranks(recipe: RlRecipe) -> None:
     """Raise if ranks cannot share out rows, experts or layers of one of the models, before any weights are read."""
-    resources, adapter = recipe.resources, recipe.model.lora
+    critic = None if recipe.critic is None else recipe.critic.path
+    teachers = [table.path for table in recipe.algorithm.teachers.values()]
+    check_layout(recipe.resources, recipe.model, [critic, *teachers])
+
+
+def check_layout(resources: RanksTable, table: ModelTable, others: Sequence[str | None] = ()) -> None:
+    """The same of the model of a table, which is given by its path, and of others beside it."""
     size, stages = resources.expert_parallel, resources.pipeline_parallel
     if resources.context_parallel == size == stages == 1:
         return
+    adapter = table.lora if isinstance(table, PolicyModelTable) else None
     if size > 1 and adapter is not None and lora.beside_experts(adapter):
         raise ConfigError(
             f"model.lora.targets names layers of experts, which resources.expert_parallel = {size} deals out whole: "
             "name those of attention, or set expert_parallel = 1"
         )
-    critic = None if recipe.critic is None else recipe.critic.path
-    teachers = [table.path for table in recipe.algorithm.teachers.values()]
-    for path in dict.fromkeys([recipe.model.path, critic, *teachers]):
+    for path in dict.fromkeys([table.path, *others]):
         if path is None:
             continue
         try:
-            module = outline(path, recipe.model.dtype).module
-            if resources.context_parallel > 1:
-                check_context(module, resources.tensor_parallel, resources.context_parallel)
-            if size > 1 and not check_experts(module, size) and path == recipe.model.path:
-                raise ModelError(f"it has no experts to deal out to expert_parallel = {size} ranks: leave that out")
-            if stages > 1:
-                check_stages(module, stages)
+            check_module(outline(path, table.dtype).module, resources, learns=path == table.path)
         except ModelError as error:
             raise ConfigError(f"{path}: {error}") from error
 
 
+def check_module(module: nn.Module, resources: RanksTable, learns: bool = True) -> None:
+    """Of one module, which may be on the meta device; `learns`: it is the one that experts are dealt out for."""
+    size = resources.expert_parallel
+    if resources.context_parallel > 1:
+        check_context(module, resources.tensor_parallel, resources.context_parallel)
+    if size > 1 and not check_experts(module, size) and learns:
+        raise ModelError(f"it has no experts to deal out to expert_parallel = {size} ranks: leave that out")
+    if resources.pipeline_parallel > 1:
+        check_stages(module, resources.pipeline_parallel)
+
+
 def split_model(
-    source: str | Path, kind: Literal["policy", "value"], table: PolicyModelTable, ranks: Ranks,
-    prepare: Callable[[nn.Module], object],
+    source: str | Path, kind: Kind, table: ModelTable, ranks: Ranks, prepare: Callable[[nn.Module], object],
+    labels: int | None = None, seed: int = 0,
 ) -> Shards:  # fmt: skip
     """A model over the ranks, of which each reads its own part. `prepare` is called with the module before it is split,
-    when it may have no weights yet. A value head that no file has is left to be set."""
+    when it may have no weights yet. A head that no file has is drawn by the seed, that of values left to be set."""
     device = choose_device(table.device)
-    seen = outline(source, table.dtype, device, kind)
+    seen = outline(source, table.dtype, device, kind, labels)
     if seen.readable:
         compute_buffers(seen.module, device)
         prepare(seen.module)
         shards = Shards(seen.module, ranks)
         shards.fill(seen.stored, device)
+        if kind in LABELS and seen.new:
+            _draw_heads(shards, seed)
         return shards
     # Files that keep tensors in a form that only transformers knows are read by it.
     if kind == "policy":
         loaded = load_policy(source, table.dtype, device)
-    else:
+    elif kind == "value":
         loaded = load_value(source, table.dtype, device, fresh_head=True)
+    else:
+        load = load_reward if kind == "reward" else load_steps
+        loaded = load(source, table.dtype, device, labels=labels or LABELS[kind], fresh_head=True, seed=seed)
     prepare(loaded.module)
     return Shards(loaded.module, ranks)
+
+
+def _draw_heads(shards: Shards, seed: int) -> None:
+    """As `models.load` draws them for one rank: they are small, so every rank makes them whole and takes its part."""
+    for name, blank in heads_of(shards.skeleton).items():
+        head = copy.deepcopy(blank).to_empty(device="cpu")
+        init_head(head, shards.skeleton.config, seed)
+        for leaf, value in head.named_parameters():
+            shards.put(f"{name}.{leaf}", value.detach().to(shards.device))
 
 
 def load_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> Loaded:

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plaudit.errors import BadCheckpoint, StorageError, nearest
+from plaudit.errors import BadCheckpoint, RunError, StorageError, nearest
 from plaudit.models.weights import read_stem
 from plaudit.output import sync, write_atomically
 from plaudit.train.run.ranks import ONE, Group, together
@@ -104,7 +104,16 @@ class Checkpoints:
         write_atomically(self.directory / LATEST, final.name)
 
     def load(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None if there is none at all."""
+        """The newest checkpoint that is whole, or None if there is none at all; the same on all ranks."""
+        newest = self._newest(warn)
+        starts = set(self.group.gather_values(0 if newest is None else newest.step))
+        if len(starts) > 1:
+            raise RunError(
+                f"the ranks would go on from steps {sorted(starts)}: {self.directory} must be the same for all"
+            )
+        return newest
+
+    def _newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         names = self.names()
         for name in reversed(names):
             try:

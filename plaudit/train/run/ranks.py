@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plaudit.config.placement import ResourcesTable
+from plaudit.config.placement import RanksTable
 from plaudit.errors import ConfigError, RankLost, StorageError
 from plaudit.train.run.launch import PARENT
 
@@ -135,7 +135,7 @@ ALONE = Ranks()
 
 
 @contextmanager
-def join(resources: ResourcesTable, device: str) -> Iterator[Ranks]:
+def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
     """This process as one of the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT). Without them it is alone."""
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-from torch import nn
+from torch import Tensor
 
 from plaudit.config import Regression
 from plaudit.core import Engine, SamplingParams
-from plaudit.train.supervised.examples import Comparison, Example, Rating, StepTargets, micro_batches
-from plaudit.train.supervised.objectives import outcome_scores, step_logits
+from plaudit.train.supervised.examples import Comparison, Example, Rating, StepTargets
+from plaudit.train.supervised.objectives import head_scores, pack_pairs, pack_rated, pack_steps
+from plaudit.train.supervised.reader import Places, Reader
 from plaudit.worlds import Sums, get_world
 from plaudit.worlds.sums import judge
 
@@ -48,10 +48,9 @@ def evaluate_policy(loaded: Loaded, seed: int, problems: int, worlds: Sequence[s
     return figures
 
 
-@torch.no_grad()
-def evaluate_comparisons(model: nn.Module, examples: Sequence[Example], budget: int) -> dict[str, float]:
+def evaluate_comparisons(reader: Reader, examples: Sequence[Example]) -> dict[str, float]:
     """How many pairs are ordered as they should be; a tie is half right."""
-    chosen, rejected = _pair_scores(model, examples, budget)
+    chosen, rejected = _pair_scores(reader, examples)
     lead, both = chosen - rejected, np.concatenate([chosen, rejected])
     return {
         "pair_accuracy": float(np.mean((lead > 0) + 0.5 * (lead == 0))),
@@ -61,64 +60,63 @@ def evaluate_comparisons(model: nn.Module, examples: Sequence[Example], budget: 
     }
 
 
-@torch.no_grad()
-def evaluate_ratings(
-    model: nn.Module, examples: Sequence[Example], algorithm: Regression, budget: int
-) -> dict[str, float]:
+def evaluate_ratings(reader: Reader, examples: Sequence[Example], algorithm: Regression) -> dict[str, float]:
     """Mean squared error and correlation of each attribute, over the ratings that were given."""
-    scores, ratings = [], []
-    for micro in _of(examples, Rating, budget):
-        scores.append(outcome_scores(model, [e.tokens for e in micro]).cpu().numpy())
-        ratings += [e.ratings for e in micro]
-    predicted, expected = np.concatenate(scores), np.array(ratings)
+    rated = _of(examples, Rating)
+    scores = reader.read(
+        rated,
+        lambda part: pack_rated(reader, part),
+        lambda _, at, hidden: head_scores(reader.model, at, hidden),
+    )
+    predicted, expected = scores.view(len(rated), -1).numpy(), np.array([e.ratings for e in rated])
     figures = {}
     for column, name in enumerate(algorithm.attributes):
-        rated = ~np.isnan(expected[:, column])
-        x, y = predicted[rated, column], expected[rated, column]
-        figures[f"{name}/mse"] = float(np.mean((x - y) ** 2)) if rated.any() else float("nan")
-        varied = rated.sum() > 1 and x.std() > 0 and y.std() > 0
+        given = ~np.isnan(expected[:, column])
+        x, y = predicted[given, column], expected[given, column]
+        figures[f"{name}/mse"] = float(np.mean((x - y) ** 2)) if given.any() else float("nan")
+        varied = given.sum() > 1 and x.std() > 0 and y.std() > 0
         figures[f"{name}/correlation"] = float(np.corrcoef(x, y)[0, 1]) if varied else float("nan")
     return figures
 
 
-@torch.no_grad()
-def evaluate_steps(model: nn.Module, examples: Sequence[Example], budget: int) -> dict[str, float]:
-    chances, expected = _step_chances(model, examples, budget)
+def evaluate_steps(reader: Reader, examples: Sequence[Example]) -> dict[str, float]:
+    chances, expected = _step_chances(reader, examples)
     right, truth = np.concatenate(chances), np.concatenate(expected)
     return {"step_auc": auc(right, truth), "first_wrong_f1": first_wrong_f1(chances, expected)}
 
 
-@torch.no_grad()
-def accepted_errors(model: nn.Module, examples: Sequence[Example], budget: int) -> float:
+def accepted_errors(reader: Reader, examples: Sequence[Example]) -> float:
     """The share of wrong solutions that a judge does not see: a pair whose wrong response scores at least as high as
     the right one, steps of which the first wrong one is given more than 0.5."""
     if isinstance(examples[0], Comparison):
-        chosen, rejected = _pair_scores(model, examples, budget)
+        chosen, rejected = _pair_scores(reader, examples)
         return float(np.mean(rejected >= chosen))
-    solutions, expected = _step_chances(model, examples, budget)
+    solutions, expected = _step_chances(reader, examples)
     first_wrong = [chances[_first_false(truth)] for chances, truth in zip(solutions, expected, strict=True)]
     return float(np.mean(np.array(first_wrong) > 0.5))
 
 
-def _pair_scores(model: nn.Module, examples: Sequence[Example], budget: int) -> tuple[Floats, Floats]:
+def _pair_scores(reader: Reader, examples: Sequence[Example]) -> tuple[Floats, Floats]:
     """Scores of the chosen and of the rejected responses."""
-    chosen, rejected = [], []
-    for micro in _of(examples, Comparison, budget):
-        scores = outcome_scores(model, [e.chosen for e in micro] + [e.rejected for e in micro])[:, 0].cpu().numpy()
-        chosen.append(scores[: len(micro)])
-        rejected.append(scores[len(micro) :])
-    return np.concatenate(chosen), np.concatenate(rejected)
+
+    def scores(pairs: Sequence[Comparison], places: Places, hidden: Tensor) -> Tensor:
+        return head_scores(reader.model, places, hidden)[:, 0].view(2, len(pairs)).T
+
+    read = reader.read(_of(examples, Comparison), lambda pairs: pack_pairs(reader, pairs), scores)
+    chosen, rejected = read.view(-1, 2).T.numpy()
+    return chosen, rejected
 
 
-def _step_chances(model: nn.Module, examples: Sequence[Example], budget: int) -> tuple[list[Floats], list[Floats]]:
+def _step_chances(reader: Reader, examples: Sequence[Example]) -> tuple[list[Floats], list[Floats]]:
     """For each solution, how likely each step is right, and which steps are."""
-    solutions: list[Floats] = []
-    expected: list[Floats] = []
-    for micro in _of(examples, StepTargets, budget):
-        chances = step_logits(model, [e.tokens for e in micro], [e.ends for e in micro]).softmax(-1)[:, 1].cpu().numpy()
-        solutions += np.split(chances, np.cumsum([len(e.ends) for e in micro])[:-1])
-        expected += [np.array(e.targets) >= 0.5 for e in micro]
-    return solutions, expected
+
+    def chances(_: Sequence[StepTargets], places: Places, hidden: Tensor) -> Tensor:
+        return head_scores(reader.model, places, hidden).softmax(-1)[:, 1]
+
+    judged = _of(examples, StepTargets)
+    read = reader.read(judged, lambda part: pack_steps(reader, part), chances).numpy()
+    solutions = np.split(read, np.cumsum([len(e.ends) for e in judged])[:-1])
+    return solutions, [np.array(e.targets) >= 0.5 for e in judged]
 
 
 def auc(scores: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
@@ -148,6 +146,5 @@ def _first_false(flags: np.ndarray[Any, Any]) -> int:
     return -1 if flags.all() else int(np.argmin(flags))
 
 
-def _of(examples: Sequence[Example], kind: type[E], budget: int) -> Iterator[list[E]]:
-    for micro in micro_batches(examples, budget):
-        yield [example for example in micro if isinstance(example, kind)]
+def _of(examples: Sequence[Example], kind: type[E]) -> list[E]:
+    return [example for example in examples if isinstance(example, kind)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -79,17 +78,3 @@ def token_count(example: Example) -> int:
     if isinstance(example, Comparison):
         return len(example.chosen) + len(example.rejected)
     return len(example.tokens)
-
-
-def micro_batches(examples: Sequence[Example], budget: int) -> list[list[Example]]:
-    """Whole examples in order, as many to a micro-batch as the token budget holds; one that is larger goes alone."""
-    batches: list[list[Example]] = []
-    room = 0
-    for example in examples:
-        size = token_count(example)
-        if size > room or not batches:
-            batches.append([])
-            room = budget
-        batches[-1].append(example)
-        room -= size
-    return batches

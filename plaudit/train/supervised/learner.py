@@ -1,44 +1,55 @@
-"""One update from a batch of examples, split into micro-batches that do not change the gradient."""
+"""One update from a batch of examples, split into micro-batches and over ranks, which does not change the gradient."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plaudit.errors import RunError
 from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.pipeline import Made
 from plaudit.train.optim.repeatable import repeatable
-from plaudit.train.supervised.examples import Example, micro_batches, token_count
+from plaudit.train.optim.sharding import let_go
+from plaudit.train.policy.forward import MicroBatch
+from plaudit.train.run.ranks import ALONE, Ranks
+from plaudit.train.supervised.examples import Example, token_count
 from plaudit.train.supervised.objectives import Objective
+from plaudit.train.supervised.reader import Reader
 
 
 class Learner:
     def __init__(
         self, model: nn.Module, objective: Objective, optimizer: Optimizer, micro_batch_tokens: int,
-        deterministic: bool = True,
+        deterministic: bool = True, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         self.model = model
         self.objective = objective
         self.optimizer = optimizer
-        self.micro_batch_tokens = micro_batch_tokens
+        self.reader = Reader(model, micro_batch_tokens, ranks)
         self.deterministic = deterministic
 
     def gradient(self, examples: Sequence[Example]) -> float:
         """Fill the gradients with those of the batch's mean loss; returns the loss."""
         self.optimizer.zero()
         count = self._count(examples)
-        loss = 0.0
-        micros = micro_batches(examples, self.micro_batch_tokens)
-        self.objective.begin(self.model, micros)
-        for micro in micros:
-            with repeatable(next(self.model.parameters()).device, self.deterministic):
-                part = self.objective.loss(self.model, micro) / count
-                part.backward()  # type: ignore[no-untyped-call]
-            loss += part.item()
-        return loss
+        losses: list[Tensor] = []
+        self.objective.begin(self.reader, examples)
+
+        def forward(batch: MicroBatch) -> Made:
+            out, loss = self._pass(examples, batch)
+            if loss is None:
+                return out, nullcontext
+            loss = loss / count if batch.counts else loss * 0.0
+            losses.append(loss.detach())
+            return loss, nullcontext
+
+        with repeatable(self.reader.device, self.deterministic):
+            self.reader.stage.learn(self.reader.batches(examples), forward)
+        return self._total(losses)
 
     def update(self, examples: Sequence[Example], step: int) -> dict[str, float]:
         loss = self.gradient(examples)
@@ -47,14 +58,36 @@ class Learner:
                 f"the loss is {loss} at step {step}: the weights are left as they were; lower train.lr "
                 "(--resume --set train.lr=…)"
             )
-        seen = {"loss": loss, **self.objective.figures()}
+        seen = {"loss": loss, **self.figures()}
         return {**seen, **self.optimizer.step(step), "tokens": float(sum(map(token_count, examples)))}
 
     @torch.no_grad()
     def mean_loss(self, examples: Sequence[Example]) -> float:
-        micros = micro_batches(examples, self.micro_batch_tokens)
-        self.objective.begin(self.model, micros)
-        return sum(self.objective.loss(self.model, micro).item() for micro in micros) / self._count(examples)
+        self.objective.begin(self.reader, examples)
+        passed = [(batch, self._pass(examples, batch)[1]) for batch in self.reader.batches(examples)]
+        let_go(self.model)
+        losses = [loss for batch, loss in passed if loss is not None and batch.counts]
+        return self._total(losses) / self._count(examples)
+
+    def figures(self) -> dict[str, float]:
+        """What the objective has seen of the last batch, besides the loss."""
+        return self.objective.figures(self.reader.results)
+
+    def _pass(self, examples: Sequence[Example], batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """The rows of a micro-batch, and its summed loss, which the last stage has."""
+        items = [examples[i] for i in batch.indices]
+        places = self.objective.pack(self.reader, items)
+        hidden = self.reader.rows(places)
+        if not self.reader.stage.last:
+            return hidden, None
+        loss = self.objective.loss(self.model, items, places, hidden)
+        if batch.counts:
+            self.objective.note()
+        return hidden, loss
+
+    def _total(self, losses: Sequence[Tensor]) -> float:
+        total: float = sum(self.reader.results.gather_values(sum(loss.item() for loss in losses), float))
+        return total
 
     def _count(self, examples: Sequence[Example]) -> int:
         count = self.objective.count(examples)

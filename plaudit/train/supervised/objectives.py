@@ -16,24 +16,33 @@ from plaudit.algo.supervised_losses import attribute_error, bradley_terry, step_
 from plaudit.algo.tokens.logprobs import token_logprobs
 from plaudit.config import BradleyTerry
 from plaudit.core.model.attention import rows_at
-from plaudit.core.model.fused import fused_rows
-from plaudit.core.model.packing import pack, pack_tree, send
+from plaudit.core.model.packing import pack, pack_tree
+from plaudit.train.optim.sharding import head_of
+from plaudit.train.run.ranks import Group
 from plaudit.train.supervised.examples import Comparison, Demonstration, Example, Rating, StepTargets
+from plaudit.train.supervised.reader import Places, Reader
 
 
 class Objective(Protocol):
     def count(self, examples: Sequence[Example]) -> int:
         """How many things the loss is a mean of."""
 
-    def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
-        """The loss summed over those things."""
+    def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
+        """What goes through the model of them, and where it is read."""
 
-    def begin(self, model: nn.Module, batch: Sequence[Sequence[Example]]) -> None:
-        """Look at all micro-batches of a batch, if the loss of one depends on the others."""
+    def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
+        """The loss summed over those things, by the final hidden states of what was packed."""
+
+    def begin(self, reader: Reader, batch: Sequence[Example]) -> None:
+        """Look at a whole batch, if the loss of a part depends on the others."""
         return
 
-    def figures(self) -> dict[str, float]:
-        """What was seen since `begin`, besides the loss."""
+    def note(self) -> None:
+        """The last loss counts: keep what was seen of it."""
+        return
+
+    def figures(self, group: Group) -> dict[str, float]:
+        """What was seen since `begin`, besides the loss, by all ranks of the group."""
         return {}
 
 
@@ -43,18 +52,22 @@ class Imitate(Objective):
     def count(self, examples: Sequence[Example]) -> int:
         return sum(len(e.tokens) - e.answer_at for e in examples if isinstance(e, Demonstration))
 
-    def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+    def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
         demonstrations = [e for e in examples if isinstance(e, Demonstration)]
-        packed = pack([e.tokens for e in demonstrations], _device(model), lone=False)
-        targets = [
-            start + position
+        packed = pack([e.tokens for e in demonstrations], reader.device, lone=False)
+        # The token at t is predicted by the row at t - 1.
+        spans = [
+            np.arange(start + e.answer_at - 1, start + len(e.tokens) - 1)
             for start, e in zip(packed.starts, demonstrations, strict=True)
-            for position in range(e.answer_at, len(e.tokens))
         ]
-        at = torch.tensor(targets, device=packed.input_ids.device)
-        hidden = fused_rows(model, packed)[at - 1]  # the token at t is predicted by the row at t - 1
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        return -token_logprobs(hidden, head.weight, packed.input_ids[0, at], head.bias).sum()
+        return reader.places(packed, np.concatenate(spans))
+
+    def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
+        tokens = [t for e in examples if isinstance(e, Demonstration) for t in e.tokens[e.answer_at :]]
+        targets = places.own(torch.tensor(tokens, device=hidden.device))
+        head = head_of(model)
+        logp = token_logprobs(hidden[places.at], head.weight, targets, head.bias, split=head.split)
+        return -places.whole(logp).sum()
 
 
 class Prefer(Objective):
@@ -66,9 +79,12 @@ class Prefer(Objective):
     def count(self, examples: Sequence[Example]) -> int:
         return len(examples)
 
-    def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+    def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
+        return pack_pairs(reader, [e for e in examples if isinstance(e, Comparison)])
+
+    def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
         pairs = [e for e in examples if isinstance(e, Comparison)]
-        scores = outcome_scores(model, [e.chosen for e in pairs] + [e.rejected for e in pairs])[:, 0]
+        scores = head_scores(model, places, hidden)[:, 0]
         margin = torch.tensor([e.margin for e in pairs], device=scores.device) if self.algorithm.use_margins else None
         return bradley_terry(scores[: len(pairs)], scores[len(pairs) :], margin, self.algorithm.centring)
 
@@ -79,9 +95,12 @@ class Rate(Objective):
     def count(self, examples: Sequence[Example]) -> int:
         return sum(r == r for e in examples if isinstance(e, Rating) for r in e.ratings)
 
-    def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+    def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
+        return pack_rated(reader, [e for e in examples if isinstance(e, Rating)])
+
+    def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
         rated = [e for e in examples if isinstance(e, Rating)]
-        scores = outcome_scores(model, [e.tokens for e in rated])
+        scores = head_scores(model, places, hidden)
         return attribute_error(scores, torch.tensor([e.ratings for e in rated], device=scores.device))
 
 
@@ -91,39 +110,46 @@ class JudgeSteps(Objective):
     def count(self, examples: Sequence[Example]) -> int:
         return sum(len(e.ends) for e in examples if isinstance(e, StepTargets))
 
-    def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+    def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
+        return pack_steps(reader, [e for e in examples if isinstance(e, StepTargets)])
+
+    def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
         judged = [e for e in examples if isinstance(e, StepTargets)]
-        logits = step_logits(model, [e.tokens for e in judged], [e.ends for e in judged])
+        logits = head_scores(model, places, hidden)
         targets = torch.tensor([t for e in judged for t in e.targets], device=logits.device)
         return step_cross_entropy(logits, targets)
 
 
-def outcome_scores(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """(N, labels) in float32, read at the last token of each sequence."""
-    return _head(_rows_at_ends(model, sequences, [[len(tokens) - 1] for tokens in sequences]), model.score)
+def pack_pairs(reader: Reader, pairs: Sequence[Comparison]) -> Places:
+    """Read at the last token of each sequence: all chosen ones, then all rejected ones."""
+    return _at_ends(reader, [e.chosen for e in pairs] + [e.rejected for e in pairs])
 
 
-def step_logits(model: nn.Module, sequences: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Tensor:
-    """(steps of all sequences, 2) in float32."""
-    return _head(_rows_at_ends(model, sequences, ends), model.score)
+def pack_rated(reader: Reader, rated: Sequence[Rating]) -> Places:
+    return _at_ends(reader, [e.tokens for e in rated])
 
 
-def _rows_at_ends(model: nn.Module, sequences: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Tensor:
-    """The hidden states at `ends` of each sequence. What sequences have in common at their beginning, the prompt of two
-    answers for one, is computed once."""
+def pack_steps(reader: Reader, judged: Sequence[StepTargets]) -> Places:
+    return _at(reader, [e.tokens for e in judged], [e.ends for e in judged])
+
+
+def _at_ends(reader: Reader, sequences: Sequence[Sequence[int]]) -> Places:
+    return _at(reader, sequences, [[len(tokens) - 1] for tokens in sequences])
+
+
+def _at(reader: Reader, sequences: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Places:
+    """At `ends` of each sequence. What sequences have in common at their beginning, the prompt of two answers for one,
+    is computed once."""
     order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
-    tree = pack_tree([sequences[i] for i in order], _device(model), lone=False)
+    tree = pack_tree([sequences[i] for i in order], reader.device, lone=False)
     rows = dict(zip(order, tree.rows, strict=True))
-    at = np.concatenate([rows[i][list(of)] for i, of in enumerate(ends)])
-    return rows_at(fused_rows(model, tree.packed), send(at, _device(model)))
+    return reader.places(tree.packed, np.concatenate([rows[i][list(of)] for i, of in enumerate(ends)]))
 
 
-def _head(rows: Tensor, head: nn.Module | Tensor) -> Tensor:
-    """Scores decide what a policy becomes: their head is always float32."""
+def head_scores(model: nn.Module, places: Places, hidden: Tensor) -> Tensor:
+    """(places, labels). Scores decide what a policy becomes: their head is always float32."""
+    head = model.score
     assert isinstance(head, nn.Linear)
     bias = None if head.bias is None else head.bias.float()
-    return nn.functional.linear(rows.float(), head.weight.float(), bias)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    rows = rows_at(hidden, places.at).float()
+    return places.whole(nn.functional.linear(rows, head.weight.float(), bias))

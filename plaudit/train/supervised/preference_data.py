@@ -25,10 +25,12 @@ from plaudit.output import write_atomically
 from plaudit.records import Sample
 from plaudit.train.data.rows import FileRows, Row
 from plaudit.train.rollouts.pairs import pairs_of, question_of
+from plaudit.train.run.ranks import ALONE, Ranks, together
 from plaudit.train.supervised.encode import Encoder
 from plaudit.train.supervised.evaluate import MAX_ANSWER_TOKENS
-from plaudit.train.supervised.examples import Labelled, Preferred, micro_batches
+from plaudit.train.supervised.examples import Labelled, Preferred
 from plaudit.train.supervised.preferences import reference_logprobs
+from plaudit.train.supervised.reader import Reader
 from plaudit.worlds import get_world
 from plaudit.worlds.sums import judge
 
@@ -40,8 +42,11 @@ Base = Callable[[], AbstractContextManager[nn.Module]]
 class PreferenceExamples:
     """`base` gives the policy as it was at the start, for as long as it is needed."""
 
-    def __init__(self, recipe: PreferenceRecipe, directory: Path, encode: Encoder, base: Base) -> None:
+    def __init__(
+        self, recipe: PreferenceRecipe, directory: Path, encode: Encoder, base: Base, ranks: Ranks = ALONE
+    ) -> None:
         self.recipe = recipe
+        self.ranks = ranks
         self.file = FileRows(_source(recipe, directory), recipe.seed)
         train, self.heldout = (self._items(encode, rows) for rows in (self.file.rows, self.file.heldout()))
         if recipe.algorithm.method.reference:
@@ -59,13 +64,13 @@ class PreferenceExamples:
         items = [*train, *self.heldout]
         keys = [_key(item) for item in items]
         known: dict[str, tuple[float, float]] = json.loads(path.read_text()) if path.exists() else {}
+        known = self.ranks.everyone.from_main(known, dict[str, tuple[float, float]])
         missing = [item for item, key in zip(items, keys, strict=True) if key not in known]
         if missing:
             with base() as model:
-                logprobs = reference_logprobs(model, micro_batches(missing, self.recipe.train.micro_batch_tokens))
+                logprobs = reference_logprobs(Reader(model, self.recipe.train.micro_batch_tokens, self.ranks), missing)
             known |= dict(zip(map(_key, missing), logprobs, strict=True))
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, json.dumps(known))
+            together(self.ranks.everyone, lambda: _write(path, known) if self.ranks.main else None)
         ready = [replace(item, reference=known[key]) for item, key in zip(items, keys, strict=True)]
         return ready[: len(train)], ready[len(train) :]
 
@@ -100,6 +105,11 @@ def write_samples(recipe: PreferenceRecipe, directory: Path, loaded: Loaded) -> 
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(directory / FOLDER / ROWS, lines)
     return said
+
+
+def _write(path: Path, known: dict[str, tuple[float, float]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, json.dumps(known))
 
 
 def _labels(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -19,11 +19,13 @@ from plaudit.algo.tokens.ragged import sample_sum
 from plaudit.config import PreferenceAlgorithm
 from plaudit.core.model.attention import rows_at
 from plaudit.core.model.decoder import Decoder
-from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.packing import pack_tree, send
+from plaudit.train.optim.sharding import head_of
+from plaudit.train.run.ranks import Group
 from plaudit.train.supervised.evaluate import auc
 from plaudit.train.supervised.examples import Example, Labelled, Preferred
 from plaudit.train.supervised.objectives import Objective
+from plaudit.train.supervised.reader import Places, Reader
 
 E = TypeVar("E", Preferred, Labelled)
 Answer = tuple[tuple[int, ...], tuple[int, ...]]
@@ -38,29 +40,41 @@ class LearnPreferences(Objective):
         self.baseline = 0.0
         self.imitated = 1.0
         self.rewards: list[tuple[Tensor, Tensor]] = []
+        self.last: tuple[Tensor, Tensor]
 
     def count(self, examples: Sequence[Example]) -> int:
         return len(examples)
 
-    def begin(self, model: nn.Module, batch: Sequence[Sequence[Example]]) -> None:
+    def begin(self, reader: Reader, batch: Sequence[Example]) -> None:
         self.rewards = []
         if not self.method.pairs:
-            self.baseline = _drift(model, [_of(micro, Labelled) for micro in batch])
+            self.baseline = _drift(reader, _of(batch, Labelled))
         if self.method.imitates:
-            pairs = [pair for micro in batch for pair in _of(micro, Preferred)]
+            pairs = _of(batch, Preferred)
             tokens = sum(len(p.chosen) + (len(p.prompt) - 1 if self.settings.prompt_loss else 0) for p in pairs)
             self.imitated = tokens / len(pairs)
 
-    def loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
-        judged = self._pairs(model, examples) if self.method.pairs else self._labelled(model, examples)
-        self._note(judged)
+    def pack(self, reader: Reader, examples: Sequence[Example]) -> Places:
+        return pack_answers(reader, *self._answers(examples))
+
+    def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
+        answers, prompts_of = self._answers(examples)
+        prompts, responses = answer_logprobs(model, answers, places, hidden, prompts_of)
+        judged = self._pairs(examples, prompts, responses) if self.method.pairs else self._labelled(examples, responses)
+        self.last = self._rewards(judged)
         return self.method.loss(judged, self.settings).sum()
 
-    def _pairs(self, model: nn.Module, examples: Sequence[Example]) -> Judged:
+    def _answers(self, examples: Sequence[Example]) -> tuple[list[Answer], int]:
+        """What is read of the examples, and of how many of them the prompts too."""
+        if not self.method.pairs:
+            return [(item.prompt, item.response) for item in _of(examples, Labelled)], 0
         pairs = _of(examples, Preferred)
         sides = [(p.prompt, p.chosen) for p in pairs] + [(p.prompt, p.rejected) for p in pairs]
         whole = bool(self.method.imitates and self.settings.prompt_loss)
-        prompts, responses = answer_logprobs(model, sides, prompts_of=len(pairs) if whole else 0)
+        return sides, len(pairs) if whole else 0
+
+    def _pairs(self, examples: Sequence[Example], prompts: Tensor, responses: Tensor) -> Judged:
+        pairs = _of(examples, Preferred)
         better, worse = responses[: len(pairs)], responses[len(pairs) :]
         nll = -(better + prompts[: len(pairs)]) / self.imitated if self.method.imitates else None
         return Judged(
@@ -69,24 +83,25 @@ class LearnPreferences(Objective):
             nll=nll,
         )
 
-    def _labelled(self, model: nn.Module, examples: Sequence[Example]) -> Judged:
+    def _labelled(self, examples: Sequence[Example], logp: Tensor) -> Judged:
         items = _of(examples, Labelled)
-        _, logp = answer_logprobs(model, [(item.prompt, item.response) for item in items])
         answers = _answers(logp, [item.response for item in items], [item.reference[0] for item in items])
         desirable = torch.tensor([item.desirable for item in items], device=logp.device)
         return Judged(answers, desirable=desirable, baseline=self.baseline)
 
-    def _note(self, judged: Judged) -> None:
+    def _rewards(self, judged: Judged) -> tuple[Tensor, Tensor]:
         reward = self.method.reward(judged.better, self.settings).detach()
         if judged.worse is None:
             assert judged.desirable is not None
-            self.rewards.append((reward[judged.desirable], reward[~judged.desirable]))
-        else:
-            self.rewards.append((reward, self.method.reward(judged.worse, self.settings).detach()))
+            return reward[judged.desirable], reward[~judged.desirable]
+        return reward, self.method.reward(judged.worse, self.settings).detach()
 
-    def figures(self) -> dict[str, float]:
+    def note(self) -> None:
+        self.rewards.append(self.last)
+
+    def figures(self, group: Group) -> dict[str, float]:
         """By the reward that the policy stands for: how often, and by how much, the better response is ahead."""
-        better, worse = (torch.cat(side).cpu().numpy() for side in zip(*self.rewards, strict=True))
+        better, worse = (group.concatenate([each[side] for each in self.rewards]).numpy() for side in (0, 1))
         if self.method.pairs:
             ahead = float(np.mean((better > worse) + 0.5 * (better == worse)))
             return {"pair_accuracy": ahead, "lead": float((better - worse).mean())}
@@ -98,52 +113,69 @@ class LearnPreferences(Objective):
         return figures
 
 
-def answer_logprobs(model: nn.Module, answers: Sequence[Answer], prompts_of: int = 0) -> tuple[Tensor, Tensor]:
-    """(N,) each: log-probs of the prompts of the first `prompts_of` answers (their first token, which nothing predicts,
-    left out; 0 for the others), and of all responses."""
-    device = next(model.parameters()).device
+def pack_answers(reader: Reader, answers: Sequence[Answer], prompts_of: int = 0) -> Places:
+    """Read at the tokens before those of all responses, and of the prompts of the first `prompts_of` of them."""
     sequences = [prompt + response for prompt, response in answers]
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
-    tree = pack_tree([sequences[i] for i in order], device, lone=False)
+    tree = pack_tree([sequences[i] for i in order], reader.device, lone=False)
     rows = dict(zip(order, tree.rows, strict=True))
     # The token at t is predicted by the row of the one before it.
-    first = [1 if i < prompts_of else len(prompt) for i, (prompt, _) in enumerate(answers)]
-    before = np.concatenate([rows[i][at - 1 : -1] for i, at in enumerate(first)])
-    targets = np.fromiter(chain.from_iterable(sequences[i][at:] for i, at in enumerate(first)), np.int64)
+    first = _first_read(answers, prompts_of)
+    return reader.places(tree.packed, np.concatenate([rows[i][at - 1 : -1] for i, at in enumerate(first)]))
+
+
+def answer_logprobs(
+    model: nn.Module, answers: Sequence[Answer], places: Places, hidden: Tensor, prompts_of: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(N,) each: log-probs of the prompts of the first `prompts_of` answers (their first token, which nothing predicts,
+    left out; 0 for the others), and of all responses."""
+    first = _first_read(answers, prompts_of)
+    tokens = chain.from_iterable(
+        (*prompt, *response)[at:] for (prompt, response), at in zip(answers, first, strict=True)
+    )
+    targets = places.own(send(np.fromiter(tokens, np.int64), hidden.device))
     parts = [
         n for (prompt, response), at in zip(answers, first, strict=True) for n in (len(prompt) - at, len(response))
     ]
-    decoder = Decoder(model, "causal")
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    decoder, head = Decoder(model, "causal"), head_of(model)
     logp = token_logprobs(
-        rows_at(fused_rows(model, tree.packed), send(before, device)), head.weight, send(targets, device), head.bias,
-        finish=None if decoder.plain_logits else decoder.finish,
+        rows_at(hidden, places.at), head.weight, targets, head.bias,
+        finish=None if decoder.plain_logits else decoder.finish, split=head.split,
     )  # fmt: skip
-    prompts, responses = sample_sum(logp, parts).view(-1, 2).unbind(1)
+    prompts, responses = sample_sum(places.whole(logp), parts).view(-1, 2).unbind(1)
     return prompts, responses
 
 
-@torch.no_grad()
-def reference_logprobs(model: nn.Module, micros: Sequence[Sequence[Example]]) -> list[tuple[float, float]]:
+def _first_read(answers: Sequence[Answer], prompts_of: int) -> list[int]:
+    """The place of the first token of each answer whose log-prob is read."""
+    return [1 if i < prompts_of else len(prompt) for i, (prompt, _) in enumerate(answers)]
+
+
+def reference_logprobs(reader: Reader, items: Sequence[Preferred | Labelled]) -> list[tuple[float, float]]:
     """Of both responses of each example."""
-    logprobs: list[tuple[float, float]] = []
-    for micro in micros:
-        items = [e for e in micro if isinstance(e, Preferred | Labelled)]
-        _, logp = answer_logprobs(model, [(item.prompt, response) for item in items for response in item.responses])
-        logprobs += [(first, second) for first, second in logp.view(-1, 2).tolist()]
-    return logprobs
+
+    def both(items: Sequence[Preferred | Labelled]) -> list[Answer]:
+        return [(item.prompt, response) for item in items for response in item.responses]
+
+    logp = reader.read(
+        items, lambda part: pack_answers(reader, both(part)),
+        lambda part, places, hidden: answer_logprobs(reader.model, both(part), places, hidden)[1],
+    )  # fmt: skip
+    return [(first, second) for first, second in logp.view(-1, 2).tolist()]
 
 
-@torch.no_grad()
-def _drift(model: nn.Module, batch: Sequence[Sequence[Labelled]]) -> float:
+def _drift(reader: Reader, items: Sequence[Labelled]) -> float:
     """KTO's estimate of KL(π || π_ref), from responses to other prompts."""
-    total, count = 0.0, 0
-    for items in batch:
-        _, logp = answer_logprobs(model, [(item.prompt, item.other) for item in items])
-        reference = torch.tensor([item.reference[1] for item in items], dtype=logp.dtype, device=logp.device)
-        total += (logp - reference).sum().item()
-        count += len(items)
-    return max(0.0, total / count)
+
+    def others(items: Sequence[Labelled]) -> list[Answer]:
+        return [(item.prompt, item.other) for item in items]
+
+    logp = reader.read(
+        items, lambda part: pack_answers(reader, others(part)),
+        lambda part, places, hidden: answer_logprobs(reader.model, others(part), places, hidden)[1],
+    )  # fmt: skip
+    reference = torch.tensor([item.reference[1] for item in items], dtype=torch.float64)
+    return max(0.0, (logp.double() - reference).mean().item())
 
 
 def _answers(logp: Tensor, responses: Sequence[Sequence[int]], reference: Sequence[float]) -> Answers:

@@ -1,0 +1,91 @@
+"""A model as a rank runs it over examples: its share of them, its slice of each packed row, its stage of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plaudit.core.model.packing import Packed, send
+from plaudit.train.optim.context import placed, sliced
+from plaudit.train.optim.pipeline import stage_of
+from plaudit.train.optim.sharding import let_go, packed_rows
+from plaudit.train.policy.forward import MicroBatch, shared_batches
+from plaudit.train.run.ranks import ALONE, Group, Ranks
+from plaudit.train.supervised.examples import Example, token_count
+
+Item = TypeVar("Item", bound=Example)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Sequences in one packed row, and the places of it that are read. Where ranks share the row out, `packed` is this
+    one's slice, `at` counts from its first token, and `here` says which of the `count` places these are."""
+
+    packed: Packed
+    at: Tensor
+    here: Tensor
+    count: int
+    context: Group
+
+    def own(self, values: Tensor) -> Tensor:
+        """Of something for each place, what is for those that are read here."""
+        return values if self.context.size == 1 else values[self.here]
+
+    def whole(self, values: Tensor) -> Tensor:
+        """What was read here, with what the other ranks have read of the row: (count, ...) on each of them."""
+        return values if self.context.size == 1 else placed(self.here, values, self.count, self.context)
+
+
+class Reader:
+    def __init__(self, model: nn.Module, micro_batch_tokens: int, ranks: Ranks = ALONE) -> None:
+        self.model = model
+        self.micro_batch_tokens = micro_batch_tokens
+        self.group, self.context = ranks.data, ranks.context
+        self.stage = stage_of(model)
+        self.device = next(model.parameters()).device
+
+    @property
+    def results(self) -> Group:
+        """After a pass, those who exchange what was read in it."""
+        return self.stage.results(self.group)
+
+    def batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        return shared_batches([token_count(e) for e in examples], self.micro_batch_tokens, self.group)
+
+    def places(self, packed: Packed, at: np.ndarray) -> Places:
+        """Of rows of the whole row, those that this rank reads."""
+        share = self.context.share(packed.input_ids.shape[1])
+        own = at - share.start
+        here = ((own >= 0) & (own < len(share))).nonzero()[0]
+        sent = send(own[here], self.device), send(here, self.device)
+        return Places(sliced(packed, self.context), *sent, len(at), self.context)
+
+    def rows(self, places: Places) -> Tensor:
+        """Final hidden states. An earlier stage gives those of its last layer, which are on their way to the next."""
+        rows = packed_rows(self.model, places.packed)
+        self.stage.pass_on(rows)
+        return rows
+
+    @torch.no_grad()
+    def read(
+        self, examples: Sequence[Item], pack: Callable[[Sequence[Item]], Places],
+        values: Callable[[Sequence[Item], Places, Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        """What `values` makes of the final hidden states of some examples, for all of them, in order, flat, on the CPU
+        of every rank."""
+        parts = []
+        for batch in self.batches(examples):
+            items = [examples[i] for i in batch.indices]
+            places = pack(items)
+            hidden = self.rows(places)
+            if self.stage.last:
+                part = values(items, places, hidden)
+                if batch.counts:
+                    parts.append(part.flatten().cpu())
+        let_go(self.model)
+        return self.results.concatenate(parts)
