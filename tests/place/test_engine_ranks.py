@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +19,17 @@ from plaudit.config import RlRecipe
 from plaudit.core.model.split import keep_part
 from plaudit.core.model.stages import RankPosition
 from plaudit.errors import ConfigError, WeightsRefused
-from plaudit.models import load_policy, save
+from plaudit.models import load_policy, load_tokenizer, resolve, save
 from plaudit.models.part import fill, outline
 from plaudit.place.channels.delta import changes
 from plaudit.place.channels.target import DeltaTarget, PartTarget
 from plaudit.place.channels.weights import Weights, named_tensors
 from plaudit.place.workers.rank import check_engine_ranks
 from plaudit.rl.loop import RlTraining
+from tests.core.mixtures import mixture
 from tests.place.rollout_host import RolloutHost
 from tests.place.runs import numbers, samples, train
-from tests.train.rl_world import recipe, weights
+from tests.train.rl_world import recipe
 
 TINY = {
     "train": {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_every": 50, "dump": True},
@@ -36,6 +38,7 @@ TINY = {
     "algorithm": {"name": "grpo", "entropy": 0.1},  # something to learn, whatever the rewards are
 }  # fmt: skip
 DISAGGREGATED = {"name": "disaggregated"}
+MIXTURES = ("mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
 def tiny_run(**tables: Any) -> RlRecipe:
@@ -54,6 +57,21 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("qwen3") / "model"
     save(Qwen3ForCausalLM(config).float().eval(), tokenizer, directory)
     return str(directory)
+
+
+@pytest.fixture(scope="module")
+def models(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The path of a model by its name; a mixture of experts is made when it is needed."""
+    root = tmp_path_factory.mktemp("mixtures")
+
+    def path(name: str) -> str:
+        if name not in MIXTURES:
+            return qwen3 if name == "qwen3" else name
+        if not (root / name).exists():
+            save(mixture(name), load_tokenizer(resolve("sums-policy")), root / name)
+        return str(root / name)
+
+    return path
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -109,6 +127,14 @@ def test_ranks_that_do_not_divide_the_model_are_refused_with_the_equation(ranks:
         check_engine_ranks(tree)
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_not_split_by_tensor_ranks_of_an_engine(family: str, models: Callable[[str], str]) -> None:
+    tables = {"model": {"path": models(family)}, "placement": DISAGGREGATED}
+    with pytest.raises(ConfigError, match=r"resources\.rollout: .*: set tensor_parallel = 1"):
+        check_engine_ranks(tiny_run(**tables, resources={"rollout": {"tensor_parallel": 2}}))
+    check_engine_ranks(tiny_run(**tables, resources={"rollout": {"pipeline_parallel": 2}}))
+
+
 def tokens(directory: Path) -> list[list[tuple[int, ...]]]:
     return [[sample.token_ids for sample in step] for step in samples(directory)]
 
@@ -124,14 +150,18 @@ def engine_ranks() -> list[psutil.Process]:
         ({"name": "disaggregated", "channel": "disk", "delta": True}, {"tensor_parallel": 2}, "sums-policy"),
         ({"name": "disaggregated"}, {"pipeline_parallel": 2}, "qwen3"),
         ({"name": "async", "staleness": 0, "channel": "collective"}, {"tensor_parallel": 2}, "qwen3"),
+        ({"name": "disaggregated"}, {"pipeline_parallel": 2}, "mixtral"),
+        ({"name": "disaggregated", "channel": "disk", "delta": True}, {"pipeline_parallel": 2}, "gpt_oss"),
+        ({"name": "disaggregated", "channel": "collective"}, {"pipeline_parallel": 2}, "qwen3_moe"),
+        ({"name": "disaggregated", "channel": "reshard"}, {"pipeline_parallel": 2}, "deepseek_v3"),
     ],
-    ids=["disk", "shared, stages", "async, collective"],
+    ids=["disk", "shared, stages", "async, collective", "mixtral", "gpt-oss", "qwen3-moe", "deepseek-v3"],
 )
 def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
-    tmp_path: Path, qwen3: str, placement: dict[str, Any], rollout: dict[str, int], model: str
+    tmp_path: Path, models: Callable[[str], str], placement: dict[str, Any], rollout: dict[str, int], model: str
 ) -> None:
     """Over a change of weights, and, in one of them, though a rank was killed after the first step."""
-    tables = {"model": {"path": qwen3 if model == "qwen3" else model}}
+    tables = {"model": {"path": models(model)}}
     expected = train(tmp_path / "one", tiny_run(**tables), RolloutHost())
     tree = tiny_run(**tables, placement=placement, resources={"rollout": rollout})
     strike = placement["name"] == "async"
@@ -143,7 +173,7 @@ def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
 
     found = train(tmp_path / "two", tree, RolloutHost(), look)
     assert tokens(tmp_path / "two") == tokens(tmp_path / "one")
-    changed = weights(tmp_path / "one")
+    changed = dict(load_policy(tmp_path / "one" / "final").module.named_parameters())
     policy = load_policy(tables["model"]["path"]).module
     assert all(not torch.equal(changed[name], p) for name, p in policy.named_parameters() if p.ndim > 1)
     for mine, theirs in zip(numbers(found), numbers(expected), strict=True):
