@@ -37,6 +37,7 @@ from tests.rotation import mostly_slow  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
+HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter has no bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
@@ -596,6 +597,17 @@ def test_a_product_in_a_fixed_order_gives_a_row_the_same_bits_beside_any_others(
     close(many / inner**0.5, torch.nn.functional.linear(x.float(), weight.float(), bias.float()) / inner**0.5)
     for count in (1, 7, 40):
         assert torch.equal(product_kernel.fixed_order_product(x[:count], weight, bias), many[:count])
+
+
+@pytest.mark.parametrize(("columns", "inner", "rows"), [(16, 96, 1), (40, 1200, 16), (2100, 300, 40), (150, 70, 64)])
+def test_a_product_of_few_rows_gives_a_row_the_same_bits_beside_any_others(columns: int, inner: int, rows: int) -> None:
+    x, weight, bias = randn(rows, inner, dtype=HALF), randn(columns, inner, dtype=HALF), randn(columns, dtype=HALF)
+    for added in (None, bias):
+        few = product_kernel.few_rows_product(x, weight, added)
+        expected = torch.nn.functional.linear(x.float(), weight.float(), None if added is None else added.float())
+        close(few / inner**0.5, expected / inner**0.5)
+        for count in {(rows + 1) // 2, 1 if GPU else rows}:  # numpy's sums depend on the size of a tile
+            assert torch.equal(product_kernel.few_rows_product(x[:count], weight, added), few[:count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

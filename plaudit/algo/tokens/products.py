@@ -3,8 +3,9 @@
 For few rows a library may take another kernel, or split the inner dimension to have work for a whole GPU, and then it
 sums in another order: a token that is decoded with seven others would differ in its last bits from the same token in a
 learner's batch. Each shape of a product is tried once on the device at hand, over a grid of row counts; where few rows
-differ from many, they are padded to as many as no longer do. Where that would be too many, as for the narrow matrices
-of adapters, a GPU takes a product of our own. Nothing is assumed about a library's version.
+differ from many, they are padded to as many as no longer do. On a GPU very few rows take a product of our own in place
+of that, if the trial shows that it gives them the bits of many. Where padding would need too many, as for the narrow
+matrices of adapters, a GPU takes another product of our own for all. Nothing is assumed about a library's version.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CPU_WIDTH = 1024  # columns that are tried: a sum does not depend on how many th
 
 Product = Callable[[Tensor, Tensor], Tensor]
 _LEAST: dict[tuple[Any, ...], int] = {}
+_FEW: dict[tuple[Any, ...], int] = {}  # up to how many rows the product for few has the bits of many; 0 if it has not
 
 
 class SteadyProducts(TorchFunctionMode):
@@ -90,14 +92,22 @@ def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     def product(rows: Tensor, weight: Tensor) -> Tensor:
         return F.linear(rows, weight, bias)
 
-    return steady(x, weight, product, "linear", bias is not None, own=lambda rows: _in_fixed_order(rows, weight, bias))
+    def few(rows: Tensor, weight: Tensor) -> Tensor:
+        return _few_rows(rows, weight, bias)
+
+    def own(rows: Tensor) -> Tensor:
+        return _in_fixed_order(rows, weight, bias)
+
+    return steady(x, weight, product, "linear", bias is not None, own=own, few=few if x.dtype in HALF else None)
 
 
 def steady(
-    x: Tensor, weight: Tensor, product: Product, *kind: object, own: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, product: Product, *kind: object, own: Callable[[Tensor], Tensor] | None = None,
+    few: Product | None = None,
+) -> Tensor:  # fmt: skip
     """`product` of x (..., K) with a weight (N, K); `kind` tells it from others with weights of that shape. Each row
-    has the bits that it has among many rows. `own`: the same by a product whose rows never differ."""
+    has the bits that it has among many rows. `own`: the same by a product whose rows never differ. `few`: the same of
+    few rows, if the trial finds that it has the bits of many; it has no gradients."""
     count = x.numel() // x.shape[-1]
     if not needs_steadying(count, x.device):
         return product(x, weight)
@@ -106,13 +116,18 @@ def steady(
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a product with a weight of {tuple(weight.shape)} was not tried before the capture")
         if x.is_cuda:
-            _LEAST[key] = _least_rows(weight, product, own is not None)
+            least = _least_rows(weight, product, own is not None)
+            _FEW[key] = _most_few_rows(weight, product, few) if least > 1 and few is not None else 0
+            _LEAST[key] = least
         else:
             _LEAST[key] = _least_rows_cpu(weight.shape, True in kind)
     if _LEAST[key] == NEVER and own is not None:
         return own(x)
     if count >= _LEAST[key]:
         return product(x, weight)
+    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if few is not None and count <= _FEW.get(key, 0) and not learning:
+        return few(x.reshape(count, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
     rows = F.pad(x.reshape(count, x.shape[-1]), (0, 0, 0, _LEAST[key] - count))
     out = product(rows, weight)[:count]
     return out.reshape(*x.shape[:-1], out.shape[-1])
@@ -141,6 +156,12 @@ def _in_fixed_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from plaudit.algo.tokens.product_kernel import few_rows_product  # brings triton
+
+    return few_rows_product(x, weight, bias)
+
+
 def least_rows(parts: Iterable[nn.Module]) -> int:
     """From how many rows on those of all products among these parts have the bits of many; on a CPU, in float32."""
     shapes = {(part.weight.shape, part.bias is not None) for part in parts if isinstance(part, nn.Linear)}
@@ -151,11 +172,8 @@ def _least_rows(weight: Tensor, product: Product, has_own: bool) -> int:
     """From how many rows on each row has the bits that it has among many. Where that would be too many: NEVER, if there
     is another product, else 1."""
     width, inner = weight.shape
-    like = weight
-    if weight.numel() <= MANY_ELEMENTS:  # weights of zeros, as an adapter's first ones, would prove nothing
-        generator = torch.Generator(weight.device).manual_seed(1)
-        like = torch.randn(width, inner, generator=generator, device=weight.device).to(weight.dtype)
-    last = _last_that_differs(like, product, ROWS, max(1024, min(MANY, MANY_ELEMENTS // width)))
+    like = _like(weight)
+    last = _last_that_differs(like, product, ROWS, _many(width))
     least = next((rows for rows in ROWS if rows > last), MANY)
     if least <= MOST:
         return least
@@ -166,6 +184,27 @@ def _least_rows(weight: Tensor, product: Product, has_own: bool) -> int:
         "log-probs of few rows are not those of many to the bit", stacklevel=2,
     )  # fmt: skip
     return 1
+
+
+def _like(weight: Tensor) -> Tensor:
+    """Random weights of this shape, for those of zeros, as an adapter's first ones, would prove nothing; a very large
+    weight itself."""
+    if weight.numel() > MANY_ELEMENTS:
+        return weight
+    generator = torch.Generator(weight.device).manual_seed(1)
+    return torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype)
+
+
+def _many(width: int) -> int:
+    return max(1024, min(MANY, MANY_ELEMENTS // width))
+
+
+def _most_few_rows(weight: Tensor, product: Product, few: Product) -> int:
+    from plaudit.algo.tokens.product_kernel import FEW
+
+    counts = [rows for rows in ROWS if rows <= FEW]
+    last = _last_that_differs(_like(weight), product, counts, _many(weight.shape[0]), few)
+    return 0 if last else FEW
 
 
 @cache
@@ -180,9 +219,12 @@ def _least_rows_cpu(shape: tuple[int, int], bias: bool) -> int:
 
 
 @torch.no_grad()
-def _last_that_differs(weight: Tensor, product: Product, grid: Sequence[int], count: int) -> int:
-    """The last number of rows whose bits are not those that they have among `count`; 0 if there is none."""
+def _last_that_differs(
+    weight: Tensor, product: Product, grid: Sequence[int], count: int, few: Product | None = None
+) -> int:  # fmt: skip
+    """The last number of rows whose bits, by the product or by another for few of them, are not those that they have
+    among `count` by the product; 0 if there is none."""
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-    many = product(x, weight)
-    return max((n for n in grid if n <= count and not torch.equal(product(x[:n], weight), many[:n])), default=0)
+    many, few = product(x, weight), few or product
+    return max((n for n in grid if n <= count and not torch.equal(few(x[:n], weight), many[:n])), default=0)
