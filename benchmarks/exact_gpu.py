@@ -3,13 +3,15 @@
     python benchmarks/exact_gpu.py [--shapes 135M,1B] [--out FILE]
 
 Random Llama shapes generate; the learner's forward pass, with gradients, goes over the samples. Beside it: the same
-samples read by `Engine.logprobs`, and prompts generated alone.
+samples read by `Engine.logprobs`, and prompts generated alone. Then what it costs: tokens/s of whole calls beside an
+engine with `exact=False`, in turn, the best of three. Adds to the result file, shape by shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from plaudit.core import Engine, SamplingParams
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.records import Sample
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
+
+WORKS = ((1024, 256), (64, 512), (1, 256))  # rows, and tokens of each
 
 
 def differences(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
@@ -70,6 +74,27 @@ def measure(shape: str, count: int, temperature: float) -> dict[str, Any]:
     return result
 
 
+def cost(shape: str) -> dict[str, list[float]]:
+    """Tokens/s of each work: with bits that do not depend on the batch, and without."""
+    module = model(AutoModelForCausalLM, shape)
+    rng = np.random.default_rng(0)
+    rates: dict[str, list[float]] = {}
+    for exact in (True, False):
+        engine = Engine(module, kv_bytes=32 * 2**30, exact=exact)
+        for rows, new in WORKS:
+            prompts = [rng.integers(5, VOCABULARY, 128).tolist() for _ in range(rows)]
+            params = SamplingParams(max_tokens=new, ignore_eos=True, seed=1)
+            seconds = []
+            for _ in range(4):  # the first captures graphs
+                engine.new_version()
+                begin = time.perf_counter()
+                engine.generate(prompts, params)
+                seconds.append(time.perf_counter() - begin)
+            rates.setdefault(f"{rows} × (128 → {new})", []).append(rows * new / min(seconds))
+        engine.sleep()
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shapes", default="135M,1B")
@@ -78,10 +103,15 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("exact_gpu: no CUDA device here; skipped")
         return
-    results: dict[str, Any] = {}
+    before = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+    results: dict[str, Any] = before.get("results", {})
     table = Table(title=torch.cuda.get_device_name())
     for heading in ("shape", "prompts", "temperature", "beside sampling", "equal", "mean", "max"):
         table.add_column(heading, justify="right")
+    costs = {shape: cost(shape) for shape in arguments.shapes.split(",")}
+    for shape, rates in costs.items():
+        for work, (exact, free) in rates.items():
+            print(f"{shape} {work}: {exact:,.0f} tokens/s, {free:,.0f} with exact=False ({exact / free - 1:+.1%})")
     for shape in arguments.shapes.split(","):
         for count, temperature in ((64, 1.0), (256, 0.7), (7, 1.0)):
             found = measure(shape, count, temperature)
@@ -94,7 +124,10 @@ def main() -> None:
             torch.cuda.empty_cache()
     Console(width=120).print(table)
     record = stamp(__file__, torch.cuda.get_device_name(), {})
-    arguments.out.write_text(json.dumps({**record, "shapes": SHAPES, "results": results}, indent=1) + "\n")
+    arguments.out.write_text(
+        json.dumps({**record, "shapes": SHAPES, "results": results, "cost": before.get("cost", {}) | costs}, indent=1)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ seeds          smollm2-grpo of three seeds, 100 steps: as it is, and with a lear
                kernels, whose log-probs are not the engine's; the steps to a reward of 0.75 and 0.95. Six runs at once
 stale          the same by the async placement at staleness 0 and 4. Six runs at once
 verify         the colocated run once more with dumps, and what `plaudit verify` says of it
+changed        five steps of smollm2-grpo, what `plaudit verify` says of them, and of copies in which a weight has moved
+               by one unit in the last place, a reward or the seed is another one
 free           smollm2-grpo with train.deterministic = false, for what determinism costs
 
 Each run's largest and mean mismatch, the share of its steps without any, seconds a step by phase, and the hash of its
@@ -27,10 +29,12 @@ import argparse
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
 from stamp import stamp
 
 import plaudit
@@ -173,6 +178,39 @@ def verified(root: Path, steps: int) -> dict[str, Any]:
     return row | {"verify": (done.stdout + done.stderr).strip().splitlines()[-4:], "status": done.returncode}
 
 
+def judged(run: Path) -> tuple[int, str]:
+    """What `plaudit verify` says of a run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "plaudit", "verify", str(run)], capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def changed(root: Path, steps: int) -> dict[str, Any]:
+    run = root / "whole"
+    row = smollm2(run, steps, {"train.checkpoint.every": steps - 1})
+    copies = {}
+    for name in ("weight", "reward", "seed"):
+        copies[name] = root / name
+        shutil.copytree(run, root / name)
+    file = copies["weight"] / "final" / "model.safetensors"
+    tensors = load_file(file)
+    first = tensors[min(tensors)].view(-1)
+    first[0] = torch.nextafter(first[0], first[0] + 1)
+    save_file(tensors, file, {"format": "pt"})
+    dump = copies["reward"] / "rollouts" / f"step-{steps:06d}.jsonl"
+    sample, *others = dump.read_text().splitlines()
+    other = json.loads(sample)
+    dump.write_text("\n".join([json.dumps({**other, "reward": 1 - other["reward"]}), *others]) + "\n")
+    recipe = copies["seed"] / "recipe.toml"
+    recipe.write_text(re.sub(r"^seed = \d+$", "seed = 4321", recipe.read_text(), count=1, flags=re.MULTILINE))
+    with ThreadPoolExecutor() as pool:
+        verdicts = dict(zip(["as it is", *copies], pool.map(judged, [run, *copies.values()]), strict=True))
+    for name, (status, line) in verdicts.items():
+        print(f"{name}: {status} {line}", flush=True)
+    return row | {"verify": verdicts}
+
+
 def make_shapes(directory: Path) -> None:
     """Random models of the Llama's size, with its tokenizer."""
     from transformers import (
@@ -300,6 +338,8 @@ def cases(chosen: list[str], root: Path, steps: int | None) -> dict[str, Any]:
         works["seeds"] = lambda: seeds(root, steps or 100, [*SEEDED][:2])
     if "stale" in chosen:
         works["stale"] = lambda: seeds(root, steps or 100, [*SEEDED][2:])
+    if "changed" in chosen:
+        works["smollm2-grpo verify"] = lambda: changed(root, steps or 5)
     if "verify" in chosen:
         works["1B verify"] = lambda: verified(root, steps or 5)
     return works
