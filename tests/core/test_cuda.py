@@ -23,6 +23,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from plaudit.algo.tokens import products
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device.backend import DecodeBatch, Decoded
 from plaudit.core.model.attention import Rule
@@ -407,3 +408,20 @@ def test_the_learners_attention_with_sinks_has_the_gradients_of_plain_products()
         assert (result - expected).float().norm() <= 0.02 * expected.float().norm()
     with torch.no_grad():
         assert torch.equal(layout.attend(0, *inputs, Rule(sinks=sinks, window=30)), results[0][0])
+
+
+@pytest.mark.parametrize(("inner", "width"), [(8192, 2048), (14336, 4096), (4096, 4096)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_of_wide_products_have_the_bits_of_many(inner: int, width: int, bias: bool) -> None:
+    """Shapes of 1B and 8B models, whose inner dimension cuBLAS splits for few rows."""
+    x = torch.randn(700, inner, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(width, inner, device="cuda", dtype=torch.bfloat16)
+    added = torch.randn(width, device="cuda", dtype=torch.bfloat16) if bias else None
+    many = products.steady_linear(x, weight, added)
+    for rows in (1, 7, 16, 17, 64, 65, 200):
+        for first in (0, 300):
+            few = products.steady_linear(x[first : first + rows], weight, added)
+            assert torch.equal(few, many[first : first + rows])
+    x.requires_grad_()
+    products.steady_linear(x[:7], weight, added).float().sum().backward()  # with gradients, by the library
+    assert torch.allclose(x.grad[:7].float(), weight.float().sum(0).expand(7, -1), rtol=2e-2, atol=2.0)
