@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from plaudit.config import RlRecipe
 from plaudit.config.recipe import parse_recipe
 from plaudit.config.table import read_toml
-from plaudit.errors import BadCheckpoint, RunError
+from plaudit.errors import BadCheckpoint, PlauditError, RunError
 from plaudit.events import VERIFIED, read_events
 from plaudit.models import load_policy
 from plaudit.models.part import outline
@@ -211,9 +211,16 @@ class Recorded:
     def _live(self, items: Sequence[Item]) -> Sequence[Result]:
         if not items:
             return []
-        if self._scorer is None:
-            self._scorer = Scorer(self.recipe.reward)
-        return self._scorer.source.score(items)
+        try:
+            if self._scorer is None:
+                self._scorer = Scorer(self.recipe.reward)
+            return self._scorer.source.score(items)
+        except PlauditError as error:
+            if not self._known:
+                raise
+            raise Different(
+                f"step {self.step}: {len(items)} samples are not in the run's dump, and cannot be scored again: {error}"
+            ) from error
 
 
 def _asks(extra: Mapping[str, Any]) -> str:

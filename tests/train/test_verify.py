@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ SMALL = {
     "train.steps": 3, "train.prompts_per_step": 4, "train.samples_per_prompt": 4, "train.eval_every": 2,
     "train.checkpoint.every": 1, "train.dump": "true", "data.eval_items": 8, "sampling.max_tokens": 32,
 }  # fmt: skip
+
+GONE = 'rule = "function"\nfunction = "no_such_module:right"'
 
 
 def trained(directory: Path, name: str = "sums-grpo", **keys: Any) -> Path:
@@ -141,6 +144,18 @@ def test_what_was_changed_is_named(run: Path, change: Callable[[Path], None], me
     assert done.returncode == 1, done.stdout
     assert message in done.stdout
     assert done.stdout.count("\n") == 1
+
+
+def test_samples_that_are_others_are_named_where_the_reward_is_gone(run: Path) -> None:
+    """As of a run whose reward was a function of a script."""
+    change_seed(run)
+    recipe = run / "recipe.toml"
+    text = re.sub(r'^rule = "exact"\nanswer = .*$', GONE, recipe.read_text(), flags=re.MULTILINE)
+    assert GONE in text
+    recipe.write_text(text)
+    done = plaudit_here("verify", str(run))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"step 3: \d+ samples are not in the run's dump, and cannot be scored again: ", done.stdout)
 
 
 @pytest.mark.slow
