@@ -6,7 +6,7 @@ G = H / K, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -77,6 +77,16 @@ class Group:
         return low, high
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Of tensors as (rows · K, ...): where the queries and keys of each group are, by key-value head, and where in the
+    concatenated, flattened groups the packed tokens are then."""
+
+    queries: Sequence[Tensor]  # (B, K, Q) each
+    keys: Sequence[Tensor]  # (B, K, S) each
+    restore: Tensor  # (T · K,)
+
+
 @dataclass
 class Layout:
     """Which packed tokens attend to which.
@@ -95,10 +105,14 @@ class Layout:
     exact: bool = False
     ranks: int = 1
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    _tile_masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    _places: dict[int, _Places] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """query (T, H, D), key and value (T, K, D) of the new tokens -> (T, H, D)."""
         keys, values = self.context(layer, key, value)
+        if not rule.fused or self.exact:
+            return self._attend_plainly(query, (key, value), (keys, values), rule)
         flat = []
         for i, group in enumerate(self.groups):
             if group.alone is not None:
@@ -107,13 +121,81 @@ class Layout:
                 q, k, v = (rows_at(x, group.queries) for x in (query, key, value))
             else:
                 q, k, v = rows_at(query, group.queries), rows_at(keys, group.keys), rows_at(values, group.keys)
-            v = rule.values(k, v)
-            if rule.fused and not self.exact:
-                out = attend_group(q, k, v, self.mask_of(i, rule.window, query.dtype), rule)
-            else:
-                out = attend_tiles(q, k, v, group, rule, self.ranks)
+            out = attend_group(q, k, v, self.mask_of(i, rule.window, query.dtype), rule)
             flat.append(out.flatten(0, 1))
         return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], self.restore)
+
+    def _attend_plainly(
+        self, query: Tensor, new: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], rule: Rule
+    ) -> Tensor:  # fmt: skip
+        """By `products`. Rows are taken by key-value head, so that they come in the order of the products."""
+        T, H, D = query.shape
+        K = new[0].shape[1]
+        places = self._places_of(K)
+        q_rows = (query * (D**-0.5 if rule.scale is None else rule.scale)).reshape(T * K, -1)
+        sources = [tuple(x.flatten(0, 1) for x in each) for each in (kept, new)]
+        groups: Iterable[tuple[Tensor, ...]]
+        if torch.is_grad_enabled() and query.requires_grad:
+            # In one call: its backward pass goes over all rows once, not once for every group.
+            groups = zip(
+                _taken(q_rows, places.queries), *(_taken(x, places.keys) for x in sources[1]), strict=True
+            )  # fmt: skip
+        else:
+            groups = (
+                (rows_at(q_rows, q), *(rows_at(x, k) for x in sources[group.whole]))
+                for group, q, k in zip(self.groups, places.queries, places.keys, strict=True)
+            )
+        flat = []
+        for i, (q, k, v) in enumerate(groups):
+            B, _, Q, _ = q.shape
+            out = self._attend_tiles(i, q.view(B, K, Q * H // K, D), k, rule.values(k, v), rule)
+            flat.append(out.reshape(B * K * Q, -1))
+        return rows_at(torch.cat(flat) if len(flat) > 1 else flat[0], places.restore).view(T, H, -1)
+
+    def _places_of(self, heads: int) -> _Places:
+        if heads not in self._places:
+            by_head = torch.arange(heads, device=self.restore.device)
+            queries, keys, order, done = [], [], [], 0
+            for group in self.groups:
+                queries.append(group.queries[:, None] * heads + by_head[:, None])
+                keys.append(queries[-1] if group.whole else group.keys[:, None] * heads + by_head[:, None])
+                place = torch.arange(queries[-1].numel(), device=by_head.device).view(queries[-1].shape)
+                order.append(place.transpose(1, 2).reshape(-1, heads) + done)
+                done += place.numel()
+            self._places[heads] = _Places(queries, keys, torch.cat(order)[self.restore].flatten())
+        return self._places[heads]
+
+    def _attend_tiles(self, index: int, q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, rule: Rule) -> Tensor:
+        """`products`, a tile of queries at a time over the keys that one of them sees: memory grows with the length and
+        not with its square, gradients included, for which a tile is computed again."""
+        group = self.groups[index]
+        B, K, R, _ = q_BKRD.shape
+        Q, S = group.queries.shape[1], k_BKSD.shape[2]
+        G = R // Q
+        size = max(LEAST_QUERIES, SCORES // (B * K * G * self.ranks * S * 4))
+        outputs = []
+        for begin in reversed(range(0, Q, size)):  # the longest first: the others find room where it was
+            tile = slice(begin, begin + size)
+            low, high = (each[tile] for each in group.reach)
+            first = 0 if rule.window is None else max(0, min(low) - rule.window + 1) // SUMMED * SUMMED
+            end = min(S, max(high) + 1)
+            keys, positions = slice(first, end), group.positions[:, tile]
+            parts = q_BKRD[:, :, begin * G : (begin + size) * G], k_BKSD[:, :, keys], v_BKSE[:, :, keys]
+            if size >= Q:
+                outputs.append(products(*parts, self._whole_mask(index, keys, rule.window, q_BKRD.dtype), rule))
+            elif torch.is_grad_enabled() and q_BKRD.requires_grad:
+                outputs.append(checkpoint(_tile, *parts, positions, first, rule, use_reentrant=False))
+            else:
+                outputs.append(_tile(*parts, positions, first, rule))
+        return torch.cat(outputs[::-1], dim=2) if len(outputs) > 1 else outputs[0]
+
+    def _whole_mask(self, index: int, keys: slice, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Of a group in one tile: made once for all layers with this window."""
+        made = self._tile_masks.get((index, window, dtype))
+        if made is None:
+            made = _mask(self.groups[index].positions, keys.start, keys.stop, window, dtype)
+            self._tile_masks[index, window, dtype] = made
+        return made
 
     def attend_rotated(
         self, layer: int, rotation: Rotation, query: Tensor, key: Tensor, value: Tensor, rule: Rule
@@ -181,6 +263,12 @@ def rows_at(x: Tensor, at: Tensor) -> Tensor:
     return x.index_select(0, at.flatten()).view(*at.shape, *x.shape[1:])
 
 
+def _taken(x: Tensor, at: Sequence[Tensor]) -> list[Tensor]:
+    """x[each] for each of `at`, taken in one call."""
+    taken = torch.split(rows_at(x, torch.cat([each.flatten() for each in at])), [each.numel() for each in at])
+    return [rows.view(*each.shape, *x.shape[1:]) for rows, each in zip(taken, at, strict=True)]
+
+
 def row_mask(position: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """(B, 1, 1, keys) for one query a row at these positions: 0 where it sees a key and -inf elsewhere."""
     return _mask(position[:, None], 0, keys, window, dtype)
@@ -213,82 +301,77 @@ def attend_group(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | 
     return out_BHQD.transpose(1, 2)
 
 
-def attend_tiles(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, group: Group, rule: Rule, ranks: int = 1) -> Tensor:
-    """`explicit`, a tile of queries at a time over the keys that one of them sees: memory grows with the length and not
-    with its square, gradients included, for which a tile is computed again."""
-    B, Q, H, _ = q_BQHD.shape
-    S = k_BSKD.shape[1]
-    size = max(LEAST_QUERIES, SCORES // (B * H * ranks * S * 4))
-    outputs = []
-    for begin in reversed(range(0, Q, size)):  # the longest first: the others find room where it was
-        tile = slice(begin, begin + size)
-        low, high = (each[tile] for each in group.reach)
-        first = 0 if rule.window is None else max(0, min(low) - rule.window + 1) // SUMMED * SUMMED
-        end = min(S, max(high) + 1)
-        parts = (q_BQHD[:, tile], k_BSKD[:, first:end], v_BSKD[:, first:end], group.positions[:, tile], first, rule)
-        again = size < Q and torch.is_grad_enabled() and q_BQHD.requires_grad
-        outputs.append(checkpoint(_tile, *parts, use_reentrant=False) if again else _tile(*parts))
-    return torch.cat(outputs[::-1], dim=1) if len(outputs) > 1 else outputs[0]
-
-
 def _tile(
-    q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, position_BQ: Tensor, first: int, rule: Rule
+    q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, position_BQ: Tensor, first: int, rule: Rule
 ) -> Tensor:  # fmt: skip
     """Of the keys from `first` on. The mask is made in here: beside the inputs it would be kept for every layer."""
-    mask = _mask(position_BQ, first, first + k_BSKD.shape[1], rule.window, q_BQHD.dtype)
-    return explicit(q_BQHD, k_BSKD, v_BSKD, mask, rule)
+    mask = _mask(position_BQ, first, first + k_BKSD.shape[2], rule.window, q_BKRD.dtype)
+    return products(q_BKRD, k_BKSD, v_BKSE, mask, rule)
 
 
 def explicit(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """Attention by plain products, which knows soft caps and sinks. A group of heads and its queries are one dimension
-    of the products, GQ.
-
-    Its order of sums is that of a decode step (device/cpu_decode.py): scores of two rows and LEAST_KEYS keys at least;
-    a softmax over the keys from the first on, a sink before them; values in products of SUMMED keys, added up in their
-    order. So a row has the same bits whatever rows and masked keys lie beside it, where the library's products have."""
+    """`products`, to (B, Q, H, D); without a mask, which is (B, 1, Q, S): causal from the first token."""
     B, Q, H, D = q_BQHD.shape
     S, K = k_BSKD.shape[1:3]
-    G = H // K
     q_BQHD = q_BQHD * (D**-0.5 if rule.scale is None else rule.scale)
     if mask is None:
         future_QS = torch.ones(Q, S, dtype=torch.bool, device=q_BQHD.device).triu(1)
         mask = q_BQHD.new_zeros(Q, S).masked_fill_(future_QS, float("-inf"))[None, None]
+    q_BKRD = q_BQHD.reshape(B, Q, K, -1).transpose(1, 2).reshape(B, K, -1, D)
+    out_BKRE = products(q_BKRD, k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2), mask, rule)
+    return out_BKRE.reshape(B, K, Q, -1).transpose(1, 2).reshape(B, Q, H, -1)
+
+
+def products(q_BKRD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mask_B1QS: Tensor, rule: Rule) -> Tensor:
+    """Attention by plain products, with soft caps and sinks, to (B, K, R, E). The R rows are the scaled queries of a
+    key-value head: for each of the Q queries the heads of its group.
+
+    Its order of sums is that of a decode step (device/cpu_decode.py): scores of two rows and LEAST_KEYS keys at least;
+    a softmax over the keys from the first on, a sink before them; values in products of SUMMED keys, added up in their
+    order. So a row has the same bits whatever rows and masked keys lie beside it, where the library's products have."""
+    B, K, R, D = q_BKRD.shape
+    S, Q = k_BKSD.shape[2], mask_B1QS.shape[2]
     if S < LEAST_KEYS:
-        k_BSKD, v_BSKD = (F.pad(x, (0, 0, 0, 0, 0, LEAST_KEYS - S)) for x in (k_BSKD, v_BSKD))
-        mask = F.pad(mask, (0, LEAST_KEYS - S), value=float("-inf"))
-    q_N_GQ_D = q_BQHD.reshape(B, Q, K, G, D).permute(0, 2, 3, 1, 4).reshape(B * K, G * Q, D)
-    scores_N_GQ_S = torch.bmm(two_rows(q_N_GQ_D), k_BSKD.permute(0, 2, 3, 1).flatten(0, 1))[:, : G * Q]
-    scores_BKGQS = scores_N_GQ_S.view(B, K, G, Q, -1)
+        k_BKSD, v_BKSE = (F.pad(x, (0, 0, 0, LEAST_KEYS - S)) for x in (k_BKSD, v_BKSE))
+        mask_B1QS = F.pad(mask_B1QS, (0, LEAST_KEYS - S), value=float("-inf"))
+    # As a decode step has them: columns, or latents as they are kept.
+    keys_NDS = (k_BKSD.mT if rule.latent is not None else k_BKSD.mT.contiguous()).flatten(0, 1)
+    scores_NRS = first_rows(torch.bmm(two_rows(q_BKRD.reshape(B * K, R, D)), keys_NDS), R)
     if rule.softcap is not None:
-        scores_BKGQS = torch.tanh(scores_BKGQS / rule.softcap) * rule.softcap
-    scores_BKGQS = scores_BKGQS + mask[:, :, None]
+        scores_NRS = torch.tanh(scores_NRS / rule.softcap) * rule.softcap
+    scores_BKQGS = scores_NRS.view(B, K, Q, R // Q, -1).add_(mask_B1QS[:, :, :, None])
     if rule.sinks is not None:  # one more key
-        sink_BKGQ1 = rule.sinks.to(scores_BKGQS.dtype).reshape(1, K, G, 1, 1).expand(B, -1, -1, Q, 1)
-        scores_BKGQS = torch.cat([sink_BKGQ1, scores_BKGQS], dim=-1)
-    weights_BKGQS = torch.softmax(scores_BKGQS, dim=-1, dtype=torch.float32).to(q_BQHD.dtype)
+        sink_BKQG1 = rule.sinks.to(scores_BKQGS.dtype).reshape(1, K, 1, -1, 1).expand(B, -1, Q, -1, 1)
+        scores_BKQGS = torch.cat([sink_BKQG1, scores_BKQGS], dim=-1)
+    weights_BKQGS = torch.softmax(scores_BKQGS, dim=-1, dtype=torch.float32).to(q_BKRD.dtype)
     if rule.sinks is not None:
-        weights_BKGQS = weights_BKGQS[..., 1:]
+        weights_BKQGS = weights_BKQGS[..., 1:]
     if rule.dropout:
-        weights_BKGQS = F.dropout(weights_BKGQS, rule.dropout)
-    out_N_GQ_D = weighted(weights_BKGQS.reshape(B * K, G * Q, -1), v_BSKD.transpose(1, 2).flatten(0, 1))
-    out_BQHD = out_N_GQ_D.view(B, K, G, Q, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out_BQHD.contiguous()  # some modules take a view of it
+        weights_BKQGS = F.dropout(weights_BKQGS, rule.dropout)
+    return weighted(weights_BKQGS.reshape(B * K, R, -1), v_BKSE.flatten(0, 1)).view(B, K, R, -1)
 
 
 def weighted(weights_NRS: Tensor, values_NSD: Tensor) -> Tensor:
     """(N, R, D): the values in sums of SUMMED keys from the first on, added up in their order."""
     rows = weights_NRS.shape[1]
     weights_NRS = two_rows(weights_NRS)
+    if weights_NRS.shape[2] <= SUMMED:
+        return first_rows(torch.bmm(weights_NRS, values_NSD), rows)
     out = torch.bmm(weights_NRS[..., :SUMMED], values_NSD[:, :SUMMED])
     for first in range(SUMMED, values_NSD.shape[1], SUMMED):
         keys = slice(first, first + SUMMED)
         out = out + torch.bmm(weights_NRS[..., keys], values_NSD[:, keys])
-    return out[:, :rows]
+    return first_rows(out, rows)
 
 
 def two_rows(x_NRD: Tensor) -> Tensor:
     """A single row twice: by itself it would be another kernel's."""
     return x_NRD if x_NRD.shape[1] > 1 else x_NRD.expand(-1, 2, -1)
+
+
+def first_rows(x_NRD: Tensor, rows: int) -> Tensor:
+    """Those that `two_rows` was given. A slice of all rows would be copied in the backward pass."""
+    return x_NRD if x_NRD.shape[1] == rows else x_NRD[:, :rows]
 
 
 def packed_attention(
