@@ -19,9 +19,9 @@ INSTALLED := $(VENV)/.installed
 # Judges train half as long as those that are shipped, and PPO stops where its reward no longer rises: all of it takes
 # some minutes.
 run: $(INSTALLED)
-	@$(BIN)/plaudit train sums-sft --fresh
-	@$(BIN)/plaudit train sums-prm --fresh --set model.path=runs/sums-sft --set train.steps=900
-	@$(BIN)/plaudit train sums-reward --fresh --set model.path=runs/sums-prm --set train.steps=250 --set data.sums.near=0 --set 'train.betas=[0.9,0.95]'
+	@$(BIN)/plaudit train sums-sft --fresh --set train.threads=2
+	@$(BIN)/plaudit train sums-prm --fresh --set train.threads=2 --set model.path=runs/sums-sft --set train.steps=900
+	@$(BIN)/plaudit train sums-reward --fresh --set train.threads=2 --set model.path=runs/sums-prm --set train.steps=250 --set data.sums.near=0 --set 'train.betas=[0.9,0.95]'
 	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'); \
 	echo "the reward model is served on http://127.0.0.1:$$port (log: runs/serve.log)"; \
 	$(BIN)/plaudit serve --model sums=runs/sums-reward --port $$port > runs/serve.log 2>&1 & server=$$!; \

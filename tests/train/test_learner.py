@@ -17,6 +17,7 @@ from plaudit.train.supervised.examples import (
     Example,
     Rating,
     StepTargets,
+    shares,
     token_count,
 )
 from plaudit.train.supervised.learner import Learner
@@ -44,18 +45,18 @@ def case(name: str) -> tuple[str, Objective, list[Example], int | None]:
     return "steps", JudgeSteps(), [StepTargets(t, (len(t) // 2, len(t) - 1), (1.0, 0.3)) for t in ids], None
 
 
-def learner(name: str, micro_batch_tokens: int) -> tuple[Learner, list[Example]]:
+def learner(name: str, micro_batch_tokens: int, lanes: int = 1) -> tuple[Learner, list[Example]]:
     kind, objective, examples, labels = case(name)
     model = new_llama(
         kind, vocab_size=20, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=64, max_positions=64,
         seed=3, labels=labels,
     )  # fmt: skip
     use_packed_attention(model)
-    return Learner(model, objective, Optimizer(model, TABLE), micro_batch_tokens), examples
+    return Learner(model, objective, Optimizer(model, TABLE), micro_batch_tokens, lanes=lanes), examples
 
 
-def gradients(name: str, micro_batch_tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
-    teacher, examples = learner(name, micro_batch_tokens)
+def gradients(name: str, micro_batch_tokens: int, lanes: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
+    teacher, examples = learner(name, micro_batch_tokens, lanes)
     loss = teacher.gradient(examples)
     return loss, {n: p.grad.clone() for n, p in teacher.model.named_parameters() if p.grad is not None}
 
@@ -73,6 +74,26 @@ def test_the_gradient_is_the_same_however_the_batch_is_split(name: str, splits: 
     for parameter, gradient in expected.items():
         difference = (found[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
         assert difference < 5e-6, parameter
+
+
+@pytest.mark.parametrize("name", ["sft", "pairs", "ratings", "steps"])
+@pytest.mark.parametrize(("lanes", "budget"), [(2, 10_000), (3, 40), (9, 10_000)])
+def test_the_gradient_is_the_same_in_threads_and_each_time(name: str, lanes: int, budget: int) -> None:
+    loss, expected = gradients(name, 10_000)
+    in_threads, found = gradients(name, budget, lanes)
+    assert in_threads == pytest.approx(loss, rel=5e-6)
+    for parameter, gradient in expected.items():
+        difference = (found[parameter] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        assert difference < 5e-6, parameter
+    again, repeated = gradients(name, budget, lanes)
+    assert again == in_threads
+    assert all(torch.equal(found[parameter], repeated[parameter]) for parameter in expected)
+
+
+def test_shares_have_about_as_many_tokens() -> None:
+    examples = [Demonstration(tokens(count, 0), 1) for count in (10, 10, 20, 40, 5, 5, 30)]
+    assert [[len(e.tokens) for e in part] for part in shares(examples, 2)] == [[10, 10, 20], [40, 5, 5, 30]]
+    assert [len(part) for part in shares(examples[:1], 3)] == [1], "no part is empty"
 
 
 @pytest.mark.parametrize("name", ["sft", "pairs", "steps"])

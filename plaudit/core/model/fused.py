@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -16,8 +17,18 @@ from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.varlen import HALF
 
 _FUSIONS: WeakKeyDictionary[nn.Module, Fusion] = WeakKeyDictionary()
-_APPLIED: list[tuple[Fusion, bool]] = []
-"""Those of the forward passes under way, and whether their products are few rows that have to be steadied."""
+_MAKING = threading.Lock()
+
+
+class _Applied(threading.local):
+    """The fusions of this thread's forward passes under way, and whether their products are few rows that have to be
+    steadied."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[Fusion, bool]] = []
+
+
+_APPLIED = _Applied()
 
 
 def fused_rows(module: nn.Module, packed: Packed) -> Tensor:
@@ -26,20 +37,20 @@ def fused_rows(module: nn.Module, packed: Packed) -> Tensor:
     if fusion is None:
         return hidden_rows(module, packed)
     steady = needs_steadying(packed.input_ids.shape[1], packed.input_ids.device)
-    _APPLIED.append((fusion, steady))
+    _APPLIED.passes.append((fusion, steady))
     try:
         with fusion.applied(steady):
             return hidden_rows(module, packed)
     finally:
-        _APPLIED.pop()
+        _APPLIED.passes.pop()
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For `context_fn` of torch's checkpoint: a layer that is computed again in the backward pass, in a thread of
     autograd's own, runs on the kernels of its forward pass."""
-    if not _APPLIED:
+    if not _APPLIED.passes:
         return nullcontext(), nullcontext()
-    fusion, steady = _APPLIED[-1]
+    fusion, steady = _APPLIED.passes[-1]
     return nullcontext(), fusion.applied(steady)
 
 
@@ -49,11 +60,12 @@ def _fusion(module: nn.Module) -> Fusion | None:
     # Sharded weights are whole inside their layer alone.
     if parameter.dtype not in (HALF if parameter.is_cuda else (torch.float32,)) or isinstance(parameter, DTensor):
         return None
-    if module not in _FUSIONS:
-        if parameter.is_cuda:
-            from plaudit.core.model import differentiable  # brings triton
+    with _MAKING:
+        if module not in _FUSIONS:
+            if parameter.is_cuda:
+                from plaudit.core.model import differentiable  # brings triton
 
-            _FUSIONS[module] = Fusion(base, differentiable)
-        else:
-            _FUSIONS[module] = Fusion(base, operations)
-    return _FUSIONS[module]
+                _FUSIONS[module] = Fusion(base, differentiable)
+            else:
+                _FUSIONS[module] = Fusion(base, operations)
+        return _FUSIONS[module]

@@ -9,6 +9,7 @@ itself is not changed. Products are steady there too, where that is asked for (a
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -46,6 +47,9 @@ class Fusion:
         self.half = next(trunk.parameters()).dtype in HALF
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
+        self._originals: list[tuple[Any, str, Call]] = []
+        self._inside = 0  # passes under way, each of which may be another thread's
+        self._lock = threading.Lock()
         kind_of: dict[tuple[type, Any], str | None] = {}
         for module in trunk.modules():
             if type(module).__name__.endswith("RMSNorm"):
@@ -77,19 +81,31 @@ class Fusion:
 
     @contextmanager
     def applied(self, steady: bool) -> Iterator[None]:
-        originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._apply()
         try:
-            for module, forward in self.forwards:
-                module.__dict__["forward"] = forward
-            for home, name, function in self.functions:
-                setattr(home, name, function)
             with SteadyProducts(also_wide=self.half) if steady else nullcontext():
                 yield
         finally:
-            for module, _ in self.forwards:
-                module.__dict__.pop("forward", None)
-            for home, name, original in originals:
-                setattr(home, name, original)
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._restore()
+
+    def _apply(self) -> None:
+        self._originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
+        for module, forward in self.forwards:
+            module.__dict__["forward"] = forward
+        for home, name, function in self.functions:
+            setattr(home, name, function)
+
+    def _restore(self) -> None:
+        for module, _ in self.forwards:
+            module.__dict__.pop("forward", None)
+        for home, name, original in self._originals:
+            setattr(home, name, original)
 
     def _norm(self, module: nn.Module, kind_of: dict[tuple[type, Any], str | None]) -> None:
         weight = getattr(module, "weight", None)

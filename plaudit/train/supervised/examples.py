@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -78,3 +79,14 @@ def token_count(example: Example) -> int:
     if isinstance(example, Comparison):
         return len(example.chosen) + len(example.rejected)
     return len(example.tokens)
+
+
+def shares(examples: Sequence[Example], count: int) -> list[list[Example]]:
+    """The examples in order, in at most `count` parts of about as many tokens each."""
+    parts: list[list[Example]] = [[] for _ in range(count)]
+    total, before = sum(map(token_count, examples)), 0
+    for example in examples:
+        middle = before + token_count(example) / 2
+        parts[min(count - 1, int(middle * count / total))].append(example)
+        before += token_count(example)
+    return [part for part in parts if part]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
@@ -16,7 +17,7 @@ from plaudit.train.optim.repeatable import repeatable
 from plaudit.train.optim.sharding import let_go
 from plaudit.train.policy.forward import MicroBatch
 from plaudit.train.run.ranks import ALONE, Ranks
-from plaudit.train.supervised.examples import Example, token_count
+from plaudit.train.supervised.examples import Example, shares, token_count
 from plaudit.train.supervised.objectives import Objective
 from plaudit.train.supervised.reader import Reader
 
@@ -24,13 +25,18 @@ from plaudit.train.supervised.reader import Reader
 class Learner:
     def __init__(
         self, model: nn.Module, objective: Objective, optimizer: Optimizer, micro_batch_tokens: int,
-        deterministic: bool = True, ranks: Ranks = ALONE,
+        deterministic: bool = True, ranks: Ranks = ALONE, lanes: int = 1,
     ) -> None:  # fmt: skip
+        """`lanes`: of a single rank, parts of a batch that are computed at once, in threads; their gradients are added
+        up in order."""
         self.model = model
         self.objective = objective
         self.optimizer = optimizer
         self.reader = Reader(model, micro_batch_tokens, ranks)
         self.deterministic = deterministic
+        self.lane = Reader(model, max(1, micro_batch_tokens // lanes), ranks)
+        self.lanes = lanes
+        self._threads = ThreadPoolExecutor(lanes, "lane") if lanes > 1 else None
 
     def gradient(self, examples: Sequence[Example]) -> float:
         """Fill the gradients with those of the batch's mean loss; returns the loss."""
@@ -38,6 +44,8 @@ class Learner:
         count = self._count(examples)
         losses: list[Tensor] = []
         self.objective.begin(self.reader, examples)
+        if self._threads is not None:
+            return self._in_threads(self._threads, examples, count)
 
         def forward(batch: MicroBatch) -> Made:
             out, loss = self._pass(examples, batch)
@@ -50,6 +58,28 @@ class Learner:
         with repeatable(self.reader.device, self.deterministic):
             self.reader.stage.learn(self.reader.batches(examples), forward)
         return self._total(losses)
+
+    def _in_threads(self, threads: ThreadPoolExecutor, examples: Sequence[Example], count: int) -> float:
+        parameters = list(self.optimizer.parameters.values())
+
+        def gradients(part: Sequence[Example]) -> tuple[float, list[Tensor | None]]:
+            total = 0.0
+            summed: list[Tensor | None] = [None] * len(parameters)
+            for batch in self.lane.batches(part):
+                loss = self._pass(part, batch)[1]
+                assert loss is not None
+                found = torch.autograd.grad(loss / count, parameters, allow_unused=True)
+                summed = [b if a is None else a if b is None else a + b for a, b in zip(summed, found, strict=True)]
+                total += loss.item() / count
+            return total, summed
+
+        losses = []
+        for loss, found in threads.map(gradients, shares(examples, self.lanes)):
+            losses.append(loss)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return sum(losses)
 
     def update(self, examples: Sequence[Example], step: int) -> dict[str, float]:
         loss = self.gradient(examples)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from plaudit.config import PreferenceRecipe, PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.events import END
@@ -35,6 +36,7 @@ from plaudit.train.supervised.preference_data import PreferenceExamples, write_s
 from plaudit.train.supervised.preferences import LearnPreferences
 
 ACCURACY = "accuracy/sums/sampled"
+NARROW = 192  # hidden units
 ON_LONG_CHAINS = ("pair_accuracy", "step_auc", "first_wrong_f1")
 
 
@@ -59,14 +61,15 @@ class SupervisedTraining:
         self.progress = progress
         self.ranks = ranks
         randomness.seed_everything(recipe.seed)
-        if recipe.train.threads is not None:
-            torch.set_num_threads(recipe.train.threads)
         checkpoint = run.checkpoints.load(progress.warn) if run.resume else None
         self.model = SupervisedModel(recipe, ranks, checkpoint)
         module, table = self.model.module, recipe.train
         self.optimizer = self.model.new_optimizer()
+        lanes = _lanes(recipe, module)
+        if table.threads is not None:
+            torch.set_num_threads(table.threads if lanes == 1 else 1)
         self.learner = Learner(
-            module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic, ranks
+            module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic, ranks, lanes
         )
         config: Any = module.config
         self.encode = Encoder(recipe, self.model.tokenizer, config.max_position_embeddings)
@@ -199,6 +202,19 @@ class SupervisedTraining:
     def _batch(self, step: int) -> list[Example]:
         size = self.recipe.train.batch
         return [self.example(step * size + i) for i in range(size)]
+
+
+def _lanes(recipe: SupervisedRecipe, module: nn.Module) -> int:
+    """Into how many parts a batch is split, for a thread each: products of a narrow model are too small to be shared
+    out. Not where parts depend on one another, by what an objective notes or by draws of dropout."""
+    config: Any = module.config
+    weight, narrow = next(module.parameters()), config.hidden_size < NARROW
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not narrow or recipe.task == "preference":
+        return 1
+    drops = any(
+        part.p if isinstance(part, nn.Dropout) else getattr(part, "attention_dropout", 0) for part in module.modules()
+    )
+    return 1 if drops or recipe.resources.ranks > 1 else recipe.train.threads or 1
 
 
 def _objective(recipe: SupervisedRecipe) -> Objective:
