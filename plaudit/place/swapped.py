@@ -7,7 +7,7 @@ import torch
 from plaudit.core import Engine
 from plaudit.place.colocated import Colocated
 from plaudit.place.memory.meter import new_meter
-from plaudit.place.memory.owners import reference_module, reward_engines
+from plaudit.place.memory.owners import reference_module, reward_engines, search_engine
 from plaudit.place.memory.residency import Dropped, Parked, Residency, Resident, Sleeping
 from plaudit.place.memory.stores import new_store
 from plaudit.place.placement import PlacementContext
@@ -24,7 +24,14 @@ class Swapped(Colocated):
         device = stage.trainee.decoder.device
         # To bring something ahead of its phase takes a second engine for copies, which the CPU has not.
         meter = new_meter(device) if device.type == "cuda" else None
-        self.residency = Residency(residents_of(stage, self.engine), needs_of(stage), stage.clock, meter)
+        judge = search_engine(self.player)
+        residents, needs = residents_of(stage, self.engine), needs_of(stage)
+        if judge is not None:
+            weights = list(judge.decoder.module.parameters())
+            residents["process model"] = Parked(lambda: weights, new_store(device, stage.directory), frozen=True)
+            residents["process model kv"] = Sleeping(judge)
+            needs["generate"] |= {"process model", "process model kv"}
+        self.residency = Residency(residents, needs, stage.clock, meter)
         stage.clock.watchers.append(self.residency)
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ def workload_of(
     if recipe.critic is not None and not recipe.critic.shared and recipe.critic.url is None:
         critic = shape(recipe.critic.path) if recipe.critic.path else model
     reward = recipe.reward.own.get("path")
+    judge = None if recipe.search is None else recipe.search.prm
     lora = recipe.model.lora
     train, longest = recipe.train, float(recipe.sampling.max_tokens)
     # A critic on the policy's own trunk, or on a server, is no second model here.
@@ -55,6 +56,8 @@ def workload_of(
         shape(str(reward)) if reward else None, DTYPES[recipe.model.dtype], "", DTYPES[recipe.model.dtype],
         train.steps, plain=True, micro_tokens=train.micro_batch_tokens,
         cache_bytes=recipe.engine.kv_bytes if isinstance(recipe.engine.kv_bytes, int) else 0,
+        process=shape(str(judge.path)) if judge is not None and judge.url is None else None,
+        process_cache_bytes=judge.kv_bytes if judge is not None and isinstance(judge.kv_bytes, int) else 0,
         lora_rank=lora.rank if lora else 0,
         lora_targets=lora.targets if lora and not isinstance(lora.targets, str) else (),
     )  # fmt: skip

@@ -26,6 +26,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "ppo-minibatches": {**PPO, "train": {"minibatches": 2, "epochs": 2}},
     "grpo": {"algorithm": {"name": "grpo", "kl": {"coef": 0.05}}},
     "dapo": {"algorithm": {"name": "dapo", "dynamic": {"rounds": 3}}, "reward": {"path": "sums"}},
+    "search": {
+        "algorithm": {"name": "expert-iteration"},
+        "sampling": {"step": ";"},
+        "search": {"prm": {"path": "sums-steps"}},
+    },
     "lora": {"algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "model": {"lora": {"rank": 4}}},
 }
 

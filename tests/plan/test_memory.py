@@ -236,3 +236,21 @@ def test_what_malloc_keeps_in_pieces_is_told_by_itself() -> None:
     assert "holes" not in held[1.0]
     comes_and_goes = sum(held[1.4][name] for name in ("activations", "workspace", "logits"))
     assert held[1.4]["holes"] == pytest.approx(0.4 * comes_and_goes)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "swapped"])
+def test_the_process_model_of_a_search_takes_memory_and_time(placement: str) -> None:
+    """A model of 1.24 billion parameters in bf16: 2 bytes each, and 2 · 16 layers · 8 heads · 64 numbers of KV a token,
+    for 8 responses of 30 tokens. A swapped run has it for generation alone."""
+    model = ModelShape.named("llama-3.2-1b")
+    plain = Workload(model, "grpo", prompt=10, response=20, batch=8)
+    place = cluster("1x1xH100")
+    plan = Plan(placement, place, place, GenerationLayout(1), TrainingLayout(1, 1, 1, 1, plain=True), "ipc")
+    without, beside = (Parts(work, plan, Constants()) for work in (plain, replace(plain, process=model)))
+    inside = {term.name: term.value for term in beside.engine_memory()[1].parts}
+    assert inside["process model"] == pytest.approx(2 * model.parameters)
+    assert inside["process model's cache"] == pytest.approx(8 * 30 * 2 * 2 * 16 * 8 * 64)
+    more = beside.training_memory(0.0).value - without.training_memory(0.0).value
+    kept = inside["process model"] + inside["process model's cache"]
+    assert more == pytest.approx(0 if placement == "swapped" else kept)
+    assert "process model" in {term.name for term in beside.scores()}

@@ -11,6 +11,8 @@ from plaudit.reward.blend import BlendReward
 from plaudit.reward.judges.backends import EngineAsk
 from plaudit.reward.judges.judge import JudgeReward
 from plaudit.reward.model import ModelReward
+from plaudit.search.backends.scoring import LocalScorer
+from plaudit.search.rollouts import SearchTurn
 from plaudit.train.optim.optimizer import Optimizer, local
 from plaudit.train.policy.critic import LocalCritic
 from plaudit.train.policy.policy import Policy
@@ -67,6 +69,12 @@ def reward_engines(scorer: object) -> list[Engine]:
     if isinstance(scorer, JudgeReward) and isinstance(scorer.ask, EngineAsk):
         return [scorer.ask.engine]
     return []
+
+
+def search_engine(player: object) -> Engine | None:
+    """The process model of rollouts by search, where this process runs it."""
+    scorer = player.scorer if isinstance(player, SearchTurn) else None
+    return scorer.engine if isinstance(scorer, LocalScorer) else None
 
 
 def reference_module(reference: object) -> nn.Module | None:

@@ -15,6 +15,7 @@ from plaudit.plan.cost.simulation import overlap
 from plaudit.plan.cost.term import Term, times, total
 from plaudit.plan.cost.training import Trainer
 from plaudit.plan.shape.constants import Constants
+from plaudit.plan.shape.hardware import DTYPE_BYTES
 from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
@@ -84,6 +85,7 @@ class Parts:
         self.trainer = self._trainer(workload.model, trained_share=workload.trained_share)
         self.critic = self._trainer(workload.value_model) if workload.value_model else None
         self.reward = self._trainer(workload.reward, whole=plan.training.plain) if workload.reward else None
+        self.process = self._trainer(workload.process, whole=plan.training.plain) if workload.process else None
         self.one_module = plan.one_module(workload.dtype, workload.engine_dtype)
         # A sequence's room grows with it: on average half of the response is there.
         self.grown = workload.prompt + workload.response
@@ -131,7 +133,17 @@ class Parts:
 
     def _resident(self) -> list[Term]:
         critic = self._states(self.critic, "critic ") if self.critic else []
-        return self._states(self.trainer) + critic + self._forward_only()
+        process = [memory.weights(self.process, "process model")] if self.process else []
+        return self._states(self.trainer) + critic + self._forward_only() + process
+
+    def _process_cache(self) -> list[Term]:
+        """KV of the process model, which a search scores its paths with."""
+        work = self.workload
+        if work.process is None:
+            return []
+        each = work.process.kv_numbers(work.length) * DTYPE_BYTES[work.kv_dtype]
+        need = min(work.batch * each, work.process_cache_bytes or math.inf)
+        return [Term("process model's cache", need, "B", "responses · KV of one, no more than kv_bytes of search.prm")]
 
     def _moment(self, trainer: Trainer) -> list[Term]:
         length = self.workload.trained_length
@@ -147,8 +159,11 @@ class Parts:
         share = ENGINE_SHARE if plan.shared else OWN_ENGINE_SHARE
         if plan.placement in ("colocated", "hybrid"):
             terms += self._resident() + ([] if self.one_module else [engine])
+            terms += self._process_cache()
         else:
             terms.append(engine)
+            if plan.placement == "swapped" and self.process:
+                terms += [memory.weights(self.process, "process model"), *self._process_cache()]
         if plan.double_buffer:
             terms.append(replace(engine, name="second buffer", formula="the next weights arrive beside those at work"))
         inside = total("generation", terms, "B")
@@ -205,7 +220,7 @@ class Parts:
         learners = [self.trainer, *([self.critic] if self.critic else [])]
         gradients = max((memory.gradients(learner) for learner in learners), key=lambda term: term.value)
         terms = [*terms, gradients, *self._moment(self.trainer), memory.reserve(self.constants)]
-        terms += self._kept(pool)
+        terms += self._kept(pool) + ([] if self.plan.placement == "swapped" else self._process_cache())
         if self.plan.placement == "hybrid" and not self.one_module:
             terms.append(Term("bucket", 2e9, "B", "weights on their way to the engine's cut, a bucket at a time"))
         return total("training", terms, "B")
@@ -216,7 +231,7 @@ class Parts:
             return moment
         terms = [part for part in moment.parts if part.name in ("activations", "logits", "reserve")] + self._resident()
         terms += self._forward_only(parked=True)[:1]
-        return total("scoring", terms + self._kept(pool), "B")
+        return total("scoring", terms + self._kept(pool) + self._process_cache(), "B")
 
     def _kept(self, pool: float) -> list[Term]:
         """Of the engine, beside whatever phase runs: everything in colocated, nothing in the others."""
@@ -249,6 +264,8 @@ class Parts:
             terms.append(self.trainer.score(work.batch, length, "reference"))
         if self.reward:
             terms.append(self.reward.score(work.batch, length, "reward"))
+        if self.process:  # a level has as many steps as paths are open, so that as much is drawn as without a search
+            terms.append(self.process.score(work.batch, length, "process model"))
         if self.critic:
             terms.append(self.critic.score(work.batch, length, "values"))
         rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share

@@ -53,6 +53,10 @@ class Workload:
     """Tokens that are trained on at once; 0 = 4096, or the longest sequence where that is longer."""
     cache_bytes: float = 0
     """Of an engine that is told the size of its cache and takes all of it; 0 = what is free, as far as it is needed."""
+    process: ModelShape | None = None
+    """The process model of rollouts by search, beside the policy that is trained."""
+    process_cache_bytes: float = 0
+    """Of its engine, where that is told; 0 = what the paths of a step need."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in METHODS:
