@@ -1,11 +1,16 @@
-"""Models with recurrent layers on one GPU: tokens/s of a Qwen3.5-like shape of 2B, and how far batches differ.
+"""Models with recurrent layers on one GPU: tokens/s of shapes of 1 to 2B, and how far batches differ.
 
-    python benchmarks/hybrid_gpu.py [--only speed,bits] [--profile] [--out FILE]
+    python benchmarks/hybrid_gpu.py [--only speed,mamba,kda,bits] [--reference] [--profile] [--out FILE]
 
-speed   whole calls of random weights in bf16, temperature 1 with log-probs, best of two after a warm-up; beside them
-        the floor of a decode step, from products, states and keys at rates that are measured in the same run
-bits    tiny models of four families in bf16: log-probs of a sample in a batch of 700 beside those that it has in a
-        batch of 7, alone, in a read, and in the learner's forward pass
+speed   a Qwen3.5-like shape: whole calls of random weights in bf16, temperature 1 with log-probs, best of two after a
+        warm-up; beside them the floor of a decode step, from products, states and keys at rates that are measured in
+        the same run
+mamba   the same of a Granite-4-like shape, three of four layers Mamba-2
+kda     the same of a Kimi-Linear-like shape without experts, three of four layers KDA
+bits    tiny models of each kind in bf16: log-probs of a sample in a batch of 700 beside those that it has in a batch of
+        7, alone, in a read, and in the learner's forward pass
+
+--reference runs Mamba-2 and KDA by transformers' functions, in place of the kernels.
 """
 
 from __future__ import annotations
@@ -23,27 +28,50 @@ from core_gpu import limits, show_profile
 from stamp import stamp
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     GraniteMoeHybridConfig,
+    KimiLinearConfig,
     Lfm2Config,
     LlamaConfig,
+    NemotronHConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.model import fusion
 from plaudit.core.model.packing import use_packed_attention
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
 
-WORKS = ((1024, 128, 256), (256, 128, 256), (64, 128, 256), (1, 128, 128))
-BIG = Qwen3_5TextConfig(
-    vocab_size=248_320, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_attention_heads=8,
-    num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, tie_word_embeddings=True,
-    max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+MIXED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+FEW = ((256, 128, 256), (64, 128, 256), (1, 128, 128))
+WORKS = {"speed": ((1024, 128, 256), *FEW), "mamba": FEW, "kda": FEW}
+TOKENS: dict[str, Any] = {
+    "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+SHAPES: dict[str, Any] = {
+    "speed": Qwen3_5TextConfig(
+        **TOKENS, vocab_size=248_320, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
+    ),
+    # Chunks of 64 tokens, which a model's function does not depend on: transformers 5.17 needs 100 GB for 64 prompts of
+    # one chunk of 256.
+    "mamba": GraniteMoeHybridConfig(
+        **TOKENS, vocab_size=100_352, hidden_size=1536, num_hidden_layers=24, layer_types=6 * MIXED,
+        num_attention_heads=12, num_key_value_heads=4, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128,
+        mamba_chunk_size=64, num_local_experts=0, shared_intermediate_size=4096,
+    ),
+    "kda": KimiLinearConfig(
+        **TOKENS, **LATENT, vocab_size=163_840, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24,
+        layer_types=6 * MIXED, mlp_layer_types=24 * ["dense"], num_attention_heads=16, num_key_value_heads=16,
+        linear_num_heads=16, linear_head_dim=128,
+    ),
+}  # fmt: skip
 COMMON = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
           "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
           "eos_token_id": 2, "num_hidden_layers": 4}  # fmt: skip
-MIXED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 TINY = {
     "Llama": LlamaConfig(**COMMON),
@@ -58,6 +86,20 @@ TINY = {
         **COMMON, layer_types=MIXED, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_chunk_size=64,
         num_local_experts=0, shared_intermediate_size=512,
     ),
+    "Falcon-H1": FalconH1Config(
+        **COMMON, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_n_groups=2,
+        mamba_chunk_size=64,
+    ),
+    "Nemotron-H": NemotronHConfig(
+        **{key: value for key, value in COMMON.items() if key != "num_hidden_layers"}, head_dim=64, n_groups=2,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"], mamba_num_heads=8, mamba_head_dim=64,
+        ssm_state_size=32, chunk_size=64,
+    ),
+    "Kimi-Linear": KimiLinearConfig(
+        **{**COMMON, "num_key_value_heads": 4}, layer_types=MIXED, mlp_layer_types=["dense", "sparse"] * 2,
+        kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32, linear_head_dim=64,
+        linear_num_heads=4, num_experts=8, num_experts_per_token=2, moe_intermediate_size=128,
+    ),
 }  # fmt: skip
 
 
@@ -69,24 +111,28 @@ def made(config: Any) -> Any:
 
 def floor_seconds(module: Any, engine: Engine, rows: int, length: float, rates: dict[str, float]) -> float:
     """Of a decode step: weights or products, whichever takes longer, states read and written, keys and values read."""
-    weights = sum(p.numel() for p in module.parameters())  # the embeddings are the head
+    weights, embeddings = sum(p.numel() for p in module.parameters()), module.get_input_embeddings().weight
+    if module.get_output_embeddings().weight is not embeddings:
+        weights -= embeddings.numel()
     products = max(2.0 * weights * rows / rates["flops"], 2.0 * weights / rates["bytes"])
     states = 2.0 * rows * engine.decoder.state_bytes() / rates["bytes"]
     return products + states + rows * length * engine.decoder.token_bytes() / rates["bytes"]
 
 
-def speed(profile: bool) -> dict[str, Any]:
-    module, rates, results = made(BIG), limits(), {}
+def speed(name: str, profile: bool) -> dict[str, Any]:
+    module, rates, results = made(SHAPES[name]), limits(), {}
     print(f"{sum(p.numel() for p in module.parameters()) / 1e9:.2f}B parameters", flush=True)
-    rng = np.random.default_rng(0)
-    for count, prompt, new in WORKS:
-        engine = Engine(module, kv_bytes=int(count * 0.122e9 + 2e9), max_running=count)
+    rng, vocabulary = np.random.default_rng(0), module.config.vocab_size
+    state_bytes = Engine(module, kv_bytes=2 * 2**30, max_running=1).decoder.state_bytes()
+    for count, prompt, new in WORKS[name]:
+        # A sequence that runs has three states, and states take half of the pool.
+        engine = Engine(module, kv_bytes=int(6.2 * count * state_bytes + 2e9), max_running=count)
         params = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, seed=1)
 
         def seconds(
             params: SamplingParams, engine: Engine = engine, count: int = count, prompt: int = prompt
         ) -> float:  # fmt: skip
-            prompts = [rng.integers(5, 248_000, prompt).tolist() for _ in range(count)]
+            prompts = [rng.integers(5, vocabulary, prompt).tolist() for _ in range(count)]
             torch.cuda.synchronize()
             begin = time.perf_counter()
             engine.generate(prompts, params)
@@ -154,16 +200,21 @@ def bits(families: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="bits,speed")
+    parser.add_argument("--only", default="bits,speed,mamba,kda")
+    parser.add_argument("--reference", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hybrid_gpu.json"))
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("hybrid_gpu: no CUDA device here; skipped")
         return
+    if arguments.reference:
+        for name in [name for name in fusion.REPLACED if "mamba2" in name or "kimi" in name]:
+            del fusion.REPLACED[name]
     results = json.loads(arguments.out.read_text())["results"] if arguments.out.is_file() else {}
     for name in arguments.only.split(","):
-        results[name] = bits(TINY) if name == "bits" else speed(arguments.profile)
+        key = f"{name}, reference" if arguments.reference else name
+        results[key] = bits(TINY) if name == "bits" else speed(name, arguments.profile)
         record = stamp(__file__, torch.cuda.get_device_name(), {})
         arguments.out.write_text(json.dumps({**record, "results": results}, indent=1) + "\n")
 

@@ -2,14 +2,12 @@
 
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 GPU = torch.cuda.is_available()
 triton = pytest.importorskip("triton")
@@ -32,7 +30,6 @@ from plaudit.core.sampling.noise import row_key, token_hashes  # noqa: E402
 from plaudit.core.sampling.sampler import Sampler  # noqa: E402
 from plaudit.core.sampling.sampling_params import SamplingParams  # noqa: E402
 from tests.core import interpreter, tiny  # noqa: E402, F401
-from tests.core import test_recurrent as recurrent  # noqa: E402
 from tests.rotation import mostly_slow  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -418,103 +415,6 @@ def test_sample_equals_the_sampler_of_the_cpu(vocabulary: int) -> None:
     second = sampler.draw(logits[1], torch.tensor([0, 2, 3, 3, 5], device=DEVICE))
     for row in (1, 2, 4):
         assert outputs[0][1, row] == second.tokens[row] == tokens[row]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("sizes", "length"),
-    [((16, 16), 1), ((24, 40), 1), ((16, 16), 11), pytest.param((16, 16), 70, marks=pytest.mark.slow)],
-)
-def test_the_gated_delta_rule(dtype: torch.dtype, sizes: tuple[int, int], length: int) -> None:
-    """As transformers computes it token by token and in chunks, and to the bit the same in parts of any length."""
-    keys, values = sizes
-    rows, heads = (3, 4) if length == 1 else (2, 1)
-    query, key, value = (randn(rows, length, heads, n, dtype=dtype) for n in (keys, keys, values))
-    decay, beta = -randn(rows, length, heads).abs(), randn(rows, length, heads, dtype=dtype).sigmoid()
-    state = randn(rows, heads, keys, values)
-    for norm in (True, False):
-        mine = state.clone()
-        if not norm:
-            key = key / 4  # a rule that is not normed must not grow
-        out = kernels.delta_rule(query, key, value, decay, beta, mine, norm)
-        for original in (
-            modeling_qwen3_5.torch_recurrent_gated_delta_rule, modeling_qwen3_5.torch_chunk_gated_delta_rule
-        ):  # fmt: skip
-            expected, after = original(
-                query, key, value, decay, beta, initial_state=state.clone(), output_final_state=True,
-                use_qk_l2norm_in_kernel=norm,
-            )  # fmt: skip
-            close(out, expected)
-            close(mine, after)
-        parts, again = [], state.clone()
-        for first, last in ((0, 1), (1, 9), (9, length)):
-            some = [x[:, first:last] for x in (query, key, value, decay, beta)]
-            parts += [kernels.delta_rule(*some, again, norm)] if some[0].shape[1] else []
-        assert torch.equal(torch.cat(parts, 1), out)
-        assert torch.equal(again, mine)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_convolution_of_whole_sequences(dtype: torch.dtype) -> None:
-    """As transformers computes it, and to the bit what single tokens give."""
-    x, weight = randn(3, 9, 50, dtype=dtype).transpose(1, 2), randn(50, 4, dtype=dtype)
-    for bias, activation in ((None, None), (randn(50, dtype=dtype), "silu")):
-        out = kernels.convolution(x, weight, bias, activation is not None)
-        close(out, modeling_qwen3_5.causal_conv1d_fn(x, weight, bias, activation=activation))
-        tail = torch.zeros(3, 50, 4, dtype=dtype, device=DEVICE)
-        silu = activation is not None
-        steps = [kernels.convolution_step(x[..., i : i + 1], tail, weight, bias, silu) for i in range(9)]
-        assert torch.equal(torch.cat(steps, -1), out)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gated_norm(dtype: torch.dtype) -> None:
-    module = modeling_qwen3_5.Qwen3_5RMSNormGated(48).to(DEVICE, dtype)
-    torch.nn.init.normal_(module.weight)
-    x, gate = (randn(7, 48, dtype=dtype).requires_grad_() for _ in range(2))
-    out = differentiable.gated_norm(module, module.variance_epsilon, x, gate)
-    expected = module(x, gate)
-    close(out.detach(), expected.detach())
-    inputs, grad = (x, gate, module.weight), randn(7, 48, dtype=dtype)
-    for mine, theirs in zip(
-        torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
-    ):
-        close(mine, theirs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [3, 4])
-def test_a_step_of_a_convolution(dtype: torch.dtype, width: int) -> None:
-    x, tail, weight = randn(3, 50, 1, dtype=dtype), randn(3, 50, width, dtype=dtype), randn(50, width, dtype=dtype)
-    for bias, activation in ((None, None), (randn(50, dtype=dtype), "silu")):
-        theirs, mine = tail.clone(), tail.clone()
-        expected = modeling_qwen3_5.causal_conv1d_update(x, theirs, weight, bias, activation)
-        close(kernels.convolution_step(x, mine, weight, bias, activation is not None), expected)
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.slow
-def test_recurrent_steps_are_found_by_what_they_compute() -> None:
-    names = {name for _, name, _ in Fusion(recurrent.model("qwen3_next").model.to(DEVICE), differentiable).functions}
-    assert {
-        "torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule", "causal_conv1d_update", "causal_conv1d_fn"
-    } <= names  # fmt: skip
-
-
-@pytest.mark.slow
-def test_recurrent_layers_have_the_gradients_of_transformers() -> None:
-    module = recurrent.model("qwen3_next").to(DEVICE)
-    ids = torch.arange(2, 2 + 2 * 6, device=DEVICE).view(2, 6)
-    fusion = Fusion(module.model, differentiable)
-    assert any(type(part).__name__.endswith("RMSNormGated") for part, _ in fusion.forwards)
-
-    def gradients(context: Any) -> list[torch.Tensor]:
-        with context:
-            loss = module(ids, use_cache=False).logits.square().mean()
-        return list(torch.autograd.grad(loss, list(module.parameters())))
-
-    for mine, theirs in zip(gradients(fusion.applied(False)), gradients(nullcontext()), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
 
 
 def _truncated(vocabulary: int, options: list[SamplingParams], logits: torch.Tensor) -> None:

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 
 from plaudit.config.placement import EngineTable
 from plaudit.config.search import GenerationTable
@@ -46,6 +54,22 @@ CONFIGS: dict[str, Any] = {
         num_local_experts=0, shared_intermediate_size=48,
     ),
 }  # fmt: skip
+# Families whose layers compute what those of the others do, by other parts around them, and KDA: for the kernels.
+KERNELS: dict[str, Any] = {
+    "falcon_h1": FalconH1Config(
+        **tiny.GROUPED, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2,
+        mamba_chunk_size=8,
+    ),
+    "kimi_linear": KimiLinearConfig(
+        **{**tiny.GROUPED, "num_key_value_heads": 4}, layer_types=LINEAR, mlp_layer_types=["dense", "dense"],
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, linear_head_dim=8, linear_num_heads=4,
+    ),
+    "nemotron_h": NemotronHConfig(
+        **{key: value for key, value in tiny.GROUPED.items() if key not in ("num_hidden_layers", "initializer_range")},
+        layers_block_type=LINEAR, head_dim=8, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=2,
+        chunk_size=8, initializer_range=0.1,
+    ),
+}  # fmt: skip
 FAMILIES = sorted(CONFIGS)
 BLOCK = 16
 MADE: dict[str, nn.Module] = {}
@@ -54,7 +78,8 @@ MADE: dict[str, nn.Module] = {}
 def model(family: str) -> Any:
     if family not in MADE:
         torch.manual_seed(7)
-        MADE[family] = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]), attn_implementation="eager")
+        config = copy.deepcopy({**CONFIGS, **KERNELS}[family])
+        MADE[family] = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         MADE[family].eval()
     return MADE[family]
 

@@ -29,7 +29,7 @@ from plaudit.core.kernels.pointwise import (
     silu_mul,
     silu_mul_backward,
 )
-from plaudit.core.kernels.recurrent import convolution, convolution_step, delta_rule
+from plaudit.core.kernels.recurrent import convolution, convolution_step, delta_rule, state_space
 from plaudit.core.kernels.sampling import sample
 from plaudit.core.kernels.truncation import Truncation
 
@@ -57,6 +57,7 @@ __all__ = [
     "silu_mul",
     "silu_mul_backward",
     "softmax_top",
+    "state_space",
     "store_decoded",
     "varlen_attention",
     "weight_gradient",

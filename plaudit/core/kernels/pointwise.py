@@ -26,37 +26,55 @@ def _normed(value, w, columns, epsilon, GEMMA: tl.constexpr):
 
 
 @triton.jit
+def _gated(value, w, g, columns, epsilon, GATE: tl.constexpr):
+    """A norm with its gate, in one of the ways that `rms_norm` names."""
+    if GATE == "silu":
+        out = _normed(value, w, columns, epsilon, False)
+        out = (out.to(tl.float32) * (g / (1.0 + tl.exp(-g)))).to(value.dtype)
+    elif GATE == "sigmoid":  # all is wide until the end
+        wide = value.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / columns + epsilon)
+        out = (wide * scale * w.to(tl.float32) * (1.0 / (1.0 + tl.exp(-g)))).to(value.dtype)
+    else:
+        out = _normed(value.to(tl.float32) * (g / (1.0 + tl.exp(-g))), w.to(tl.float32), columns, epsilon, False)
+    return out
+
+
+@triton.jit
 def _rms_norm(
-    x, weight, gate, y, rows, columns, epsilon, GEMMA: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+    x, weight, gate, y, rows, columns, parts, epsilon, GEMMA: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     inside = at < columns
-    w = tl.load(weight + at, mask=inside, other=0.0)
+    w = tl.load(weight + first % parts * columns + at, mask=inside, other=0.0)
     for number in tl.static_range(ROWS):
         place = (first + number) * columns + at
         live = inside & (first + number < rows)
         value = tl.load(x + place, mask=live, other=0.0)
-        out = _normed(value, w, columns, epsilon, GEMMA)
-        if GATED:
+        if GATE == "":
+            out = _normed(value, w, columns, epsilon, GEMMA)
+        else:
             g = tl.load(gate + place, mask=live, other=0.0).to(tl.float32)
-            out = (out.to(tl.float32) * (g / (1.0 + tl.exp(-g)))).to(value.dtype)
+            out = _gated(value, w, g, columns, epsilon, GATE)
         tl.store(y + place, out, mask=live)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False, gate: Tensor | None = None
+    x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False, gate: Tensor | None = None, how: str = "silu"
 ) -> Tensor:  # fmt: skip
-    """Root-mean-square norm over the last dimension; times silu(gate)."""
-    columns = x.shape[-1]
+    """Root-mean-square norm over the last dimension, or over equal parts of it, with a weight of (parts, columns). How
+    a gate applies: "silu", behind the norm and its rounding; "sigmoid", behind it in float32; "first", the norm of
+    x * silu(gate) in float32."""
+    parts, columns = weight.shape if weight.ndim == 2 else (1, weight.shape[0])
     flat = x.contiguous().view(-1, columns)
     y = torch.empty_like(flat)
     rows, block = flat.shape[0], triton.next_power_of_2(columns)
-    at_once = 8 if block <= 256 and rows >= MANY_ROWS else 1
+    at_once = 8 if block <= 256 and rows >= MANY_ROWS and parts == 1 else 1
     _rms_norm[(triton.cdiv(rows, at_once),)](
-        flat, weight, flat if gate is None else gate.contiguous(), y, rows, columns, epsilon, GEMMA=gemma,
-        GATED=gate is not None, ROWS=at_once, BLOCK=block, num_warps=_norm_warps(block),
+        flat, weight, flat if gate is None else gate.contiguous(), y, rows, columns, parts, epsilon, GEMMA=gemma,
+        GATE="" if gate is None else how, ROWS=at_once, BLOCK=block, num_warps=_norm_warps(block),
     )  # fmt: skip
     return y.view(x.shape)
 

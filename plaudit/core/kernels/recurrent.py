@@ -1,11 +1,12 @@
-"""Recurrent layers: the gated delta rule, with the state written where it was read, and short convolutions.
+"""Recurrent layers: gated delta rules and Mamba-2, with the state written where it was read, and short convolutions.
 
-In eager mode a token of the delta rule reads and writes a state seven times over, and a prompt is solved in chunks,
-whose sums are others than those of single tokens. Here a state stays in registers from a prompt's first token to its
-last, and prompts, decode steps and the learner run the same instructions for every token: no multiplication is fused
-with an addition, and the length is no constant of the program.
+In eager mode a token of these layers reads and writes a state many times over, and a prompt is solved in chunks, whose
+sums are others than those of single tokens. Here a state stays in registers from a prompt's first token to its last,
+and prompts, decode steps and the learner run the same instructions for every token: no multiplication is fused with an
+addition, and neither the length nor where a row lies in memory is a constant of the program.
 
-Letters: B rows, L tokens, H heads, K key size, V value size, C channels, W width of a convolution.
+Letters: B rows, L tokens, H heads, G groups of heads with one key, K key size, V value size, C channels, W width of a
+convolution.
 """
 
 from __future__ import annotations
@@ -19,52 +20,133 @@ EPSILON = tl.constexpr(1e-6)  # of transformers' l2norm
 # A state of 128 keys in tiles of so many values, in the registers of so many warps: the sums over keys are part of the
 # contract that prompts and steps have.
 VALUES, WARPS = 32, 4
+INPUTS = ("query", "key", "value", "decay", "beta")
 
 
-@triton.jit(do_not_specialize=["length"])
-def _delta_rule(
-    query, key, value, decay, beta, state, out, length, heads, key_dim, value_dim, scale, NORM: tl.constexpr,
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)) by the series of the inverse hyperbolic tangent, whose argument is at most 1/3: a logarithm of
+    1 + exp(x) would lose the digits of small steps."""
+    small = tl.exp(-tl.abs(x))
+    s = small / (2.0 + small)
+    t = s * s
+    series = 1.0 / 13 + t * (1.0 / 15)
+    series = 1.0 / 9 + t * (1.0 / 11 + t * series)
+    series = 1.0 / 5 + t * (1.0 / 7 + t * series)
+    return tl.maximum(x, 0.0) + 2.0 * s * (1.0 + t * (1.0 / 3 + t * series))
+
+
+@triton.jit(
+    do_not_specialize=["length", *(f"{name}_{of}" for name in INPUTS for of in ("row", "token"))],
+    do_not_specialize_on_alignment=INPUTS,
+)
+def _recurrence(
+    query, key, value, decay, beta, skip, bias, state, out, query_row, query_token, key_row, key_token, value_row,
+    value_token, decay_row, decay_token, beta_row, beta_token, length, heads, shared, key_dim, value_dim, key_stride,
+    value_stride, scale, low, high, MAMBA: tl.constexpr, NORM: tl.constexpr, CHANNELS: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0).to(tl.int64)
+    row, head = row_head // heads, row_head % heads
     k_at, v_at = tl.arange(0, KEYS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     k_in, v_in = k_at < key_dim, v_at < value_dim
-    place = row_head * key_dim * value_dim + k_at[:, None] * value_dim + v_at[None, :]
+    place = row_head * key_dim * value_dim + k_at[:, None] * key_stride + v_at[None, :] * value_stride
     inside = k_in[:, None] & v_in[None, :]
     kept = tl.load(state + place, mask=inside, other=0.0)
-    at = row_head // heads * length * heads + row_head % heads
+    query_at = query + row * query_row + head // shared * key_dim + k_at
+    key_at = key + row * key_row + head // shared * key_dim + k_at
+    value_at = value + row * value_row + head * value_dim + v_at
+    beta_at = beta + row * beta_row + head
+    out_at = out + (row * length * heads + head) * value_dim + v_at
+    if MAMBA:  # one rate of decay a head, times the step, which is what beta is made of
+        rate = tl.load(decay + head).to(tl.float32)
+        offset = tl.load(bias + head).to(tl.float32)
+        through = tl.load(skip + head).to(tl.float32)
+    elif CHANNELS:
+        decay_at = decay + row * decay_row + head * key_dim + k_at
+    else:
+        decay_at = decay + row * decay_row + head
     for _ in range(length):
-        q = tl.load(query + at * key_dim + k_at, mask=k_in, other=0.0).to(tl.float32)
-        k = tl.load(key + at * key_dim + k_at, mask=k_in, other=0.0).to(tl.float32)
+        q = tl.load(query_at, mask=k_in, other=0.0).to(tl.float32)
+        k = tl.load(key_at, mask=k_in, other=0.0).to(tl.float32)
+        v = tl.load(value_at, mask=v_in, other=0.0).to(tl.float32)
+        b = tl.load(beta_at).to(tl.float32)
         if NORM:
             q = q * tl.rsqrt(tl.sum(q * q, axis=0) + EPSILON)
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) + EPSILON)
-        q = q * scale
-        v = tl.load(value + at * value_dim + v_at, mask=v_in, other=0.0).to(tl.float32)
-        kept = kept * tl.exp(tl.load(decay + at).to(tl.float32))
-        seen = tl.sum(kept * k[:, None], axis=0)
-        delta = (v - seen) * tl.load(beta + at).to(tl.float32)
+        if MAMBA:
+            b = tl.minimum(tl.maximum(_softplus(b + offset), low), high)
+            kept = kept * tl.exp(b * rate)
+            delta = v * b
+        else:
+            q = q * scale
+            if CHANNELS:
+                kept = kept * tl.exp(tl.load(decay_at, mask=k_in, other=0.0).to(tl.float32))[:, None]
+            else:
+                kept = kept * tl.exp(tl.load(decay_at).to(tl.float32))
+            decay_at += decay_token
+            seen = tl.sum(kept * k[:, None], axis=0)
+            delta = (v - seen) * b
         kept += k[:, None] * delta[None, :]
-        tl.store(out + at * value_dim + v_at, tl.sum(kept * q[:, None], axis=0), mask=v_in)
-        at += heads
+        read = tl.sum(kept * q[:, None], axis=0)
+        if MAMBA:
+            read += through * v
+        tl.store(out_at, read, mask=v_in)
+        query_at += query_token
+        key_at += key_token
+        value_at += value_token
+        beta_at += beta_token
+        out_at += heads * value_dim
     tl.store(state + place, kept, mask=inside)
 
 
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor, norm: bool
 ) -> Tensor:
-    """query and key (B, L, H, K), value (B, L, H, V), decay and beta (B, L, H), state (B, H, K, V) in float32, changed
-    in place -> (B, L, H, V)."""
-    rows, length, heads, value_dim = value.shape
-    key_dim = key.shape[-1]
+    """query and key (B, L, H, K), value (B, L, H, V), decay (B, L, H), or (B, L, H, K) of a rate for each channel, beta
+    (B, L, H), state (B, H, K, V) in float32, changed in place -> (B, L, H, V)."""
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    strides = (value.shape[-1], 1)
+    return _run(query, key, value, decay, beta, (beta, beta), state, out, strides, norm=norm)
+
+
+def state_space(
+    x: Tensor, step: Tensor, rate: Tensor, key: Tensor, query: Tensor, skip: Tensor, bias: Tensor, state: Tensor,
+    limits: tuple[float, float],
+) -> Tensor:  # fmt: skip
+    """Mamba-2, whose B is a key and whose C is a query: x (B, L, H, V), step (B, L, H) before bias (H) and softplus,
+    rate (H) of decay, key and query (B, L, G, K), skip (H), state (B, H, V, K) in float32, changed in place
+    -> (B, L, H, V) in float32."""
+    out = torch.empty(x.shape, device=x.device)
+    strides = (1, key.shape[-1])
+    return _run(query, key, x, rate, step, (skip, bias), state, out, strides, limits)
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, of_heads: tuple[Tensor, Tensor],
+    state: Tensor, out: Tensor, strides: tuple[int, int], limits: tuple[float, float] | None = None, norm: bool = False,
+) -> Tensor:  # fmt: skip
+    rows, length, heads, value_dim = value.shape
+    key_dim, mamba = key.shape[-1], limits is not None
     values = min(VALUES, triton.next_power_of_2(value_dim))
-    _delta_rule[(rows * heads, triton.cdiv(value_dim, values))](
-        query.contiguous(), key.contiguous(), value.contiguous(), decay.contiguous(), beta.contiguous(), state, out,
-        length, heads, key_dim, value_dim, key_dim**-0.5, NORM=norm, KEYS=triton.next_power_of_2(key_dim),
-        VALUES=values, num_warps=WARPS, enable_fp_fusion=False,
+    of_tokens = [_inner(x) for x in (query, key, value)]
+    of_tokens += [(decay.contiguous(), 0, 0) if mamba else _inner(decay), _inner(beta)]
+    _recurrence[(rows * heads, triton.cdiv(value_dim, values))](
+        *(x for x, _, _ in of_tokens), *(x.contiguous() for x in of_heads), state, out,
+        *(stride for _, row, token in of_tokens for stride in (row, token)), length, heads, heads // key.shape[2],
+        key_dim, value_dim, *strides, key_dim**-0.5, *(limits or (0.0, 0.0)), MAMBA=mamba, NORM=norm,
+        CHANNELS=decay.ndim == 4, KEYS=triton.next_power_of_2(key_dim), VALUES=values, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def _inner(x: Tensor) -> tuple[Tensor, int, int]:
+    """With what belongs to one token side by side, and the strides of rows and tokens: parts of a wider row are read
+    where they lie."""
+    if not x[0, 0].is_contiguous():
+        x = x.contiguous()
+    return x, x.stride(0), x.stride(1)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ They keep for backward what they were given and nothing else; plain modules keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,20 +180,25 @@ def softmax_top(logits: Tensor, choices: int, normed: bool, dtype: torch.dtype) 
     return values, ids
 
 
-def gated_norm(module: Any, epsilon: float, x: Tensor, gate: Tensor) -> Tensor:
-    """The norm of x times silu(gate)."""
-    if not _wanted(x, gate, module.weight):
-        return kernels.rms_norm(x, module.weight, epsilon, gate=gate)
+def gated_norm(module: Any, epsilon: float, how: str, parts: int, x: Tensor, gate: Tensor) -> Tensor:
+    """As `kernels.rms_norm` with a gate, over equal parts of a row."""
+    weight = module.weight.view(parts, -1)
 
     def fused(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        return kernels.rms_norm(x, weight, epsilon, gate=gate)
+        return kernels.rms_norm(x, weight, epsilon, gate=gate, how=how)
 
     def original(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
-        return (weight * normed * F.silu(gate.float())).to(x.dtype)
+        wide, gate = (each.float().view(*each.shape[:-1], *weight.shape) for each in (x, gate))
+        if how == "first":
+            wide = wide * F.silu(gate)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        if how == "silu":
+            normed = weight * normed.to(x.dtype) * F.silu(gate)
+        else:
+            normed = weight * normed * gate.sigmoid() if how == "sigmoid" else weight * normed
+        return normed.view(x.shape).to(x.dtype)
 
-    return with_gradients_of(original, fused, x, gate, module.weight)
+    return with_gradients_of(original, fused, x, gate, weight) if _wanted(x, gate, weight) else fused(x, gate, weight)
 
 
 def delta_rule(
@@ -202,12 +207,13 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As `original`, a function of transformers; a state that is given is changed in place."""
     inputs = (query, key, value, decay, beta)
+    if state is None:
+        state = _no_state(value, key.shape[-1], value.shape[-1])
     if not _wanted(*inputs):
-        state = _no_state(key, value) if state is None else state
         return kernels.delta_rule(*inputs, state, norm), state
 
     def fused(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        return kernels.delta_rule(query, key, value, decay, beta, _no_state(key, value), norm)
+        return kernels.delta_rule(query, key, value, decay, beta, state, norm)
 
     def plain(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         out: Tensor = original(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=norm)[0]
@@ -216,9 +222,23 @@ def delta_rule(
     return with_gradients_of(plain, fused, *inputs), None
 
 
-def _no_state(key: Tensor, value: Tensor) -> Tensor:
-    rows, _, heads, size = value.shape
-    return torch.zeros(rows, heads, key.shape[-1], size, device=value.device)
+def _no_state(value: Tensor, *sizes: int) -> Tensor:
+    rows, _, heads, _ = value.shape
+    return torch.zeros(rows, heads, *sizes, device=value.device)
+
+
+def state_space(
+    original: Callable[..., Tensor], inputs: Sequence[Tensor], state: Tensor | None, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As `original`, of the inputs that `kernels.state_space` takes; a state that is given is changed in place."""
+    if state is None:
+        value, key = inputs[0], inputs[3]
+        state = _no_state(value, value.shape[-1], key.shape[-1])
+
+    def fused(*inputs: Tensor) -> Tensor:
+        return kernels.state_space(*inputs, state, limits)  # type: ignore[call-arg, arg-type]
+
+    return (with_gradients_of(original, fused, *inputs), None) if _wanted(*inputs) else (fused(*inputs), state)
 
 
 def convolution(
@@ -246,5 +266,7 @@ MIXTURE: Mapping[str, Callable[..., Any]] = {"experts": experts, "router": softm
 # By the names that transformers has for them.
 RECURRENT: Mapping[str, Callable[..., Any]] = {
     "torch_recurrent_gated_delta_rule": delta_rule, "torch_chunk_gated_delta_rule": delta_rule,
+    "recurrent_kimi_delta_attention": delta_rule, "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_selective_state_update": kernels.state_space, "mamba2_chunk_scan": state_space,
     "causal_conv1d_update": kernels.convolution_step, "causal_conv1d_fn": convolution, "gated norm": gated_norm,
 }  # fmt: skip

@@ -8,6 +8,7 @@ itself is not changed. Products are steady there too, where that is asked for (a
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from plaudit.algo.tokens.products import HALF, SteadyProducts
 Call = Callable[..., Any]
 MOST_EXPERTS = 1024  # of a router that a kernel replaces
 SCALES = (1, 30)  # of what is tried: some layers clamp large values
+NO_LIMITS = (0.0, math.inf)  # of Mamba's steps
 PROBED = 64  # size of the heads that a rotary embedding is tried on
 
 
@@ -128,16 +130,28 @@ class Fusion:
         weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
         if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
             return
-        fused = partial(self.kernels.RECURRENT["gated norm"], module, epsilon)
+        columns = weight.shape[0]
+        parts = getattr(module, "n_groups", columns // getattr(module, "group_size", columns))
+        kernel = self.kernels.RECURRENT["gated norm"]
         key = (type(module), weight.dtype)
         if key not in kind_of:
-            probe, gate = (scale * _random(weight, 4, weight.shape[0]) for scale in SCALES)
+            probe, gate = (scale * _random(weight, 4, columns) for scale in SCALES)
+            # Mamba's norm is given what a scan sums up in float32.
+            kinds = {"silu": probe, "sigmoid": probe, "first": probe.float()}
             try:
-                kind_of[key] = "gated" if _same(fused(probe, gate), module(probe, gate)) else None
+                kind_of[key] = next(
+                    (
+                        kind
+                        for kind, x in kinds.items()
+                        if _same(kernel(module, epsilon, kind, parts, x, gate), module(x, gate), _roundings(x))
+                    ),
+                    None,
+                )
             except (TypeError, RuntimeError):  # another signature
                 kind_of[key] = None
-        if kind_of[key] is not None:
-            self.forwards.append((module, fused))
+        kind = kind_of[key]
+        if kind is not None:
+            self.forwards.append((module, partial(kernel, module, epsilon, kind, parts)))
 
     def _gated(self, module: Any, kind_of: dict[tuple[type, Any], str | None]) -> None:
         def fused(x: Tensor) -> Tensor:
@@ -169,9 +183,8 @@ class Fusion:
             ids = _random(weight, 6, count).argsort(-1)[:, : min(2, count)]
             weights = _random(weight, *ids.shape).sigmoid()
             silu = module.has_gate and _gates_by_silu(module, weight)
-            roundings = 64 if weight.dtype == torch.float32 else 4  # sums of float32 round in every step
             same = all(
-                _same(fused(silu, scale * x, ids, weights), module(scale * x, ids, weights), roundings)
+                _same(fused(silu, scale * x, ids, weights), module(scale * x, ids, weights), _roundings(weight))
                 for scale in SCALES
             )
             kind_of[key] = None if not same else "silu" if silu else "own"
@@ -282,6 +295,55 @@ def _delta_or(original: Call, kernel: Call) -> Call:
     return rule
 
 
+def _scan_or(original: Call, kernel: Call) -> Call:
+    """Of `mamba2_chunk_scan`. A state that is taken by the kernel is written in place."""
+
+    def scan(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = NO_LIMITS, return_final_states: bool = False, **named: Any,
+    ) -> Any:  # fmt: skip
+        state = initial_states
+        takes = state is None or (state.dtype == torch.float32 and state.is_contiguous() and return_final_states)
+        learning = torch.is_grad_enabled() and (state is not None or return_final_states)
+        plain = D is None or dt_bias is None or not dt_softplus or any(value is not None for value in named.values())
+        if plain or not takes or learning:
+            return original(
+                hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=state,
+                dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, **named,
+            )  # fmt: skip
+
+        def alone(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
+            out: Tensor = original(
+                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True, dt_limit=dt_limit
+            )
+            return out
+
+        out, last = kernel(alone, (hidden_states, dt, A, B, C, D, dt_bias), state, dt_limit)
+        return (out, last) if return_final_states else out
+
+    return scan
+
+
+def _state_step_or(original: Call, kernel: Call) -> Call:
+    """Of `mamba2_selective_state_update`, which writes the state in place itself and is given what a head has once for
+    each of its values. What it gives is in float32, as a scan is."""
+
+    def step(
+        state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **named: Any,
+    ) -> Any:  # fmt: skip
+        takes = state.dtype == torch.float32 and state.is_contiguous() and A.ndim == 3 and A.stride()[1:] == (0, 0)
+        repeated = all(x is not None and x.stride(-1) == 0 for x in (dt, D, dt_bias))
+        if named or not takes or not repeated or not dt_softplus or torch.is_grad_enabled():
+            return original(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **named)
+        x, step, key, query = (tensor[:, None] for tensor in (hidden_states, dt[..., 0], B, C))
+        out = kernel(x, step, A[:, 0, 0], key, query, D[:, 0], dt_bias[:, 0], state, NO_LIMITS)[:, 0]  # type: ignore[index]
+        return out if z is None else out * F.silu(z)
+
+    return step
+
+
 def _whole_convolution_or(original: Call, kernel: Call) -> Call:
     """Of `causal_conv1d_fn`."""
 
@@ -316,39 +378,62 @@ def _convolution_or(original: Call, kernel: Call) -> Call:
 
 REPLACED = {
     "torch_recurrent_gated_delta_rule": _delta_or, "torch_chunk_gated_delta_rule": _delta_or,
+    "recurrent_kimi_delta_attention": _delta_or, "chunk_kimi_delta_attention": _delta_or,
+    "mamba2_selective_state_update": _state_step_or, "mamba2_chunk_scan": _scan_or,
     "causal_conv1d_update": _convolution_or, "causal_conv1d_fn": _whole_convolution_or,
 }  # fmt: skip
 """Functions of transformers' recurrent layers, and how a kernel takes the place of one."""
 
 
 def _same_step(name: str, original: Call, fused: Call, trunk: nn.Module) -> bool:
-    """Output and state, on random input of a delta rule or a convolution."""
+    """Output and state, on random input of a recurrence or a convolution."""
     like = next(trunk.parameters())
-    x, weight, bias, tail = (_random(like, *shape) for shape in ((3, 20, 1), (20, 4), (20,), (3, 20, 4)))
-    length = 1 if name == "torch_recurrent_gated_delta_rule" else 70  # more than a chunk
-    query, key, value = (_random(like, 3, length, 2, size) for size in (16, 16, 24))
-    decay, beta = (_random(like, 3, length, 2).sigmoid() for _ in range(2))
-    state = _random(like, 3, 2, 16, 24).float()
-
-    def called(function: Call) -> tuple[Tensor, ...]:
-        if name == "causal_conv1d_update":
-            return function(x, own := tail.clone(), weight, bias, "silu"), own
-        if name == "causal_conv1d_fn":
-            return (function(_random(like, 3, 20, 9), weight, bias, activation="silu"),)
-        out, last = function(
-            query, key, value, g=-decay.float(), beta=beta, initial_state=state.clone(), output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        return out, last
-
     try:
         with torch.no_grad():
             return all(
-                _same(a, b, 64 if a.dtype == torch.float32 else 4)
-                for a, b in zip(called(fused), called(original), strict=True)
+                _same(a, b, _roundings(a))
+                for a, b in zip(_tried(name, fused, like), _tried(name, original, like), strict=True)
             )
     except (TypeError, RuntimeError):  # another signature
         return False
+
+
+def _tried(name: str, function: Call, like: Tensor) -> tuple[Tensor, ...]:
+    if name.startswith("causal_conv1d"):
+        x, weight, bias, tail = (_random(like, *shape) for shape in ((3, 20, 1), (20, 4), (20,), (3, 20, 4)))
+        if name == "causal_conv1d_update":
+            return function(x, tail, weight, bias, "silu"), tail
+        return (function(_random(like, 3, 20, 9), weight, bias, activation="silu"),)
+    length = 70 if "chunk" in name else 1  # more than a chunk
+    heads = (3, length, 2)
+    if name.startswith("mamba2"):
+        return _tried_state_space(function, like.float(), length)
+    query, key, value = (_random(like, *heads, size) for size in (16, 16, 24))
+    decay = _random(like, *heads, *([16] if "kimi" in name else [])).sigmoid()
+    out, last = function(
+        query, key, value, g=-decay.float(), beta=_random(like, *heads).sigmoid(),
+        initial_state=_random(like, 3, 2, 16, 24).float(), output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    return out, last
+
+
+def _tried_state_space(function: Call, like: Tensor, length: int) -> tuple[Tensor, ...]:
+    """In float32: in half precision transformers rounds steps and outputs, which the kernels of Mamba's authors do
+    not."""
+    x, step, state = (_random(like, *shape) for shape in ((3, length, 2, 24), (3, length, 2), (3, 2, 24, 16)))
+    key, query = _random(like, 2, 3, length, 1, 16)
+    rate, skip, bias = _random(like, 3, 2)
+    rate = -rate.exp()
+    if length > 1:
+        out, last = function(
+            x, step, rate, key, query, chunk_size=32, D=skip, dt_bias=bias, dt_softplus=True, initial_states=state,
+            return_final_states=True,
+        )  # fmt: skip
+        return out, last
+    step, skip, bias = (tensor[..., None].expand(*tensor.shape, 24) for tensor in (step[:, 0], skip, bias))
+    rate = rate[:, None, None].expand(-1, 24, 16)
+    out = function(state, x[:, 0], step, rate, key[:, 0], query[:, 0], skip, dt_bias=bias, dt_softplus=True)
+    return out, state
 
 
 def _same_rotary(kernels: Kernels, original: Call, like: Tensor) -> bool:
@@ -366,6 +451,11 @@ def _random(like: Tensor, *shape: int) -> Tensor:
     """From a generator of its own: what a model draws later does not depend on how often it was tried."""
     generator = torch.Generator(like.device).manual_seed(0)
     return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
+
+
+def _roundings(x: Tensor) -> int:
+    """That sums may differ by: those of float32 round in every step."""
+    return 64 if x.dtype == torch.float32 else 4
 
 
 def _same(result: Tensor, expected: Any, roundings: int = 4) -> bool:
