@@ -114,7 +114,7 @@ def of_tokens(inputs: list[torch.Tensor], part: list[torch.Tensor]) -> list[torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("groups", "length"), [(1, 1), (2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 20), (2, 70)))]
+    ("groups", "length"), [(1, 1), (2, 3), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((1, 20), (2, 70)))]
 )
 def test_mamba(dtype: torch.dtype, groups: int, length: int) -> None:
     """As transformers scans it in chunks, in float32, and to the bit the same in parts of any length and alone."""
