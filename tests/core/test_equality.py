@@ -93,7 +93,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     assert [list(s.token_ids) for s in engine.generate(prompts, GREEDY)] == expected
     # again, now from the tree; and through a pool so small that sequences throw each other out
     assert [list(s.token_ids) for s in engine.generate(prompts, GREEDY)] == expected
-    small = Engine(module, kv_bytes=engine.decoder.token_bytes() * 80, budget=32, max_running=8)
+    small = Engine(module, kv_bytes=engine.decoder.token_bytes() * 64, budget=32, max_running=8)
     assert [list(s.token_ids) for s in small.generate(prompts, GREEDY)] == expected
     assert small.stats().preemptions > 0
 
