@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, PreTrainedConfig
 
 from plaudit.config import BradleyTerry, SupervisedTrain, load_recipe
 from plaudit.core.model.packing import use_packed_attention
@@ -22,6 +23,7 @@ from plaudit.train.supervised.examples import (
 )
 from plaudit.train.supervised.learner import Learner
 from plaudit.train.supervised.objectives import Imitate, JudgeSteps, Objective, Prefer, Rate
+from tests.core import tiny
 
 TABLE = SupervisedTrain(steps=100, batch=8, lr=1e-3, warmup=10)
 RAGGED = (5, 17, 9, 30, 2, 11, 23, 8)
@@ -178,3 +180,25 @@ def test_recipes_of_the_house_parse() -> None:
     from pathlib import Path
 
     assert {load_recipe(path).task for path in Path("plaudit/recipes").glob("sums-*.toml")} >= {"sft", "reward", "prm"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**tiny.GROUPED, head_dim=16, final_logit_softcapping=2.0, query_pre_attn_scalar=16),
+        GraniteConfig(**tiny.GROUPED, logits_scaling=4.0),
+        CohereConfig(**tiny.GROUPED, logit_scale=0.25),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_the_loss_of_sft_has_what_a_model_does_to_its_logits(config: PreTrainedConfig) -> None:
+    """Soft caps and scales: the loss is transformers' own."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = tokens(20, 1)
+    labels = torch.tensor([ids])
+    labels[:, :6] = -100
+    expected = model(torch.tensor([ids]), labels=labels).loss.item()
+    use_packed_attention(model)
+    learner = Learner(model, Imitate(), Optimizer(model, TABLE), 1000)
+    assert learner.gradient([Demonstration(ids, 6)]) == pytest.approx(expected, rel=1e-5)

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.algo.supervised_losses import attribute_error, bradley_terry, step_cross_entropy
-from plaudit.algo.tokens.logprobs import token_logprobs
 from plaudit.config import BradleyTerry
 from plaudit.core.model.attention import rows_at
 from plaudit.core.model.packing import pack, pack_tree
-from plaudit.train.optim.sharding import head_of
 from plaudit.train.run.ranks import Group
 from plaudit.train.supervised.examples import Comparison, Demonstration, Example, Rating, StepTargets
-from plaudit.train.supervised.reader import Places, Reader
+from plaudit.train.supervised.reader import Places, Reader, target_logprobs
 
 
 class Objective(Protocol):
@@ -65,9 +63,7 @@ class Imitate(Objective):
     def loss(self, model: nn.Module, examples: Sequence[Example], places: Places, hidden: Tensor) -> Tensor:
         tokens = [t for e in examples if isinstance(e, Demonstration) for t in e.tokens[e.answer_at :]]
         targets = places.own(torch.tensor(tokens, device=hidden.device))
-        head = head_of(model)
-        logp = token_logprobs(hidden[places.at], head.weight, targets, head.bias, split=head.split)
-        return -places.whole(logp).sum()
+        return -places.whole(target_logprobs(model, hidden[places.at], targets)).sum()
 
 
 class Prefer(Objective):

@@ -14,18 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from plaudit.algo.preference.method import Answers, Judged
-from plaudit.algo.tokens.logprobs import token_logprobs
 from plaudit.algo.tokens.ragged import sample_sum
 from plaudit.config import PreferenceAlgorithm
 from plaudit.core.model.attention import rows_at
-from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import pack_tree, send
-from plaudit.train.optim.sharding import head_of
 from plaudit.train.run.ranks import Group
 from plaudit.train.supervised.evaluate import auc
 from plaudit.train.supervised.examples import Example, Labelled, Preferred
 from plaudit.train.supervised.objectives import Objective
-from plaudit.train.supervised.reader import Places, Reader
+from plaudit.train.supervised.reader import Places, Reader, target_logprobs
 
 E = TypeVar("E", Preferred, Labelled)
 Answer = tuple[tuple[int, ...], tuple[int, ...]]
@@ -137,11 +134,7 @@ def answer_logprobs(
     parts = [
         n for (prompt, response), at in zip(answers, first, strict=True) for n in (len(prompt) - at, len(response))
     ]
-    decoder, head = Decoder(model, "causal"), head_of(model)
-    logp = token_logprobs(
-        rows_at(hidden, places.at), head.weight, targets, head.bias,
-        finish=None if decoder.plain_logits else decoder.finish, split=head.split,
-    )  # fmt: skip
+    logp = target_logprobs(model, rows_at(hidden, places.at), targets)
     prompts, responses = sample_sum(places.whole(logp), parts).view(-1, 2).unbind(1)
     return prompts, responses
 

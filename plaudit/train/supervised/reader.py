@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plaudit.algo.tokens.logprobs import token_logprobs
+from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, send
 from plaudit.train.optim.context import placed, sliced
 from plaudit.train.optim.pipeline import stage_of
-from plaudit.train.optim.sharding import let_go, packed_rows
+from plaudit.train.optim.sharding import head_of, let_go, packed_rows
 from plaudit.train.policy.forward import MicroBatch, shared_batches
 from plaudit.train.run.ranks import ALONE, Group, Ranks
 from plaudit.train.supervised.examples import Example, token_count
@@ -89,3 +91,10 @@ class Reader:
                     parts.append(part.flatten().cpu())
         let_go(self.model)
         return self.results.concatenate(parts)
+
+
+def target_logprobs(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
+    """Of the token that follows each row, with what the model does to its logits (soft caps, scales)."""
+    decoder, head = Decoder(model, "causal"), head_of(model)
+    finish = None if decoder.plain_logits else decoder.finish
+    return token_logprobs(rows, head.weight, targets, head.bias, finish=finish, split=head.split)
