@@ -107,13 +107,12 @@ def serve(kind: str) -> None:
     async def run() -> None:
         sock = socket.create_server(("127.0.0.1", 0))
         listener = Listener(app, LimitsTable())
-        task = asyncio.create_task(listener.serve([sock]))
+        await listener.start([sock])
         print(sock.getsockname()[1], flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             assert line.strip() == "cpu"
             print(time.process_time(), flush=True)
-        listener.should_exit = True
-        await task
+        await listener.stop()
 
     uvloop.run(run())
 
@@ -172,7 +171,7 @@ def main() -> None:
     rows = [{"app": kind, **{name: median(r[name] for r in rounds[kind]) for name in rounds[kind][0]}} for kind in APPS]
     for row in rows:
         print(f"{row['app']:10} {row['requests/s']:8.0f} requests/s {row['CPU us']:6.1f} us of CPU a request")
-    installed = versions(PYTHON, ("starlette", "uvicorn", "uvloop", "httptools"))
+    installed = versions(PYTHON, ("starlette", "uvloop", "httptools"))
     record = {
         **stamp(__file__, processor(), {"starlette": (installed["starlette"], "one route, no middleware of its own")}),
         "versions": installed, "connections": options.connections, "seconds": options.seconds, "rounds": rounds,

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 FILES_SECONDS = 1.0  # between two looks at the files of keys and certificates
 T = TypeVar("T")
 VALUES_PER_ITEM = 64  # that are no numbers, in a large body of JSON: twenty messages, say
+SWITCH_SECONDS = 0.0005  # after which a thread that puts a large body together leaves the interpreter to the event loop
 LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
 
 
@@ -97,6 +98,7 @@ def run_server(table: ListenTable, build: Build, command: str, note: str) -> int
     check_open(table)
     source, tls = KeySource(table), Tls.of(table)
     sock = listen(table)
+    sys.setswitchinterval(SWITCH_SECONDS)
     code = uvloop.run(_Server(table, build, command, note, source, tls).run(sock))
     if code:
         os._exit(code)  # without waiting for threads: what could not be drained may have somebody else to wait for
@@ -151,9 +153,9 @@ class _Server:
         )  # fmt: skip
         grpc = None if table.grpc_port is None else _grpc(app, table, self.tls)
         listener = Listener(app, limits, None if self.tls is None else self.tls.context)
-        listening = asyncio.create_task(listener.serve([sock]))
+        await listener.start([sock])
         self._listen(models)
-        beside = [self._tick(models, admission, listener), self._follow_files(keys, admission)]
+        beside = [self._tick(models, admission), self._follow_files(keys, admission)]
         tasks = [asyncio.create_task(each) for each in beside]
         code = 0
         try:
@@ -164,9 +166,7 @@ class _Server:
         finally:
             for task in tasks:
                 task.cancel()
-            listener.should_exit = True
-            with contextlib.suppress(asyncio.CancelledError):
-                await listening
+            await listener.stop()
             if grpc is not None:
                 await grpc.stop()
             leave(table)
@@ -271,7 +271,7 @@ class _Server:
         self._say(sys.stderr.fileno(), "; ".join(models.failed()))
         self._stop.set()
 
-    async def _tick(self, models: ServerBackend, admission: Admission, listener: Listener) -> None:
+    async def _tick(self, models: ServerBackend, admission: Admission) -> None:
         expected = time.monotonic() + 1.0
         while True:
             await asyncio.sleep(max(0.0, expected - time.monotonic()))
@@ -281,7 +281,6 @@ class _Server:
                 self.log("loop_blocked", seconds=round(lag, 2))
             expected = time.monotonic() + 1.0
             admission.tick(1.0 + lag)
-            listener.tick()
             models.tick()
 
     def _say(self, file: int, line: str) -> None:

@@ -276,6 +276,7 @@ class App:
         first."""
         task, connection = asyncio.current_task(), request.connection
         assert task is not None
+        watching = None if request.told_when_lost else asyncio.create_task(request.until_lost())
         try:
             reply = await route.handler(request) if connection.enter(task) else None
             if reply is not None and reply.parts is not None:
@@ -288,6 +289,8 @@ class App:
             return None
         finally:
             connection.working.discard(task)
+            if watching is not None:
+                watching.cancel()
 
     def _count_error(self, type: str, message: str, request: Request) -> None:
         request.error = type

@@ -7,6 +7,7 @@ import hmac
 import math
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 
 from plaudit.config.keys import KeyTable
 from plaudit.config.serve import loopback
@@ -156,6 +157,7 @@ def _bearer(authorization: bytes | None) -> bytes | None:
     return key if scheme.lower() == b"bearer" and key else b""
 
 
+@lru_cache(256)  # clients send the same few with every request
 def _is_local(authority: bytes) -> bool:
     host = authority.rpartition(b"@")[2].lower()
     name = host.partition(b"]")[0][1:] if host.startswith(b"[") else host.partition(b":")[0]

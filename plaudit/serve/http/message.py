@@ -143,7 +143,7 @@ class Request:
         self._receive = receive
         self._limits = limits
         self._scope = scope
-        self.connection: Connection = scope["connection"]
+        self.connection: Connection = scope.get("connection") or Connection()
         self.method: str = scope["method"]
         # Never request.url: that is built from the Host header, which the client writes.
         self.path: str = scope["path"]
@@ -296,6 +296,16 @@ class Request:
             problem = "goes on after its end" if unpacker.eof else "ends early"
             raise HttpError(400, "bad_encoding", f"the {coding.decode()} body {problem}")
         return b"".join(pieces)
+
+    async def until_lost(self) -> None:
+        """With a server that does not tell of the connection: it ends when this is told to stop, or the client goes."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.connection.lose()
+
+    @property
+    def told_when_lost(self) -> bool:
+        return "connection" in self._scope
 
     async def linger(self) -> None:
         """Drop what still comes of a body that nobody wants. A connection closed on unread bytes is reset, and the

@@ -85,6 +85,7 @@ class PolicyEndpoint:
         sock = bind(HOST, 0)
         self.url = f"http://{HOST}:{sock.getsockname()[1]}/v1"
         self._started = threading.Event()
+        self._stop = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(sock,), daemon=True, name="endpoint")
         self._thread.start()
@@ -112,7 +113,7 @@ class PolicyEndpoint:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(START_SECONDS)
 
     # The thread
@@ -142,17 +143,15 @@ class PolicyEndpoint:
             routes, self._admitted, self._admission,
             Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds), metrics, log, log_requests=False,
         )  # fmt: skip
-        self._listener = Listener(app, limits)
+        listener = Listener(app, limits)
+        await listener.start([sock])
         self._started.set()
         try:
-            await self._listener.serve([sock])
+            await self._stop.wait()
         finally:
+            await listener.stop(0)  # agents that are left behind may keep connections
             app.readers.close()
             log.close()
-
-    def _stop(self) -> None:
-        self._listener.should_exit = True
-        self._listener.force_exit = True  # agents that are left behind may keep connections
 
     def _call(self, work: Callable[[], None]) -> None:
         """In the thread of the loop, and wait for it."""

@@ -1,0 +1,249 @@
+"""Connections of HTTP/1.1 as bytes on a socket, and the same application under another ASGI server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+
+from plaudit.config.serve import LimitsTable
+from plaudit.serve.http.app import Admission, App
+from plaudit.serve.http.exchange import AsgiApp
+from plaudit.serve.http.keys import Keys
+from plaudit.serve.http.listener import Listener
+from plaudit.serve.http.message import Limits, Reply, Request, Route, Routes
+from plaudit.serve.logs import Log
+from plaudit.serve.metrics import Metrics
+
+SECONDS = 20.0  # that nothing here takes unless it hangs
+PARTS = [b"one", b"", b"three" * 10]
+
+
+@contextmanager
+def serving(app: AsgiApp, **limits: Any) -> Iterator[int]:
+    """Its port; it runs in a thread of its own."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    loop, stop, ready = uvloop.new_event_loop(), asyncio.Event(), threading.Event()
+
+    async def run() -> None:
+        listener = Listener(app, LimitsTable(**limits))
+        await listener.start([sock])
+        ready.set()
+        await stop.wait()
+        await listener.stop()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    try:
+        assert ready.wait(SECONDS)
+        yield sock.getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        loop.close()
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+
+
+def exchanged(port: int, *pieces: bytes) -> bytes:
+    """All that comes until the server closes the connection."""
+    with connected(port) as sock:
+        for piece in pieces:
+            sock.sendall(piece)
+            time.sleep(0.01 if len(pieces) > 1 else 0)
+        return b"".join(iter(lambda: sock.recv(65536), b""))
+
+
+def request(path: str = "/", *headers: str, body: bytes = b"", method: str = "POST", version: str = "1.1") -> bytes:
+    lines = [f"{method} {path} HTTP/{version}", "Host: localhost", *headers, f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """What it was sent, with its path and query before it."""
+    body, more = f"{scope['method']} {scope['path']}?{scope['query_string'].decode()} ".encode(), True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def streamed(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in PARTS:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_requests_of_a_connection_are_answered_in_their_order() -> None:
+    slow = asyncio.Event()
+
+    async def first_waits(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/0":
+            asyncio.get_running_loop().call_later(0.05, slow.set)
+            await slow.wait()
+        await echo(scope, receive, send)
+
+    with serving(first_waits) as port:
+        sent = [request(f"/{n}", body=b"%d" % n) for n in range(50)]
+        last = request("/last?a=%20b", "Connection: close", body=b"x")
+        answered = exchanged(port, b"".join(sent) + last)
+    bodies = [each.partition(b"\r\n\r\n")[2] for each in answered.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+    assert bodies == [*(b"POST /%d? %d" % (n, n) for n in range(50)), b"POST /last?a=%20b x"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_request_in_pieces_of_any_size(size: int) -> None:
+    whole = request("/p", "Connection: close", body=b"body")
+    with serving(echo) as port:
+        answered = exchanged(port, *(whole[at : at + size] for at in range(0, len(whole), size)))
+    assert answered.endswith(b"\r\n\r\nPOST /p? body")
+
+
+def test_head_has_the_headers_of_the_reply_and_no_body() -> None:
+    with serving(echo) as port:
+        answered = exchanged(port, request(method="HEAD") + request("/2", "Connection: close"))
+    first, second = answered.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert first == b"content-length: 8\r\n\r\n"
+    assert second.endswith(b"POST /2? ")
+
+
+def test_replies_of_unknown_length() -> None:
+    with serving(streamed) as port:
+        assert exchanged(port, request("/", "Connection: close")) == (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+            b"3\r\none\r\n32\r\n" + PARTS[2] + b"\r\n0\r\n\r\n"
+        )
+        # A client of HTTP/1.0 knows no chunks: the end of the connection is that of the reply.
+        assert exchanged(port, request(version="1.0")) == (
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"".join(PARTS)
+        )
+
+
+def test_a_client_that_waits_for_leave_to_send_its_body() -> None:
+    with serving(echo) as port, connected(port) as sock:
+        whole = request("/", "Expect: 100-continue", "Connection: close", body=b"body")
+        sock.sendall(whole[:-4])
+        assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(whole[-4:])
+        assert b"".join(iter(lambda: sock.recv(65536), b"")).endswith(b"POST /? body")
+
+
+@pytest.mark.parametrize(
+    ("headers", "bodies"),
+    [
+        ([(b"content-length", b"5")], [b"1234"]),
+        ([(b"content-length", b"3")], [b"1234"]),
+        ([(b"x-name", b"a\r\nb: c")], [b""]),
+        ([(b"x-name", b"a\x00b")], [b""]),
+        (None, []),
+    ],
+    ids=["short", "long", "line break", "control character", "no reply"],
+)
+def test_a_reply_that_is_none_ends_the_connection(headers: Any, bodies: list[bytes]) -> None:
+    async def wrong(scope: Any, receive: Any, send: Any) -> None:
+        if headers is not None:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for body in bodies:
+            await send({"type": "http.response.body", "body": body})
+
+    with serving(wrong) as port:
+        assert exchanged(port, request()) == b""
+
+
+def test_a_client_that_takes_nothing_stops_what_is_sent_to_it() -> None:
+    written = []
+    gone = threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.is_set():
+            await send({"type": "http.response.body", "body": b" " * 65536, "more_body": True})
+            written.append(65536)
+            if (await asyncio.wait_for(receive(), SECONDS))["type"] == "http.disconnect":
+                gone.set()
+
+    async def endless_without_reading(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(10_000):
+            await send({"type": "http.response.body", "body": b" " * 65536, "more_body": True})
+            written.append(65536)
+            await asyncio.sleep(0)
+
+    with serving(endless_without_reading, write_seconds=60) as port, connected(port) as sock:
+        sock.sendall(request())
+        count, until = -1, time.monotonic() + SECONDS
+        while len(written) != count and time.monotonic() < until:
+            count = len(written)
+            time.sleep(0.3)
+        assert 0 < sum(written) < 40 << 20, "what the kernel and one buffer take, and no more"
+    written.clear()
+    with serving(endless) as port:
+        with connected(port) as sock:
+            sock.sendall(request())
+            assert sock.recv(100)
+        assert gone.wait(SECONDS)
+
+
+def application(handler: Callable[[Request], Awaitable[Reply]]) -> App:
+    limits, metrics = LimitsTable(), Metrics()
+    return App(
+        Routes([Route("POST", "/work", "key", handler, work=True)]), Keys({}, keyless=True, allow_open=frozenset()),
+        Admission(limits.queued_tokens, limits.buffered_bytes, 1, 429, metrics),
+        Limits(limits.body_bytes, limits.body_seconds, limits.request_seconds), metrics, Log(metrics.log_failures.inc),
+        log_requests=False,
+    )  # fmt: skip
+
+
+@contextmanager
+def under_uvicorn(app: AsgiApp) -> Iterator[int]:
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error"))
+    sock = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([sock],))
+    thread.start()
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("server", [serving, under_uvicorn], ids=["listener", "uvicorn"])
+def test_the_application_runs_under_any_server(server: Any) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def parts() -> AsyncGenerator[bytes, None]:
+        for part in PARTS:
+            yield part
+
+    async def handler(request: Request) -> Reply:
+        if request.content == b"wait":
+            begun.set()
+            try:
+                await asyncio.sleep(SECONDS)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return Reply(200, b"", parts=parts()) if request.content == b"parts" else Reply(200, request.content[::-1])
+
+    with server(application(handler)) as port:
+        assert exchanged(port, request("/work", "Connection: close", body=b"abc")).endswith(b"\r\n\r\ncba")
+        assert b"three" * 10 in exchanged(port, request("/work", "Connection: close", body=b"parts"))
+        assert exchanged(port, request("/else", "Connection: close")).startswith(b"HTTP/1.1 404")
+        with connected(port) as sock:
+            sock.sendall(request("/work", body=b"wait"))
+            assert begun.wait(SECONDS)
+        assert cancelled.wait(SECONDS), "a client that has gone ends its work"
