@@ -47,22 +47,26 @@ class Listener:
                 self._servers.append(await server)
         self._watching = asyncio.create_task(self._watch())
 
-    async def stop(self, seconds: float = LAST_SECONDS) -> None:
-        """Requests under way have `seconds` to end."""
+    async def stop(self) -> None:
+        """Requests under way have a last second."""
         if self._watching is not None:
             self._watching.cancel()
         for server in self._servers:
             server.close()
         for connection in list(self._connections):
             connection.leave()
-        until = time.monotonic() + seconds
+        until = time.monotonic() + LAST_SECONDS
         while (self._connections or self._tasks) and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        for connection in list(self._connections):
-            connection.transport.abort()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in list(self._connections):
+            connection.transport.abort()
+        while (
+            self._connections and time.monotonic() < until + LAST_SECONDS
+        ):  # their ends come in the next turns of the loop
+            await asyncio.sleep(0)
 
     def unwritten(self) -> int:
         """Bytes of replies that clients have not taken yet."""

@@ -149,7 +149,7 @@ class PolicyEndpoint:
         try:
             await self._stop.wait()
         finally:
-            await listener.stop(0)  # agents that are left behind may keep connections
+            await listener.stop()
             app.readers.close()
             log.close()
 
