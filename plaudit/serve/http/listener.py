@@ -65,7 +65,7 @@ class Listener:
             connection.transport.abort()
         while (
             self._connections and time.monotonic() < until + LAST_SECONDS
-        ):  # their ends come in the next turns of the loop
+        ):
             await asyncio.sleep(0)
 
     def unwritten(self) -> int:
