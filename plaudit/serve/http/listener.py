@@ -63,9 +63,7 @@ class Listener:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for connection in list(self._connections):
             connection.transport.abort()
-        while (
-            self._connections and time.monotonic() < until + LAST_SECONDS
-        ):
+        while self._connections and time.monotonic() < until + LAST_SECONDS:
             await asyncio.sleep(0)
 
     def unwritten(self) -> int:
