@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 FILES_SECONDS = 1.0  # between two looks at the files of keys and certificates
 T = TypeVar("T")
 VALUES_PER_ITEM = 64  # that are no numbers, in a large body of JSON: twenty messages, say
-SWITCH_SECONDS = 0.0005  # after which a thread that puts a large body together leaves the interpreter to the event loop
 LAG_WARNING = 1.0  # seconds the event loop may be late before the log says so
 
 
@@ -98,7 +97,6 @@ def run_server(table: ListenTable, build: Build, command: str, note: str) -> int
     check_open(table)
     source, tls = KeySource(table), Tls.of(table)
     sock = listen(table)
-    sys.setswitchinterval(SWITCH_SECONDS)
     code = uvloop.run(_Server(table, build, command, note, source, tls).run(sock))
     if code:
         os._exit(code)  # without waiting for threads: what could not be drained may have somebody else to wait for
