@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plaudit.algo.tokens.products import needs_steadying
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
+from plaudit.core.device.columns import columns_of
 from plaudit.core.device.cpu_decode import DecodeWindow
 from plaudit.core.device.mixing import Mixing, Walk
 from plaudit.core.device.paged import PagedBackend, PagedLayout
@@ -126,19 +127,21 @@ class CpuBackend(PagedBackend):
         sampler = batch.sampler
         at_once = max(1, NOISE // (len(batch.lengths) * self.decoder.vocab_size * 4))
         noted = []
-        for step in range(steps):
-            window.next()
-            if step % at_once == 0:
-                ahead = torch.arange(min(at_once, steps - step))[:, None]
-                noise = sampler.noise(batch.drawn + ahead)
-            with self._steadied(len(batch.lengths)), self._recorded(window.slots, batch.alive):
-                hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
-            drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
-            noted.append((drawn, batch.alive))
-            batch.advance(drawn.tokens)
-            if window.walk is not None:
-                window.walk.advance(noted[-1][1], batch.alive)
-            if not bool(batch.alive.any()):
-                break
+        lean = self.decoder.lean
+        with nullcontext() if lean is None else lean.stepping(columns_of(lean, len(batch.lengths), steps)):
+            for step in range(steps):
+                window.next()
+                if step % at_once == 0:
+                    ahead = torch.arange(min(at_once, steps - step))[:, None]
+                    noise = sampler.noise(batch.drawn + ahead)
+                with self._steadied(len(batch.lengths)), self._recorded(window.slots, batch.alive):
+                    hidden = self.decoder.hidden(batch.tokens[None], batch.positions[None], window)
+                drawn = sampler.draw(self.decoder.logits(hidden), batch.drawn, noise[step % at_once])
+                noted.append((drawn, batch.alive))
+                batch.advance(drawn.tokens)
+                if window.walk is not None:
+                    window.walk.advance(noted[-1][1], batch.alive)
+                if not bool(batch.alive.any()):
+                    break
         window.store()
         yield Decoded.of(noted)

@@ -4,13 +4,13 @@ For small models on a CPU most of a step is overhead: modules calling modules, n
 operations; on a GPU it is launches. This is the same arithmetic in few calls, with `operations` for what lies between
 the products. It is used only for a module that has just these parts and whose own forward gave the same rows in a
 trial; every other model runs as it is. It holds no weights: they are read from the module's parts in every call, so new
-weights are used at once.
+weights are used at once; a number of steps may share a copy of small ones (device/columns.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +38,24 @@ class Layer(NamedTuple):
     rule: Rule
 
 
+class Columns(NamedTuple):
+    """Weights of one layer for few rows, (inputs, outputs) each."""
+
+    query_key_value: Tensor
+    out: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
 class LeanTrunk:
     def __init__(self, trunk: Any, rules: Sequence[Rule], operations: Operations) -> None:
         self.trunk = trunk
         self.operations = operations
         self.layers = [_parts(layer, rule) for layer, rule in zip(trunk.layers, rules, strict=True)]
-        # The modules' own tables of hooks: what is registered later is in them.
+        self._columns: Sequence[Columns] | None = None  # of the steps under way
         self._least: int | None = None  # rows of its products, once it is known
+        # The modules' own tables of hooks: what is registered later is in them.
         self._hooks = [hooks for part in trunk.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     @property
@@ -79,6 +90,20 @@ class LeanTrunk:
         turned = 2 * len(getattr(rotary, "inv_freq", ()))  # numbers of a head
         return type(trunk.embed_tokens) is nn.Embedding and all(_layer_fits(layer, turned) for layer in layers)
 
+    @contextmanager
+    def stepping(self, columns: Sequence[Columns] | None) -> Iterator[None]:
+        """Inside, `hidden` is called for all tokens of few rows, with these weights."""
+        self._columns = columns
+        try:
+            yield
+        finally:
+            self._columns = None
+
+    @property
+    def normed(self) -> bool:
+        """Whether heads have norms of their own."""
+        return any(name in layer.attention for layer in self.layers for name in OPTIONAL_NORMS)
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None = None) -> Tensor:
         """(1, T) tokens -> (T, hidden), or the rows `wanted` of it."""
         if layout.exact:
@@ -108,7 +133,11 @@ class LeanTrunk:
         norms = [layer.norms["input_layernorm"] for layer in self.layers] + [self.trunk.norm]
         last = len(self.layers) - 1
         y = self._norm(x, norms[0])
+        columns = self._columns
         for i, layer in enumerate(self.layers):
+            if columns is not None:
+                x, y = self._few_rows(i, columns[i], x, y, rotation, layout, norms[i + 1])
+                continue
             chosen = wanted if i == last else None
             attended = self._attention(i, layer, y, rotation, layout, chosen)
             x = x if chosen is None else x[chosen]
@@ -132,6 +161,21 @@ class LeanTrunk:
             keys, values = layout.context(index, rotation.one(key), value)
             out = layout.attend_wanted(index, wanted, query, keys, values, layer.rule)
         return _linear(out.reshape(len(out), -1), parts["o_proj"])
+
+    def _few_rows(
+        self, index: int, columns: Columns, x: Tensor, y: Tensor, rotation: Rotation, layout: Layout, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """A whole layer: the rows after it, and the norm of them."""
+        layer = self.layers[index]
+        heads = torch.mm(y, columns.query_key_value).view(len(y), -1, layer.dim)
+        query = columns.out.shape[0] // layer.dim
+        turned = (query + heads.shape[1]) // 2  # those of queries and keys
+        rotated = rotation.one(heads[:, :turned])
+        out = layout.attend(index, rotated[:, :query], rotated[:, query:], heads[:, turned:], layer.rule)
+        attended = torch.mm(out.reshape(len(out), -1), columns.out)
+        x, y = self._add_norm(x, attended, layer.norms["post_attention_layernorm"])
+        gated = self.operations.gated(torch.mm(y, columns.gate), torch.mm(y, columns.up))
+        return self._add_norm(x, torch.mm(gated, columns.down), norm)
 
     def _heads(self, y: Tensor, parts: dict[str, nn.Module], name: str, dim: int) -> Tensor:
         heads = _linear(y, parts[f"{name}_proj"]).view(len(y), -1, dim)
