@@ -153,8 +153,9 @@ def engine_ranks() -> list[psutil.Process]:
         ({"name": "disaggregated"}, {"pipeline_parallel": 2}, "mixtral"),
         ({"name": "disaggregated", "channel": "disk", "delta": True}, {"pipeline_parallel": 2}, "gpt_oss"),
         ({"name": "disaggregated", "channel": "reshard"}, {"pipeline_parallel": 2}, "deepseek_v3"),
+        ({"name": "disaggregated", "channel": "collective"}, {"pipeline_parallel": 2}, "qwen3_moe"),
     ],
-    ids=["disk", "shared, stages", "async, collective", "mixtral", "gpt-oss", "deepseek-v3"],
+    ids=["disk", "shared, stages", "async, collective", "mixtral", "gpt-oss", "deepseek-v3", "qwen3-moe"],
 )
 def test_an_engine_of_two_ranks_gives_the_samples_and_losses_of_one(
     tmp_path: Path, models: Callable[[str], str], placement: dict[str, Any], rollout: dict[str, int], model: str

@@ -25,6 +25,7 @@ from plaudit.serve.workers.ranks import ranked_engine
 from tests.forked import ForkedCommand
 from tests.serve.process import ServerProcess, free_port
 from tests.serve.test_chaos import MALFORMED, content, until
+from tests.train.test_ranks import fork_ranks
 
 SOAK = bool(os.environ.get("PLAUDIT_SOAK"))
 LONG = pytest.mark.skipif(not SOAK, reason="PLAUDIT_SOAK runs it")
@@ -208,6 +209,11 @@ def ended(child: ForkedCommand, errors: Path, seconds: float = 120) -> tuple[int
     lines = [line for line in said.splitlines() if line and not line.startswith("{")]
     assert not any("Traceback" in line for line in lines), said
     return code, "\n".join(lines)
+
+
+@pytest.mark.slow
+def test_the_place_where_ranks_meet_stays_until_the_slowest_has_met(tmp_path: Path) -> None:
+    fork_ranks(2, ["-m", "tests.serve.rank_meet", str(tmp_path)], tmp_path)
 
 
 def test_a_world_of_another_size_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ class RankGroup:
             messages = dist.new_group(everyone, backend="gloo", timeout=limit)
             shares = [dist.new_group(place.peers(n), backend=carrier, timeout=limit) for n in range(place.stages)]
             stages = dist.new_group(everyone, backend=carrier, timeout=limit) if place.stages > 1 else None
+            dist.barrier(messages)  # whoever is connected may leave the place where they meet: others still read there
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self.rank} of {self.size} found no way to the others: {one_line(error)}") from error
         return RankGroups(self.rank, self.size, messages, shares[place.stage], self.on_loss, stages, place.last)

@@ -1,0 +1,64 @@
+"""Two stages of a model meet in a file, and the second is slow. A test runs this on each rank:
+python -m tests.serve.rank_meet DIRECTORY"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from plaudit.config.reward import LogprobsTable
+from plaudit.serve.workers.ranks import RankGroup
+
+SECONDS = 0.5  # in which a rank that leaves too early has left
+JOIN_SECONDS = 60.0
+
+
+def main(directory: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    rank, place = int(os.environ["RANK"]), directory / "place"
+    table = LogprobsTable(path="sums-policy", pipeline_parallel=2, device="cpu", join_seconds=JOIN_SECONDS)
+    if rank == 0:
+        meeting = tempfile.TemporaryDirectory(prefix="meeting-", dir=directory)
+        place.with_suffix(".new").write_text(meeting.name)
+        place.with_suffix(".new").rename(place)
+        group = RankGroup(0, dist.FileStore(f"{meeting.name}/store", 2), table, 0, meeting=meeting)
+        group.join()
+        channel = group.led(lambda: group.meet({}))
+        assert not Path(meeting.name).exists(), "all have met"
+    else:
+        until = time.monotonic() + JOIN_SECONDS
+        while not place.exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        meeting_place = Path(place.read_text())
+        group = RankGroup(1, dist.FileStore(f"{meeting_place}/store", 2), table, 0)
+        group.join()
+        linger(meeting_place)
+        channel = group.meet({})
+    channel.barrier()
+    dist.destroy_process_group()
+
+
+def linger(place: Path) -> None:
+    """Take time over every group, as a process does that has no core: what it reads must stay there."""
+    new_group = dist.new_group
+
+    def slow(*args: Any, **options: Any) -> Any:
+        made = new_group(*args, **options)
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            assert place.exists(), "rank 0 has removed the place where they meet"
+            time.sleep(0.05)
+        return made
+
+    dist.new_group = slow
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
