@@ -44,7 +44,6 @@ LAZY = {
     "algo.tokens.logprobs": "needs Triton",
     "algo.tokens.products": "needs Triton",
     "core.device.choose": "the CUDA back end needs Triton",
-    "core.device.lockstep": "the CUDA back end needs Triton",
     "doctor.probe": "most checks start without torch",
     "core.engine": "models are found by name only where one is loaded by name",
     "core.model.fused": "needs Triton",

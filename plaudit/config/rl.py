@@ -347,6 +347,11 @@ class RlRecipe(BaseRecipe):
             return self.resources.rollout.processes
         return int(self.placement.name in ("disaggregated", "async"))
 
+    @property
+    def engine_parts(self) -> bool:
+        """Whether the ranks that train are those of engines too, each with its part of one."""
+        return self.resources.rollout.ranks > 1 and self.rollout_processes == 0
+
     def _can_be_served(self) -> None:
         """By an engine of another project."""
         engine, placement = self.engine, self.placement
@@ -433,16 +438,20 @@ class RlRecipe(BaseRecipe):
 
     def _can_have_ranks(self) -> None:
         """Engines of several ranks."""
-        rollout = self.resources.rollout
+        rollout, ranks, name = self.resources.rollout, self.resources.ranks, self.placement.name
         if rollout.ranks == 1:
             return
         named = (
             f"resources.rollout.tensor_parallel = {rollout.tensor_parallel} × pipeline_parallel = "
             f"{rollout.pipeline_parallel} is an engine of {rollout.ranks} ranks"
         )
+        left = ranks % rollout.ranks
         reasons = {
-            f'placement.name = "{self.placement.name}" generates on the learner\'s tensors: set "disaggregated" or '
-            '"async"': self.placement.name not in ("disaggregated", "async"),
+            'placement.name = "swapped" generates on the learner\'s tensors: set "hybrid"': name == "swapped",
+            'in placement.name = "hybrid" a process of its own maps the learner\'s tensors: leave '
+            "resources.rollout.processes out": name == "hybrid" and self.rollout_processes > 0,
+            f"the ranks that train, resources.{' = '.join(self.resources.product)} = {ranks}, are no whole number of "
+            f"engines: {ranks} / {rollout.ranks} = {ranks / rollout.ranks:g}": self.engine_parts and left > 0,
             f'engine.name = "{self.engine.name}" has options of its own for that: leave it out here':
                 self.engine.name != "core",
             "model.lora needs engines of one: leave one of them out": self.model.lora is not None,

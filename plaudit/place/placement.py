@@ -12,6 +12,7 @@ from typing import Protocol
 
 from plaudit.config import RlRecipe
 from plaudit.events import EventLog
+from plaudit.place.workers.engine_part import EnginePart
 from plaudit.place.workers.remote_engine import Host, OwnProcess
 from plaudit.train.data.prompts import Prompts
 from plaudit.train.policy.rl_learner import RlLearner
@@ -42,7 +43,8 @@ class PlacementContext:
 
 class Placement(Protocol):
     @property
-    def engine(self) -> Generator: ...
+    def engine(self) -> Generator | EnginePart:
+        """What generates; of an engine of several ranks that train, on the others than its first, their parts."""
 
     @property
     def rollouts(self) -> RolloutSource: ...

@@ -50,13 +50,14 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     several_nodes = max(plan.cluster.nodes, plan.generation_cluster.nodes) > 1
     several_nodes |= plan.devices > plan.cluster.accelerator.node  # two pools, a node each
     several_nodes |= plan.generation_cluster.accelerator != plan.cluster.accelerator
+    left_over = plan.cluster.devices % generation.devices > 0
     lacks = {
         "engine with expert parallelism": generation.ep > 1,
         "expert parallelism with tensor parallelism": training.ep > 1 and training.tp > 1,
         "expert parallelism with pipeline parallelism": training.ep > 1 and training.pp > 1,
         "context parallelism that cuts heads": cuts_heads(model, training),
-        "engine over several devices on those that train": several and plan.shared,
-        "engine over several devices in a run over several nodes": several and not plan.shared and several_nodes,
+        "engines over several devices that are not those that train": several and plan.shared and left_over,
+        "engine over several devices in a run over several nodes": several and several_nodes,
         "engine that cuts experts": generation.tp > 1 and model.experts > 0,
         "engine that cuts latent attention": generation.tp > 1 and model.latent,
         "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,

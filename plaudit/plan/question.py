@@ -137,14 +137,15 @@ class Question:
         why = _nearest(own).removeprefix("; ")
         if not self._an_engine_holds_the_weights(place):
             size = self._engine(place).weight_bytes()
-            why = (f"its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
+            where = "over several nodes " if place.nodes > 1 else ""
+            why = (f"{where}its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
                    f"{OWN_ENGINE_SHARE * place.accelerator.memory / 1e9:.1f} GB that it may use there")  # fmt: skip
         return f"{why}; smallest change that it runs: {self._smallest_change(ours=True)}"
 
     def _smallest_change(self, ours: bool) -> str:
         place, constants = self.clusters[0], own_constants(self.constants) if ours else self.constants
         work = replace(self.workload, plain=ours)
-        more = not ours or self._one_device_holds_the_weights(place)
+        more = not ours or self._several_hold_an_engine or self._one_device_holds_the_weights(place)
         larger = smallest_that_fits(work, place, constants, self.placements, ours) if more else None
         roomier = _roomier(work, place, constants, self.placements, ours)
         if roomier is None and not more:
@@ -154,9 +155,13 @@ class Question:
         return " or ".join(ways) or NONE
 
     def _an_engine_holds_the_weights(self, place: Cluster) -> bool:
-        """On one device; or on several of a node, apart from those that train."""
-        several = place.nodes == 1 and place.devices > 2 and not set(self.placements) <= set(SHARED)
+        """On one device, or on several of a node."""
+        several = place.nodes == 1 and place.devices > 1 and self._several_hold_an_engine
         return several or self._one_device_holds_the_weights(place)
+
+    @property
+    def _several_hold_an_engine(self) -> bool:
+        return set(self.placements) != {"swapped"}
 
     def _engine(self, place: Cluster) -> Replica:
         """On one device."""

@@ -110,9 +110,11 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
     if several_nodes:  # on one the command starts its processes itself
         resources.setdefault("ray", "auto")
     rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in PLANNED}
+    cut = plan.generation
     if apart:
-        cut = plan.generation
-        rollout |= {"processes": plan.replicas, "tensor_parallel": cut.tp, "pipeline_parallel": cut.pp}
+        rollout["processes"] = plan.replicas
+    if apart or cut.devices > 1:
+        rollout |= {"tensor_parallel": cut.tp, "pipeline_parallel": cut.pp}
     if rollout:
         resources["rollout"] = rollout
     model = {**tables["model"], "recompute": plan.training.recompute == "full"}

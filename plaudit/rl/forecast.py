@@ -55,8 +55,10 @@ def _prediction(recipe: RlRecipe, work: Workload) -> Prediction:
     chip = replace(place.accelerator, memory=HUGE)
     # Graphs and the reserve are no owner's: tensors alone are told.
     constants = replace(Constants(), reserve_bytes=0.0, graph_bytes=0.0)
+    rollout = recipe.resources.rollout
     return predict(
-        work, replace(place, accelerator=chip), "colocated", generation=GenerationLayout(),
+        work, replace(place, accelerator=chip), "colocated",
+        generation=GenerationLayout(rollout.tensor_parallel, rollout.pipeline_parallel),
         training=layout_of(recipe, work), constants=constants,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from transformers import LlamaModel
 
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import Leader, RankGroups, follow
 from plaudit.core.model.packing import trunk
 from plaudit.core.model.split import check_split, join, keep_part
@@ -97,7 +98,7 @@ def main(rank: int, size: int, file: str, out: str, device: str, worlds: list[in
         for case in CASES:
             part = part_of(module(case), place, device, channel)
             if rank:
-                follow(inspect(part), channel)
+                follow(backend_of(inspect(part)), channel)
                 continue
             engine = Engine(part, channel=channel, kv_bytes=4 << 20)
             save_file(answers(engine, case), f"{out}/{stages}/{case}.safetensors")

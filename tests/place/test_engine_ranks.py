@@ -103,7 +103,7 @@ def test_a_rank_takes_its_part_of_what_is_published(qwen3: str, tied: bool) -> N
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"placement": {"name": "hybrid"}}, "generates on the learner's tensors"),
+        ({"placement": {"name": "swapped"}}, "generates on the learner's tensors"),
         ({"placement": DISAGGREGATED, "model": {"path": "sums-policy", "lora": {"rank": 2}}}, "model.lora"),
         ({"placement": DISAGGREGATED, "engine": {"name": "vllm", "python": "python"}}, "options of its own"),
     ],

@@ -49,7 +49,11 @@ HALF = TrainingLayout(dp=4, zero=3)
         ((), plan("colocated", 8, GenerationLayout(), TrainingLayout(tp=2, dp=4, zero=3))),
         ((), plan("disaggregated", 8, GenerationLayout(), FSDP, "broadcast")),
         ((), plan("swapped", 1, GenerationLayout(), TrainingLayout())),
-        (("engine over several devices on those that train",), plan("hybrid", 8, GenerationLayout(2), FSDP)),
+        ((), plan("hybrid", 8, GenerationLayout(2), FSDP)),
+        ((), plan("colocated", 4, GenerationLayout(2, pp=2), TrainingLayout(tp=2, dp=2, zero=3))),
+        (("engines over several devices that are not those that train",),
+         plan("hybrid", 6, GenerationLayout(4), TrainingLayout(dp=6, zero=3))),
+        (("swapped over several ranks",), plan("swapped", 2, GenerationLayout(2), TrainingLayout(tp=2))),
         ((), plan("disaggregated", 4, GenerationLayout(2, pp=2), HALF, "broadcast")),
         (("engine over several devices in a run over several nodes",),
          plan("disaggregated", 8, GenerationLayout(2), FSDP, "broadcast")),
@@ -86,6 +90,7 @@ def test_experts_are_not_cut_by_tensor_parallelism() -> None:
     [
         ((), GenerationLayout(), TrainingLayout(dp=8, ep=4, zero=3)),
         ((), GenerationLayout(), TrainingLayout(dp=4, cp=2, ep=8, zero=3)),
+        (("engine that cuts experts",), GenerationLayout(2), TrainingLayout(dp=8, ep=4, zero=3)),
         (("engine with expert parallelism",), GenerationLayout(ep=8), TrainingLayout(dp=8, ep=4, zero=3)),
         (("expert parallelism with tensor parallelism", "tensor parallelism of experts"), GenerationLayout(),
          TrainingLayout(tp=2, dp=4, ep=4, zero=3)),
@@ -164,14 +169,20 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
     assert not none_runnable.runnable
     assert none_runnable.best is none_runnable.others[0]
     told = none_runnable.headline
-    assert told.startswith("Plaudit's own trainer runs none of these plans; its engine has one device")
-    assert "141.1 GB of the 77.0 GB that it may use" in told
+    assert told.startswith(
+        "Plaudit's own trainer runs none of these plans; nearest: hybrid, training, per device: needs"
+    )
     named = told.split("smallest change that it runs: ")[1]
     assert (
         ask(PlanOptions("llama-3.1-70b", named.removesuffix(" SXM"), placement=["hybrid", "colocated"]))
         .answer()
         .runnable
     )
+
+
+def test_over_several_nodes_an_engine_of_ours_has_one_device() -> None:
+    told = ask(PlanOptions("llama-3.1-70b", "2x8xH100", placement=["hybrid", "colocated"])).answer().headline
+    assert "; over several nodes its engine has one device, and llama-3.1-70b takes 141.1 GB of the 77.0 GB" in told
 
 
 @pytest.mark.parametrize(
@@ -271,6 +282,18 @@ def test_ranks_that_share_experts_out_are_planned_and_their_recipe_reads(tmp_pat
     recipe = read_recipe(planned)
     assert (recipe.resources.data_parallel, recipe.resources.expert_parallel) == (8, 4)
     assert layout_of(recipe, work).ep == 4
+
+
+def test_engines_over_the_devices_that_train_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
+    own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
+    outcome = replace(ask(PlanOptions("smollm2-135m", "1x4xH100", placement=["colocated"])), workload=work).answer()
+    engines = GenerationLayout(2, pp=2)
+    found = Search(work, cluster("1x4xH100"), placements=("colocated",), generation=engines, ours=True).run()
+    planned = tmp_path / "planned.toml"
+    planned.write_text(recipe_for(own, replace(outcome, results={"colocated": found}))[0])
+    rollout = read_recipe(planned).resources.rollout
+    assert (rollout.tensor_parallel, rollout.pipeline_parallel, rollout.processes) == (2, 2, None)
 
 
 def test_stages_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from plaudit.train.run.run import Run
 from tests.core.mixtures import mixture
 from tests.rotation import in_turn
 from tests.train.rl_world import Silent, recipe, weights
-from tests.train.test_ranks import ENV, LIMIT, PPO, Shape, check_ten, command, fork_ranks, steps
+from tests.train.test_ranks import ENV, KINDS, LIMIT, PPO, Shape, check_ten, command, fork_ranks, steps
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +77,8 @@ LAYOUTS = [
         "qwen3", TENSOR, {"name": "async", "staleness": 0, "channel": "collective"}, engine={"pipeline_parallel": 2}
     ),
     Layout("llama", DATA, {"name": "hybrid"}),
+    Layout("llama", DATA, engine={"tensor_parallel": 2}),
+    Layout("qwen3", TENSOR, {"name": "hybrid"}, engine={"pipeline_parallel": 2}, algorithm="ppo"),
 ]
 CHOSEN = [layout for number, layout in enumerate(LAYOUTS) if in_turn(number, 3)]
 
@@ -144,7 +146,8 @@ def test_ten_steps_are_those_of_one_rank(
     expected, run, file = of_one(layout), tmp_path / "run", tmp_path / "recipe.toml"
     tree = {**tables(layout, models), "placement": layout.placement}
     if layout.engine:
-        tree["resources"] = {"rollout": layout.engine}
+        ranks = {f"{name}_parallel": size for name, size in zip(KINDS, layout.shape, strict=False)}
+        tree["resources"] = {**ranks, "rollout": layout.engine}
     file.write_text(to_toml(recipe(**tree)))
     go(layout, layout.shape, layout.expert, file, run)
     check_ten(run, expected)

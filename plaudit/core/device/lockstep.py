@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plaudit.core.device.backend import Backend, Copy, DecodeBatch, Decoded, Span
-from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import Packed, packed_layout, send
 from plaudit.core.model.stages import receive
 from plaudit.core.model.stages import send as send_rows
@@ -44,6 +43,7 @@ class RankGroups:
     stages     of all ranks, in which rows go from stage to stage; none if there is one stage
     last       the rank that has the final rows
     on_loss    called by the heartbeat with what happened, when a rank is gone
+    beats      whether there is a heartbeat; not where the others do something else between two uses of the engine
     """
 
     rank: int
@@ -54,24 +54,25 @@ class RankGroups:
     stages: dist.ProcessGroup | None = None
     last: int = 0
     room: int = LEAST
+    beats: bool = True
 
     def tell(self, kind: int, *parts: np.ndarray) -> None:
         opening = np.array([0, kind, len(parts), *map(len, parts)], dtype=np.int32)
         count = opening[0] = len(opening) + sum(map(len, parts))
         flat = np.zeros(max(count, self.room), dtype=np.int32)
         np.concatenate([opening, *parts], out=flat[:count], casting="unsafe")
-        dist.broadcast(torch.from_numpy(flat[: self.room]), 0, self.messages)
+        dist.broadcast(torch.from_numpy(flat[: self.room]), group=self.messages, group_src=0)
         if count > self.room:
-            dist.broadcast(torch.from_numpy(flat[self.room :]), 0, self.messages)
+            dist.broadcast(torch.from_numpy(flat[self.room :]), group=self.messages, group_src=0)
         self._make_room(count)
 
     def hear(self) -> tuple[int, list[np.ndarray]]:
         flat = np.zeros(self.room, dtype=np.int32)
-        dist.broadcast(torch.from_numpy(flat), 0, self.messages)
+        dist.broadcast(torch.from_numpy(flat), group=self.messages, group_src=0)
         count = int(flat[0])
         if count > self.room:
             rest = np.zeros(count - self.room, dtype=np.int32)
-            dist.broadcast(torch.from_numpy(rest), 0, self.messages)
+            dist.broadcast(torch.from_numpy(rest), group=self.messages, group_src=0)
             flat = np.concatenate([flat, rest])
         self._make_room(count)
         first = 3 + int(flat[2])
@@ -119,7 +120,8 @@ class Leader(Backend):
         self._lost = ""
         self._last_sent = time.monotonic()
         self._over = threading.Event()
-        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        if channel.beats:
+            threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     def open(self, blocks: int) -> None:
         with self._together(OPEN, np.array([blocks])):
@@ -144,8 +146,12 @@ class Leader(Backend):
         )
 
     def end(self) -> None:
-        """Let the others go."""
+        """Let the others go for good."""
         self._over.set()
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """Let the others go, until they follow again."""
         with self._together(END):
             pass
 
@@ -210,12 +216,9 @@ class Leader(Backend):
 
 
 @torch.inference_mode()
-def follow(decoder: Decoder, channel: RankGroups, take: Callable[[bytes], bytes] | None = None) -> None:
-    """Every other rank: compute what rank 0 says, until it says that it is over. The decoder is part of rank 0's;
-    `take` brings it new weights."""
-    from plaudit.core.device.choose import backend_of
-
-    backend = backend_of(decoder)
+def follow(backend: Backend, channel: RankGroups, take: Callable[[bytes], bytes] | None = None) -> None:
+    """Every other rank: compute what rank 0 says, until it says that it is over. The decoder of the back end is part
+    of rank 0's; `take` brings it new weights."""
     while True:
         kind, parts = channel.hear()
         if kind == OPEN:
@@ -225,7 +228,7 @@ def follow(decoder: Decoder, channel: RankGroups, take: Callable[[bytes], bytes]
         elif kind == FORWARD:
             channel.returned(backend.forward(unpacked_spans(parts), unpacked_copies(parts)))
         elif kind == ROWS:
-            channel.returned(backend.rows(*_unpacked_rows(parts, decoder.device)))
+            channel.returned(backend.rows(*_unpacked_rows(parts, backend.decoder.device)))
         elif kind == HEARTBEAT:
             channel.barrier()
         elif kind == WEIGHTS and take is not None:

@@ -139,12 +139,12 @@ def has_layer(base: nn.Module, index: int) -> bool:
 
 
 def send(rows: Tensor, target: int, group: dist.ProcessGroup) -> None:
-    dist.send(_carried(rows, group).contiguous(), target, group)
+    dist.send(_carried(rows, group).contiguous(), group=group, group_dst=target)
 
 
 def receive(like: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
     rows = torch.empty_like(_carried(like, group), memory_format=torch.contiguous_format)
-    dist.recv(rows, source, group)
+    dist.recv(rows, group=group, group_src=source)
     return rows.to(like.device)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from plaudit.core import Engine
+from plaudit.place.workers.engine_part import EnginePart
 from plaudit.reward.blend import BlendReward
 from plaudit.reward.judges.backends import EngineAsk
 from plaudit.reward.judges.judge import JudgeReward
@@ -52,8 +53,15 @@ class Holdings:
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, each once."""
-    return [*module.parameters(), *module.buffers()]
+    """Parameters and buffers that have memory, each once."""
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+
+
+def _generating(trainee: Trainee, engine: object) -> nn.Module:
+    """What an engine of this process runs, or one elsewhere is sent."""
+    if isinstance(engine, EnginePart):
+        return engine.module
+    return engine.decoder.module if isinstance(engine, Engine) else trainee.loaded.module
 
 
 def reward_engines(scorer: object) -> list[Engine]:
@@ -85,7 +93,7 @@ def reference_module(reference: object) -> nn.Module | None:
 def holdings_of(trainee: Trainee, engine: object, scorer: object) -> Holdings:
     """Of the process that learns. An engine or a reward elsewhere holds nothing here."""
     holdings = Holdings()
-    holdings.add_module("policy weights", trainee.loaded.module)
+    holdings.add_module("policy weights", _generating(trainee, engine))
     if trainee.shards is not None:
         holdings.add_module("policy shards", trainee.shards.module)
     holdings.add_optimizer("policy", trainee.optimizer)

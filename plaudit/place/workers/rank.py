@@ -19,6 +19,7 @@ import msgspec
 from plaudit.config import RlRecipe
 from plaudit.config.reward import LogprobsTable
 from plaudit.core import Engine
+from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import REPLY_BYTES, Leader, follow
 from plaudit.core.model.split import keep_part
 from plaudit.core.model.stages import RankPosition
@@ -132,8 +133,8 @@ def _load(group: RankGroup, spec: dict[str, Any]) -> Callable[[], None]:
         os.sched_setaffinity(0, spec["cores"])
     part = load_part(group.table, group, replaced=True)
     receiver = _receiver(part)
-    decoder = inspect(part.loaded.module)
-    return lambda: follow(decoder, part.channel, lambda data: _taken(receiver, group.rank, data))
+    backend = backend_of(inspect(part.loaded.module))
+    return lambda: follow(backend, part.channel, lambda data: _taken(receiver, group.rank, data))
 
 
 def main(fd: int) -> None:

@@ -76,9 +76,11 @@ class Plan:
             raise ConfigError(f"staleness = {self.staleness}: expected zero or more")
 
     def one_module(self, dtype: str, engine_dtype: str) -> bool:
-        """Whether engine and trainer can run on the same tensors: cut alike, whole between steps, of one format."""
+        """Whether engine and trainer can run on the same tensors: cut alike, whole between steps, of one format. Over
+        several ranks of ours engines have a module of their own."""
         generation, training = self.generation, self.training
         alike = generation.tp == training.tp and generation.pp == training.pp == 1 and training.zero < 3
+        alike &= not training.plain or training.devices == 1
         experts = training.ep == 1 and generation.ep == 1
         return self.shared and alike and experts and training.cp == 1 and dtype == engine_dtype
 

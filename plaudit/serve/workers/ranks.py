@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerFast
 
 from plaudit.config.reward import LogprobsTable, OutcomeTable, ProcessTable, parse_reward
 from plaudit.core import Engine
+from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import Leader, RankGroups, follow
 from plaudit.core.kv.memory import limit_memory
 from plaudit.core.model.stages import RankPosition
@@ -379,7 +380,7 @@ def run_rank(fd: int, load: Callable[[RankGroup, dict[str, Any]], Callable[[], N
 
 def _load(group: RankGroup, _: dict[str, Any]) -> Callable[[], None]:
     part = load_part(group.table, group)
-    return lambda: follow(inspect(part.loaded.module), part.channel)
+    return lambda: follow(backend_of(inspect(part.loaded.module)), part.channel)
 
 
 def main(fd: int) -> None:

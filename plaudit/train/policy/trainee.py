@@ -40,7 +40,8 @@ from plaudit.train.run.ranks import Ranks, together
 
 class Trainee:
     """`loaded` has the whole policy. Over several ranks the learner trains `shards` of it, and the whole one, which is
-    for engines, is as they were at the last `make_whole`; on a rank that has no engine to serve it has no weights."""
+    for engines, is as they were at the last `make_whole`; on a rank whose engines need no whole one, or that has none
+    to serve, it has no weights."""
 
     def __init__(self, recipe: RlRecipe, ranks: Ranks, checkpoint: Checkpoint | None, clock: Clock, warn: Warn) -> None:
         self.recipe = recipe
@@ -48,8 +49,10 @@ class Trainee:
         self.shards: Shards | None = None
         if ranks.mesh is not None:
             self.shards = split_trained(recipe.model, recipe.seed, checkpoint, ranks)
-        serves = ranks.main and recipe.placement.channel != "reshard"  # where all ranks serve their shards
-        if self.shards is None or serves or not recipe.rollout_processes:
+        serves = not recipe.engine_parts
+        if recipe.rollout_processes:
+            serves = ranks.main and recipe.placement.channel != "reshard"  # where all ranks serve their shards
+        if self.shards is None or serves:
             self.loaded = load_trained(recipe.model, recipe.seed, checkpoint)
             self.decoder = inspect(self.loaded.module)
         else:

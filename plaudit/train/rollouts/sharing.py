@@ -34,14 +34,16 @@ class Share:
 
 
 class SharedPlayer:
-    def __init__(self, player: Player, group: Group) -> None:
+    def __init__(self, player: Player, group: Group, engines: Group | None = None) -> None:
+        """engines: among which prompts are shared out, where one has several ranks: the first of these plays."""
         self.player = player
         self.group = group
+        self.engines = engines or group
 
     def play(
         self, prompts: Sequence[Prompt], n: int, seed: str, first: int = 0, evaluate: bool = False
     ) -> list[Sample]:
-        mine = self.group.share(len(prompts))
+        mine = self.engines.share(len(prompts))
         share = [prompts[i] for i in mine]
         played = self.player.play(share, n, seed, first + mine.start, evaluate) if mine else []
         placed = tuple(replace(sample, group=sample.group + mine.start) for sample in played)

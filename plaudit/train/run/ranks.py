@@ -162,15 +162,15 @@ def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
             shape[0], resources.data_parallel, resources.context_parallel, resources.tensor_parallel
         )
         # Groups for bytes alone, so that they never meet a tensor of the model's on the way.
-        data = _group(places, 1, "gloo", limit)
-        readers = _group(places.reshape(-1, *places.shape[2:]), 0, "gloo", limit) if shape[0] > 1 else data
+        data = groups_along(places, 1, "gloo", limit)
+        readers = groups_along(places.reshape(-1, *places.shape[2:]), 0, "gloo", limit) if shape[0] > 1 else data
         everyone = dist.new_group(list(range(world)), backend="gloo", timeout=limit)
         # For tensors of the model's.
-        context, stages, back = (_group(places, axis, backend, limit) for axis in (2, 0, 0))
-        ends = _group(places[[0, -1]], 0, backend, limit) if shape[0] > 1 else ONE
+        context, stages, back = (groups_along(places, axis, backend, limit) for axis in (2, 0, 0))
+        ends = groups_along(places[[0, -1]], 0, backend, limit) if shape[0] > 1 else ONE
         expert, experts = ONE, None
         if (size := resources.expert_parallel) > 1:
-            expert = _group(np.arange(world).reshape(-1, size), 1, backend, limit)
+            expert = groups_along(np.arange(world).reshape(-1, size), 1, backend, limit)
             experts = init_device_mesh(mesh.device_type, (world // size, size), mesh_dim_names=(COPIES, EXPERT))
         yield Ranks(
             Group(dist.get_rank(), world, everyone), data, context, mesh, expert, experts, stages, back, ends, readers
@@ -178,7 +178,7 @@ def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
     dist.destroy_process_group()  # only after success: with a rank gone there is nobody to say goodbye to
 
 
-def _group(places: np.ndarray, axis: int, backend: str, limit: timedelta) -> Group:
+def groups_along(places: np.ndarray, axis: int, backend: str, limit: timedelta) -> Group:
     """The ranks that differ from this one along an axis alone. All ranks make all groups, in one order."""
     size, own = places.shape[axis], ONE
     if size == 1:

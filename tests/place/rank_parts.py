@@ -1,0 +1,90 @@
+"""A training rank that has a part of an engine: what is in its memory after each step, and while weights come. A test
+runs this on each rank: python -m tests.place.rank_parts RECIPE RUN"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from plaudit.config import RlRecipe
+from plaudit.config.recipe import load_recipe
+from plaudit.models.part import outline
+from plaudit.place.colocated import Colocated
+from plaudit.rl.follower import joined_run
+from plaudit.rl.loop import RlTraining
+from plaudit.train.optim.sharding import Shards
+from tests.train.rl_world import Silent
+
+
+class WatchedShards:
+    """Shards that an engine's part takes its weights from; of what it puts together nothing may be left when it asks
+    for the next."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def full(self, name: str) -> Tensor:
+        assert not any(ref() is not None for ref in self.made), f"{name} is put together beside another tensor"
+        whole = self.shards.full(name)
+        self.made.append(weakref.ref(whole))
+        return whole
+
+
+def tensors() -> list[Tensor]:
+    """All of this process that have memory; what FSDP has let go has none."""
+    found = [each for each in gc.get_objects() if isinstance(each, Tensor) and not isinstance(each, DTensor)]
+    plain = [each for each in found if not each.is_meta and each.layout is torch.strided]
+    return [each for each in plain if each.untyped_storage().nbytes()]
+
+
+class Looking(Silent):
+    """Looks at the memory after each step. Matrices of layers are cut twice, and have shapes of their own."""
+
+    def __init__(self, recipe: RlRecipe) -> None:
+        super().__init__()
+        assert recipe.model.path is not None
+        whole = outline(recipe.model.path).module
+        self.bytes = sum(parameter.nbytes for parameter in whole.parameters())
+        self.matrices = {tuple(p.shape) for name, p in whole.named_parameters() if ".layers." in name and p.ndim > 1}
+        self.training: RlTraining | None = None
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        super().step(step, metrics)
+        assert self.training is not None
+        placement, shards = self.training.placement, self.training.trainee.shards
+        assert isinstance(placement, Colocated)
+        assert placement.part is not None
+        assert shards is not None
+        gc.collect()
+        assert self.matrices.isdisjoint({tuple(tensor.shape) for tensor in tensors()})
+        own = {tuple(p.shape) for name, p in placement.part.module.named_parameters() if ".layers." in name}
+        assert own, "an engine's rank has its part of the layers"
+        held = sum(parameter.to_local().nbytes for parameter in shards.parameters.values())
+        assert held < 0.7 * self.bytes
+        assert all(parameter.is_meta for parameter in self.training.loaded.module.parameters())
+
+
+def main() -> None:
+    recipe = load_recipe(Path(sys.argv[1]))
+    assert isinstance(recipe, RlRecipe)
+    with joined_run(Path(sys.argv[2]), recipe, resume=False, fresh=False) as (run, ranks):
+        viewer = Looking(recipe)
+        viewer.training = RlTraining(recipe, run, viewer, ranks=ranks)
+        placement = viewer.training.placement
+        assert isinstance(placement, Colocated)
+        assert placement.part is not None
+        placement.part.shards = watched = WatchedShards(placement.part.shards)  # type: ignore[assignment]
+        viewer.training.fit()
+        assert len(viewer.seen) == recipe.train.steps
+        assert len(watched.made) == recipe.train.steps * len(placement.part.shards.shards.skeleton.state_dict())  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

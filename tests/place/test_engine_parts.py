@@ -1,0 +1,165 @@
+"""Engines of several ranks on the ranks that train: samples and losses are those of one rank, and no rank has the whole
+policy."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from plaudit.config import to_toml
+from plaudit.errors import ConfigError
+from plaudit.models import load_tokenizer, resolve, save
+from tests.core.mixtures import mixture
+from tests.train.rl_world import recipe
+from tests.train.test_ranks import (
+    ENV,
+    KINDS,
+    PPO,
+    STAGES,
+    STEPS,
+    TWO,
+    Shape,
+    back_to_step_2,
+    begun,
+    close,
+    command,
+    fork_ranks,
+    ranks_of,
+    run_alone,
+    written,
+)
+
+SLOW = pytest.mark.slow
+# A reward model's scores differ, where no answer of random weights is right.
+GRPO: dict[str, Any] = {
+    "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
+    "train": {"prompts_per_step": 5, "lr": 3e-5},
+}  # fmt: skip
+# Experts that few tokens came to have gradients near zero, and Adam's first steps spread their rounding.
+MIXTURE = {**GRPO, "train": {"prompts_per_step": 5, "lr": 1e-5}}
+TENSOR_ENGINE, STAGE_ENGINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+# The halves of no matrix have the shape of another one.
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 20, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    root, tokenizer = tmp_path_factory.mktemp("models"), load_tokenizer(resolve("sums-policy"))
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES)).float().eval()
+    qwen3 = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **SIZES)).float().eval()
+    made = {"llama": llama, "qwen3": qwen3, "mixture": mixture("qwen3_moe")}
+
+    def path(name: str) -> str:
+        if name in made and not (root / name).exists():
+            save(made[name], tokenizer, root / name)
+        return str(root / name) if name in made else name
+
+    return path
+
+
+def ranks_that_generate(rollout: dict[str, int]) -> tuple[str, ...]:
+    return tuple(word for key, size in rollout.items() for word in ("--set", f"resources.rollout.{key}={size}"))
+
+
+@SLOW
+@pytest.mark.parametrize(("model", "shape"), [("llama", (1, 1, 2)), ("qwen3", TWO)], ids=["llama-1x2", "qwen3-2x1"])
+def test_no_rank_has_a_matrix_whole_between_steps_nor_two_while_weights_come(
+    model: str, shape: Shape, models: Callable[[str], str], tmp_path: Path
+) -> None:
+    tables = {**GRPO, "model": {"path": models(model)}}
+    run_alone(tmp_path / "one", tables)
+    resources = {f"{name}_parallel": size for name, size in zip(KINDS, shape, strict=False)}
+    tree = recipe(**{
+        **tables, "train": {**tables["train"], **STEPS}, "resources": {**resources, "rollout": TENSOR_ENGINE}
+    })  # fmt: skip
+    (tmp_path / "recipe.toml").write_text(to_toml(tree))
+    fork_ranks(2, ["-m", "tests.place.rank_parts", str(tmp_path / "recipe.toml"), str(tmp_path / "two")], tmp_path)
+    close(tmp_path / "two", tmp_path / "one")
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("tables", "model", "shape", "rollout", "more"),
+    [
+        pytest.param(PPO, "sums-policy", TWO, STAGE_ENGINE, (), id="ppo-2x1-stages"),
+        pytest.param(GRPO, "qwen3", STAGES, TENSOR_ENGINE, (), id="stages-tensor"),
+        pytest.param(GRPO, "llama", (1, 2, 1), STAGE_ENGINE, (), id="context-stages"),
+        pytest.param(MIXTURE, "mixture", TWO, STAGE_ENGINE, ("resources.expert_parallel=2",), id="experts-stages"),
+        pytest.param(PPO, "sums-policy", (1, 1, 2), TENSOR_ENGINE, ("placement.name=hybrid",), id="hybrid"),
+        pytest.param(GRPO, "qwen3", (2, 1, 2), TENSOR_ENGINE, (), id="four-two-engines"),
+        pytest.param(GRPO, "llama", (4, 1, 1), {**TENSOR_ENGINE, **STAGE_ENGINE}, (), id="four-one-engine"),
+        pytest.param(PPO, "qwen3", (2, 1, 1, 2), STAGE_ENGINE, ("placement.name=hybrid",), id="four-hybrid"),
+    ],
+)
+def test_a_run_is_that_of_one_rank_which_can_go_on_with_its_state(
+    tables: dict[str, Any], model: str, shape: Shape, rollout: dict[str, int], more: tuple[str, ...],
+    models: Callable[[str], str], tmp_path: Path,
+) -> None:  # fmt: skip
+    """Of five prompts a step two engines have unequal shares. Then two ranks with an engine each go on, too."""
+    tables = {**tables, "model": {"path": models(model)}}
+    run_alone(tmp_path / "one", tables)
+    file, run, world = written(tmp_path / "recipe.toml", tables), tmp_path / "many", math.prod(shape)
+    words = [*ranks_that_generate(rollout), *(word for key in more for word in ("--set", key))]
+    fork_ranks(world, command(file, run, shape, *words)[3:], tmp_path)
+    close(run, tmp_path / "one")
+    back_to_step_2(run)
+    if world == 2:
+        run_alone(run, tables, resume=True)
+    else:
+        fork_ranks(2, command(file, run, TWO, "--resume")[3:], tmp_path)
+    close(run, tmp_path / "one")
+
+
+@SLOW
+def test_a_run_of_one_goes_on_over_ranks_that_share_an_engine(models: Callable[[str], str], tmp_path: Path) -> None:
+    tables = {**PPO, "model": {"path": models("qwen3")}}
+    run_alone(tmp_path / "one", tables)
+    file, run = written(tmp_path / "recipe.toml", tables), tmp_path / "many"
+    shutil.copytree(tmp_path / "one", run)
+    back_to_step_2(run)
+    fork_ranks(2, command(file, run, TWO, "--resume", *ranks_that_generate(TENSOR_ENGINE))[3:], tmp_path)
+    close(run, tmp_path / "one")
+
+
+@SLOW
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(victim: int, tmp_path: Path) -> None:
+    file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
+    words = command(file, run, TWO, *ranks_that_generate(TENSOR_ENGINE))
+    child = subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True)
+    begun(run, child)
+    ranks = ranks_of(child.pid)
+    ranks[victim].kill()
+    _, said = child.communicate(timeout=60)
+    assert child.returncode not in (0, None)
+    assert f"rank {victim} was ended by SIGKILL; --resume goes on from the last checkpoint" in said
+    assert not any(rank.is_running() for rank in ranks.values())
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({}, r"the ranks that train, resources.data_parallel × tensor_parallel = 1 × 1 = 1, are no whole number of "
+         r"engines: 1 / 2 = 0.5"),
+        ({"resources": {"data_parallel": 3}}, r"3 × 1 = 3, are no whole number of engines: 3 / 2 = 1.5"),
+        ({"resources": {"data_parallel": 2}, "model": {"path": "sums-policy", "lora": {"rank": 2}}}, "model.lora"),
+        ({"resources": {"data_parallel": 2}, "placement": {"name": "hybrid"}, "processes": 1}, "of its own maps"),
+    ],
+)  # fmt: skip
+def test_ranks_that_make_no_engine_are_refused(tables: dict[str, Any], says: str) -> None:
+    rollout = {"tensor_parallel": 2, **({"processes": 1} if tables.pop("processes", 0) else {})}
+    tree = {**tables, "resources": {**tables.get("resources", {}), "rollout": rollout}}
+    with pytest.raises(ConfigError, match=f"tensor_parallel = 2 × pipeline_parallel = 1 is an engine of 2 .*{says}"):
+        recipe(**tree)
