@@ -138,8 +138,8 @@ class RanksTable(Table):
     pipeline_parallel: PositiveInt = 1
     """Stages that share the layers out, each of as many ranks as the others make: micro-batches go through them."""
     expert_parallel: PositiveInt = 1
-    """Of the data_parallel × context_parallel ranks so many share the experts of a mixture out, each with whole ones,
-    and exchange tokens around them. They are no further ranks."""
+    """Of the data_parallel × context_parallel ranks of a stage so many share the experts of a mixture out, each with
+    whole ones, and exchange tokens around them. They are no further ranks."""
     timeout: Positive = 1800.0
     """Seconds a rank waits for the others: more than the slowest one's part of a step takes, in RL its rollouts and
     rewards, and more than an evaluation takes that the main one makes alone."""
@@ -157,11 +157,6 @@ class RanksTable(Table):
             raise ValueError(
                 f"expert_parallel = {size} deals whole experts out, and tensor_parallel = "
                 f"{self.tensor_parallel} splits each matrix: set data_parallel or context_parallel in its place"
-            )
-        if size > 1 and self.pipeline_parallel > 1:
-            raise ValueError(
-                f"expert_parallel = {size} deals experts out over the ranks of one stage, and pipeline_parallel = "
-                f"{self.pipeline_parallel} makes several: leave one of them out"
             )
         return self
 

@@ -54,7 +54,6 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     lacks = {
         "engine with expert parallelism": generation.ep > 1,
         "expert parallelism with tensor parallelism": training.ep > 1 and training.tp > 1,
-        "expert parallelism with pipeline parallelism": training.ep > 1 and training.pp > 1,
         "context parallelism that cuts heads": cuts_heads(model, training),
         "engines over several devices that are not those that train": several and plan.shared and left_over,
         "engine over several devices in a run over several nodes": several and several_nodes,

@@ -86,8 +86,8 @@ def training_layouts(workload: Workload, cluster: Cluster) -> Iterator[TrainingL
                     if ep > 1 and (model.experts % ep or (tp * cp * dp) % ep):
                         continue
                     yield TrainingLayout(tp, pp, dp, ep, cp, 1, 1, tokens, plain=workload.plain)
-                    ours = workload.plain and ep == 1  # stages of ranks that share weights
-                    if (pp == 1 or ours) and dp * cp > 1 and (ep == 1 or tp == 1):
+                    stages = pp == 1 or workload.plain  # stages of ranks that share weights are ours
+                    if stages and dp * cp > 1 and (ep == 1 or tp == 1):
                         yield TrainingLayout(tp, pp, dp, ep, cp, 1, 3, tokens, plain=workload.plain)
 
 

@@ -1,5 +1,5 @@
 """Layers over stages beside transformers' own forward pass, sequence by sequence. A test runs this on each rank:
-python -m tests.train.rank_pipeline STAGES"""
+python -m tests.train.rank_pipeline STAGES EXPERT, with as many ranks a stage as share its experts"""
 
 import sys
 from contextlib import nullcontext
@@ -19,10 +19,12 @@ from tests.core.tiny import model
 from tests.train.rank_context import by_itself, loss_of, samples
 
 LAYERS = {"llama": 5, "qwen3": 5, "gemma3": 4, "mixtral": 4, "deepseek_v3": 2}
+MIXTURES = ("mixtral", "deepseek_v3")
 
 
 def check(family: str, batches: list[list[Sample]], ranks: Ranks, recompute: bool = False) -> None:
-    """The loss of every micro-batch at the last stage, and gradients by the stage that has the weight."""
+    """The loss of every micro-batch at the last stage, and gradients by the stage that has the weight. Ranks of a stage
+    take the batches in turn."""
     plain, spread = model(family, layers=LAYERS[family]), model(family, layers=LAYERS[family])
     use_packed_attention(spread)
     if recompute:
@@ -43,12 +45,13 @@ def check(family: str, batches: list[list[Sample]], ranks: Ranks, recompute: boo
             found.append(out.item())
         return out, nullcontext
 
-    stage.learn(batches, forward)
+    mine = slice(ranks.data.index, None, ranks.data.size)
+    stage.learn(batches[mine], forward)
     assert most <= stage.size - stage.index, "rows of more micro-batches were kept than 1F1B keeps"
     expected = [loss_of(*by_itself(plain, batch)) for batch in batches]
     torch.stack(expected).sum().backward()  # type: ignore[no-untyped-call]
     if stage.last:
-        torch.testing.assert_close(torch.tensor(found), torch.stack(expected), rtol=1e-5, atol=2e-5, msg=family)
+        torch.testing.assert_close(torch.tensor(found), torch.stack(expected[mine]), rtol=1e-5, atol=2e-5, msg=family)
     check_gradients(shards, dict(plain.named_parameters()), stage, family)
 
 
@@ -66,10 +69,16 @@ def check_gradients(shards: Shards, plain: dict[str, Tensor], stage: Stage, fami
 
 def main() -> None:
     torch.set_num_threads(1)
-    stages = int(sys.argv[1])
-    with join(ResourcesTable(pipeline_parallel=stages, timeout=60.0), "cpu") as ranks:
+    stages, expert = map(int, sys.argv[1:3])
+    resources = ResourcesTable(pipeline_parallel=stages, data_parallel=expert, expert_parallel=expert, timeout=60.0)
+    with join(resources, "cpu") as ranks:
         ragged = samples(60)
         batches = [ragged[:2], ragged[2:3], ragged[3:5], ragged[6:], ragged[5:6]]
+        if expert > 1:
+            for family in MIXTURES:
+                check(family, batches[:4], ranks)
+            check("mixtral", batches[:4], ranks, recompute=True)
+            return
         for family in (family for family, layers in LAYERS.items() if layers >= stages):
             check(family, batches, ranks)
         check("llama", batches[:1], ranks)  # fewer than there are stages

@@ -1,5 +1,6 @@
 """Experts of a mixture over ranks: numbers, runs and files are those of one rank."""
 
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,9 +29,10 @@ from tests.train.test_ranks import (
 )
 
 SLOW = pytest.mark.slow
-# A reward model's scores differ, where no answer of random weights is right.
-LEARNS: dict[str, Any] = {**GRPO, "reward": {"path": "sums"}, "train": {"prompts_per_step": 5, "lr": 3e-5}}
-DATA, CONTEXT, FOUR, PAIRS = (2, 1, 1), (1, 2, 1), (4, 1, 1), (2, 2, 1)
+# A reward model's scores differ, where no answer of random weights is right. At 3e-5 entropies of the third step are
+# 3.20492 on one rank and 3.20450 over two on x86-64, however these share: a tie of experts, it seems.
+LEARNS: dict[str, Any] = {**GRPO, "reward": {"path": "sums"}, "train": {"prompts_per_step": 5, "lr": 1e-5}}
+DATA, CONTEXT, FOUR, PAIRS, STAGES = (2, 1, 1), (1, 2, 1), (4, 1, 1), (2, 2, 1), (2, 1, 1, 2)
 
 
 @SLOW
@@ -42,6 +44,11 @@ def test_ranks_that_share_experts_out_have_the_numbers_of_transformers_and_of_on
 ) -> None:
     words = ["-m", "tests.train.rank_experts", str(data), str(context), str(expert)]
     fork_ranks(data * context, words, tmp_path)
+
+
+@SLOW
+def test_stages_whose_ranks_share_experts_out_have_the_numbers_of_transformers(tmp_path: Path) -> None:
+    fork_ranks(4, ["-m", "tests.train.rank_pipeline", "2", "2"], tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,8 @@ def dealt(expert: int) -> tuple[str, str]:
         pytest.param(PPO, FOUR, 2, id="ppo-4-by-2"),
         pytest.param(LEARNS, PAIRS, 4, id="grpo-context"),
         pytest.param({**LEARNS, "model": {"lora": {"rank": 4}}}, DATA, 2, id="lora-2"),
+        pytest.param(PPO, STAGES, 2, id="ppo-stages"),
+        pytest.param(LEARNS, (1, 2, 1, 2), 2, id="grpo-context-stages"),
     ],
 )
 def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_with_its_state(
@@ -72,7 +81,7 @@ def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_w
     run_alone(tmp_path / "one", tables)
     assert min(values["policy/grad_norm"] for values in steps(tmp_path / "one")) > 0
     file = written(tmp_path / "recipe.toml", tables)
-    fork_ranks(shape[0] * shape[1], command(file, tmp_path / "many", shape, *dealt(expert))[3:], tmp_path)
+    fork_ranks(math.prod(shape), command(file, tmp_path / "many", shape, *dealt(expert))[3:], tmp_path)
     close(tmp_path / "many", tmp_path / "one")
     back_to_step_2(tmp_path / "many")
     run_alone(tmp_path / "many", tables, resume=True)
@@ -80,27 +89,34 @@ def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_w
 
 
 @SLOW
-@pytest.mark.parametrize(("before", "after"), [((DATA, 2), (FOUR, 2)), ((FOUR, 4), (CONTEXT, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((DATA, 2), (FOUR, 2)), ((FOUR, 4), (CONTEXT, 1)), ((STAGES, 2), (DATA, 2)), ((DATA, 1), (STAGES, 2))],
+    ids=str,
+)
 def test_a_run_goes_on_with_experts_dealt_out_otherwise(
     before: tuple[Shape, int], after: tuple[Shape, int], model: str, tmp_path: Path
 ) -> None:
     tables = {**LEARNS, "model": {"path": model}}
     run_alone(tmp_path / "one", tables)
     file, run = written(tmp_path / "recipe.toml", tables), tmp_path / "many"
-    fork_ranks(before[0][0], command(file, run, before[0], *dealt(before[1]))[3:], tmp_path)
+    fork_ranks(math.prod(before[0]), command(file, run, before[0], *dealt(before[1]))[3:], tmp_path)
     back_to_step_2(run)
-    fork_ranks(after[0][0] * after[0][1], command(file, run, after[0], *dealt(after[1]), "--resume")[3:], tmp_path)
+    fork_ranks(math.prod(after[0]), command(file, run, after[0], *dealt(after[1]), "--resume")[3:], tmp_path)
     close(run, tmp_path / "one")
 
 
 @SLOW
-@pytest.mark.parametrize("channel", ["shared", "disk", "collective", "reshard"])
-def test_engines_apart_get_the_experts_of_all_ranks(channel: str, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("channel", "shape"),
+    [("shared", DATA), ("disk", DATA), ("collective", DATA), ("reshard", DATA), ("reshard", STAGES)],
+)  # fmt: skip
+def test_engines_apart_get_the_experts_of_all_ranks(channel: str, shape: Shape, model: str, tmp_path: Path) -> None:
     tables = {**LEARNS, "model": {"path": model}}
     run_alone(tmp_path / "one", tables)
     apart = {**tables, "placement": {"name": "disaggregated", "channel": channel}}
     file = written(tmp_path / "recipe.toml", apart)
-    words = command(file, tmp_path / "many", DATA, *dealt(2))
+    words = command(file, tmp_path / "many", shape, *dealt(2))
     done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "many" / "checkpoints")

@@ -72,6 +72,7 @@ LAYOUTS = [
     Layout("qwen3", (1, 2, 2)),
     Layout("qwen3", (1, 2, 1, 2)),
     Layout("mixture", (2, 2, 1), expert=2),
+    Layout("mixture", (2, 1, 1, 2), expert=2, resumed=(DATA, 2)),
     Layout("llama", DATA, {**APART, "channel": "disk"}, engine={"tensor_parallel": 2}),
     Layout(
         "qwen3", TENSOR, {"name": "async", "staleness": 0, "channel": "collective"}, engine={"pipeline_parallel": 2}

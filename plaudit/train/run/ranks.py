@@ -111,7 +111,7 @@ class Ranks:
     ends       the first and the last of them
     readers    `data` of all stages, in the order of the stages: they exchange what the last one has read
     expert     those of data × context that have all experts of a mixture between them
-    experts    (copies, expert): data × context once more, where experts are dealt out; else None
+    experts    (copies, expert): data × context of this rank's stage once more, where experts are dealt out; else None
     """
 
     everyone: Group = ONE
@@ -171,7 +171,9 @@ def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
         expert, experts = ONE, None
         if (size := resources.expert_parallel) > 1:
             expert = groups_along(np.arange(world).reshape(-1, size), 1, backend, limit)
-            experts = init_device_mesh(mesh.device_type, (world // size, size), mesh_dim_names=(COPIES, EXPERT))
+            dealt = (shape[0], resources.shards // size, size)
+            axes = (STAGE, COPIES, EXPERT)
+            experts = init_device_mesh(mesh.device_type, dealt, mesh_dim_names=axes)[COPIES, EXPERT]
         yield Ranks(
             Group(dist.get_rank(), world, everyone), data, context, mesh, expert, experts, stages, back, ends, readers
         )
