@@ -30,8 +30,8 @@ from typing import Any
 from search import Remembering
 
 from plaudit.config.search import load_search
-from plaudit.search.backends.policy import path_seed
 from plaudit.search.search import Search
+from plaudit.search.tree.trail import Trails
 
 OUT = Path(__file__).parent / "results" / "search-lanes.json"
 
@@ -84,10 +84,12 @@ def bound(outcomes: Sequence[Any], models: Timed, recipe: Any) -> float:
     places = [0.0] * recipe.concurrent
     for outcome in outcomes:
         tree, ends, children = outcome.tree, {0: 0.0}, Counter[int]()
+        trails = Trails(tree, recipe.seed, outcome.question.index)
         for node in tree.nodes[1:]:
-            said = tree.path_ids(node.parent)[len(tree.prompt_ids) :]
-            seed = path_seed(recipe.seed, outcome.question.index, (*said, len(tree.response(node.parent))))
-            spent = models.seconds(seed, children[node.parent], len(node.tokens)) + models.score_seconds
+            spent = (
+                models.seconds(trails.of(node.parent).seed(0), children[node.parent], len(node.tokens))
+                + models.score_seconds
+            )
             ends[node.id] = ends[node.parent] + spent
             children[node.parent] += 1
         heapq.heapreplace(places, places[0] + max(ends.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ def by_row(sequences: list[Sequence], decoded: Decoded) -> Iterator[Draws]:
     tokens, logprobs, raws = (np.ascontiguousarray(x.numpy().T).tolist() for x in columns)
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         params = sequence.request.params
-        tempered = decoded.tempered if params.reshapes else None
+        tempered = decoded.tempered if decoded.tempered is not None and params.reshapes else None
         yield Draws(
             tokens[row][:count], logprobs[row][:count], raws[row][:count],
             [] if tempered is None else tempered[:count, row].tolist(),
@@ -33,6 +34,14 @@ def _tops(top: tuple[torch.Tensor, torch.Tensor] | None, row: int, count: int, m
         return []
     ids, logprobs = (each[:count, row, :most].tolist() for each in top)
     return [tuple(zip(i, p, strict=True)) for i, p in zip(ids, logprobs, strict=True)]
+
+
+def padded(rows: list[list[int]] | list[frozenset[int]], filler: int) -> np.ndarray:
+    """Rows of numbers as one array, at least one column wide."""
+    counts = np.array([len(row) for row in rows])
+    made = np.full((len(rows), max(1, counts.max())), filler, dtype=np.int64)
+    made[np.arange(made.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, counts.sum())
+    return made
 
 
 def accept_all(sequence: Sequence, draws: Draws, version: int) -> int:

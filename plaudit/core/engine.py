@@ -109,16 +109,20 @@ class Engine:
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None,
-        begun: Sequence[Sequence[Sample]] | None = None,
+        begun: Sequence[Sequence[Sample]] | None = None, *, seeds: Sequence[int] | None = None, text: bool = True,
     ) -> list[Sample]:  # fmt: skip
         """n samples of each prompt, in order: all of the first prompt's, then the second's. `group` is the prompt's
         index, `index` the sample's.
 
         begun   of each prompt the samples that are not finished, of this engine or another; they go on, in place of n
                 new ones
+        seeds   a seed for each prompt, in place of its params'
+        text    False: samples without their text, for who reads their tokens
         """
         self.check_ready()
-        requests = self._requested(prompts, params, begun)
+        requests = self._intake.generations(prompts, params, begun, seeds)
+        for request in requests:
+            request.whole, request.text = True, text
         collecting = gc.isenabled()
         try:
             # The many small lists of a generation make it run often, each time over all of transformers, and there are
@@ -143,25 +147,8 @@ class Engine:
     ) -> list[int]:  # fmt: skip
         """Queue what `generate` would, and return the numbers. Stepped to its end with nothing else in the queue, it
         gives the samples of `generate` to the bit."""
-        requests = self._requested(prompts, params, begun)
+        requests = self._intake.generations(prompts, params, begun)
         return self._call(requests, lambda: [request.number for request in requests])
-
-    def _requested(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
-        begun: Sequence[Sequence[Sample]] | None,
-    ) -> list[Request]:  # fmt: skip
-        prompt_list = as_list(prompts)
-        options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompt_list)
-        if len(options) != len(prompt_list):
-            raise RequestError(
-                f"{len(prompt_list)} prompts and {len(options)} SamplingParams: give one for all, or one each"
-            )
-        going_on: Sequence[Sequence[Sample] | None] = [None] * len(prompt_list) if begun is None else begun
-        return [
-            self._intake.generation(prompt, option, group=group, begun=samples)
-            for group, (prompt, option, samples) in enumerate(zip(prompt_list, options, going_on, strict=True))
-            if samples is None or samples
-        ]
 
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, *,
@@ -300,7 +287,8 @@ class Engine:
         if not ids:
             return []
         if cache:
-            scoring = [self._intake.scoring(s, r, SamplingParams()) for s, r in zip(ids, reads, strict=True)]
+            params = SamplingParams()
+            scoring = [self._intake.scoring(s, r, params) for s, r in zip(ids, reads, strict=True)]
             return self._call(scoring, lambda: self._scores(scoring))
         training = self.decoder.module.training
         try:
@@ -426,13 +414,13 @@ class Engine:
         what they give."""
         try:
             self._bury()
-            for request in requests:
-                self._requests[request.number] = request
-                self._runner.add(request.sequences)
-                for sequence in request.sequences:
-                    if sequence.generated:  # begun elsewhere
-                        with torch.inference_mode():
-                            self._runner.adopt(self._key(), sequence)
+            self._requests.update((request.number, request) for request in requests)
+            sequences = [sequence for request in requests for sequence in request.sequences]
+            self._runner.add(sequences)
+            for sequence in sequences:
+                if sequence.generated:  # begun elsewhere
+                    with torch.inference_mode():
+                        self._runner.adopt(self._key(), sequence)
             return result()
         except BaseException:
             self._dead += requests

@@ -31,15 +31,41 @@ class Intake:
         self.end_tokens = _end_tokens(decoder.module, tokenizer)
         self.constraints = Constraints(tokenizer, decoder.vocab_size, self.end_tokens)
 
+    def generations(
+        self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None, begun: Sequence[Sequence[Sample]] | None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Request]:  # fmt: skip
+        """As Engine.generate has them."""
+        prompt_list = as_list(prompts)
+        options = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompt_list)
+        if len(options) != len(prompt_list):
+            raise RequestError(
+                f"{len(prompt_list)} prompts and {len(options)} SamplingParams: give one for all, or one each"
+            )
+        going_on: Sequence[Sequence[Sample] | None] = [None] * len(prompt_list) if begun is None else begun
+        own: Sequence[int | None] = [None] * len(prompt_list) if seeds is None else seeds
+        if seeds is not None and (len(seeds) != len(prompt_list) or any(not 0 <= seed < 2**63 for seed in seeds)):
+            raise RequestError(
+                f"seeds are {len(seeds)} numbers for {len(prompt_list)} prompts: give each one from 0 to 2**63 - 1"
+            )
+        rows = enumerate(zip(prompt_list, options, going_on, own, strict=True))
+        return [
+            self.generation(prompt, option, group=group, begun=samples, seed=seed)
+            for group, (prompt, option, samples, seed) in rows
+            if samples is None or samples
+        ]
+
     def generation(
         self, prompt: str | Sequence[int], params: SamplingParams, *, group: int = 0, stream: bool = False,
-        begun: Sequence[Sample] | None = None,
+        begun: Sequence[Sample] | None = None, seed: int | None = None,
     ) -> Request:  # fmt: skip
-        """`begun`: samples that go on from where they are, in place of n new ones."""
+        """`begun`: samples that go on from where they are, in place of n new ones. `seed`: in place of the params'."""
         if self.decoder.kind != "causal":
             raise RequestError(f"{self.decoder.name} has no vocabulary head: it scores, it does not generate")
         ids = self.tokens(prompt)
         self._check_params(params)
+        seed = params.seed if seed is None else seed
         room = self.decoder.max_positions - len(ids)
         if room < 1:
             raise RequestError(
@@ -51,13 +77,15 @@ class Intake:
         self._check_pool(len(ids) + most - 1, f"a prompt of {len(ids)} tokens and {most} more")
         number = next(self._numbers)
         request = Request(
-            number, tuple(ids), params, seed=mix64(self.seed) ^ number if params.seed is None else params.seed,
+            number, tuple(ids), params, seed=mix64(self.seed) ^ number if seed is None else seed,
             stop_ids=self._stop_ids(params), max_tokens=most, group=group, deadline=_deadline(params),
         )  # fmt: skip
         self._read_prompt(request, begun)
         if begun is None:
             request.sequences = [Seq(request, index, list(ids)) for index in range(params.n)]
         else:
+            if seed is None:
+                raise RequestError("a sample goes on only with the seed it was begun with: give its seed")
             request.sequences = [self._begun(request, sample) for sample in begun]
         if (constraint := self.constraints.of(params)) is not None:
             for sequence in request.sequences:
@@ -71,8 +99,6 @@ class Intake:
         return request
 
     def _begun(self, request: Request, sample: Sample) -> Seq:
-        if request.params.seed is None:
-            raise RequestError("a sample goes on only with the seed it was begun with: give SamplingParams its seed")
         if tuple(sample.prompt_ids) != request.prompt_ids or not 0 < len(sample.token_ids) < request.max_tokens:
             raise RequestError(
                 f"a sample of {len(sample.token_ids)} tokens cannot go on here: it must be of this prompt, and have "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from plaudit.core.device.backend import Backend, DecodeBatch, Decoded, Span
-from plaudit.core.draws import accept, accept_all, by_row, note_prompt
+from plaudit.core.draws import accept, accept_all, by_row, note_prompt, padded
 from plaudit.core.kv import handover
 from plaudit.core.kv.handover import Handover
 from plaudit.core.kv.prefix import Chain
@@ -19,7 +19,7 @@ from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send
 from plaudit.core.model.readouts import Reading, take
 from plaudit.core.recurrent import scheduler_for
-from plaudit.core.sampling.noise import row_key, token_hashes
+from plaudit.core.sampling.noise import token_hashes
 from plaudit.core.sampling.sampler import Sampler
 from plaudit.core.scheduler import Chunk, Plan
 from plaudit.core.sequence import Sequence as Seq
@@ -254,14 +254,25 @@ class Runner(Books):
         drawn_before = send(np.array([s.generated for s in sequences]), rows.device)
         drawn = sampler.draw(self.decoder.logits(rows), drawn_before)
         decoded = Decoded.of([(drawn, torch.ones_like(drawn.tokens, dtype=torch.bool))])
+        for _ in self._accept(sequences, decoded):
+            pass
+
+    def _accept(self, sequences: list[Seq], decoded: Decoded) -> Iterator[tuple[Seq, int]]:
+        """Add what was drawn to the sequences that have not ended; how many tokens each of them has taken."""
+        sound = bool(decoded.raw_logprobs.isfinite().all())
         for sequence, draws in zip(sequences, by_row(sequences, decoded), strict=True):
-            accept(sequence, draws, self.version, self.decoder.name)
+            if not draws.tokens or sequence.finish is not None:
+                continue
+            if sound and sequence.plain:
+                yield sequence, accept_all(sequence, draws, self.version)
+            else:
+                yield sequence, accept(sequence, draws, self.version, self.decoder.name)
 
     def _sampler_of(self, sequences: list[Seq]) -> Sampler:
         if self._sampler is None or self._sampler[0] != sequences:
             sampler = Sampler(
                 [s.request.params for s in sequences],
-                [row_key(s.request.seed, s.index) for s in sequences],
+                [s.key for s in sequences],
                 [s.request.stop_ids for s in sequences],
                 self._hashes,
             )
@@ -277,14 +288,7 @@ class Runner(Books):
             self._take(sequences, decoded, key)
 
     def _take(self, sequences: list[Seq], decoded: Decoded, key: Hashable) -> None:
-        sound = bool(decoded.raw_logprobs.isfinite().all())
-        for sequence, draws in zip(sequences, by_row(sequences, decoded), strict=True):
-            if not draws.tokens or sequence.finish is not None:
-                continue
-            if sound and sequence.plain:
-                accepted = accept_all(sequence, draws, self.version)
-            else:
-                accepted = accept(sequence, draws, self.version, self.decoder.name)
+        for sequence, accepted in self._accept(sequences, decoded):
             if sequence not in self.scheduler.running:  # aborted by its own stop test
                 continue
             sequence.computed += accepted
@@ -294,12 +298,8 @@ class Runner(Books):
     def _batch(self, sequences: list[Seq]) -> DecodeBatch:
         device = self._hashes.device
         lengths = [len(s.tokens) for s in sequences]
-        most = max(len(s.chain.blocks) for s in sequences)
-        tables = np.zeros((len(sequences), most), dtype=np.int64)
-        stops = np.full((len(sequences), max(1, *(len(s.request.stop_ids) for s in sequences))), -1, dtype=np.int64)
-        for row, s in enumerate(sequences):
-            tables[row, : len(s.chain.blocks)] = s.chain.blocks
-            stops[row, : len(s.request.stop_ids)] = sorted(s.request.stop_ids)
+        tables = padded([s.chain.blocks for s in sequences], 0)
+        stops = padded([s.request.stop_ids for s in sequences], -1)
 
         def column(values: Sequence[int]) -> torch.Tensor:
             return send(np.array(values, dtype=np.int64), device)
@@ -327,7 +327,9 @@ class Runner(Books):
                 self.outbox.append(scored(sequence, values, self.decoder.name))
             self.scheduler.end(sequence)
             return
-        if finished or sequence.generated != sequence.seen:
+        if not finished and sequence.request.whole and sequence.stream is None:
+            sequence.seen = sequence.generated  # nobody takes the news
+        elif finished or sequence.generated != sequence.seen:
             self._report(sequence)
 
     def _enter(self, sequence: Seq, key: Hashable, partial: bool = False) -> None:
@@ -368,7 +370,7 @@ class Runner(Books):
     def _text(self, sequence: Seq) -> str:
         if sequence.stream is not None:
             return sequence.stream.finish(sequence.given)
-        if self.tokenizer is None:
+        if self.tokenizer is None or not sequence.request.text:
             return ""
         tokens = sequence.tokens[sequence.prompt_len :]
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""

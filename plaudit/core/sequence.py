@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from plaudit.core.kv.prefix import Chain
+from plaudit.core.sampling.noise import row_key
 from plaudit.core.sampling.sampling_params import SamplingParams
 from plaudit.records import FinishReason, ItemError, Likely, Sample
 
@@ -63,6 +65,8 @@ class Request:
     prompt_tops: tuple[Likely, ...] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     open: set[int] = field(default_factory=lambda: {0})  # samples, or the score, that nobody has taken
+    whole: bool = False  # its samples are taken once they are finished, and nobody hears of them before
+    text: bool = True  # samples have their text
 
 
 @dataclass(eq=False)
@@ -110,6 +114,11 @@ class Sequence:
         for mine, new in zip(columns, drawn, strict=True):
             mine += new  # type: ignore[operator]
         self.versions += [version] * len(drawn.tokens)
+
+    @cached_property
+    def key(self) -> int:
+        """Of the noise of its draws."""
+        return row_key(self.request.seed, self.index)
 
     @property
     def reading(self) -> Read | None:

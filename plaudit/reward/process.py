@@ -22,7 +22,7 @@ from plaudit.errors import ConfigError, ModelError, Refused, RequestError, neare
 from plaudit.models import encode, render_text
 from plaudit.models.text import codec_of, refuse_surrogates
 from plaudit.records import Item, ItemError, StepScores
-from plaudit.reward.reading import Intake, has_tool_calls
+from plaudit.reward.reading import Intake, characters, has_tool_calls
 from plaudit.reward.work import ModelInfo, Work
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -80,6 +80,7 @@ class ProcessReading:
             raise ConfigError(f"format.end = true, but the tokenizer of {facts.name} has no end token; set it to false")
         # A search sends its paths again and again, each time with a step more.
         self._step = lru_cache(maxsize=STEPS_KEPT)(lambda step: tuple(self.intake.content(step)))
+        self._further = lru_cache(maxsize=STEPS_KEPT)(self._one_further)
         self._piece = lru_cache(maxsize=1 << 12)(lambda token: tokenizer.backend_tokenizer.decode([token]))
 
     def prepare(self, item: Item) -> Work:
@@ -92,6 +93,46 @@ class ProcessReading:
         tokens, cut = self.intake.cut(draft.tokens, draft.positions[0], draft.positions[-1], item.truncate)
         positions = tuple(position - cut for position in draft.positions)
         return Work(tokens, positions, self.columns, len(positions), len(tokens) < len(draft.tokens))
+
+    def grown(self, read: Sequence[int], prompt: Prompt, steps: Sequence[str]) -> Work | None:
+        """What `prepare` makes of a response of these steps with its last alone to be read, from the tokens that were
+        `read` of it without that step; None where it must be put together anew."""
+        split = self.format.split
+        apart = steps[-2].endswith(split)
+        if apart and len(split) > 1:  # it may begin in one step and end in the next
+            apart = all(step.endswith(split) and step.find(split) == len(step) - len(split) for step in steps[:-1])
+        further = self._further(steps[-1]) if apart else None
+        if further is None:
+            return None
+        new, back = further
+        size = sum(map(len, steps)) + (len(prompt) if isinstance(prompt, str) else characters(prompt))
+        if len(read) + len(new) > self.intake.limit or size > self.intake.most_characters:
+            return None
+        tokens = [*read, *new]
+        return Work(tokens, (len(tokens) - 1 - back,), self.columns, 1, False)
+
+    def _one_further(self, step: str) -> tuple[tuple[int, ...], int] | None:
+        """What a step adds to the tokens of those before it, and how far before its end it is read; None if that is
+        not known of the step alone."""
+        form = self.format
+        ends = step.find(form.split)
+        if form.joined or self.turns is not None or ends not in (-1, len(step) - len(form.split)):
+            return None
+        if form.end and (form.strip or not form.keep):  # the end token may follow every step that is the last
+            return None
+        if len(parts := self._split(step)) != 1 or not step.strip():
+            return None
+        try:
+            ids = self._step(form.step.replace("{step}", parts[0]))
+            after = self.intake.content(form.after) if form.after else []
+        except Refused:
+            return None
+        new = (*after, *ids, *self.tag)
+        if not ids or (self.reserved and new.count(self.tag[-1]) != 1):
+            return None
+        if form.end and not parts[0].endswith(form.split):
+            return (*new, self.end), 0
+        return new, len(self.tag) if form.read == "before" else 0
 
     def prerender(self, items: Sequence[Item]) -> None:
         """Items that `prepare` will be asked for, so that their conversations are rendered together."""
@@ -110,6 +151,13 @@ class ProcessReading:
         scores = self._activate(values.astype(np.float64))
         aggregate = AGGREGATE[self.table.aggregate](scores)
         return StepScores(tuple(map(float, scores)), aggregate, truncated=work.truncated, tokens=len(work.tokens))
+
+    def last_scores(self, values: np.ndarray) -> list[float | None]:
+        """The scores of many responses' last steps, (steps, labels or columns), as `finish` gives them one by one; None
+        where what was read is not finite."""
+        finite = np.isfinite(values).all(axis=1)
+        scores = self._activate(np.where(finite[:, None], values, 0).astype(np.float64))
+        return [score if sound else None for score, sound in zip(scores.tolist(), finite.tolist(), strict=True)]
 
     def _activate(self, values: np.ndarray) -> np.ndarray:
         """(steps, labels or columns) -> (steps,)"""

@@ -39,6 +39,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.facts = facts
         self.limit = min(facts.max_positions, max_tokens or facts.max_positions)
+        self.most_characters = CHARACTERS_PER_TOKEN * self.limit
         self.begin = bos_ids(tokenizer)
         if bos and not self.begin:
             if tokenizer.bos_token_id is None:
@@ -50,7 +51,7 @@ class Intake:
 
     def refuse_huge(self, item: Item) -> None:
         """Tokenising takes time: a text that cannot fit is refused before."""
-        size, most = _size(item), CHARACTERS_PER_TOKEN * self.limit
+        size, most = _size(item), self.most_characters
         if size > most:
             unit = "characters" if item.tokens is None else "tokens"
             raise Refused(
@@ -84,7 +85,7 @@ class Intake:
     def prerender(self, openings: Sequence[Sequence[Message]]) -> None:
         """Openings that will be asked for: rendered together, they take one way to the template's process and back."""
         with suppress(PlauditError, RecursionError):  # whose fault it is will be told when it is asked for
-            most = CHARACTERS_PER_TOKEN * self.limit
+            most = self.most_characters
             keys = [key for key in {*map(_as_json, openings)} if len(key) <= most and self._kept(key) is None]
             if keys:
                 rendered = render_chats(self.tokenizer, list(map(json.loads, keys)), add_generation_prompt=True)
@@ -199,6 +200,11 @@ def _size(item: Item) -> int:
     prompt = item.prompt if item.prompt is None or isinstance(item.prompt, str) else _as_json(item.prompt)
     response = item.response if isinstance(item.response, tuple) else (item.response or "",)
     return len(item.text or "") + len(prompt or "") + sum(len(str(step)) for step in response)
+
+
+def characters(messages: Sequence[Message]) -> int:
+    """Of a conversation, as they are counted before it is tokenised."""
+    return len(_as_json(messages))
 
 
 def has_tool_calls(message: Message) -> bool:

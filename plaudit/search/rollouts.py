@@ -19,8 +19,9 @@ from plaudit.config.prompting import SamplingTable
 from plaudit.config.search import BudgetTable, RolloutSearchTable, SearchRecipe
 from plaudit.errors import ConfigError
 from plaudit.records import ItemError, Prompt, Sample
-from plaudit.search.backends.policy import Ask, Ended, Step, step_text
+from plaudit.search.backends.policy import Ask, Ended, Step
 from plaudit.search.backends.scoring import open_scorer
+from plaudit.search.backends.step_text import StepText
 from plaudit.search.drivers.methods import new_driver
 from plaudit.search.questions.questions import Question
 from plaudit.search.questions.reading import AnswerReading
@@ -104,7 +105,7 @@ class Writer:
         self.engine = engine
         self.table = table
         self.stepping = table.model_copy(update={"stop": (*table.stop, table.step)})
-        self.tokenizer = tokenizer
+        self._text = StepText(tokenizer)
         self.parts: dict[tuple[int, ...], Sample] = {}
 
     def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
@@ -125,7 +126,7 @@ class Writer:
         return self.stepping.model_copy(update={"max_tokens": self.table.max_tokens - len(ask.response_ids)})
 
     def _step(self, ask: Ask, sample: Sample) -> Step:
-        text = step_text(self.tokenizer, ask, sample.token_ids)
+        text = self._text(ask.response_ids, ask.text, sample.token_ids)
         ended: Ended = "length"
         if sample.finish_reason == "stop" and self.table.step in text:
             # A step without words is the end of a response: there is nothing in it that could be scored.

@@ -18,13 +18,14 @@ from plaudit.config.search import SearchRecipe
 from plaudit.errors import PlauditError
 from plaudit.search.backends import cluster
 from plaudit.search.backends.embedding import Embedder
-from plaudit.search.backends.policy import Ask, Policy, Step, path_seed
+from plaudit.search.backends.policy import Ask, Policy, Step
 from plaudit.search.backends.scored import Path, Scored, Scorer
 from plaudit.search.drivers.driver import Driver, Expand
 from plaudit.search.drivers.lookahead import look_ahead
 from plaudit.search.questions.answers import Answer, as_odds, winner
 from plaudit.search.questions.questions import Question
 from plaudit.search.questions.reading import AnswerReading
+from plaudit.search.tree.trail import Trails
 from plaudit.search.tree.tree import Node, Tree
 
 
@@ -46,6 +47,7 @@ class Outcome:
 class _Open:
     """A question that is being searched.
 
+    trails          the paths to the nodes that are gone on from
     scored_tokens   the nodes whose KV is kept, with what the PRM read of each
     read            what all that the PRM read of this question begins with
     hidden          the PRM's state at the end of each new node, until it is clustered
@@ -53,6 +55,7 @@ class _Open:
 
     question: Question
     driver: Driver
+    trails: Trails
     scored_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     read: list[tuple[int, ...]] = field(default_factory=list)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
@@ -95,7 +98,8 @@ class Runner:
                 more = question is not None
                 if question is not None:
                     tree = Tree(question.text, question.prompt_ids)
-                    self._open.append(_Open(question, self.new_driver(question, tree)))
+                    trails = Trails(tree, self.recipe.seed, question.index)
+                    self._open.append(_Open(question, self.new_driver(question, tree), trails))
             over, going = self._choose()
             yield from [self._outcome(searched, searched.driver.stopped or "done") for searched in over]
             try:
@@ -135,17 +139,14 @@ class Runner:
                 self._on_round(searched.driver)
 
     def _ask(self, searched: _Open, expand: Expand, greedy: bool = False) -> Ask:
-        tree, id = searched.tree, expand.node
-        path = tree.path_ids(id)
-        response_ids = path[len(tree.prompt_ids) :]
-        # Where a search comes back to a node for more children, they are not to be those it has.
-        again = (tree.drawn(id),) if tree.drawn(id) else ()
-        seed = path_seed(self.recipe.seed, searched.question.index, (*response_ids, len(tree.response(id)), *again))
-        return Ask(tree.prompt_ids, tree.prompt, response_ids, tree.response(id), expand.count, seed, greedy)
+        tree, trail = searched.tree, searched.trails.of(expand.node)
+        response_ids = trail.ids[len(tree.prompt_ids) :]
+        seed = trail.seed(tree.drawn(expand.node))
+        return Ask(tree.prompt_ids, tree.prompt, response_ids, trail.text, expand.count, seed, greedy)
 
     def _add(self, searched: _Open, expand: Expand, steps: Sequence[Step]) -> list[Node]:
         tree, costs, nodes = searched.tree, searched.driver.costs, []
-        before = tree.response(expand.node)
+        before = searched.trails.of(expand.node).text
         for step in steps:
             node = tree.add(expand.node, step.tokens, step.text, "open", costs.rounds)
             node.logprob = step.logprob
@@ -213,7 +214,8 @@ class Runner:
         return node.state == "open" or (node.state == "finished" and bool(node.text.strip()))
 
     def _path(self, searched: _Open, node: Node) -> Path:
-        return Path(searched.question.prompt, tuple(step.text for step in searched.tree.steps(node.id)))
+        steps = tuple([step.text for step in searched.tree.steps(node.id)])
+        return Path(searched.question.prompt, steps, searched.scored_tokens.get(node.parent, ()))
 
     def _look_ahead(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
         """Judge open leaves by where a few greedy steps lead. Those steps are thrown away; their cost is not."""
@@ -270,7 +272,8 @@ class Runner:
         kept = {e.node for e in expansions} | set(searched.driver.live())
         gone = [id for id in scored_tokens if id not in kept]
         if gone:
-            self.policy.release([tree.path_ids(id) for id in gone], [tree.path_ids(id) for id in kept])
+            self.policy.release(searched.trails.ids(gone), searched.trails.ids(kept))
+            searched.trails.forget(gone)
             self.scorer.release(
                 [scored_tokens[id] for id in gone], [scored_tokens[id] for id in kept if id in scored_tokens]
             )

@@ -124,18 +124,24 @@ class PagedBackend(Backend):
                 cached.index_copy_(0, slots, incoming.to(cached.device))
 
     def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
+        # For many spans of a token each, as a search has them, an array for each would take longest of all.
         device, size = self.decoder.device, self.block_size
-        counts = np.array([len(s.tokens) for s in spans])
+        lengths, before = [len(s.tokens) for s in spans], [s.start for s in spans]
+        counts, total = np.array(lengths), sum(lengths)
         starts = counts.cumsum() - counts
-        offsets = np.arange(size)
-        slots = [(np.array(s.blocks)[:, None] * size + offsets).ravel()[: s.start + len(s.tokens)] for s in spans]
-        new = np.concatenate([at[s.start :] for at, s in zip(slots, spans, strict=True)])
+        held = np.array([len(s.blocks) for s in spans])
+        blocks = _end_to_end([s.blocks for s in spans], int(held.sum()))
+        every = (blocks[:, None] * size + np.arange(size)).ravel()
+        begins = (held.cumsum() - held) * size
+        slots = [every[b : b + n] for b, n in zip(begins.tolist(), (counts + before).tolist(), strict=True)]
+        positions = np.arange(total) + np.repeat(before - starts, counts)
+        new = every[positions + np.repeat(begins, counts)]
         both = send(_copied(copies, size), device) if copies else None
-        tokens = _end_to_end([s.tokens for s in spans], int(counts.sum()))
-        positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
-        wanted = [int(first) + row for first, s in zip(starts, spans, strict=True) for row in s.wanted]
+        tokens = _end_to_end([s.tokens for s in spans], total)
+        firsts = starts.tolist()
+        wanted = [first + row for first, s in zip(firsts, spans, strict=True) for row in s.wanted]
         return Step(
-            shapes=[(int(first), len(s.tokens), s.start) for first, s in zip(starts, spans, strict=True)],
+            shapes=list(zip(firsts, lengths, before, strict=True)),
             slots=slots,
             new=send(new, device),
             copies=None if both is None else (both[0], both[1]),
@@ -155,6 +161,7 @@ def _copied(copies: Sequence[Copy], size: int) -> np.ndarray:
 
 
 def _end_to_end(parts: Sequence[Sequence[int] | np.ndarray], count: int) -> np.ndarray:
+    """All of one kind: numbers, or arrays."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, dtype=np.int64)
     return np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=count)

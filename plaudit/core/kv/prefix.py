@@ -85,14 +85,15 @@ class PrefixTree:
 
     @staticmethod
     def _closest(node: Node, want: tuple[int, ...]) -> tuple[Node | None, int]:
+        keys = node.keys
+        at = bisect_left(keys, want)
+        if at < len(keys) and keys[at][: len(want)] == want:
+            return node.children[at], len(want)
         best: Node | None = None
         common = 0
-        at = bisect_left(node.keys, want)
         for i in (at, at - 1):
-            if 0 <= i < len(node.keys) and (shared := common_prefix(node.keys[i], want)) > common:
+            if 0 <= i < len(keys) and (shared := common_prefix(keys[i], want)) > common:
                 best, common = node.children[i], shared
-            if common == len(want):
-                break
         return best, common
 
     def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
@@ -165,13 +166,11 @@ class PrefixTree:
         """Free the blocks that hold beginnings of `sequences` (with `below` also what goes on from there), except those
         in which `keep` would find theirs, and those that others use or that have something below them; returns how
         many were freed."""
-        needed: set[int] = set()
-        for tokens in keep:
-            match = self.match(key, tokens, len(tokens))
-            needed.update(map(id, match.nodes if match.partial is None else [*match.nodes, match.partial]))
+        needed = self._needed(key, keep)
+        known: dict[tuple[int, tuple[int, ...]], list[Node]] = {}
         freed = 0
         for tokens in sequences:
-            along = self._along(key, tokens)
+            along = self._along(key, tokens, known)
             for node in reversed([*along, *self._beyond(key, tokens)] if below else along):
                 if node.parent is None or node.children or id(node) in needed or self.pool.refs[node.block] != 1:
                     continue
@@ -181,12 +180,38 @@ class PrefixTree:
                 self._offer(parent)
         return freed
 
-    def _along(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
-        """Every node whose path is a beginning of these tokens, parents first."""
+    def _needed(self, key: Hashable, keep: Sequence[Sequence[int]]) -> set[int]:
+        """The nodes in which each of these would find its beginning. Blocks that many of them begin with are looked up
+        once."""
+        found: dict[tuple[int, tuple[int, ...]], Node | None] = {}
+        root, size, now = self._roots.get(key), self.block_size, next(self._clock)
+        for tokens in keep:
+            node, start = root, 0
+            while node is not None and start < len(tokens):
+                place = id(node), tuple(tokens[start : start + size])
+                if place not in found:
+                    best, common = self._closest(node, place[1])
+                    found[place] = best if common else None
+                    if best is not None and common:
+                        best.used = now
+                node = found[place]
+                start += size
+                if node is not None and node.tokens != place[1]:
+                    break
+        return {id(node) for node in found.values() if node is not None}
+
+    def _along(
+        self, key: Hashable, tokens: Sequence[int], known: dict[tuple[int, tuple[int, ...]], list[Node]]
+    ) -> list[Node]:  # fmt: skip
+        """Every node whose path is a beginning of these tokens, parents first. `known`: by node and tokens behind it,
+        those that were found for others; some may have been freed since, and have no parent."""
         path: list[Node] = []
         node, start = self._roots.get(key), 0
         while node is not None and node.children:
-            matches = self._beginnings(node, tuple(tokens[start : start + self.block_size]))
+            place = id(node), tuple(tokens[start : start + self.block_size])
+            matches = known.get(place)
+            if matches is None:
+                matches = known[place] = self._beginnings(node, place[1])
             path += matches
             full = bool(matches) and len(matches[-1].tokens) == self.block_size
             node, start = matches[-1] if full else None, start + self.block_size

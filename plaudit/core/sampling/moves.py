@@ -7,7 +7,6 @@ Shapes: B rows, V vocabulary, E entries (row, token), A rows with allowed tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 import torch
@@ -37,11 +36,6 @@ class Moves:
         penalised = [row for row, p in enumerate(params) if p.penalises]
         self.penalties = Penalties(params, penalised, hashes) if penalised else None
         self.constraints: list[tuple[int, Constraint]] = []
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], stop_ids: Sequence[frozenset[int]], hashes: Tensor) -> Self | None:
-        """None where no row has any."""
-        return cls(params, stop_ids, hashes) if any(p.moves for p in params) else None
 
     def begin(
         self, tokens: Sequence[Sequence[int]], prompts: Sequence[int], constraints: Sequence[Constraint | None]

@@ -52,10 +52,12 @@ class Sampler:
         self.any_greedy = any(t == 0 for t in temperatures)
         self.inverse = torch.tensor([1 / t if t > 0 else 1.0 for t in temperatures], device=device)[:, None]
         self.tempered = any(t not in (0, 1) for t in temperatures)
-        self.moves = Moves.of(params, stop_ids, hashes)
-        self.top = max((p.top_logprobs for p in params), default=0)
-        self.reshaped = torch.tensor([p.reshapes for p in params], device=device)
-        self.reshapes = any(p.reshapes for p in params)
+        distinct = {id(p): p for p in params}  # many rows have the same
+        self.moves = Moves(params, stop_ids, hashes) if any(p.moves for p in distinct.values()) else None
+        self.top = max((p.top_logprobs for p in distinct.values()), default=0)
+        reshapes = {number: p.reshapes for number, p in distinct.items()}
+        self.reshaped = torch.tensor([reshapes[id(p)] for p in params], device=device)
+        self.reshapes = any(reshapes.values())
         self.filtered = torch.tensor([i for i, p in enumerate(params) if p.truncates], device=device)
         chosen = [params[i] for i in self.filtered.tolist()]
         vocab = len(hashes)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from plaudit.config.search import StepsTable
 from plaudit.errors import RequestError
+from plaudit.search.backends.step_text import StepText
 
 if TYPE_CHECKING:
     from plaudit.core import Engine, SamplingParams
@@ -61,12 +62,6 @@ class Policy(Protocol):
     def close(self) -> None: ...
 
 
-def path_seed(seed: int, question: int, path: Sequence[int]) -> int:
-    """A seed of 63 bits that is the path's own."""
-    key = f"{seed} {question} {' '.join(map(str, path))}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
-
-
 class CorePolicy:
     """Our engine: children of a node share its KV, and what is given up is freed at once."""
 
@@ -75,6 +70,8 @@ class CorePolicy:
         self.table = table
         self._lock = threading.Lock()  # an engine is for one thread at a time
         self._stop_ids = _stop_tokens(engine.tokenizer, table.stop)
+        self._text = StepText(engine.tokenizer)
+        self._params = lru_cache(maxsize=1 << 12)(self._new_params)
 
     def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
         if not asks:
@@ -83,9 +80,11 @@ class CorePolicy:
             with self._lock:
                 samples = iter(
                     self.engine.generate(
-                        [[*ask.prompt, *ask.response_ids] for ask in asks], [self._params(ask) for ask in asks]
+                        [[*ask.prompt, *ask.response_ids] for ask in asks],
+                        [self._params(ask.count, len(ask.response_ids), ask.greedy) for ask in asks],
+                        seeds=[ask.seed for ask in asks], text=False,
                     )
-                )
+                )  # fmt: skip
         except RequestError as error:
             if len(asks) == 1:
                 return [[Step(error=str(error))] * asks[0].count]
@@ -101,14 +100,14 @@ class CorePolicy:
     def close(self) -> None:
         """The engine's memory goes with the object."""
 
-    def _params(self, ask: Ask) -> SamplingParams:
+    def _new_params(self, count: int, written: int, greedy: bool) -> SamplingParams:
         from plaudit.core import SamplingParams
 
         table = self.table
-        left = min(table.max_step_tokens, max(1, table.max_tokens - len(ask.response_ids)))
+        left = min(table.max_step_tokens, max(1, table.max_tokens - written))
         return SamplingParams(
-            n=ask.count, temperature=0.0 if ask.greedy else table.temperature, top_p=1.0 if ask.greedy else table.top_p,
-            stop=() if self._stop_ids else (table.stop,), stop_token_ids=self._stop_ids, max_tokens=left, seed=ask.seed,
+            n=count, temperature=0.0 if greedy else table.temperature, top_p=1.0 if greedy else table.top_p,
+            stop=() if self._stop_ids else (table.stop,), stop_token_ids=self._stop_ids, max_tokens=left,
         )  # fmt: skip
 
     def _step(self, ask: Ask, sample: Any) -> Step:
@@ -118,15 +117,8 @@ class CorePolicy:
         ended: Ended = "length" if sample.finish_reason == "length" else "step"
         if tokens and tokens[-1] in self.engine.end_tokens:
             ended = "end"
-        return Step(
-            tokens, step_text(self.engine.tokenizer, ask, tokens), ended, sum(sample.raw_logprobs) / max(1, len(tokens))
-        )
-
-
-def step_text(tokenizer: Any, ask: Ask, tokens: Sequence[int]) -> str:
-    """What a step adds to the text of its path."""
-    whole: str = tokenizer.decode([*ask.response_ids, *tokens], skip_special_tokens=True)
-    return whole[len(ask.text) :] if whole.startswith(ask.text) else str(tokenizer.decode(tokens))
+        text = self._text(ask.response_ids, ask.text, tokens)
+        return Step(tokens, text, ended, sum(sample.raw_logprobs) / max(1, len(tokens)))
 
 
 def _stop_tokens(tokenizer: Any, stop: str) -> tuple[int, ...]:

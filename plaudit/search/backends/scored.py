@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A response so far, its last step being the one to score."""
+    """A response so far, its last step being the one to score.
+
+    read   what was read of it when the step before was the last: Scored.tokens of that; none where that is not known
+    """
 
     prompt: str | tuple[dict[str, Any], ...]
     steps: tuple[str, ...]
+    read: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

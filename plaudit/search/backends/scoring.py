@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from plaudit.config.search import OrmTable, PrmTable, SearchRecipe
 from plaudit.errors import ConfigError, Refused, RequestError, RequestRefused
 from plaudit.records import Item
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from plaudit.core import Engine
     from plaudit.reward.model import EncoderReward, ModelReward
     from plaudit.reward.process import ProcessReading
+    from plaudit.reward.work import Work
 
 
 class LocalScorer:
@@ -35,20 +38,28 @@ class LocalScorer:
         return self.engine.stats().tokens_computed
 
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
-        works: list[Any] = []
+        # Earlier steps were scored when they were the last: only the new one is put together, read and computed.
+        grown = [self.reading.grown(path.read, path.prompt, path.steps) if path.read else None for path in paths]
+        whole = iter(self._whole([path for path, work in zip(paths, grown, strict=True) if work is None]))
+        works = [next(whole) if work is None else work for work in grown]
+        values = iter(self._read([work for work in works if not isinstance(work, Scored)], hidden))
+        return [work if isinstance(work, Scored) else next(values) for work in works]
+
+    def _whole(self, paths: Sequence[Path]) -> list[Work | Scored]:
+        """What is to be read of each path's last step, or why there is nothing."""
         items = items_of(paths)
+        works: list[Work | Scored] = []
         self.reading.prerender(items)
         for path, item in zip(paths, items, strict=True):
             try:
                 work = self.reading.prepare(item)
-                fits = work.steps == len(path.steps)
-                works.append(work if fits else Scored(error=mismatch(work.steps, len(path.steps))))
             except Refused as error:
                 works.append(Scored(error=f"{error.type}: {error}"))
-        # Earlier steps were scored when they were the last: only the new one is read, and only it is computed.
-        last_steps = [replace(w, positions=w.positions[-1:], steps=1) for w in works if not isinstance(w, Scored)]
-        values = iter(self._read(last_steps, hidden))
-        return [work if isinstance(work, Scored) else next(values) for work in works]
+                continue
+            fits = work.steps == len(path.steps)
+            last = replace(work, positions=work.positions[-1:], steps=1)
+            works.append(last if fits else Scored(error=mismatch(work.steps, len(path.steps))))
+        return works
 
     def release(
         self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
@@ -59,7 +70,7 @@ class LocalScorer:
     def close(self) -> None:
         """The engine's memory goes with the object."""
 
-    def _read(self, works: Sequence[Any], hidden: bool) -> list[Scored]:
+    def _read(self, works: Sequence[Work], hidden: bool) -> list[Scored]:
         if not works:
             return []
         try:
@@ -72,14 +83,16 @@ class LocalScorer:
             if len(works) == 1:
                 return [Scored(error=f"scoring_failed: {error}")]
             return [scored for work in works for scored in self._read([work], hidden)]
-        scores = []
         width = self.engine.decoder.trunk.config.hidden_size if hidden else 0  # type: ignore[union-attr]
-        for work, row in zip(works, rows, strict=True):
-            labels = row.shape[1] - width
-            result = self.reading.finish(work, row[:, :labels])
-            state = row[0, labels:] if hidden else None
-            scores.append(whole_score(result, tuple(work.tokens), state))
-        return scores
+        values = np.concatenate(rows)
+        labels = values.shape[1] - width
+        scores = self.reading.last_scores(values[:, :labels])
+        states = values[:, labels:] if hidden else [None] * len(works)
+        unsound = f"nonfinite_score: {self.reading.facts.name} gave a step score that is not a finite number"
+        return [
+            Scored(error=unsound) if score is None else Scored(score, None, tuple(work.tokens), state)
+            for work, score, state in zip(works, scores, states, strict=True)
+        ]
 
 
 class OutcomeScorer:

@@ -63,6 +63,8 @@ class Driver(ABC):
         """The children of a round, scored."""
 
     def value(self, node: Node) -> float:
+        if self.table.aggregate == "last" and node.score is not None:
+            return float(node.score)
         return float(AGGREGATES[self.table.aggregate](self.tree.scores(node.id)))
 
     def finished(self) -> list[int]:

@@ -37,7 +37,7 @@ def look_ahead(policy: Policy, scorer: Scorer, asks: Sequence[Ask], paths: Seque
             if step.error is not None or step.ended == "length" or not step.text.strip():
                 continue
             now[i] = replace(now[i], response_ids=(*now[i].response_ids, *step.tokens), text=now[i].text + step.text)
-            seen[i] = replace(seen[i], steps=(*seen[i].steps, step.text))
+            seen[i] = replace(seen[i], steps=(*seen[i].steps, step.text), read=())
             if step.ended == "step":
                 on.append(i)
         going = on

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from plaudit.config.search import StepsTable
 from plaudit.errors import PlauditError
 from plaudit.records import ItemError
-from plaudit.search.backends.policy import Ask, Ended, Step, step_text
+from plaudit.search.backends.policy import Ask, Ended, Step
 from plaudit.search.backends.scored import Path, Scored, items_of, last_scores, whole_score
+from plaudit.search.backends.step_text import StepText
 from plaudit.serve.handle import ModelHandle
 from plaudit.serve.http.message import HttpError, Request
 from plaudit.serve.model import ServedModel
@@ -84,7 +85,7 @@ class ServedPolicy:
         self._calls = calls
         self._scoring = scoring
         self._served = served
-        self._tokenizer = served.intake().tokenizer
+        self._text = StepText(served.intake().tokenizer)
 
     def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
         jobs = [GenerateJob([*ask.prompt, *ask.response_ids], self._sampling(ask)) for ask in asks]
@@ -116,7 +117,7 @@ class ServedPolicy:
         assert isinstance(answer, list)
         steps = []
         for sample in answer:
-            text = step_text(self._tokenizer, ask, sample.tokens)
+            text = self._text(ask.response_ids, ask.text, tuple(sample.tokens))
             ended: Ended = "length" if sample.finish == "length" else "step" if self.steps.stop in text else "end"
             logprob = sum(sample.logprobs) / max(1, len(sample.tokens))
             steps.append(Step(tuple(sample.tokens), text, ended, logprob))

@@ -48,6 +48,7 @@ class Tree:
         self._firsts: dict[tuple[int, tuple[int, ...], str], int] = {}
         self._branches: list[tuple[int, ...]] = [()]
         self._drawn = [0]
+        self._distinct: dict[int, tuple[set[int], int]] = {}  # children that were needed together, and their tokens
 
     def add(self, parent: int, tokens: Sequence[int], text: str, state: State, round: int) -> Node:
         above = self.nodes[parent]
@@ -94,11 +95,25 @@ class Tree:
 
     def kv_tokens(self, leaves: Iterable[int]) -> int:
         """Tokens whose KV the paths to these nodes need: every distinct beginning once, the prompt included."""
-        needed = {self.nodes[i].twin for leaf in leaves for i in (*self.branches(leaf), leaf)}
-        siblings: dict[int, list[tuple[int, ...]]] = {}
-        for i in needed:
-            siblings.setdefault(self.nodes[i].parent, []).append(self.nodes[i].tokens)
-        return sum(distinct_tokens(steps) for steps in siblings.values())
+        nodes, seen, siblings = self.nodes, set[int](), dict[int, list[int]]()
+        for leaf in leaves:
+            id = nodes[leaf].twin
+            while id >= 0 and id not in seen:
+                seen.add(id)
+                above = nodes[id].parent
+                siblings.setdefault(above, []).append(id)
+                id = above
+        total = 0
+        for parent, needed in siblings.items():
+            if len(needed) == 1:
+                total += len(nodes[needed[0]].tokens)
+                continue
+            # Of most parents the same children are needed level after level.
+            known = self._distinct.get(parent)
+            if known is None or known[0] != set(needed):
+                known = self._distinct[parent] = (set(needed), distinct_tokens(nodes[id].tokens for id in needed))
+            total += known[1]
+        return total
 
 
 def distinct_tokens(sequences: Iterable[Sequence[int]]) -> int:

@@ -1,0 +1,129 @@
+"""A search makes paths, seeds and texts from those above them: they are what the whole path gives."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from plaudit.config.search import load_search
+from plaudit.core import Engine
+from plaudit.models import load_tokenizer
+from plaudit.search.backends.policy import CorePolicy
+from plaudit.search.backends.scored import Path, Scored
+from plaudit.search.backends.scoring import LocalScorer, open_scorer
+from plaudit.search.backends.step_text import HALF, StepText, decodes_apart
+from plaudit.search.runner import Outcome
+from plaudit.search.search import Search
+from plaudit.search.tree.trail import Trails
+from plaudit.search.tree.tree import Tree
+from tests.models.builders import byte_tokenizer
+from tests.reward.tiny import sentence_piece
+from tests.rotation import mostly_slow
+
+
+def path_seed(seed: int, question: int, path: Sequence[int]) -> int:
+    key = f"{seed} {question} {' '.join(map(str, path))}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def test_a_trail_is_the_path_of_its_node() -> None:
+    rng, tree = random.Random(1), Tree("1+2=", (7, 8, 9))
+    for _ in range(60):
+        firsts = [node for node in tree.nodes if node.twin == node.id]
+        tokens = tuple(rng.choices(range(30), k=rng.randrange(1, 5)))
+        tree.add(rng.choice(firsts).id, tokens, "".join(map(chr, tokens)), "open", 0)
+    trails = Trails(tree, 5, 3)
+    for _ in range(300):
+        node = rng.choice(tree.nodes)
+        assert trails.ids([node.id, 0]) == [tree.path_ids(node.id), tree.prompt_ids]
+        trail = trails.of(node.id)
+        assert (trail.ids, trail.text) == (tree.path_ids(node.id), tree.response(node.id))
+        said = trail.ids[len(tree.prompt_ids) :]
+        for drawn in (0, 4):
+            again = (drawn,) if drawn else ()
+            assert trail.seed(drawn) == path_seed(5, 3, (*said, len(trail.text), *again))
+        trails.forget(rng.choices(range(len(tree.nodes)), k=5))
+
+
+@pytest.mark.parametrize("kind", ["sums", "bytes", "sentence pieces"])
+def test_the_text_of_a_step_is_what_it_adds_to_the_whole(kind: str) -> None:
+    makers: dict[str, Any] = {"sums": lambda: load_tokenizer("sums-policy"), "bytes": byte_tokenizer}
+    tokenizer: Any = makers.get(kind, sentence_piece)()
+    assert decodes_apart(tokenizer) == (kind != "sentence pieces")
+    text_of, rng, halves = StepText(tokenizer), random.Random(kind), 0
+    letters = tokenizer.encode("1+2=3; ß€ab ", add_special_tokens=False)
+    for _ in range(200):
+        said: list[int] = []
+        text = ""
+        for _ in range(5):
+            some = rng.choice((letters, range(len(tokenizer))))  # any token: also halves of characters, and controls
+            tokens = tuple(rng.choices(some, k=rng.randrange(1, 4)))
+            whole = tokenizer.decode([*said, *tokens], skip_special_tokens=True)
+            added = whole[len(text) :] if whole.startswith(text) else tokenizer.decode(list(tokens))
+            assert text_of(said, text, tokens) == added
+            said += tokens
+            text += added
+            halves += HALF in text
+    assert (halves > 0) == (kind != "sums")
+
+
+def test_a_decoder_that_is_not_known_decodes_the_whole_path() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"a": 0, "##b": 1, "?": 2}, unk_token="?"))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert not decodes_apart(tokenizer)
+    assert StepText(tokenizer)([0], "a", (1, 0)) == "b a"
+    backend.decoder = decoders.Fuse()
+    assert decodes_apart(PreTrainedTokenizerFast(tokenizer_object=backend))
+    tidy = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    assert not decodes_apart(tidy), "what is tidied up behind a beginning may be other text"
+
+
+class Anew:
+    """A scorer that puts every path together from its beginning."""
+
+    whole = False
+
+    def __init__(self, inner: LocalScorer) -> None:
+        self.inner = inner
+
+    @property
+    def computed(self) -> int:
+        return self.inner.computed
+
+    def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
+        return self.inner.score([Path(path.prompt, path.steps) for path in paths], hidden=hidden)
+
+    def release(self, tokens: Any, keep: Any = (), *, below: bool = False) -> None:
+        self.inner.release(tokens, keep, below=below)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("method", mostly_slow(["rebase", "best-first", "mcts", "ets"], 2))
+def test_a_search_that_puts_paths_together_anew_finds_the_same_to_the_bit(method: str) -> None:
+    asked = load_search(None, {"search.method": method, "search.width": 8, "data.limit": 3})
+    engine, scorer = Engine.load("sums-policy", device="cpu"), open_scorer(asked.prm, 1)
+    assert isinstance(scorer, LocalScorer)
+    found = []
+    for judge in (scorer, Anew(scorer)):
+        policy = CorePolicy(engine, asked.steps)
+        search = Search(asked, policy=policy, scorer=judge, tokenizer=engine.tokenizer)
+        found.append([told(outcome) for outcome in search.run(search.questions())])
+        scorer.engine.new_version()
+        engine.new_version()
+    assert found[0] == found[1]
+
+
+def told(outcome: Outcome) -> list[Any]:
+    costs = outcome.driver.costs
+    nodes = [
+        (n.parent, n.tokens, n.text, n.state, n.score, n.value, n.logprob, n.twin, n.error) for n in outcome.tree.nodes
+    ]
+    return [outcome.question.index, outcome.answers, outcome.stopped, costs.kv, costs.prm_tokens, *nodes]
