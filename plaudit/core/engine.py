@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -123,15 +124,8 @@ class Engine:
         requests = self._intake.generations(prompts, params, begun, seeds)
         for request in requests:
             request.whole, request.text = True, text
-        collecting = gc.isenabled()
-        try:
-            # The many small lists of a generation make it run often, each time over all of transformers, and there are
-            # no cycles among them.
-            gc.disable()
+        with _uncollected():
             return self._call(requests, lambda: self._samples(requests))
-        finally:
-            if collecting:
-                gc.enable()
 
     def _samples(self, requests: list[Request]) -> list[Sample]:
         wanted = [(r.number, s.index) for r in requests for s in r.sequences]
@@ -289,7 +283,8 @@ class Engine:
         if cache:
             params = SamplingParams()
             scoring = [self._intake.scoring(s, r, params) for s, r in zip(ids, reads, strict=True)]
-            return self._call(scoring, lambda: self._scores(scoring))
+            with _uncollected():
+                return self._call(scoring, lambda: self._scores(scoring))
         training = self.decoder.module.training
         try:
             self.decoder.module.eval()
@@ -478,6 +473,19 @@ class Engine:
         for sequence in request.sequences:
             if sequence in self._runner.scheduler.live:
                 self._runner.abort(sequence, error)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """The many small lists of a call make Python's collector run often, each time over all of transformers, and there
+    are no cycles among them."""
+    collecting = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _values(update: Update) -> np.ndarray:

@@ -105,9 +105,10 @@ class PrefixTree:
             self._lengthen(node, tuple(tokens[(len(chain.nodes) - 1) * size : min(upto, len(chain.nodes) * size)]))
         while len(node.tokens) in (0, size) and (start := len(chain.nodes) * size) < upto:
             want = tuple(tokens[start : min(start + size, upto)])
-            twin, common = self._closest(node, want)
-            if twin is not None and common == len(want):
-                if not stored or common < size:
+            at = bisect_left(node.keys, want)
+            if at < len(node.keys) and node.keys[at][: len(want)] == want:
+                twin = node.children[at]
+                if not stored or len(want) < size:
                     return
                 self.pool.retain(twin.block)
                 self.pool.release(chain.blocks[len(chain.nodes)])
@@ -116,7 +117,8 @@ class PrefixTree:
                 twin = Node(want, chain.blocks[len(chain.nodes)], node)
                 self.pool.retain(twin.block)
                 self.tokens += len(want)
-                node.insert(twin)
+                node.keys.insert(at, want)
+                node.children.insert(at, twin)
                 if node.block == ROOT:
                     self._roots[key] = node
             twin.used = next(self._clock)
@@ -166,11 +168,13 @@ class PrefixTree:
         """Free the blocks that hold beginnings of `sequences` (with `below` also what goes on from there), except those
         in which `keep` would find theirs, and those that others use or that have something below them; returns how
         many were freed."""
-        needed = self._needed(key, keep)
-        known: dict[tuple[int, tuple[int, ...]], list[Node]] = {}
+        needed: set[int] = set()
+        for tokens in keep:
+            match = self.match(key, tokens, len(tokens))
+            needed.update(map(id, match.nodes if match.partial is None else [*match.nodes, match.partial]))
         freed = 0
         for tokens in sequences:
-            along = self._along(key, tokens, known)
+            along = self._along(key, tokens)
             for node in reversed([*along, *self._beyond(key, tokens)] if below else along):
                 if node.parent is None or node.children or id(node) in needed or self.pool.refs[node.block] != 1:
                     continue
@@ -180,38 +184,12 @@ class PrefixTree:
                 self._offer(parent)
         return freed
 
-    def _needed(self, key: Hashable, keep: Sequence[Sequence[int]]) -> set[int]:
-        """The nodes in which each of these would find its beginning. Blocks that many of them begin with are looked up
-        once."""
-        found: dict[tuple[int, tuple[int, ...]], Node | None] = {}
-        root, size, now = self._roots.get(key), self.block_size, next(self._clock)
-        for tokens in keep:
-            node, start = root, 0
-            while node is not None and start < len(tokens):
-                place = id(node), tuple(tokens[start : start + size])
-                if place not in found:
-                    best, common = self._closest(node, place[1])
-                    found[place] = best if common else None
-                    if best is not None and common:
-                        best.used = now
-                node = found[place]
-                start += size
-                if node is not None and node.tokens != place[1]:
-                    break
-        return {id(node) for node in found.values() if node is not None}
-
-    def _along(
-        self, key: Hashable, tokens: Sequence[int], known: dict[tuple[int, tuple[int, ...]], list[Node]]
-    ) -> list[Node]:  # fmt: skip
-        """Every node whose path is a beginning of these tokens, parents first. `known`: by node and tokens behind it,
-        those that were found for others; some may have been freed since, and have no parent."""
+    def _along(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
+        """Every node whose path is a beginning of these tokens, parents first."""
         path: list[Node] = []
         node, start = self._roots.get(key), 0
         while node is not None and node.children:
-            place = id(node), tuple(tokens[start : start + self.block_size])
-            matches = known.get(place)
-            if matches is None:
-                matches = known[place] = self._beginnings(node, place[1])
+            matches = self._beginnings(node, tuple(tokens[start : start + self.block_size]))
             path += matches
             full = bool(matches) and len(matches[-1].tokens) == self.block_size
             node, start = matches[-1] if full else None, start + self.block_size
@@ -222,13 +200,16 @@ class PrefixTree:
         """The children whose tokens are a beginning of these, shortest first."""
         keys, matches = node.keys, []
         at = bisect_right(keys, want) - 1
-        while at >= 0 and (common := common_prefix(keys[at], want)):
-            if common == len(keys[at]):
+        while at >= 0:
+            if want[: len(keys[at])] == keys[at]:
                 at = bisect_left(keys, keys[at], 0, at)
                 matches.append(node.children[at])
                 at -= 1
-            else:  # a beginning with more than they have in common would stand after it
+            elif common := common_prefix(keys[at], want):
+                # A beginning with more than they have in common would stand after it.
                 at = bisect_right(keys, want[:common], 0, at) - 1
+            else:
+                break
         return matches[::-1]
 
     @staticmethod

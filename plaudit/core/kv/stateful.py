@@ -46,11 +46,6 @@ class StatefulTree(PrefixTree):
                 return Match(nodes, node, fill)
         return Match([])
 
-    def _needed(self, key: Hashable, keep: Sequence[Sequence[int]]) -> set[int]:
-        """As far as there are states of them."""
-        matches = [self.match(key, tokens, len(tokens)) for tokens in keep]
-        return {id(node) for match in matches for node in (*match.nodes, match.partial) if node is not None}
-
     def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
         own = list(chain.blocks)
         unshared = own[len(chain.nodes) :]  # which may be given back for others with the same tokens
