@@ -441,3 +441,18 @@ def test_nothing_to_do(engine: Engine) -> None:
     assert engine.logprobs([]) == []
     assert [len(x) for x in engine.logprobs([[5]])] == [0]
     assert issubclass(RequestError, PlauditError)
+
+
+def test_seeds_of_their_own_are_those_of_the_params_and_samples_may_do_without_text() -> None:
+    engine = Engine.load("sums-policy", device="cpu")
+    prompts, seeds = ["7+8+4=", "3+4+2="], [5, 9]
+    asked = engine.generate(prompts, [SamplingParams(n=2, max_tokens=12, seed=seed) for seed in seeds])
+    bare = engine.generate(prompts, SamplingParams(n=2, max_tokens=12), seeds=seeds, text=False)
+    assert [(s.token_ids, s.raw_logprobs, s.finish_reason) for s in bare] == [
+        (s.token_ids, s.raw_logprobs, s.finish_reason) for s in asked
+    ]
+    assert {s.text for s in bare} == {""}
+    assert all(s.text for s in asked)
+    for wrong in ([5], [5, -1], [5, 2**63]):
+        with pytest.raises(RequestError, match="numbers for 2 prompts: give each one from 0"):
+            engine.generate(prompts, SamplingParams(), seeds=wrong)
