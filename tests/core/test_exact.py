@@ -23,7 +23,7 @@ from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_r
 from tests.core import tiny
 from tests.rotation import mostly_slow
 
-PROMISED = platform.machine() in ("aarch64", "arm64")
+PROMISED = platform.machine() in ("aarch64", "arm64") or torch.backends.cpu.get_cpu_capability() == "AVX512"
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "olmo2", "deepseek_v3"]
 TEMPERATURE = 0.7
 FREE = SamplingParams(temperature=TEMPERATURE, max_tokens=50, ignore_eos=True, seed=4)

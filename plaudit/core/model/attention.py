@@ -28,7 +28,9 @@ SCORES = 32 * 2**20  # bytes of scores in a tile, of which there are a few copie
 LEAST_QUERIES = 16  # in a tile: fewer, and the products are too thin
 GATHERED = 64 * 2**20  # bytes of keys and values that are gathered at once for rows that are read one by one
 LEAST_KEYS = 64  # of a product: torch adds up small ones (below 400 multiplications) by a loop of its own
-SUMMED = 512  # keys whose values are added up in one product: more, and a library splits the sum where it likes
+# Keys whose values are added up in one product. Of more a library splits the sum, in halves or where it likes: MKL from
+# 257 keys on with AVX2 and from 385 on with AVX-512, OpenBLAS on ARM from 641 on.
+SUMMED = 256
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,10 @@ def weighted(weights_NRS: Tensor, values_NSD: Tensor) -> Tensor:
     out = torch.bmm(weights_NRS[..., :SUMMED], values_NSD[:, :SUMMED])
     for first in range(SUMMED, values_NSD.shape[1], SUMMED):
         keys = slice(first, first + SUMMED)
-        out = out + torch.bmm(weights_NRS[..., keys], values_NSD[:, keys])
+        weights, values = weights_NRS[..., keys], values_NSD[:, keys]
+        if (missing := LEAST_KEYS - values.shape[1]) > 0:
+            weights, values = F.pad(weights, (0, missing)), F.pad(values, (0, 0, 0, missing))
+        out = out + torch.bmm(weights, values)
     return first_rows(out, rows)
 
 

@@ -19,13 +19,16 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2CLS
 
 from plaudit.algo.tokens.products import HALF, SteadyProducts
+from plaudit.core.model.operations import elementwise
 
 Call = Callable[..., Any]
 MOST_EXPERTS = 1024  # of a router that a kernel replaces
 SCALES = (1, 30)  # of what is tried: some layers clamp large values
 NO_LIMITS = (0.0, math.inf)  # of Mamba's steps
+ACTIVATIONS = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
 PROBED = 64  # size of the heads that a rotary embedding is tried on
 
 _LOCK = threading.Lock()
@@ -51,7 +54,8 @@ class Fusion:
     @torch.no_grad()
     def __init__(self, trunk: nn.Module, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.half = next(trunk.parameters()).dtype in HALF
+        first = next(trunk.parameters())
+        self.half = first.dtype in HALF
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
         self._inside = 0  # passes under way, each of which may be another thread's
@@ -63,13 +67,15 @@ class Fusion:
                 self._gated_norm(module, kind_of)
             elif _is_gated(module):
                 self._gated(module, kind_of)
+            elif not first.is_cuda and isinstance(module, ACTIVATIONS) and not [*module.parameters()]:
+                self.forwards.append((module, partial(elementwise, module.forward)))
             elif kernels.MIXTURE and are_experts(module):
                 self._experts(module, kind_of)
             elif kernels.MIXTURE and _is_router(module):
                 self._router(module, kind_of)
         for home in {sys.modules[type(module).__module__] for module in trunk.modules()}:
             original = getattr(home, "apply_rotary_pos_emb", None)
-            if original is not None and _same_rotary(kernels, original, next(trunk.parameters())):
+            if original is not None and _same_rotary(kernels, original, first):
                 self.functions.append((home, "apply_rotary_pos_emb", _rotary_or(kernels, original)))
             for name, replaced in REPLACED.items():
                 original = getattr(home, name, None)

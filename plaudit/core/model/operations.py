@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
+LANES = 64  # numbers that any CPU's vector code takes in whole passes: two vectors of AVX-512 are 32
+GRAIN = 32768  # numbers from which on torch shares a tensor out among threads: at::internal::GRAIN_SIZE
 MANY_ROWS = 256  # up to here one more call costs more than to copy queries and keys into one tensor
 RECURRENT: Mapping[str, Callable[..., Any]] = {}  # parts of recurrent layers are the modules' own,
 MIXTURE: Mapping[str, Callable[..., Any]] = {}  # and so are experts and their routers
@@ -40,6 +42,24 @@ def with_gradients_of(original: Callable[..., Tensor], fused: Callable[..., Tens
     """What `fused` makes of the inputs, with the gradients of `original`, which is computed in the backward pass."""
     out: Tensor = _Substituted.apply(original, fused, *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), each number by torch's vector code on a CPU. What is left behind the last whole vector of a thread's
+    share it computes one by one, and there silu, gelu and sigmoid round otherwise: the last numbers of a row would
+    depend on the rows behind it. So x is filled up where it does not come out even."""
+    missing = 0 if x.is_cuda else _missing(x.numel())
+    if not missing and (x.is_cuda or x.is_contiguous()):
+        return function(x)
+    return function(F.pad(x.reshape(-1), (0, missing)))[: x.numel()].view(x.shape)
+
+
+def _missing(count: int) -> int:
+    """Numbers to add until every thread's share is whole vectors."""
+    even = count
+    while even % (step := LANES * max(1, min(torch.get_num_threads(), -(-even // GRAIN)))):
+        even += step - even % step
+    return even - count
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,11 @@ class Operations:
         return x, self.norm(x, weight, epsilon)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate, inplace=True).mul_(up)
+        return elementwise(_silu_in_place, gate).mul_(up)
+
+
+def _silu_in_place(x: Tensor) -> Tensor:
+    return F.silu(x, inplace=True)
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
@@ -138,7 +162,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, gemma: bool = False) -> 
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+    return elementwise(F.silu, gate) * up
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
