@@ -1,29 +1,46 @@
 """Engine and learner to the bit on a CPU in float32: one order of sums, whatever lies beside a row.
 
-Where a platform's library sums few rows otherwise than many, no bits are promised: there the numbers are close."""
+Promised on ARM, on x86-64 from Intel with AVX-512, and wherever MKL is told to keep one order (MKL_CBWR). Where a
+platform's library sums few rows otherwise than many no bits are promised: there the numbers are close."""
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plaudit.algo.tokens import products
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device import cpu_decode
 from plaudit.core.model import attention
+from plaudit.core.model.operations import elementwise
 from plaudit.records import Sample
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
 from tests.core import tiny
 from tests.rotation import mostly_slow
 
-PROMISED = platform.machine() in ("aarch64", "arm64") or torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+def promised() -> bool:
+    if platform.machine() in ("aarch64", "arm64"):
+        return True
+    if torch.backends.mkl.is_available() and os.environ.get("MKL_CBWR", "").endswith(",STRICT"):
+        return True
+    processor = Path("/proc/cpuinfo")
+    intel = processor.exists() and "GenuineIntel" in processor.read_text()
+    return intel and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+PROMISED = promised()
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "olmo2", "deepseek_v3"]
 TEMPERATURE = 0.7
 FREE = SamplingParams(temperature=TEMPERATURE, max_tokens=50, ignore_eos=True, seed=4)
@@ -156,3 +173,49 @@ def test_half_precision_and_classifiers_keep_the_faster_path() -> None:
     assert not Engine(tiny.model("llama"), exact=False).backend.steady  # type: ignore[attr-defined]
     assert not Engine(tiny.model("llama", "sequence")).backend.steady  # type: ignore[attr-defined]
     assert not Engine(tiny.model("llama", dtype=torch.bfloat16)).backend.steady  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"), [(60, 2), (200, 1), (256, 3), (257, 2), (266, 1), (300, 16), (400, 2), (520, 1)]
+)
+def test_values_are_added_up_in_one_order_whatever_masked_keys_stand_behind_them(keys: int, rows: int) -> None:
+    """Also where the last sum has a few keys only, which torch would add up by a loop of its own."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(3, 40, 1024, generator=generator)
+    weights[..., keys:] = 0
+    values = torch.randn(3, 1024, 8, generator=generator)
+    many = attention.weighted(weights, values)[:, :rows]
+    for behind in (0, 1, 7, 56, 100, 300):
+        end = max(attention.LEAST_KEYS, keys + behind)
+        few = attention.weighted(weights[:, :rows, :end], values[:, :end])
+        same(few.flatten().numpy(), many.flatten().numpy())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [F.silu, F.gelu, partial(F.gelu, approximate="tanh"), torch.sigmoid],
+    ids=["silu", "gelu", "gelu by tanh", "sigmoid"],
+)
+@pytest.mark.parametrize("width", [1, 48, 89, 1000])
+def test_an_activation_does_not_depend_on_the_rows_behind_it(
+    width: int, function: Callable[[Tensor], Tensor], threads: int
+) -> None:
+    """A thread computes what is left behind its last whole vector one by one, and rounds otherwise there."""
+    x = torch.randn(200, 2 * width, generator=torch.Generator().manual_seed(0))[:, :width]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        many = elementwise(function, x)
+        np.testing.assert_allclose(many.numpy(), function(x).numpy(), rtol=1e-5, atol=1e-6)
+        for rows in (1, 2, 3, 5, 17, 99):
+            for first in (0, 100):
+                few = elementwise(function, x[first : first + rows].clone())
+                same(few.flatten().numpy(), many[first : first + rows].flatten().numpy())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_gradient_of_an_activation_is_the_functions_own() -> None:
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(partial(elementwise, F.silu), (x,))

@@ -4,6 +4,7 @@ autograd does with the modules' own steps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 LANES = 64  # numbers that any CPU's vector code takes in whole passes: two vectors of AVX-512 are 32
-GRAIN = 32768  # numbers from which on torch shares a tensor out among threads: at::internal::GRAIN_SIZE
+# Torch shares a tensor out among threads by so many numbers each; gelu among all threads from 16,384 numbers on.
+GRAIN, FEWEST = 32768, 16384
 MANY_ROWS = 256  # up to here one more call costs more than to copy queries and keys into one tensor
 RECURRENT: Mapping[str, Callable[..., Any]] = {}  # parts of recurrent layers are the modules' own,
 MIXTURE: Mapping[str, Callable[..., Any]] = {}  # and so are experts and their routers
@@ -56,8 +58,8 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _missing(count: int) -> int:
     """Numbers to add until every thread's share is whole vectors."""
-    even = count
-    while even % (step := LANES * max(1, min(torch.get_num_threads(), -(-even // GRAIN)))):
+    even, threads = count, torch.get_num_threads()
+    while even % (step := LANES * (math.lcm(threads, min(threads, -(-even // GRAIN))) if even > FEWEST else 1)):
         even += step - even % step
     return even - count
 
