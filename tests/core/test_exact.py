@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,14 +32,16 @@ from tests.core import tiny
 from tests.rotation import mostly_slow
 
 
+def intel() -> bool:
+    processor = Path("/proc/cpuinfo")
+    return torch.backends.mkl.is_available() and processor.exists() and "GenuineIntel" in processor.read_text()
+
+
 def promised() -> bool:
     if platform.machine() in ("aarch64", "arm64"):
         return True
-    if torch.backends.mkl.is_available() and os.environ.get("MKL_CBWR", "").endswith(",STRICT"):
-        return True
-    processor = Path("/proc/cpuinfo")
-    intel = processor.exists() and "GenuineIntel" in processor.read_text()
-    return intel and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    strict = os.environ.get("MKL_CBWR", "").endswith(",STRICT")
+    return intel() and (strict or torch.backends.cpu.get_cpu_capability() == "AVX512")
 
 
 PROMISED = promised()
@@ -219,3 +223,24 @@ def test_an_activation_does_not_depend_on_the_rows_behind_it(
 def test_the_gradient_of_an_activation_is_the_functions_own() -> None:
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(partial(elementwise, F.silu), (x,))
+
+
+ROWS = """
+import torch
+torch.set_num_threads(2)
+torch.manual_seed(0)
+for inner, width in (64, 89), (896, 128):
+    x, weight = torch.randn(600, inner), torch.randn(width, inner)
+    many = torch.nn.functional.linear(x, weight)
+    for rows in (1, 2, 3, 8, 20, 64, 100, 513):
+        assert torch.equal(torch.nn.functional.linear(x[:rows], weight), many[:rows]), (inner, rows)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not intel(), reason="needs MKL on a processor of Intel's")
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512"])
+def test_mkl_keeps_one_order_where_it_is_told_to(instructions: str) -> None:
+    """What docs/proof.md says of several threads and wide layers, and of processors without AVX-512."""
+    told = {"MKL_CBWR": "AUTO,STRICT", "MKL_ENABLE_INSTRUCTIONS": instructions}
+    subprocess.run([sys.executable, "-c", ROWS], env={**os.environ, **told}, check=True, timeout=200)

@@ -171,5 +171,5 @@ def _environment() -> dict[str, str]:
     """What Ray's processes must have from this one: above all this very package."""
     package = str(Path(plaudit.__file__).parent.parent)
     path = os.pathsep.join(dict.fromkeys([package, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
-    kept = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_INTERPRET")
+    kept = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_CBWR", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_INTERPRET")
     return {"PYTHONPATH": path.rstrip(os.pathsep)} | {k: os.environ[k] for k in kept if k in os.environ}
