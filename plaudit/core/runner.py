@@ -272,7 +272,7 @@ class Runner(Books):
         if self._sampler is None or self._sampler[0] != sequences:
             sampler = Sampler(
                 [s.request.params for s in sequences],
-                [s.key for s in sequences],
+                [s.noise_key for s in sequences],
                 [s.request.stop_ids for s in sequences],
                 self._hashes,
             )

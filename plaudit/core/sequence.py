@@ -116,8 +116,7 @@ class Sequence:
         self.versions += [version] * len(drawn.tokens)
 
     @cached_property
-    def key(self) -> int:
-        """Of the noise of its draws."""
+    def noise_key(self) -> int:
         return row_key(self.request.seed, self.index)
 
     @property

@@ -7,6 +7,7 @@ from plaudit.place.asynchronous import Asynchronous
 from plaudit.place.colocated import Colocated
 from plaudit.place.disaggregated import Disaggregated
 from plaudit.place.hybrid import Hybrid, HybridProcesses
+from plaudit.place.parts import ColocatedParts, HybridParts
 from plaudit.place.placement import Placement, PlacementContext
 from plaudit.place.ray.rollouts import RayRollouts
 from plaudit.place.swapped import Swapped
@@ -16,10 +17,12 @@ from plaudit.place.workers.remote_engine import Host, OwnProcess
 def new_placement(stage: PlacementContext) -> Placement:
     match stage.recipe.placement.name:
         case "colocated":
-            return Colocated(stage)
+            return ColocatedParts(stage) if stage.recipe.engine_parts else Colocated(stage)
         case "swapped":
             return Swapped(stage)
         case "hybrid":
+            if stage.recipe.engine_parts:
+                return HybridParts(stage)
             return HybridProcesses(stage) if stage.recipe.rollout_processes else Hybrid(stage)
         case "disaggregated":
             return Disaggregated(stage)

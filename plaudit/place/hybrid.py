@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from plaudit.core import Engine
 from plaudit.place.colocated import Colocated
 from plaudit.place.disaggregated import Disaggregated
 from plaudit.place.placement import PlacementContext
@@ -62,15 +61,7 @@ class Switching:
 class Hybrid(Colocated):
     def __init__(self, stage: PlacementContext) -> None:
         super().__init__(stage)
-        self.rollouts = Switching(
-            self.rollouts, stage, lambda: self._by_engine(Engine.sleep), lambda: self._by_engine(Engine.wake)
-        )
-
-    def _by_engine(self, act: Callable[[Engine], object]) -> None:
-        if self.part is not None:
-            self.part.together(act)
-        elif isinstance(self.engine, Engine):
-            act(self.engine)
+        self.rollouts = Switching(self.rollouts, stage, self.engine.sleep, self.engine.wake)
 
 
 class HybridProcesses(Disaggregated):

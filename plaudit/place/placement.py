@@ -43,8 +43,7 @@ class PlacementContext:
 
 class Placement(Protocol):
     @property
-    def engine(self) -> Generator | EnginePart:
-        """What generates; of an engine of several ranks that train, on the others than its first, their parts."""
+    def engine(self) -> Generator | EnginePart: ...
 
     @property
     def rollouts(self) -> RolloutSource: ...

@@ -25,7 +25,6 @@ class Swapped(Colocated):
         # To bring something ahead of its phase takes a second engine for copies, which the CPU has not.
         meter = new_meter(device) if device.type == "cuda" else None
         judge = search_engine(self.player)
-        assert isinstance(self.engine, Engine)  # of one rank: a recipe allows no other here
         residents, needs = residents_of(stage, self.engine), needs_of(stage)
         if judge is not None:
             weights = list(judge.decoder.module.parameters())
