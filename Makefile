@@ -26,7 +26,7 @@ run: $(INSTALLED)
 	echo "the reward model is served on http://127.0.0.1:$$port (log: runs/serve.log)"; \
 	$(BIN)/plaudit serve --model sums=runs/sums-reward --port $$port > runs/serve.log 2>&1 & server=$$!; \
 	trap "kill $$server" EXIT; \
-	$(BIN)/plaudit train sums-ppo --fresh --set train.threads=2 --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0 --set train.steps=40
+	$(BIN)/plaudit train sums-ppo --fresh --set model.path=runs/sums-sft --set critic.path=runs/sums-reward --set reward.url=http://127.0.0.1:$$port --set reward.patience=120.0 --set train.steps=40
 	@$(BIN)/plaudit report runs/sums-ppo runs/sums-sft runs/sums-prm runs/sums-reward
 
 # With PLAUDIT='python3 -m plaudit' nothing is installed: the Python that is there has all that is needed.

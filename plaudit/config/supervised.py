@@ -156,8 +156,7 @@ class TrainTable(Table):
     12 bytes a weight less there. The same bits."""
     threads: PositiveInt | None = None
     """CPU threads; torch's own choice without it. Supervised training of a model narrower than 192 in float32 gives
-    each thread a part of the batch, and a critic of that width learns beside the policy, with the same bits; other
-    small models train no faster with more than one."""
+    each thread a part of the batch; other small models train no faster with more than one."""
     eval_every: PositiveInt = 200
     checkpoint: CheckpointTable = CheckpointTable()
 

@@ -31,11 +31,6 @@ NO_LIMITS = (0.0, math.inf)  # of Mamba's steps
 ACTIVATIONS = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
 PROBED = 64  # size of the heads that a rotary embedding is tried on
 
-_LOCK = threading.Lock()
-_STOOD_IN: dict[tuple[Any, str], tuple[Call, int]] = {}
-"""Functions that a kernel has taken the place of, and for how many models: two of a family may run at once, in a thread
-each, and the last of them brings the original back."""
-
 
 class Kernels(Protocol):
     """The module `differentiable`, of a GPU, or `operations`, in plain torch."""
@@ -58,7 +53,9 @@ class Fusion:
         self.half = first.dtype in HALF
         self.forwards: list[tuple[nn.Module, Call]] = []
         self.functions: list[tuple[Any, str, Call]] = []
+        self._originals: list[tuple[Any, str, Call]] = []
         self._inside = 0  # passes under way, each of which may be another thread's
+        self._lock = threading.Lock()
         kind_of: dict[tuple[type, Any], str | None] = {}
         for module in trunk.modules():
             if type(module).__name__.endswith("RMSNorm"):
@@ -92,7 +89,7 @@ class Fusion:
 
     @contextmanager
     def applied(self, steady: bool) -> Iterator[None]:
-        with _LOCK:
+        with self._lock:
             self._inside += 1
             if self._inside == 1:
                 self._apply()
@@ -100,30 +97,23 @@ class Fusion:
             with SteadyProducts(also_wide=self.half) if steady else nullcontext():
                 yield
         finally:
-            with _LOCK:
+            with self._lock:
                 self._inside -= 1
                 if self._inside == 0:
                     self._restore()
 
     def _apply(self) -> None:
+        self._originals = [(home, name, getattr(home, name)) for home, name, _ in self.functions]
         for module, forward in self.forwards:
             module.__dict__["forward"] = forward
         for home, name, function in self.functions:
-            original, users = _STOOD_IN.get((home, name)) or (getattr(home, name), 0)
-            _STOOD_IN[home, name] = original, users + 1
-            if users == 0:
-                setattr(home, name, function)
+            setattr(home, name, function)
 
     def _restore(self) -> None:
         for module, _ in self.forwards:
             module.__dict__.pop("forward", None)
-        for home, name, _ in self.functions:
-            original, users = _STOOD_IN[home, name]
-            if users > 1:
-                _STOOD_IN[home, name] = original, users - 1
-            else:
-                setattr(home, name, original)
-                del _STOOD_IN[home, name]
+        for home, name, original in self._originals:
+            setattr(home, name, original)
 
     def _norm(self, module: nn.Module, kind_of: dict[tuple[type, Any], str | None]) -> None:
         weight = getattr(module, "weight", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -39,16 +38,8 @@ OPTIMIZER = "critic-optimizer.safetensors"
 
 
 class Critic(Protocol):
-    def begin_values(self, samples: Sequence[Sample]) -> None:
-        """The next call is `values` with these samples: one that can, begins."""
-        return
-
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Before each response token (T,), and after each sample's last (N,)."""
-
-    def begin_update(self, experience: Experience) -> None:
-        """`update` with this minibatch comes, unless the policy's fails: one that can, begins."""
-        return
 
     def update(self, experience: Experience, step: int) -> Tally:
         """Learn from one minibatch's returns."""
@@ -59,15 +50,13 @@ class Critic(Protocol):
     def load(self, directory: Path) -> None: ...
 
 
-class LocalCritic(Critic):
+class LocalCritic:
     """A model of its own, in this process or, with `shards`, over the ranks of it; `group` share the samples out,
-    `context` the row of each micro-batch. `beside`: in a thread of its own, while the policy is at work in another:
-    neither reads what the other learns, so the bits are the same."""
+    `context` the row of each micro-batch."""
 
     def __init__(
         self, model: ValueModel, tokenizer: PreTrainedTokenizerFast, optimizer: Optimizer, *, clip: float | None,
         micro_batch_tokens: int, shards: Shards | None = None, group: Group = ONE, context: Group = ONE,
-        beside: bool = False,
     ) -> None:  # fmt: skip
         self.model = model
         self.tokenizer = tokenizer
@@ -78,20 +67,8 @@ class LocalCritic(Critic):
         self.group = group
         self.context = context
         self.device = next(model.parameters()).device
-        self.beside = beside
-        self._thread = ThreadPoolExecutor(1, "critic") if beside else None
-        self._reading: Future[tuple[Tensor, Tensor]] | None = None
-        self._learning: Future[Tally] | None = None
-
-    def begin_values(self, samples: Sequence[Sample]) -> None:
-        if self._thread is not None:
-            self._reading = self._thread.submit(self._values, samples)
 
     def values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        reading, self._reading = self._reading, None
-        return self._values(samples) if reading is None else reading.result()
-
-    def _values(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         return read_values(
             self.model, self.model.score, samples, self.micro_batch_tokens, self.group, context=self.context
         )
@@ -125,17 +102,9 @@ class LocalCritic(Critic):
         stage.learn(micro_batches(experience.samples, self.micro_batch_tokens, self.group), forward)
         return tally.gathered(stage.results(self.group))
 
-    def begin_update(self, experience: Experience) -> None:
-        if self._thread is not None:
-            self._learning = self._thread.submit(self._fresh_gradient, experience)
-
-    def _fresh_gradient(self, experience: Experience) -> Tally:
-        self.optimizer.zero()
-        return self.gradient(experience)
-
     def update(self, experience: Experience, step: int) -> Tally:
-        learning, self._learning = self._learning, None
-        tally = self._fresh_gradient(experience) if learning is None else learning.result()
+        self.optimizer.zero()
+        tally = self.gradient(experience)
         norm = self.optimizer.step(step)["grad_norm"]
         tally.weighted("value/grad_norm", norm, 1)
         return tally
@@ -152,7 +121,7 @@ class LocalCritic(Critic):
         self.optimizer.restore(directory / OPTIMIZER)
 
 
-class SharedCritic(Critic):
+class SharedCritic:
     """A value head on the policy's own trunk: it learns in the policy's update."""
 
     def __init__(self, policy: Policy) -> None:

@@ -24,7 +24,6 @@ from plaudit.errors import BadReply, ConfigError, RunError
 from plaudit.records import Sample
 from plaudit.serve.protocols.triton.request import HEADER, TritonReply, read_reply, write_request
 from plaudit.train.optim.optimizer import NotFinite
-from plaudit.train.policy.critic import Critic
 from plaudit.train.policy.experience import Experience
 from plaudit.train.policy.tally import Tally
 from plaudit.train.run.overdue import Warn, nobody
@@ -38,7 +37,7 @@ class CriticFailed(RunError):
     """The critic server did not do what the run needs."""
 
 
-class RemoteCritic(Critic):
+class RemoteCritic:
     def __init__(self, table: CriticTable, clip: float | None, vocabulary: int, warn: Warn = nobody) -> None:
         """`clip` and `vocabulary` are this run's, which the server must agree with. `warn` hears of a server that is
         waited for."""

@@ -88,8 +88,6 @@ class RlLearner:
         samples, algorithm = batch.samples, self.algorithm
         own = own_tokens(samples)
         behaviour, kept = flat(samples, "behaviour"), None
-        if self.critic is not None:
-            self.critic.begin_values(samples)
         old = self.old.of(batch, step, behaviour, own)
         reference = values = after = None
         if self.reference is not None:
@@ -123,8 +121,6 @@ class RlLearner:
     def _minibatch(self, experience: Experience, step: int) -> Tally:
         seen = Tally()
         learn = self.recipe.critic is None or step >= self.recipe.critic.warmup
-        if self.critic is not None:
-            self.critic.begin_update(experience)
         try:
             with self.clock("update"), self.repeatable():
                 self.optimizer.zero()

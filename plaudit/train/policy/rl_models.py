@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -37,7 +36,6 @@ from plaudit.models.part import compute_buffers, outline
 from plaudit.train.optim.context import check_context
 from plaudit.train.optim.experts import check_experts
 from plaudit.train.optim.host_optimizer import new_optimizer
-from plaudit.train.optim.lanes import lanes
 from plaudit.train.optim.pipeline import check_stages, stage_of
 from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
@@ -272,14 +270,10 @@ def new_critic(
     train = recipe.train.model_copy(update={"lr": table.lr, "clip_norm": table.clip_norm})
     optimizer = new_optimizer(model, train) if shards is None else ShardedOptimizer(shards, train)
     optimizer.key = "critic.lr"
-    swapped = recipe.placement.name == "swapped"  # where a model has its turn
-    beside = shards is None and not swapped and lanes(recipe.train.threads, policy.module, model) > 1
-    if beside:
-        torch.set_num_threads(1)
     return LocalCritic(
         model, tokenizer, optimizer, clip=recipe.algorithm.clip.value,
         micro_batch_tokens=recipe.train.micro_batch_tokens, shards=shards, group=ranks.data,
-        context=ranks.context, beside=beside,
+        context=ranks.context,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from plaudit.config import PreferenceRecipe, PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.events import END
 from plaudit.train.data.rows import WorldRows, open_rows
-from plaudit.train.optim.lanes import lanes
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import OPTIMIZER
 from plaudit.train.run.pause import PAUSE
@@ -37,6 +36,7 @@ from plaudit.train.supervised.preference_data import PreferenceExamples, write_s
 from plaudit.train.supervised.preferences import LearnPreferences
 
 ACCURACY = "accuracy/sums/sampled"
+NARROW = 192  # hidden units
 ON_LONG_CHAINS = ("pair_accuracy", "step_auc", "first_wrong_f1")
 
 
@@ -65,11 +65,11 @@ class SupervisedTraining:
         self.model = SupervisedModel(recipe, ranks, checkpoint)
         module, table = self.model.module, recipe.train
         self.optimizer = self.model.new_optimizer()
-        parts = _lanes(recipe, module)
+        lanes = _lanes(recipe, module)
         if table.threads is not None:
-            torch.set_num_threads(table.threads if parts == 1 else 1)
+            torch.set_num_threads(table.threads if lanes == 1 else 1)
         self.learner = Learner(
-            module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic, ranks, parts
+            module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic, ranks, lanes
         )
         config: Any = module.config
         self.encode = Encoder(recipe, self.model.tokenizer, config.max_position_embeddings)
@@ -205,14 +205,16 @@ class SupervisedTraining:
 
 
 def _lanes(recipe: SupervisedRecipe, module: nn.Module) -> int:
-    """Into how many parts a batch is split, for a thread each. Not where parts depend on one another, by what an
-    objective notes or by draws of dropout."""
-    if recipe.task == "preference":
+    """Into how many parts a batch is split, for a thread each: products of a narrow model are too small to be shared
+    out. Not where parts depend on one another, by what an objective notes or by draws of dropout."""
+    config: Any = module.config
+    weight, narrow = next(module.parameters()), config.hidden_size < NARROW
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not narrow or recipe.task == "preference":
         return 1
     drops = any(
         part.p if isinstance(part, nn.Dropout) else getattr(part, "attention_dropout", 0) for part in module.modules()
     )
-    return 1 if drops or recipe.resources.ranks > 1 else lanes(recipe.train.threads, module)
+    return 1 if drops or recipe.resources.ranks > 1 else recipe.train.threads or 1
 
 
 def _objective(recipe: SupervisedRecipe) -> Objective:
