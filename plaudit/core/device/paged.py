@@ -129,10 +129,10 @@ class PagedBackend(Backend):
         lengths, before = [len(s.tokens) for s in spans], [s.start for s in spans]
         counts, total = np.array(lengths), sum(lengths)
         starts = counts.cumsum() - counts
-        held = np.array([len(s.blocks) for s in spans])
-        blocks = _end_to_end([s.blocks for s in spans], int(held.sum()))
+        block_counts = np.array([len(s.blocks) for s in spans])
+        blocks = _end_to_end([s.blocks for s in spans], int(block_counts.sum()))
         every = (blocks[:, None] * size + np.arange(size)).ravel()
-        begins = (held.cumsum() - held) * size
+        begins = (block_counts.cumsum() - block_counts) * size
         slots = [every[b : b + n] for b, n in zip(begins.tolist(), (counts + before).tolist(), strict=True)]
         positions = np.arange(total) + np.repeat(before - starts, counts)
         new = every[positions + np.repeat(begins, counts)]

@@ -109,10 +109,10 @@ class Tree:
                 total += len(nodes[needed[0]].tokens)
                 continue
             # Of most parents the same children are needed level after level.
-            known = self._distinct.get(parent)
-            if known is None or known[0] != set(needed):
-                known = self._distinct[parent] = (set(needed), distinct_tokens(nodes[id].tokens for id in needed))
-            total += known[1]
+            cached = self._distinct.get(parent)
+            if cached is None or cached[0] != set(needed):
+                cached = self._distinct[parent] = (set(needed), distinct_tokens(nodes[id].tokens for id in needed))
+            total += cached[1]
         return total
 
 

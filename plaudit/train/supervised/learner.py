@@ -68,15 +68,15 @@ class Learner:
             for batch in self.lane.batches(part):
                 loss = self._pass(part, batch)[1]
                 assert loss is not None
-                found = torch.autograd.grad(loss / count, parameters, allow_unused=True)
-                summed = [b if a is None else a if b is None else a + b for a, b in zip(summed, found, strict=True)]
+                of_batch = torch.autograd.grad(loss / count, parameters, allow_unused=True)
+                summed = [b if a is None else a if b is None else a + b for a, b in zip(summed, of_batch, strict=True)]
                 total += loss.item() / count
             return total, summed
 
         losses = []
-        for loss, found in threads.map(gradients, shares(examples, self.lanes)):
+        for loss, of_part in threads.map(gradients, shares(examples, self.lanes)):
             losses.append(loss)
-            for parameter, gradient in zip(parameters, found, strict=True):
+            for parameter, gradient in zip(parameters, of_part, strict=True):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return sum(losses)
