@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -35,6 +36,8 @@ from plaudit.core.proof.support import inspect
 from plaudit.train.policy.forward import hidden_of, logprobs_and_entropy, pack_responses
 
 differentiable = pytest.importorskip("plaudit.core.model.differentiable")  # needs Triton
+kernels = pytest.importorskip("plaudit.core.kernels")
+product_kernel = pytest.importorskip("plaudit.algo.tokens.product_kernel")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -145,16 +148,18 @@ def test_alone_batched_cached_preempted_and_after_sleep_are_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_llama_shapes_run_lean_and_give_the_rows_of_the_learners_kernels(dtype: torch.dtype) -> None:
-    lean = {name: inspect(causal(name, dtype).cuda()).lean is not None for name in CONFIGS}
-    assert lean == {"llama": True, "qwen3": True, "mistral": True, "gemma2": False, "gpt-neox": False}
-    for name in ("llama", "qwen3"):
+    lean = {name: inspect(causal(name, dtype).cuda()).lean is not None for name in (*CONFIGS, "qwen3-moe", "mixtral")}
+    assert lean == {
+        "llama": True, "qwen3": True, "mistral": True, "gemma2": False, "gpt-neox": False, "qwen3-moe": True,
+        "mixtral": True,
+    }  # fmt: skip
+    for name in ("llama", "qwen3", "qwen3-moe", "mixtral"):
         decoder = inspect(causal(name, dtype).cuda())
         packed = pack(PROMPTS, "cuda")
-        with torch.inference_mode():
+        with torch.inference_mode(), Fusion(decoder.trunk, differentiable).applied(steady=True):
             found = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
             decoder.lean = None
-            with Fusion(decoder.trunk, differentiable).applied(steady=True):
-                expected = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
+            expected = decoder.hidden(packed.input_ids, packed.position_ids, packed.layout)
         assert torch.equal(found, expected)
 
 
@@ -408,6 +413,41 @@ def test_the_learners_attention_with_sinks_has_the_gradients_of_plain_products()
         assert (result - expected).float().norm() <= 0.02 * expected.float().norm()
     with torch.no_grad():
         assert torch.equal(layout.attend(0, *inputs, Rule(sinks=sinks, window=30)), results[0][0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_few_rows_in_one_launch_have_the_bits_of_many(bias: bool) -> None:
+    for inner, widths in ((2048, (2048, 512, 512)), (576, (576, 192, 192)), (4096, (6144, 96, 1000)), (14336, (4096,))):
+        weights = [torch.randn(width, inner, device="cuda", dtype=torch.bfloat16) for width in widths]
+        biases = [torch.randn(width, device="cuda", dtype=torch.bfloat16) for width in widths] if bias else None
+        assert products.few_rows_agree(weights, biases)
+        x = torch.randn(64, inner, device="cuda", dtype=torch.bfloat16)
+        many = [F.linear(x.repeat(64, 1), weight, biases and biases[i])[:64] for i, weight in enumerate(weights)]
+        for rows in (1, 5, 16, 17, 64):
+            few = product_kernel.few_rows_products(x[:rows], weights, biases)
+            assert all(torch.equal(mine, theirs[:rows]) for mine, theirs in zip(few, many, strict=True))
+    for inner, width in ((2048, 8192), (576, 1536), (4096, 14336), (1000, 72)):
+        gate, up = (torch.randn(width, inner, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        assert products.few_rows_agree([gate, up], None, kernels.silu_mul)
+        x = torch.randn(64, inner, device="cuda", dtype=torch.bfloat16)
+        many = kernels.silu_mul(F.linear(x.repeat(64, 1), gate), F.linear(x.repeat(64, 1), up))
+        for rows in (1, 16, 33, 64):
+            assert torch.equal(product_kernel.few_rows_gated(x[:rows], gate, up), many[:rows])
+
+
+def test_angles_of_a_table_are_those_of_the_module() -> None:
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
+    for rope, found in (({"rope_type": "default", "rope_theta": 1e4}, True), (scaled, True),
+                        ({**scaled, "rope_type": "dynamic"}, False)):  # fmt: skip
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED, rope_parameters=rope), dtype=torch.bfloat16)
+        lean = inspect(model.eval().cuda()).lean
+        assert lean is not None
+        with torch.inference_mode():
+            angles = lean.angles(500)
+            assert (angles is not None) == found
+            at = torch.tensor([[499, 3, 77, 0]], device="cuda")
+            own = lean.trunk.rotary_emb(torch.empty(1, 1, device="cuda", dtype=torch.bfloat16), at)
+            assert angles is None or all(torch.equal(each[at], mine) for each, mine in zip(angles, own, strict=True))
 
 
 @pytest.mark.parametrize(("inner", "width"), [(8192, 2048), (14336, 4096), (4096, 4096)])

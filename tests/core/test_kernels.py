@@ -18,7 +18,7 @@ from plaudit.core.device.backend import Span  # noqa: E402
 from plaudit.core.device.cuda import DecodeLayout, StoredLayout  # noqa: E402
 from plaudit.core.device.kernel_operations import KernelOperations  # noqa: E402
 from plaudit.core.device.paged import PagedBackend  # noqa: E402
-from plaudit.core.kernels import pointwise  # noqa: E402
+from plaudit.core.kernels import pointwise, sampling  # noqa: E402
 from plaudit.core.model import differentiable  # noqa: E402
 from plaudit.core.model.attention import Rule  # noqa: E402
 from plaudit.core.model.fusion import Fusion  # noqa: E402
@@ -454,6 +454,40 @@ def truncated_ids(shaped: torch.Tensor, cut: int) -> set[int]:
     return set(np.flatnonzero(keys >= cut).tolist())
 
 
+@pytest.mark.parametrize("vocabulary", [9000, 4097])
+def test_blocks_of_logits_apart_give_the_samples_of_one_program_a_row(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 4
+    logits = randn(rows, vocabulary) * 3
+    logits[1] = logits[1].sort().values  # every block has a higher peak
+    logits[2, 4000:-1] = float("-inf")
+    logits[3, 7] = logits[3, 4096] = 40.0  # the first of equals
+    keys = torch.arange(rows, device=DEVICE)
+    inverse = torch.tensor([1.0, 1 / 0.7, 1.0, 0.5], device=DEVICE)
+    greedy = torch.tensor([False, False, False, True], device=DEVICE)
+    stops = torch.full((rows, 2), -1, device=DEVICE)
+    results = []
+    for few in (sampling.FEW, 0):
+        monkeypatch.setattr(sampling, "FEW", few)
+        state = (
+            *(torch.full((rows,), n, device=DEVICE) for n in (3, 10, 0, 9)),
+            torch.ones(rows, device=DEVICE).bool(),
+        )
+        numbers, chances = (
+            torch.zeros(1, rows, dtype=torch.int64, device=DEVICE),
+            torch.zeros(3, 1, rows, device=DEVICE),
+        )
+        outputs = (numbers, chances[0], chances[1], torch.zeros(1, rows, dtype=torch.bool, device=DEVICE), chances[2])
+        kernels.sample(
+            logits, keys, inverse, greedy, state, stops, torch.zeros((), dtype=torch.int64, device=DEVICE), outputs
+        )
+        results.append([*state, *outputs])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][5][0, 3] == 7
+    assert torch.isfinite(chances).all()
+
+
 OPTIONS = [
     SamplingParams(temperature=0.7, top_k=20, top_p=0.95), SamplingParams(top_p=0.9), SamplingParams(),
     SamplingParams(temperature=0), SamplingParams(min_p=0.4), SamplingParams(top_k=70, top_p=0.8),
@@ -508,6 +542,32 @@ def test_a_product_of_few_rows_gives_a_row_the_same_bits_beside_any_others(colum
         close(few / inner**0.5, expected / inner**0.5)
         for count in {(rows + 1) // 2, 1 if GPU else rows}:  # numpy's sums depend on the size of a tile
             assert torch.equal(product_kernel.few_rows_product(x[:count], weight, added), few[:count])
+
+
+@pytest.mark.parametrize(("inner", "widths", "rows"), [(96, (40, 16, 70), 3), (300, (33, 130), 64), (520, (90,), 20)])
+def test_products_of_few_rows_in_one_launch_are_those_of_each_weight(
+    inner: int, widths: tuple[int, ...], rows: int
+) -> None:
+    x = randn(rows, inner, dtype=HALF)
+    weights, biases = ([randn(*shape, dtype=HALF) for shape in shapes] for shapes in
+                       ([(width, inner) for width in widths], [(width,) for width in widths]))  # fmt: skip
+    for added in (None, biases):
+        outs = product_kernel.few_rows_products(x, weights, added)
+        for i, (out, weight) in enumerate(zip(outs, weights, strict=True)):
+            bias = None if added is None else added[i].float()
+            close(out / inner**0.5, torch.nn.functional.linear(x.float(), weight.float(), bias) / inner**0.5)
+    small = [weight / inner**0.5 for weight in (weights[0], weights[0].flip(0))]
+    gated = product_kernel.few_rows_gated(x, *small)
+    close(gated, kernels.silu_mul(*(product_kernel.few_rows_product(x, weight, None) for weight in small)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_queries_and_keys_in_one_launch_have_their_bits(dtype: torch.dtype) -> None:
+    query, key = randn(5, 6, 80, dtype=dtype), randn(5, 2, 80, dtype=dtype)
+    weights = randn(80, dtype=dtype), randn(80, dtype=dtype)
+    both = kernels.rms_norm_both((query, key), weights, (1e-5, 1e-6))
+    assert torch.equal(both[0], kernels.rms_norm(query, weights[0], 1e-5))
+    assert torch.equal(both[1], kernels.rms_norm(key, weights[1], 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,17 +10,25 @@ one length, each summed by a program of its own, and the segments are added up i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from plaudit.algo.tokens.early_launch import after_previous, early, fetch
+
 ROWS, COLUMNS, INNER = 32, 64, 64
 NARROW = 128  # columns up to which the inner dimension is cut
 SEGMENT = 512
 FEW = 64  # rows of a product that is bound by reading its weight
-PROGRAMS = 128  # about as many as a large GPU has multiprocessors
-SHARED = 96 * 1024  # bytes of shared memory that every GPU since Ampere gives a program
+SOME = 128  # rows up to which this takes less time than a library does for the rows that it needs for equal bits
+WIDE = 4608  # columns from which on strips of the narrowest kind are more than a large GPU runs at once
+MOST_FETCHED = 64  # pieces of a strip's weights that are fetched before a kernel's turn
+RESERVED = 4096  # bytes of shared memory that a program has besides its pieces, at most
 
 
 @triton.jit
@@ -77,36 +85,119 @@ def fixed_order_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
-    x, weight, bias, y, rows, columns, inner, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
+    x, w0, w1, w2, b0, b1, b2, y0, y1, y2, n0, n1, n2, rows, inner, GATED: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr,
+    FETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row, column = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    strip = tl.program_id(0)
+    weight, bias, y, columns = w0, b0, y0, n0
+    if strip >= tl.cdiv(n0, COLUMNS):
+        strip -= tl.cdiv(n0, COLUMNS)
+        weight, bias, y, columns = w1, b1, y1, n1
+        if strip >= tl.cdiv(n1, COLUMNS):
+            strip -= tl.cdiv(n1, COLUMNS)
+            weight, bias, y, columns = w2, b2, y2, n2
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = strip * COLUMNS + tl.arange(0, COLUMNS)
     live, there = row < rows, column < columns
+    if FETCHED > 0:
+        first = strip.to(tl.int64) * COLUMNS * inner
+        fetch(weight + first, (columns - strip * COLUMNS) * inner, FETCHED)
+        if GATED:
+            fetch(w1 + first, (columns - strip * COLUMNS) * inner, FETCHED)
+    after_previous(EARLY)
+    k = tl.arange(0, INNER)
+    a_at = x + row[:, None] * inner + k[None, :]
+    place = column.to(tl.int64)[None, :] * inner + k[:, None]
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    other = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(0, inner, INNER):
-        k = first + tl.arange(0, INNER)
-        a_at = x + row[:, None] * inner + k[None, :]
-        b_at = weight + column.to(tl.int64)[None, :] * inner + k[:, None]
-        a = tl.load(a_at, mask=live[:, None] & (k < inner)[None, :], other=0.0)
-        b = tl.load(b_at, mask=there[None, :] & (k < inner)[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+        within = live[:, None] if EVEN else live[:, None] & (first + k < inner)[None, :]
+        reached = there[None, :] if EVEN else there[None, :] & (first + k < inner)[:, None]
+        a = tl.load(a_at, mask=within, other=0.0)
+        total = tl.dot(a, tl.load(weight + place, mask=reached, other=0.0), total, input_precision="ieee")
+        if GATED:
+            other = tl.dot(a, tl.load(w1 + place, mask=reached, other=0.0), other, input_precision="ieee")
+        a_at += INNER
+        place += INNER
+    dtype = y.dtype.element_ty
     if BIAS:
         total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    out = total.to(dtype)
+    if GATED:  # rounded where a kernel for the gate alone rounds
+        wide = out.to(tl.float32)
+        out = (wide / (1.0 + tl.exp(-wide))).to(dtype) * other.to(dtype)
     at = y + row[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(at, total.to(y.dtype.element_ty), mask=live[:, None] & there[None, :])
+    tl.store(at, out, mask=live[:, None] & there[None, :])
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (at most FEW rows, inner) times weight (columns, inner), plus the bias, in half precision. Narrow strips of the
-    weight, each read in long pieces: so all of a GPU reads at once."""
-    (rows, inner), columns = x.shape, weight.shape[0]
-    strip = min(64, max(16, triton.next_power_of_2(triton.cdiv(columns, PROGRAMS))))
+    """x (at most SOME rows, inner) times weight (columns, inner), plus the bias, in half precision."""
+    return few_rows_products(x, [weight], None if bias is None else [bias])[0]
+
+
+def few_rows_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> list[Tensor]:
+    """The same with up to three weights, in one launch. Narrow strips of the weights, each read in long pieces: so all
+    of a GPU reads at once."""
+    outs = [torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device) for weight in weights]
+    _launch(x, weights, biases, outs, gated=False)
+    return outs
+
+
+def few_rows_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(x times gate) * (x times up), with the bits of two products and a gate, in one launch."""
+    out = torch.empty(x.shape[0], gate.shape[0], dtype=x.dtype, device=x.device)
+    _launch(x, [gate, up], None, [out], gated=True)
+    return out
+
+
+class Tiles(NamedTuple):
+    """Columns of a strip, rows and inner numbers that a program takes at a time."""
+
+    strip: int
+    height: int
+    piece: int
+    warps: int
+    stages: int
+
+
+def tiles_for(rows: int, columns: int, gated: bool, shared: int) -> Tiles:
+    """Of those that were tried on an H200 (benchmarks/few_rows_gpu.py) about the fastest, in so much shared memory."""
     height = 16 if rows <= 16 else FEW
-    piece = 128 if height + strip > 48 else 256
-    stages = min(5, SHARED // ((height + strip) * piece * x.element_size()))
-    y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    _few_rows[(triton.cdiv(columns, strip),)](
-        x.contiguous(), weight.contiguous(), bias, y, rows, columns, inner, BIAS=bias is not None, ROWS=height,
-        COLUMNS=strip, INNER=piece, num_warps=2 if height == 16 else 4, num_stages=stages,
+    narrow = columns * triton.cdiv(rows, height) <= WIDE
+    strip = 64 if gated else (16 if narrow else 32) if height == 16 else (32 if narrow else 64)
+    piece = 128 if strip == 64 else 256
+    stages = max(2, min(6, shared // ((height + strip * (1 + gated)) * piece * 2)))
+    return Tiles(strip, height, piece, 2 if height == 16 and not gated else 4, stages)
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; on a CPU as many as on every GPU since Ampere."""
+    if device.type != "cuda":
+        return 96 * 1024
+    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return most - RESERVED
+
+
+def _launch(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, outs: Sequence[Tensor], gated: bool,
+    tiles: Tiles | None = None,
+) -> None:  # fmt: skip
+    rows, inner = x.shape
+    tiles = tiles or tiles_for(rows, sum(out.shape[1] for out in outs), gated, _shared(x.device))
+    starts = early(x)
+    fetched = 0
+    if starts["EARLY"] and inner % 8 == 0 and inner >= 256:
+        fetched = min(MOST_FETCHED, triton.next_power_of_2(tiles.strip * inner // 256))
+
+    def three(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [*tensors, *[tensors[0]] * (3 - len(tensors))]
+
+    strips = sum(triton.cdiv(out.shape[1], tiles.strip) for out in outs)
+    _few_rows[(strips, triton.cdiv(rows, tiles.height))](
+        x.contiguous(), *three([weight.contiguous() for weight in weights]), *three(biases or [x]), *three(outs),
+        *[out.shape[1] for out in three(outs)], rows, inner, GATED=gated, BIAS=biases is not None,
+        ROWS=tiles.height, COLUMNS=tiles.strip, INNER=tiles.piece, EVEN=inner % tiles.piece == 0, FETCHED=fetched,
+        num_warps=tiles.warps, num_stages=tiles.stages, **starts,
     )  # fmt: skip
-    return y

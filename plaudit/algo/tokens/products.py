@@ -34,6 +34,7 @@ CPU_WIDTH = 1024  # columns that are tried: a sum does not depend on how many th
 
 Product = Callable[[Tensor, Tensor], Tensor]
 _LEAST: dict[tuple[Any, ...], int] = {}
+_AGREE: dict[tuple[Any, ...], bool] = {}
 _FEW: dict[tuple[Any, ...], int] = {}  # up to how many rows the product for few has the bits of many; 0 if it has not
 
 
@@ -200,11 +201,45 @@ def _many(width: int) -> int:
 
 
 def _most_few_rows(weight: Tensor, product: Product, few: Product) -> int:
-    from plaudit.algo.tokens.product_kernel import FEW
+    from plaudit.algo.tokens.product_kernel import SOME
 
-    counts = [rows for rows in ROWS if rows <= FEW]
+    counts = [rows for rows in ROWS if rows <= SOME]
     last = _last_that_differs(_like(weight), product, counts, _many(weight.shape[0]), few)
-    return 0 if last else FEW
+    return 0 if last else SOME
+
+
+def few_rows_agree(
+    weights: Sequence[Tensor], biases: Sequence[Tensor] | None, gate: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> bool:
+    """Whether few rows by one launch for all these weights (`gate`: for two of them, whose products it joins) have the
+    bits that they have among many by the library's products. Tried once for these shapes."""
+    first = weights[0]
+    key = (*(weight.shape for weight in weights), biases is not None, gate is not None, first.dtype, first.device)
+    if key not in _AGREE:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"products with weights of {key[: len(weights)]} were not tried before the capture")
+        _AGREE[key] = _few_rows_agree([_like(weight).roll(i, 0) for i, weight in enumerate(weights)], biases, gate)
+    return _AGREE[key]
+
+
+@torch.no_grad()
+def _few_rows_agree(
+    weights: Sequence[Tensor], biases: Sequence[Tensor] | None, gate: Callable[[Tensor, Tensor], Tensor] | None
+) -> bool:
+    from plaudit.algo.tokens.product_kernel import FEW, few_rows_gated, few_rows_products
+
+    inner = weights[0].shape[1]
+    generator = torch.Generator(weights[0].device).manual_seed(0)
+    count = min(_many(weight.shape[0]) for weight in weights)
+    x = torch.randn(count, inner, generator=generator, device=weights[0].device).to(weights[0].dtype)
+    many = [F.linear(x, weight, None if biases is None else biases[i])[:FEW] for i, weight in enumerate(weights)]
+    if gate is not None:
+        many = [gate(*many)]
+    for rows in (rows for rows in ROWS if rows <= FEW):
+        few = few_rows_products(x[:rows], weights, biases) if gate is None else [few_rows_gated(x[:rows], *weights)]
+        if not all(torch.equal(mine, theirs[:rows]) for mine, theirs in zip(few, many, strict=True)):
+            return False
+    return True
 
 
 @cache

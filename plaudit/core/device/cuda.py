@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ WINDOW = 256  # most steps between two looks of the host
 STRETCH = 16  # steps that are queued at once, and whose results come back together
 AHEAD = 2  # stretches that are queued before the host reads the first of them
 ENOUGH = 0.75  # a window ends early once fewer of its rows live: without the others the rest goes faster
+MOST_ANGLES = 1 << 17  # positions whose cos and sin are kept: 64 MB for heads of 128
 PROGRAMS = 264  # two to a multiprocessor: fewer, and attention over long rows is split
 
 
@@ -141,6 +143,7 @@ class DecodeGraph:
         splits = max(1, min(16, PROGRAMS // (rows * kv_heads)))
         bank = backend.bank if backend.states is not None else None
         self.layout = DecodeLayout(backend.cache, backend.block_size, self.tables, self.positions, splits, bank)
+        self.layout.angles = backend.angles
         self.truncation: kernels.Truncation | None = None
         self._capture()
 
@@ -185,7 +188,7 @@ class DecodeGraph:
 
     def _model(self) -> Tensor:
         decoder = self.backend.decoder
-        with self.backend.fusion.applied(self.backend.exact):
+        with self.backend.fused():
             hidden = decoder.hidden(self.tokens[None], self.positions[None], self.layout)
         return decoder.logits(hidden)
 
@@ -302,10 +305,22 @@ class CudaBackend(PagedBackend):
         self.scratch = blocks
         reach = min(self.decoder.max_positions, blocks * self.block_size)
         self._table_width = -(-reach // self.block_size)
+        lean = self.decoder.lean
+        with torch.inference_mode():
+            self.angles = None if lean is None or reach > MOST_ANGLES else lean.angles(reach)
 
     def close(self) -> None:
         self._forget_graphs()
         super().close()
+
+    def fused(self) -> AbstractContextManager[None]:
+        """What a pass runs in. A lean trunk without other parts than its products needs nothing replaced, and no look
+        at every call of torch's."""
+        lean = self.decoder.lean
+        if lean is None or not lean.plain:
+            return self.fusion.applied(self.exact)
+        lean.operations.steady = self.exact
+        return nullcontext()
 
     def _forget_graphs(self) -> None:
         """And their pool: once emptied, the allocator does not know it any more."""
@@ -319,14 +334,14 @@ class CudaBackend(PagedBackend):
             warnings.warn(f"{name} decodes without CUDA graphs, which is slower: {cause}", stacklevel=2)
 
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
-        with self.fusion.applied(self.exact):
+        with self.fused():
             return self.wanted.hidden(packed.input_ids, packed.position_ids, packed.layout, wanted)
 
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         step = self.arrange(spans, copies)
         mixing = None if self.states is None else Mixing(self.states, self.bank, spans, copies)
         layout = StoredLayout(step, self.cache, self.decoder.device, mixing)
-        with self.fusion.applied(self.exact):
+        with self.fused():
             return self.wanted.hidden(step.input_ids, step.position_ids, layout, step.wanted)
 
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:

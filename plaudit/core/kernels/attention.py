@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plaudit.algo.tokens.early_launch import after_previous, early
 from plaudit.core.kernels.pointwise import _rotate_heads
 
 QUERY_TILE = 64
@@ -35,8 +36,9 @@ def _slot(tables, positions, row, table_row, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def _store_decoded(
     key, value, key_cache, value_cache, tables, positions, key_width, value_width, key_row, value_row, table_row,
-    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = _slot(tables, positions, row, table_row, BLOCK_SIZE)
     at = tl.arange(0, WIDTH)
@@ -55,6 +57,7 @@ def store_decoded(
     _store_decoded[(key.shape[0],)](
         key, value, key_cache, value_cache, tables, positions, key_width, value_width, key.stride(0), value.stride(0),
         tables.stride(0), BLOCK_SIZE=size, WIDTH=triton.next_power_of_2(max(key_width, value_width)), num_warps=4,
+        **early(key),
     )  # fmt: skip
 
 
@@ -67,8 +70,9 @@ def _rows_whole(x: Tensor) -> Tensor:
 def _rotate_and_store(
     q, k, v, q_out, key_cache, value_cache, cos, sin, tables, positions, q_row, q_head, k_row, k_head, v_row,
     value_width, table_row, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    HALF_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     slot = _slot(tables, positions, row, table_row, BLOCK_SIZE)
     _rotate_heads(q, q_out, cos, sin, row, row, q_row, q_head, H, HP, HALF, HALF_PADDED, False)
@@ -93,7 +97,7 @@ def rotate_and_store(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value_width, tables.stride(0),
         H=heads, HP=triton.next_power_of_2(heads), K=kv_heads, KP=triton.next_power_of_2(kv_heads), HALF=half,
         HALF_PADDED=triton.next_power_of_2(half), BLOCK_SIZE=size, WIDTH=triton.next_power_of_2(value_width),
-        num_warps=4,
+        num_warps=4, **early(query),
     )  # fmt: skip
     return out
 
@@ -104,8 +108,9 @@ def _decode_attention(
     query_head, key_slot, key_head, value_slot, value_head, table_row, H: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, EXACT: tl.constexpr,
+    SINKS: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     kv_head = tl.program_id(0)  # first: heads of one row run together, and what they read lies side by side
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -171,7 +176,18 @@ def _decode_attention(
 
 
 @triton.jit
-def _join_splits(parts, peaks, sums, out, E: tl.constexpr, EP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr):
+def _join_splits(
+    parts,
+    peaks,
+    sums,
+    out,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    after_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)  # row * H + head
     split, at = tl.arange(0, SP), tl.arange(0, EP)
     peak = tl.load(peaks + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
@@ -210,12 +226,12 @@ def decode_attention(
         GP=max(16, triton.next_power_of_2(group)), D=dim, DP=max(16, triton.next_power_of_2(dim)), E=width,
         EP=max(16, triton.next_power_of_2(width)), BLOCK_SIZE=size, TILE=32 if exact or dim > 128 else 64,
         SPLITS=splits, SEGMENT=SEGMENT, WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None,
-        EXACT=exact, num_warps=1 if not exact else 2 if dim <= 64 else 4, num_stages=3,
+        EXACT=exact, num_warps=1 if not exact else 2 if dim <= 64 else 4, num_stages=3, **early(query),
     )  # fmt: skip
     if splits > 1:
         _join_splits[(batch * heads,)](
             target, peaks, sums, out, E=width, EP=triton.next_power_of_2(width), SPLITS=splits,
-            SP=triton.next_power_of_2(splits), num_warps=1,
+            SP=triton.next_power_of_2(splits), num_warps=1, **early(query),
         )  # fmt: skip
     return out
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plaudit.algo.tokens.early_launch import after_previous, early
+
 CHUNKS = (2048, 8192)  # pairs that are looked at together when they are ordered, of few and of many
 
 
@@ -48,7 +50,8 @@ class Routes:
 
 
 @triton.jit
-def _routes(ids, order, ends, blocks, pairs, most, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _routes(ids, order, ends, blocks, pairs, most, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+    after_previous(EARLY)
     expert = tl.program_id(0)
     at = tl.arange(0, CHUNK)
     lower = tl.zeros([CHUNK], dtype=tl.int32)
@@ -89,7 +92,9 @@ def routes(ids: Tensor, experts: int) -> Routes:
         torch.empty(*shape, dtype=torch.int32, device=ids.device) for shape in ((pairs,), (experts,), (3, most))
     )
     chunk = CHUNKS[tiles is MANY]
-    _routes[(experts,)](ids, order, ends, blocks, pairs, most, ROWS=tiles.rows, CHUNK=chunk, num_warps=chunk // 256)
+    _routes[(experts,)](
+        ids, order, ends, blocks, pairs, most, ROWS=tiles.rows, CHUNK=chunk, num_warps=chunk // 256, **early(ids)
+    )
     return Routes(order, ends, blocks, ids.shape[-1], tiles)
 
 
@@ -97,8 +102,9 @@ def routes(ids: Tensor, experts: int) -> Routes:
 def _product(
     x, weight, bias, y, order, blocks, most, columns, inner, x_row, w_expert, w_column, w_inner, per,
     TILES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, TO_PAIRS: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     program = tl.program_id(0)
     block = program // TILES
     start = tl.load(blocks + most + block)
@@ -173,6 +179,7 @@ def expert_product(
         x, weight, bias, y, routes.order, routes.blocks, most, columns, inner, x.stride(0), *weight.stride(), per,
         TILES=across, GATED=gated, BIAS=bias is not None, TO_PAIRS=to_pairs, EVEN=inner % depth == 0,
         ROWS=tiles.rows, COLUMNS=width, INNER=depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        **early(x),
     )  # fmt: skip
     return y
 
@@ -225,8 +232,10 @@ def weight_gradient(x: Tensor, grad: Tensor, routes: Routes, per: int, grad_per:
 
 @triton.jit
 def _combined(
-    y, weights, out, columns, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
-):
+    y, weights, out, columns, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -252,15 +261,17 @@ def combined(y: Tensor, weights: Tensor | None, choices: int) -> Tensor:
     block = min(1024, triton.next_power_of_2(columns))
     _combined[(tokens, triton.cdiv(columns, block))](
         y, y if weights is None else weights.contiguous(), out, columns, CHOICES=choices, WEIGHTED=weights is not None,
-        ROUND=weights is not None and weights.dtype == y.dtype, BLOCK=block, num_warps=4,
+        ROUND=weights is not None and weights.dtype == y.dtype, BLOCK=block, num_warps=4, **early(y),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _softmax_top(
-    logits, values, ids, experts, CHOICES: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr
+    logits, values, ids, experts, CHOICES: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr,
+    PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < experts
@@ -289,5 +300,6 @@ def softmax_top(logits: Tensor, choices: int, normed: bool, dtype: torch.dtype) 
     _softmax_top[(tokens,)](
         logits.contiguous(), values, ids, experts, CHOICES=choices, NORMED=normed,
         BLOCK=triton.next_power_of_2(experts), PADDED=triton.next_power_of_2(choices), num_warps=1,
+        **early(logits),
     )  # fmt: skip
     return values, ids

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plaudit.algo.tokens.early_launch import after_previous, early
+
 STRIPES = 264  # programs that share the rows of a sum over all of them: two to a multiprocessor
 MANY_ROWS = 1 << 14  # short rows, as those of heads, from which on a program takes some of them one after the other
 
@@ -43,8 +45,9 @@ def _gated(value, w, g, columns, epsilon, GATE: tl.constexpr):
 @triton.jit
 def _rms_norm(
     x, weight, gate, y, rows, columns, parts, epsilon, GEMMA: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     first = tl.program_id(0).to(tl.int64) * ROWS
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -74,9 +77,41 @@ def rms_norm(
     at_once = 8 if block <= 256 and rows >= MANY_ROWS and parts == 1 else 1
     _rms_norm[(triton.cdiv(rows, at_once),)](
         flat, weight, flat if gate is None else gate.contiguous(), y, rows, columns, parts, epsilon, GEMMA=gemma,
-        GATE="" if gate is None else how, ROWS=at_once, BLOCK=block, num_warps=_norm_warps(block),
+        GATE="" if gate is None else how, ROWS=at_once, BLOCK=block, num_warps=_norm_warps(block), **early(x),
     )  # fmt: skip
     return y.view(x.shape)
+
+
+@triton.jit
+def _rms_norm_both(
+    x0, x1, w0, w1, y0, y1, rows0, columns, epsilon0, epsilon1, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    after_previous(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    x, weight, y, epsilon = x0, w0, y0, epsilon0
+    if row >= rows0:
+        row -= rows0
+        x, weight, y, epsilon = x1, w1, y1, epsilon1
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    value = tl.load(x + row * columns + at, mask=inside, other=0.0)
+    tl.store(y + row * columns + at, _normed(value, w, columns, epsilon, False), mask=inside)
+
+
+def rms_norm_both(
+    xs: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], epsilons: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of two tensors over last dimensions of one size, each with its weight, in one launch."""
+    columns = weights[0].shape[0]
+    flats = [x.contiguous().view(-1, columns) for x in xs]
+    ys = [torch.empty_like(flat) for flat in flats]
+    block = triton.next_power_of_2(columns)
+    _rms_norm_both[(sum(map(len, flats)),)](
+        *flats, *weights, *ys, len(flats[0]), columns, *epsilons, BLOCK=block, num_warps=_norm_warps(block),
+        **early(xs[0]),
+    )  # fmt: skip
+    return ys[0].view(xs[0].shape), ys[1].view(xs[1].shape)
 
 
 def _norm_warps(block: int) -> int:
@@ -84,7 +119,8 @@ def _norm_warps(block: int) -> int:
 
 
 @triton.jit
-def _add_rms_norm(x, y, weight, total, normed, columns, epsilon, BLOCK: tl.constexpr):
+def _add_rms_norm(x, y, weight, total, normed, columns, epsilon, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -104,7 +140,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[
     total, normed = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(columns)
     _add_rms_norm[(x.numel() // columns,)](
-        x, y, weight, total, normed, columns, epsilon, BLOCK=block, num_warps=_norm_warps(block)
+        x, y, weight, total, normed, columns, epsilon, BLOCK=block, num_warps=_norm_warps(block), **early(x)
     )
     return total, normed
 
@@ -151,7 +187,8 @@ def rms_norm_backward(x: Tensor, weight: Tensor, grad: Tensor, epsilon: float, g
 
 
 @triton.jit
-def _silu_mul(gate, up, y, count, BLOCK: tl.constexpr):
+def _silu_mul(gate, up, y, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    after_previous(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0)
@@ -165,7 +202,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
-    _silu_mul[(triton.cdiv(gate.numel(), 2048),)](gate, up, y, gate.numel(), BLOCK=2048, num_warps=8)
+    _silu_mul[(triton.cdiv(gate.numel(), 2048),)](gate, up, y, gate.numel(), BLOCK=2048, num_warps=8, **early(gate))
     return y
 
 
@@ -243,8 +280,9 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool = Fa
 @triton.jit
 def _rotate(
     x, y, cos, sin, x_token, x_head, HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
+    HALF_PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     _rotate_heads(x, y, cos, sin, token, token, x_token, x_head, HEADS, PADDED, HALF, HALF_PADDED, False)
 
@@ -256,5 +294,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     _rotate[(tokens,)](
         x, y, cos.contiguous(), sin.contiguous(), x.stride(0), x.stride(1), HEADS=heads,
         PADDED=triton.next_power_of_2(heads), HALF=dim // 2, HALF_PADDED=triton.next_power_of_2(dim // 2), num_warps=4,
+        **early(x),
     )  # fmt: skip
     return y

@@ -98,6 +98,7 @@ class Layout:
     rows_of   of each sequence the row of every token
     exact     by plain products in one order of sums (see `explicit`), whatever lies beside a row
     ranks     that have a share of the heads each: tiles are of as many queries as if one had them all
+    angles    cos and sin of every position, where they are at hand
     """
 
     groups: tuple[Group, ...]
@@ -106,6 +107,7 @@ class Layout:
     rows_of: Sequence[np.ndarray] = ()
     exact: bool = False
     ranks: int = 1
+    angles: tuple[Tensor, Tensor] | None = None
     _masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
     _tile_masks: dict[tuple[int, int | None, torch.dtype], Tensor] = field(default_factory=dict)
     _places: dict[int, _Places] = field(default_factory=dict)

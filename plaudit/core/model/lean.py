@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from plaudit.algo.tokens.products import CPU_MOST, SteadyProducts, least_rows
 from plaudit.core.model.attention import Layout, Rule
-from plaudit.core.model.fusion import is_silu
+from plaudit.core.model.fusion import are_experts, is_silu
 from plaudit.core.model.operations import Operations, Rotation
 from plaudit.core.model.split import RowLinear
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # rotary embeddings that do not look at a sequence's length
 OPTIONAL_NORMS = ("q_norm", "k_norm")  # of every head, as in Qwen 3
 
 
@@ -34,6 +35,7 @@ class Layer(NamedTuple):
     norms: dict[str, nn.Module]
     attention: dict[str, nn.Module]
     mlp: dict[str, nn.Module]
+    gated: bool  # whether those are a gate, what it opens and what is behind: else the part is called as it is
     dim: int
     rule: Rule
 
@@ -70,16 +72,30 @@ class LeanTrunk:
         return any(name.endswith("_proj") and type(part) is not nn.Linear for t in tables for name, part in t.items())
 
     @property
+    def plain(self) -> bool:
+        """Whether its products are all there is: no experts, and nothing in the place of a product."""
+        return all(layer.gated for layer in self.layers) and not self.adapted
+
+    def angles(self, positions: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of so many positions, where an angle depends on nothing but its position."""
+        if getattr(self.trunk.rotary_emb, "rope_type", None) not in FIXED_ANGLES:
+            return None
+        like = next(self.trunk.parameters())
+        cos, sin = self.trunk.rotary_emb(like.new_empty(1, 1), torch.arange(positions, device=like.device)[None])
+        return cos[0], sin[0]
+
+    @property
     def replaced(self) -> list[nn.Module]:
         """The parts of the module that `operations` stand in for, the rotary embedding aside."""
         parts: list[nn.Module] = [self.trunk.norm]
         for layer in self.trunk.layers:
-            parts += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]
+            parts += [layer.input_layernorm, layer.post_attention_layernorm]
+            parts += [layer.mlp] if _is_gated(layer.mlp) else []
             parts += [norm for name in OPTIONAL_NORMS if (norm := getattr(layer.self_attn, name, None)) is not None]
         return parts
 
     @staticmethod
-    def fits(trunk: Any) -> bool:
+    def fits(trunk: Any, operations: Operations) -> bool:
         """Whether the trunk has the parts, and no others; what they compute is for the trial to say."""
         layers = getattr(trunk, "layers", None)
         if not isinstance(layers, nn.ModuleList) or set(dict(trunk.named_children())) - {
@@ -88,7 +104,9 @@ class LeanTrunk:
             return False
         rotary = getattr(trunk, "rotary_emb", None)
         turned = 2 * len(getattr(rotary, "inv_freq", ()))  # numbers of a head
-        return type(trunk.embed_tokens) is nn.Embedding and all(_layer_fits(layer, turned) for layer in layers)
+        return type(trunk.embed_tokens) is nn.Embedding and all(
+            _layer_fits(layer, turned, operations.mixtures) for layer in layers
+        )
 
     @contextmanager
     def stepping(self, columns: Sequence[Columns] | None) -> Iterator[None]:
@@ -128,8 +146,11 @@ class LeanTrunk:
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         x = self.trunk.embed_tokens(input_ids[0])
-        cos, sin = self.trunk.rotary_emb(x[None], position_ids)
-        rotation = self.operations.rotation(cos[0], sin[0])
+        if layout.angles is None:
+            cos, sin = (each[0] for each in self.trunk.rotary_emb(x[None], position_ids))
+        else:
+            cos, sin = (each.index_select(0, position_ids[0]) for each in layout.angles)
+        rotation = self.operations.rotation(cos, sin)
         norms = [layer.norms["input_layernorm"] for layer in self.layers] + [self.trunk.norm]
         last = len(self.layers) - 1
         y = self._norm(x, norms[0])
@@ -142,25 +163,37 @@ class LeanTrunk:
             attended = self._attention(i, layer, y, rotation, layout, chosen)
             x = x if chosen is None else x[chosen]
             x, y = self._add_norm(x, attended, layer.norms["post_attention_layernorm"])
-            mlp = layer.mlp
-            gated = self.operations.gated(_linear(y, mlp["gate_proj"]), _linear(y, mlp["up_proj"]))
-            x, y = self._add_norm(x, _linear(gated, mlp["down_proj"]), norms[i + 1])
+            x, y = self._add_norm(x, self._mlp(layer, y), norms[i + 1])
         return y
 
     def _attention(
         self, index: int, layer: Layer, y: Tensor, rotation: Rotation, layout: Layout, wanted: Tensor | None
     ) -> Tensor:
         parts = layer.attention
-        key = self._heads(y, parts, "k", layer.dim)
-        value = _linear(y, parts["v_proj"]).view(len(y), -1, layer.dim)
         if wanted is None:
-            query = self._heads(y, parts, "q", layer.dim)
+            projected = self.operations.products(y, [parts["q_proj"], parts["k_proj"], parts["v_proj"]])
+            query, key, value = (rows.view(len(y), -1, layer.dim) for rows in projected)
+            query, key = self._normed(query, key, parts)
             out = layout.attend_rotated(index, rotation, query, key, value, layer.rule)
         else:
-            query = rotation.at(wanted).one(self._heads(y[wanted], parts, "q", layer.dim))
+            projected = self.operations.products(y, [parts["k_proj"], parts["v_proj"]])
+            projected += self.operations.products(y[wanted], [parts["q_proj"]])
+            key, value, query = (rows.view(len(rows), -1, layer.dim) for rows in projected)
+            query, key = self._normed(query, key, parts)
+            query = rotation.at(wanted).one(query)
             keys, values = layout.context(index, rotation.one(key), value)
             out = layout.attend_wanted(index, wanted, query, keys, values, layer.rule)
-        return _linear(out.reshape(len(out), -1), parts["o_proj"])
+        (attended,) = self.operations.products(out.reshape(len(out), -1), [parts["o_proj"]])
+        return attended
+
+    def _mlp(self, layer: Layer, y: Tensor) -> Tensor:
+        if not layer.gated:
+            out = layer.norms["mlp"](y[None])
+            rows: Tensor = (out if isinstance(out, Tensor) else out[0])[0]  # a router's choices may come with them
+            return rows
+        gated = self.operations.gated_products(y, layer.mlp["gate_proj"], layer.mlp["up_proj"])
+        (down,) = self.operations.products(gated, [layer.mlp["down_proj"]])
+        return down
 
     def _few_rows(
         self, index: int, columns: Columns, x: Tensor, y: Tensor, rotation: Rotation, layout: Layout, norm: nn.Module
@@ -177,10 +210,14 @@ class LeanTrunk:
         gated = self.operations.gated(torch.mm(y, columns.gate), torch.mm(y, columns.up))
         return self._add_norm(x, torch.mm(gated, columns.down), norm)
 
-    def _heads(self, y: Tensor, parts: dict[str, nn.Module], name: str, dim: int) -> Tensor:
-        heads = _linear(y, parts[f"{name}_proj"]).view(len(y), -1, dim)
-        norm = parts.get(f"{name}_norm")
-        return heads if norm is None else self._norm(heads, norm)
+    def _normed(self, query: Tensor, key: Tensor, parts: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        first, second = (parts.get(name) for name in OPTIONAL_NORMS)
+        weights = [None if part is None else part._parameters.get("weight") for part in (first, second)]
+        if first is None or second is None or weights[0] is None or weights[1] is None:
+            query = query if first is None else self._norm(query, first)
+            return query, key if second is None else self._norm(key, second)
+        epsilons = first.variance_epsilon, second.variance_epsilon
+        return self.operations.both_norms((query, key), (weights[0], weights[1]), epsilons)
 
     def _norm(self, x: Tensor, part: Any) -> Tensor:
         weight = part._parameters.get("weight")
@@ -226,15 +263,24 @@ def _with_copies(x: Tensor, least: int) -> Tensor:
 
 def _parts(layer: Any, rule: Rule) -> Layer:
     attention = layer.self_attn
-    return Layer(layer._modules, attention._modules, layer.mlp._modules, attention.head_dim, rule)
+    gated = _is_gated(layer.mlp)
+    return Layer(layer._modules, attention._modules, layer.mlp._modules, gated, attention.head_dim, rule)
 
 
-def _layer_fits(layer: Any, turned: int) -> bool:
+def _is_gated(mlp: nn.Module) -> bool:
+    names = {name for name, _ in mlp.named_children()}
+    return {"gate_proj", "up_proj", "down_proj"} <= names <= {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def _layer_fits(layer: Any, turned: int, mixtures: bool) -> bool:
     if set(dict(layer.named_children())) != set(PARTS):
         return False
     attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
     linear = [attention.pop(f"{name}_proj", None) for name in "qkvo"]
-    linear += [mlp.pop(f"{name}_proj", None) for name in ("gate", "up", "down")]
+    if _is_gated(layer.mlp):
+        linear += [mlp.pop(f"{name}_proj", None) for name in ("gate", "up", "down")]
+    elif mixtures and any(are_experts(part) for part in layer.mlp.modules()):
+        mlp = {}
     activation = mlp.pop("act_fn", None)
     norms = [attention.pop(name) for name in OPTIONAL_NORMS if name in attention]
     norms += [layer.input_layernorm, layer.post_attention_layernorm]
@@ -243,11 +289,3 @@ def _layer_fits(layer: Any, turned: int) -> bool:
         and all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in norms)
         and getattr(layer.self_attn, "head_dim", None) == turned and (activation is None or is_silu(activation))
     )  # fmt: skip
-
-
-def _linear(x: Tensor, part: nn.Module) -> Tensor:
-    if type(part) is not nn.Linear:  # its ranks add up, or an adapter has taken its place since the trial
-        adapted: Tensor = part(x)
-        return adapted
-    parameters = part._parameters
-    return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]

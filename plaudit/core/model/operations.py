@@ -88,6 +88,9 @@ class Rotation:
 class Operations:
     """`x` of add_norm and `gate` of gated may be overwritten."""
 
+    steady = False  # whether products are those of any number of rows: a GPU's matter
+    mixtures = False  # whether layers with experts, called as they are, give few rows the bits of many
+
     def compute(self, trunk: nn.Module, parts: Sequence[nn.Module]) -> bool:
         """Whether these parts of a trunk, one by one, compute what stands in for them here, as far as that can be told
         apart from the rows of the whole trunk."""
@@ -105,6 +108,13 @@ class Operations:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         return (x * _inverse_rms(x, epsilon)).mul_(weight)
 
+    def both_norms(
+        self, xs: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], epsilons: tuple[float, float]
+    ) -> tuple[Tensor, Tensor]:
+        """Of the heads of queries and keys."""
+        first, second = (self.norm(*each) for each in zip(xs, weights, epsilons, strict=True))
+        return first, second
+
     def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """x + y, and the norm of it."""
         x = x.add_(y)
@@ -112,6 +122,21 @@ class Operations:
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return elementwise(_silu_in_place, gate).mul_(up)
+
+    def products(self, x: Tensor, parts: Sequence[nn.Module]) -> list[Tensor]:
+        """What each of these linear parts makes of x."""
+        return [linear(x, part) for part in parts]
+
+    def gated_products(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+        return self.gated(*self.products(x, [gate, up]))
+
+
+def linear(x: Tensor, part: nn.Module) -> Tensor:
+    if type(part) is not nn.Linear:  # its ranks add up, or an adapter has taken its place since the trial
+        adapted: Tensor = part(x)
+        return adapted
+    parameters = part._parameters
+    return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
 
 
 def _silu_in_place(x: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def _checked(decoder: Decoder, verdict: Verdict) -> Decoder:
 def _lean(decoder: Decoder, packed: Packed, rows: Tensor, watch: Watch) -> LeanTrunk | None:
     """The trunk in few calls, if this module has the parts that its classes had in the trial."""
     operations = operations_for(decoder.device)
-    if operations is None or not lean_fits(decoder, watch):
+    if operations is None or not lean_fits(decoder, watch, operations):
         return None
     lean = LeanTrunk(decoder.trunk, [watch.rules[i] for i in sorted(watch.rules)], operations)
     if not operations.compute(decoder.trunk, lean.replaced):

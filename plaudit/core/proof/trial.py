@@ -118,8 +118,8 @@ def operations_for(device: torch.device) -> Operations | None:
     return Operations() if device.type == "cpu" else None
 
 
-def lean_fits(decoder: Decoder, watch: Watch) -> bool:
-    return LeanTrunk.fits(decoder.trunk) and all(rule.sinks is None for rule in watch.rules.values())
+def lean_fits(decoder: Decoder, watch: Watch, operations: Operations) -> bool:
+    return LeanTrunk.fits(decoder.trunk, operations) and all(rule.sinks is None for rule in watch.rules.values())
 
 
 class Trial:
@@ -165,7 +165,7 @@ class Trial:
         decoder.layers = tuple(watch.shapes.get(i, NOTHING) for i in range(layers))
         decoder.states = watch.states
         operations = operations_for(decoder.device)
-        if operations is not None and lean_fits(decoder, watch):
+        if operations is not None and lean_fits(decoder, watch, operations):
             decoder.lean = LeanTrunk(decoder.trunk, [watch.rules[i] for i in range(layers)], operations)
             if operations.compute(decoder.trunk, decoder.lean.replaced):
                 try:

@@ -1,0 +1,48 @@
+"""Kernels that start while the one before them still runs (programmatic dependent launch, on GPUs since Hopper).
+
+A decode step of few rows is hundreds of kernels of a few microseconds each, and between two of them a GPU would stand
+still. A kernel that begins with `after_previous` is set up while its predecessor ends, and waits there for its
+results; what no kernel before it writes, such as weights, it may fetch before that.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+CHUNK = tl.constexpr(256)  # half-precision numbers that one instruction fetches: 512 bytes
+
+
+@triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """The first line of a kernel: what follows may read what earlier kernels wrote, and write what they read."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def fetch(start, count, CHUNKS: tl.constexpr):
+    """Into the L2 cache, CHUNKS pieces of half-precision numbers from `start` on, `count` at most (CHUNK at least; a
+    multiple of 8, as the address must be)."""
+    at = start + tl.minimum(tl.arange(0, CHUNKS) * CHUNK, count - CHUNK)
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0; }", "=r,l", [at], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+def early(x: Tensor) -> dict[str, Any]:
+    """Arguments of a launch whose kernel begins with `after_previous`."""
+    return {"EARLY": True, "launch_pdl": True} if x.is_cuda and _has_it(x.device) else {"EARLY": False}
+
+
+@cache
+def _has_it(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
