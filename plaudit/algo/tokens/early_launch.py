@@ -2,7 +2,7 @@
 
 A decode step of few rows is hundreds of kernels of a few microseconds each, and between two of them a GPU would stand
 still. A kernel that begins with `after_previous` is set up while its predecessor ends, and waits there for its
-results; what no kernel before it writes, such as weights, it may fetch before that.
+results.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-CHUNK = tl.constexpr(256)  # half-precision numbers that one instruction fetches: 512 bytes
-
 
 @triton.jit
 def after_previous(EARLY: tl.constexpr):
@@ -25,17 +23,6 @@ def after_previous(EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def fetch(start, count, CHUNKS: tl.constexpr):
-    """Into the L2 cache, CHUNKS pieces of half-precision numbers from `start` on, `count` at most (CHUNK at least; a
-    multiple of 8, as the address must be)."""
-    at = start + tl.minimum(tl.arange(0, CHUNKS) * CHUNK, count - CHUNK)
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0; }", "=r,l", [at], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
 
 
 def early(x: Tensor) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plaudit.algo.tokens.early_launch import after_previous, early, fetch
+from plaudit.algo.tokens.early_launch import after_previous, early
 
 ROWS, COLUMNS, INNER = 32, 64, 64
 NARROW = 128  # columns up to which the inner dimension is cut
@@ -27,7 +27,6 @@ SEGMENT = 512
 FEW = 64  # rows of a product that is bound by reading its weight
 SOME = 128  # rows up to which this takes less time than a library does for the rows that it needs for equal bits
 WIDE = 4608  # columns from which on strips of the narrowest kind are more than a large GPU runs at once
-MOST_FETCHED = 64  # pieces of a strip's weights that are fetched before a kernel's turn
 RESERVED = 4096  # bytes of shared memory that a program has besides its pieces, at most
 
 
@@ -87,7 +86,7 @@ def fixed_order_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 def _few_rows(
     x, w0, w1, w2, b0, b1, b2, y0, y1, y2, n0, n1, n2, rows, inner, GATED: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr,
-    FETCHED: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(0)
     weight, bias, y, columns = w0, b0, y0, n0
@@ -100,11 +99,6 @@ def _few_rows(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = strip * COLUMNS + tl.arange(0, COLUMNS)
     live, there = row < rows, column < columns
-    if FETCHED > 0:
-        first = strip.to(tl.int64) * COLUMNS * inner
-        fetch(weight + first, (columns - strip * COLUMNS) * inner, FETCHED)
-        if GATED:
-            fetch(w1 + first, (columns - strip * COLUMNS) * inner, FETCHED)
     after_previous(EARLY)
     k = tl.arange(0, INNER)
     a_at = x + row[:, None] * inner + k[None, :]
@@ -186,10 +180,6 @@ def _launch(
 ) -> None:  # fmt: skip
     rows, inner = x.shape
     tiles = tiles or tiles_for(rows, sum(out.shape[1] for out in outs), gated, _shared(x.device))
-    starts = early(x)
-    fetched = 0
-    if starts["EARLY"] and inner % 8 == 0 and inner >= 256:
-        fetched = min(MOST_FETCHED, triton.next_power_of_2(tiles.strip * inner // 256))
 
     def three(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [*tensors, *[tensors[0]] * (3 - len(tensors))]
@@ -198,6 +188,6 @@ def _launch(
     _few_rows[(strips, triton.cdiv(rows, tiles.height))](
         x.contiguous(), *three([weight.contiguous() for weight in weights]), *three(biases or [x]), *three(outs),
         *[out.shape[1] for out in three(outs)], rows, inner, GATED=gated, BIAS=biases is not None,
-        ROWS=tiles.height, COLUMNS=tiles.strip, INNER=tiles.piece, EVEN=inner % tiles.piece == 0, FETCHED=fetched,
-        num_warps=tiles.warps, num_stages=tiles.stages, **starts,
+        ROWS=tiles.height, COLUMNS=tiles.strip, INNER=tiles.piece, EVEN=inner % tiles.piece == 0, num_warps=tiles.warps,
+        num_stages=tiles.stages, **early(x),
     )  # fmt: skip
