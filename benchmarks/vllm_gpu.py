@@ -32,10 +32,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "vllm_gpu.json"
 RIVAL = ROOT / "benchmarks" / "rivals" / "vllm_generate.py"
 VOCABULARY, REPEATS, WARMUP_TOKENS = 49152, 2, 32
 
-LLAMAS = {  # hidden, layers, heads, key-value heads, ffn
-    "135M": (576, 30, 9, 3, 1536),
-    "1B": (2048, 16, 32, 8, 8192),
-    "8B": (4096, 32, 32, 8, 14336),
+LLAMAS = {  # hidden, layers, heads, key-value heads, ffn, vocabulary
+    "135M": (576, 30, 9, 3, 1536, VOCABULARY),
+    "1B": (2048, 16, 32, 8, 8192, VOCABULARY),
+    "8B": (4096, 32, 32, 8, 14336, 128_256),
 }
 SHAPES = (*LLAMAS, "30B-A3B")
 WORKS = [  # rows, prompt, new tokens
@@ -62,18 +62,19 @@ def name_of(rows: int, prompt: int, new: int) -> str:
 def config(shape: str) -> Any:
     from transformers import LlamaConfig, Qwen3MoeConfig
 
-    shared: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "pad_token_id": 0}
+    shared: dict[str, Any] = {"max_position_embeddings": 4096, "pad_token_id": 0}
     if shape == "30B-A3B":
         return Qwen3MoeConfig(
-            hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-            intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-            norm_topk_prob=True, tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], **shared,
+            vocab_size=VOCABULARY, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+            num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+            num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
+            architectures=["Qwen3MoeForCausalLM"], **shared,
         )  # fmt: skip
-    hidden, layers, heads, kv_heads, ffn = LLAMAS[shape]
+    hidden, layers, heads, kv_heads, ffn, vocabulary = LLAMAS[shape]
     return LlamaConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        intermediate_size=ffn, tie_word_embeddings=True, architectures=["LlamaForCausalLM"], bos_token_id=1,
-        eos_token_id=2, **shared,
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=ffn, tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, **shared,
     )  # fmt: skip
 
 

@@ -214,14 +214,14 @@ def test_latent_attention_of_a_decode_step(
 ) -> None:
     monkeypatch.setattr("plaudit.core.kernels.latent.SEGMENT", 32)
     lengths, width = [1, 16, 17, 130], rank + rotated
-    rows = randn(4 * 144, 1, width, dtype=dtype)
-    tables = torch.randperm(36, device=DEVICE).view(4, 9).int()
+    rows = randn(4 * 192, 1, width, dtype=dtype)
+    tables = torch.randperm(12, device=DEVICE).view(4, 3).int()
     query, positions = randn(4, heads, width, dtype=dtype), torch.tensor(lengths, device=DEVICE) - 1
-    used = torch.zeros(4 * 144, dtype=torch.bool)
-    slots = [[int(tables[i, n // 16]) * 16 + n % 16 for n in range(length)] for i, length in enumerate(lengths)]
+    used = torch.zeros(4 * 192, dtype=torch.bool)
+    slots = [[int(tables[i, n // 64]) * 64 + n % 64 for n in range(length)] for i, length in enumerate(lengths)]
     used[[slot for row in slots for slot in row]] = True
     rows[~used.to(DEVICE)] = float("nan")
-    found = kernels.latent_attention(query, rows, rank, positions, scale=0.3, tables=tables, size=16, splits=splits)
+    found = kernels.latent_attention(query, rows, rank, positions, scale=0.3, tables=tables, size=64, splits=splits)
     for i, at in enumerate(slots):
         close(found[i], attended(query[i], rows[at, 0], rank, 0.3)[0].to(dtype))
 
@@ -248,8 +248,11 @@ def test_latent_attention_of_prompts_has_the_bits_of_decode_steps(
         out, log = attended(query[i], rows[places[start : start + position + 1], 0], rank, 0.3)
         close(found[i], out.to(dtype))
         torch.testing.assert_close(sums[:, i], log, rtol=1e-4, atol=1e-4 if dtype == torch.float32 else 2e-2)
-    pages = torch.nn.functional.pad(places[6:], (0, 8)).int()[None].expand(20, -1)  # pages of one token
-    decoded = kernels.latent_attention(query[6:], rows, rank, positions[6:], scale=0.3, tables=pages, size=1, splits=2)
+    block = torch.nn.functional.pad(rows[places[6:]], (0, 0, 0, 0, 64, 44), value=float("nan"))  # the second of two
+    tables = torch.ones(20, 1, dtype=torch.int32, device=DEVICE)
+    decoded = kernels.latent_attention(
+        query[6:], block, rank, positions[6:], scale=0.3, tables=tables, size=64, splits=2
+    )  # fmt: skip
     assert torch.equal(found[6:], decoded)
 
 
@@ -261,7 +264,7 @@ def test_tiles_are_rows_of_one_sequence_those_furthest_in_first() -> None:
 class Blocks(PagedBackend):
     """The cache alone: the trunk is called by hand."""
 
-    block_size = 4
+    block_size = 64
     rows = forward = decode = None  # type: ignore[assignment]
 
 

@@ -23,6 +23,7 @@ from plaudit.core.kernels.pointwise import _rotate_heads
 QUERY_TILE = 64
 SEGMENT = 1024
 LOG2_E = 1.4426950408889634
+FEW = 1024  # programs of a decode step up to which they wait for memory, and not for its rate
 
 
 @triton.jit
@@ -104,16 +105,16 @@ def rotate_and_store(
 
 @triton.jit
 def _decode_attention(
-    query, keys, values, out, peaks, sums, tables, positions, sinks, scale_log2, softcap_log2, window, query_row,
+    query, keys, values, out, parts, peaks, sums, tables, positions, sinks, scale_log2, softcap_log2, window, query_row,
     query_head, key_slot, key_head, value_slot, value_head, table_row, H: tl.constexpr, G: tl.constexpr,
-    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, STRIP: tl.constexpr, STRIPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     kv_head = tl.program_id(0)  # first: heads of one row run together, and what they read lies side by side
     row = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
+    split, strip = tl.program_id(2) // STRIPS, tl.program_id(2) % STRIPS
     length = tl.load(positions + row).to(tl.int32) + 1
     first = 0
     if WINDOW:
@@ -125,7 +126,7 @@ def _decode_attention(
 
     group = tl.arange(0, GP)
     head = kv_head * G + group
-    at_d, at_e = tl.arange(0, DP), tl.arange(0, EP)
+    inner, at_d, at_e = tl.arange(0, TILE), tl.arange(0, DP), strip * STRIP + tl.arange(0, STRIP)
     q_inside = (group < G)[:, None] & (at_d < D)[None, :]
     q = tl.load(query + row * query_row + head[:, None] * query_head + at_d[None, :], mask=q_inside, other=0.0)
     peak = tl.full([GP], float("-inf"), tl.float32)
@@ -133,16 +134,22 @@ def _decode_attention(
     if SINKS and split == 0:  # a logit that takes part in the softmax and gives nothing
         peak = 1.4426950408889634 * tl.load(sinks + head, mask=group < G, other=float("-inf")).to(tl.float32)
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
-    gathered = tl.zeros([GP, EP], tl.float32)
+    gathered = tl.zeros([GP, STRIP], tl.float32)
+    table = tables + row * table_row
+    block = tl.load(table + tl.minimum(begin, length - 1) // BLOCK_SIZE)
     for start in range(begin, end, TILE):
-        position = start + tl.arange(0, TILE)
-        seen = (position < end) & (position >= first)
-        block = tl.load(tables + row * table_row + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-        k = tl.load(
-            keys + slot[:, None] * key_slot + kv_head * key_head + at_d[None, :],
-            mask=seen[:, None] & (at_d < D)[None, :], other=0.0,
-        )  # fmt: skip
+        # A tile lies in one block, so that its keys are side by side.
+        if not FEW:
+            block = tl.load(table + start // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE
+        if FEW:  # the next tile's, so that it is there in time
+            block = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_SIZE)
+        seen = (start + inner < end) & (start + inner >= first)
+        k_at = keys + (slot * key_slot + kv_head * key_head) + (inner[:, None] * key_slot + at_d[None, :])
+        if FEW:  # what is not seen is read too
+            k = tl.load(k_at, mask=(at_d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(k_at, mask=seen[:, None] & (at_d < D)[None, :], other=0.0)
         if EXACT:
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         else:
@@ -154,10 +161,8 @@ def _decode_attention(
         keep = tl.exp2(peak - higher)
         chance = tl.exp2(score - higher[:, None])
         total = total * keep + tl.sum(chance, axis=1)
-        v = tl.load(
-            values + slot[:, None] * value_slot + kv_head * value_head + at_e[None, :],
-            mask=seen[:, None] & (at_e < E)[None, :], other=0.0,
-        )  # fmt: skip
+        v_at = values + (slot * value_slot + kv_head * value_head) + (inner[:, None] * value_slot + at_e[None, :])
+        v = tl.load(v_at, mask=seen[:, None] & (at_e < E)[None, :], other=0.0)
         if EXACT:
             gathered = gathered * keep[:, None] + tl.dot(chance, v, input_precision="ieee")
         else:
@@ -165,38 +170,37 @@ def _decode_attention(
         peak = higher
 
     inside = (group < G)[:, None] & (at_e < E)[None, :]
-    if SPLITS == 1:
-        result = gathered / total[:, None]
-        tl.store(out + (row * H + head[:, None]) * E + at_e[None, :], result.to(out.dtype.element_ty), mask=inside)
+    if SPLITS == 1 or length - base <= share:  # nothing to join
+        if split == 0:
+            result = gathered / total[:, None]
+            tl.store(out + (row * H + head[:, None]) * E + at_e[None, :], result.to(out.dtype.element_ty), mask=inside)
     else:
         place = (row * H + head) * SPLITS + split
         tl.store(peaks + place, peak, mask=group < G)
         tl.store(sums + place, total, mask=group < G)
-        tl.store(out + place[:, None] * E + at_e[None, :], gathered, mask=inside)
+        tl.store(parts + place[:, None] * E + at_e[None, :], gathered, mask=inside)
 
 
 @triton.jit
 def _join_splits(
-    parts,
-    peaks,
-    sums,
-    out,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SP: tl.constexpr,
+    parts, peaks, sums, out, positions, window, H: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, WINDOW: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     after_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)  # row * H + head
-    split, at = tl.arange(0, SP), tl.arange(0, EP)
-    peak = tl.load(peaks + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    weight = tl.exp2(peak - tl.max(peak, axis=0))
-    total = tl.sum(weight * tl.load(sums + place * SPLITS + split, mask=split < SPLITS, other=0.0), axis=0)
-    inside = (split < SPLITS)[:, None] & (at < E)[None, :]
-    part = tl.load(parts + (place * SPLITS + split)[:, None] * E + at[None, :], mask=inside, other=0.0)
-    joined = tl.sum(part * weight[:, None], axis=0) / total
-    tl.store(out + place * E + at, joined.to(out.dtype.element_ty), mask=at < E)
+    length = tl.load(positions + place // H).to(tl.int32) + 1
+    if WINDOW:
+        length -= tl.maximum(length - window, 0) // TILE * TILE
+    if length > SEGMENT:  # else one program had all of it
+        split, at = tl.arange(0, SP), tl.arange(0, EP)
+        peak = tl.load(peaks + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+        weight = tl.exp2(peak - tl.max(peak, axis=0))
+        total = tl.sum(weight * tl.load(sums + place * SPLITS + split, mask=split < SPLITS, other=0.0), axis=0)
+        inside = (split < SPLITS)[:, None] & (at < E)[None, :]
+        part = tl.load(parts + (place * SPLITS + split)[:, None] * E + at[None, :], mask=inside, other=0.0)
+        joined = tl.sum(part * weight[:, None], axis=0) / total
+        tl.store(out + place * E + at, joined.to(out.dtype.element_ty), mask=at < E)
 
 
 def decode_attention(
@@ -212,26 +216,30 @@ def decode_attention(
     batch, heads, dim = query.shape
     kv_heads, width = keys.shape[1], values.shape[2]
     exact = query.dtype == torch.float32
+    tile = 32 if exact or dim > 128 else 64
+    assert size % tile == 0, f"blocks of {size} tokens are no whole number of tiles of {tile}"
     out = torch.empty(batch, heads, width, dtype=query.dtype, device=query.device)
-    if splits == 1:
-        target, peaks, sums = out, out, out
-    else:
-        target = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=query.device)
+    parts, peaks, sums = out, out, out
+    if splits > 1:
+        parts = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=query.device)
         peaks, sums = (torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device) for _ in range(2))
-    group = heads // kv_heads
-    _decode_attention[(kv_heads, batch, splits)](
-        query, keys, values, target, peaks, sums, tables, positions, query if sinks is None else sinks, scale * LOG2_E,
-        (softcap or 0.0) * LOG2_E, window or 0, query.stride(0), query.stride(1), keys.stride(0), keys.stride(1),
-        values.stride(0), values.stride(1), tables.stride(0), H=heads, G=group,
+    group, padded = heads // kv_heads, max(16, triton.next_power_of_2(width))
+    # Where a device has programs to spare, two share the columns of wide values.
+    strips = 2 if width >= 128 and kv_heads * batch <= FEW // 4 else 1
+    _decode_attention[(kv_heads, batch, splits * strips)](
+        query, keys, values, out, parts, peaks, sums, tables, positions, query if sinks is None else sinks,
+        scale * LOG2_E, (softcap or 0.0) * LOG2_E, window or 0, query.stride(0), query.stride(1), keys.stride(0),
+        keys.stride(1), values.stride(0), values.stride(1), tables.stride(0), H=heads, G=group,
         GP=max(16, triton.next_power_of_2(group)), D=dim, DP=max(16, triton.next_power_of_2(dim)), E=width,
-        EP=max(16, triton.next_power_of_2(width)), BLOCK_SIZE=size, TILE=32 if exact or dim > 128 else 64,
-        SPLITS=splits, SEGMENT=SEGMENT, WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None,
-        EXACT=exact, num_warps=1 if not exact else 2 if dim <= 64 else 4, num_stages=3, **early(query),
+        STRIP=padded // strips, STRIPS=strips, BLOCK_SIZE=size, TILE=tile, SPLITS=splits, SEGMENT=SEGMENT,
+        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, EXACT=exact,
+        FEW=kv_heads * batch <= FEW, num_warps=1 if not exact else 2 if dim <= 64 else 4, num_stages=3, **early(query),
     )  # fmt: skip
     if splits > 1:
         _join_splits[(batch * heads,)](
-            target, peaks, sums, out, E=width, EP=triton.next_power_of_2(width), SPLITS=splits,
-            SP=triton.next_power_of_2(splits), num_warps=1, **early(query),
+            parts, peaks, sums, out, positions, window or 0, H=heads, E=width, EP=padded, SPLITS=splits,
+            SP=triton.next_power_of_2(splits), TILE=tile, SEGMENT=SEGMENT, WINDOW=window is not None, num_warps=1,
+            **early(query),
         )  # fmt: skip
     return out
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plaudit.algo.tokens.early_launch import early
 from plaudit.core.kernels.attention import LOG2_E, SEGMENT, _join_splits
 
 HEADS = 16  # of a program: the fewest rows of a product
@@ -61,7 +62,7 @@ def heads_product(x: Tensor, matrices: Tensor) -> Tensor:
 
 @triton.jit
 def _latent_attention(
-    query, latents, out, peaks, sums, tables, starts, places, positions, tiles, scale_log2, count, query_row,
+    query, latents, out, parts, peaks, sums, tables, starts, places, positions, tiles, scale_log2, count, query_row,
     query_head, latent_slot, table_row, H: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, R: tl.constexpr,
     RP: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, PAGED: tl.constexpr, SCATTERED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, SUMS: tl.constexpr,
@@ -98,9 +99,9 @@ def _latent_attention(
     for first in range(begin, end, TILE):
         position = first + tl.arange(0, TILE)
         inside = position < end
-        if PAGED:
-            block = tl.load(tables + first_row * table_row + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        if PAGED:  # a tile lies in one block
+            block = tl.load(tables + first_row * table_row + first // BLOCK_SIZE).to(tl.int64)
+            slot = block * BLOCK_SIZE + first % BLOCK_SIZE + tl.arange(0, TILE)
         else:
             slot = start_row + position
             if SCATTERED:
@@ -129,9 +130,10 @@ def _latent_attention(
 
     total = tl.max(totals, axis=1)  # all columns are the same
     kept = live[:, None] & (at_r < R)[None, :]
-    if SPLITS == 1:
-        result = gathered / total[:, None]
-        tl.store(out + (row * H + head)[:, None] * R + at_r[None, :], result.to(out.dtype.element_ty), mask=kept)
+    if SPLITS == 1 or length <= share:  # nothing to join
+        if split == 0:
+            result = gathered / total[:, None]
+            tl.store(out + (row * H + head)[:, None] * R + at_r[None, :], result.to(out.dtype.element_ty), mask=kept)
         if SUMS:  # natural, as torch's flash attention has them
             logs = (peak + tl.log2(total)) * 0.6931471805599453
             tl.store(sums + head.to(tl.int64) * count + row, logs, mask=live)
@@ -139,7 +141,7 @@ def _latent_attention(
         place = (row * H + head) * SPLITS + split
         tl.store(peaks + place, peak, mask=live)
         tl.store(sums + place, total, mask=live)
-        tl.store(out + place[:, None] * R + at_r[None, :], gathered, mask=kept)
+        tl.store(parts + place[:, None] * R + at_r[None, :], gathered, mask=kept)
 
 
 def latent_tiles(counts: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -170,24 +172,27 @@ def latent_attention(
     rows, heads, width = query.shape
     exact, rotated = query.dtype == torch.float32, width - rank
     out = torch.empty(rows, heads, rank, dtype=query.dtype, device=query.device)
-    target, peaks, totals = out, out, out if sums is None else sums
+    tile = 16 if exact else 32
+    assert tables is None or size % tile == 0, f"blocks of {size} tokens are no whole number of tiles of {tile}"
+    parts, peaks, totals = out, out, out if sums is None else sums
     if splits > 1:
-        target = torch.empty(rows, heads, splits, rank, dtype=torch.float32, device=query.device)
+        parts = torch.empty(rows, heads, splits, rank, dtype=torch.float32, device=query.device)
         peaks, totals = (torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device) for _ in range(2))
     padded = max(16, triton.next_power_of_2(rank))
     programs, tokens = (rows, 1) if tiles is None or exact else (tiles.shape[0], TOKENS)
     _latent_attention[(programs, triton.cdiv(heads, HEADS), splits)](
-        query, latents, target, peaks, totals, positions if tables is None else tables,
+        query, latents, out, parts, peaks, totals, positions if tables is None else tables,
         positions if starts is None else starts, positions if places is None else places, positions,
         positions if tiles is None else tiles, scale * LOG2_E, rows, query.stride(0), query.stride(1),
         latents.stride(0), 0 if tables is None else tables.stride(0), H=heads, HEADS=HEADS, TOKENS=tokens, R=rank,
         RP=padded, P=rotated, PP=max(16, triton.next_power_of_2(rotated)), PAGED=tables is not None,
-        SCATTERED=places is not None, BLOCK_SIZE=size, TILE=16 if exact else 32, SPLITS=splits, SEGMENT=SEGMENT,
+        SCATTERED=places is not None, BLOCK_SIZE=size, TILE=tile, SPLITS=splits, SEGMENT=SEGMENT,
         SUMS=sums is not None, EXACT=exact, num_warps=4 if tokens == 1 else 8, num_stages=1 if exact else 2,
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](
-            target, peaks, totals, out, E=rank, EP=padded, SPLITS=splits, SP=triton.next_power_of_2(splits),
-            num_warps=1,
+            parts, peaks, totals, out, positions, 0, H=heads, E=rank, EP=padded, SPLITS=splits,
+            SP=triton.next_power_of_2(splits), TILE=tile, SEGMENT=SEGMENT, WINDOW=False, num_warps=1,
+            **early(query),
         )  # fmt: skip
     return out
