@@ -97,8 +97,8 @@ def main() -> None:
         del engine, module
         gc.collect()
         torch.cuda.empty_cache()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
