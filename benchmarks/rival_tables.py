@@ -258,15 +258,16 @@ def experts_gpu(record: Record) -> str:
     return table(("experts of one layer, µs", "transformers", "Plaudit", "ratio"), rows)
 
 
-def experts_generate(record: Record) -> str:
+def decode_gpu(record: Record) -> str:
     """vLLM's figures are those of vllm_gpu.json, of the same card on another day."""
-    theirs = {x["work"]: x["tokens/s"] for x in read("vllm_gpu.json")["rows"] if x["engine"] == "vllm"
-              and x["shape"] == "30B-A3B"}  # fmt: skip
+    rival = read("vllm_gpu.json")
+    theirs = {(x["shape"], x["work"]): x["tokens/s"] for x in rival["rows"] if x["engine"] == "vllm"}
     rows = []
-    for x in record["results"]["generate"]:
-        vllm, ours = theirs[x["work"]], x["tokens/s"]
-        rows.append((x["work"], f"{vllm:,.0f}", f"{ours:,.0f}", f"{ours / vllm:.2f}×"))
-    return table(("30B-A3B, tokens/s", "vLLM, 2026-11-16", "Plaudit", "ratio"), rows)
+    for x in record["rows"]:
+        vllm, ours = theirs.get((x["shape"], x["work"])), x["tokens/s"]
+        known = (f"{vllm:,.0f}", f"{ours / vllm:.2f}×") if vllm else ("–", "–")
+        rows.append((x["shape"], x["work"], known[0], f"{ours:,.0f}", known[1]))
+    return table(("shape", "tokens/s", f"vLLM, {rival['date'][:10]}", f"Plaudit, {record['date'][:10]}", "ratio"), rows)
 
 
 def arrival_rates(record: Record) -> str:
@@ -327,7 +328,7 @@ TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {  # by result file and
     "arrival_rates": ("benchmarks/serving.md", arrival_rates),
     "attacks": ("benchmarks/serving.md", attacks),
     "experts_gpu layer": ("benchmarks/core.md", experts_gpu),
-    "experts_gpu generate": ("benchmarks/core.md", experts_generate),
+    "decode_gpu": ("benchmarks/core.md", decode_gpu),
     "core_gpu": ("benchmarks/core.md", core_gpu),
     "core_ablation_cuda": ("benchmarks/core.md", core_ablation),
     "core_cpu": ("benchmarks/core.md", core_cpu),
