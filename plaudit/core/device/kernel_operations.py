@@ -56,17 +56,18 @@ class KernelOperations(Operations):
 
     def products(self, x: Tensor, parts: Sequence[nn.Module]) -> list[Tensor]:
         """Few rows in one launch, if that gives them the bits of many."""
-        if (found := _of_few_rows(x, parts)) is not None and few_rows_agree(*found):
-            return few_rows_products(x, *found)
+        plain = _of_few_rows(x, parts)
+        if plain is not None and few_rows_agree(*plain):
+            return few_rows_products(x, *plain)
         if not self.steady or x.dtype not in HALF:
             return super().products(x, parts)
         return [steady_linear(x, part.weight, part.bias) if type(part) is nn.Linear else part(x) for part in parts]
 
     def gated_products(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
-        found = _of_few_rows(x, [gate, up])
-        if found is None or found[1] is not None or not few_rows_agree(*found, kernels.silu_mul):
+        plain = _of_few_rows(x, [gate, up])
+        if plain is None or plain[1] is not None or not few_rows_agree(*plain, kernels.silu_mul):
             return super().gated_products(x, gate, up)
-        return few_rows_gated(x, *found[0])
+        return few_rows_gated(x, *plain[0])
 
 
 def _of_few_rows(x: Tensor, parts: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor] | None] | None:

@@ -83,9 +83,7 @@ def _latent_attention(
     share = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE, SEGMENT)
     begin = split * share
     end = tl.minimum(begin + share, length)
-    start_row = first_row  # of what is not paged
-    if not PAGED:
-        start_row = tl.load(starts + first_row).to(tl.int64)
+    start_row = first_row if PAGED else tl.load(starts + first_row).to(tl.int64)
 
     at_r, at_p = tl.arange(0, RP), tl.arange(0, PP)
     q_at = query + row[:, None] * query_row + head[:, None] * query_head

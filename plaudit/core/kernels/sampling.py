@@ -97,6 +97,24 @@ def _seed(keys, drawn, row):
 
 
 @triton.jit
+def _advance(
+    row, chosen, count, was_alive, tokens, positions, drawn, left, alive, stops, stop_count, STOPS: tl.constexpr
+):  # fmt: skip
+    """To the next token, where this one is neither a stop nor the last."""
+    at = tl.arange(0, STOPS)
+    ends = tl.load(stops + row * stop_count + at, mask=at < stop_count, other=-1)
+    ended = tl.max((ends == chosen).to(tl.int32), axis=0)
+    budget = tl.load(left + row)
+    lives = (was_alive != 0) & (ended == 0) & (budget > 1)
+    tl.store(alive + row, lives)
+    if lives:
+        tl.store(tokens + row, chosen.to(tl.int64))
+        tl.store(positions + row, tl.load(positions + row) + 1)
+        tl.store(drawn + row, count + 1)
+        tl.store(left + row, budget - 1)
+
+
+@triton.jit
 def _sample(
     logits, keys, inverse, greedy, tokens, positions, drawn, left, alive, stops, step, out_tokens, out_logprobs,
     out_raw, out_alive, out_tempered, cuts, kept_peaks, kept_totals, kept_best, kept_counts, block_peaks, block_tops,
@@ -168,17 +186,7 @@ def _sample(
     tl.store(out_raw + place, raw_logit - raw_peak - tl.log(raw_sum))
     tl.store(out_logprobs + place, noise_scale * (raw_logit * scale - peak - tl.log(total)))
     tl.store(out_alive + place, was_alive)
-    at = tl.arange(0, STOPS)
-    ends = tl.load(stops + row * stop_count + at, mask=at < stop_count, other=-1)
-    ended = tl.max((ends == chosen).to(tl.int32), axis=0)
-    budget = tl.load(left + row)
-    lives = (was_alive != 0) & (ended == 0) & (budget > 1)
-    tl.store(alive + row, lives)
-    if lives:
-        tl.store(tokens + row, chosen.to(tl.int64))
-        tl.store(positions + row, tl.load(positions + row) + 1)
-        tl.store(drawn + row, count + 1)
-        tl.store(left + row, budget - 1)
+    _advance(row, chosen, count, was_alive, tokens, positions, drawn, left, alive, stops, stop_count, STOPS)
 
 
 def sample(
