@@ -17,6 +17,7 @@ from plaudit.core.sequence import Request
 from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.text import TextStream
 from plaudit.errors import RequestError
+from plaudit.models.positions import way_to_more
 from plaudit.records import NEXT, Sample
 
 
@@ -70,7 +71,7 @@ class Intake:
         if room < 1:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and {self.decoder.name} {self.decoder.max_positions} positions: "
-                "no room for a token more; shorten the prompt"
+                f"no room for a token more; shorten the prompt{way_to_more(self.decoder.config)}"
             )
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         # The last token drawn is never stored.
@@ -146,7 +147,7 @@ class Intake:
         if len(ids) > self.decoder.max_positions:
             raise RequestError(
                 f"{len(ids)} tokens are more than the {self.decoder.max_positions} positions of {self.decoder.name}: "
-                "shorten the text"
+                f"shorten the text{way_to_more(self.decoder.config)}"
             )
         return ids
 

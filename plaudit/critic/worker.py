@@ -24,6 +24,7 @@ from plaudit.critic.host import CriticInfo, State
 from plaudit.errors import BadCheckpoint, ModelError, PlauditError, StorageError, one_line
 from plaudit.models import ValueModel, choose_device, load_value, resolve, save
 from plaudit.models.load import kind_of
+from plaudit.models.positions import longest_sequence
 from plaudit.process.framing import FrameReader
 from plaudit.process.worker import SocketWorker, run_worker
 from plaudit.records import Item, Sample, Score
@@ -82,9 +83,8 @@ class ServedCritic:
 
     def facts(self) -> CriticInfo:
         config = self.critic.model.config
-        positions = getattr(config, "max_position_embeddings", None) or 2**31 - 1
         count = sum(parameter.numel() for parameter in self.critic.model.parameters())
-        return CriticInfo(config.vocab_size, positions, count, self.reward is not None)
+        return CriticInfo(config.vocab_size, longest_sequence(config), count, self.reward is not None)
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         """From a save, or from the model of the table. Nothing of this critic changes if that cannot be loaded."""

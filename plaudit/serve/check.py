@@ -22,6 +22,7 @@ from plaudit.errors import ConfigError, ModelError, PlauditError, one_line
 from plaudit.models import choose_device, resolve
 from plaudit.models.encoder import encoder_directory
 from plaudit.models.load import Examined, examine
+from plaudit.models.positions import longest_sequence
 from plaudit.reward.encoder_reading import outcome_reading
 from plaudit.reward.process import ProcessReading
 from plaudit.reward.rules.rule import RuleReward
@@ -79,9 +80,8 @@ def _facts(name: str, seen: Examined) -> ModelInfo:
     labels = {"policy": (), "value": ("value",)}.get(seen.kind)
     if labels is None:
         labels = tuple(str(seen.config.id2label[i]) for i in range(seen.config.num_labels))
-    most = getattr(text, "max_position_embeddings", None) or 2**20
     encoder = seen.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return ModelInfo(name, text.vocab_size, most, labels, seen.kind == "policy", encoder)
+    return ModelInfo(name, text.vocab_size, longest_sequence(text), labels, seen.kind == "policy", encoder)
 
 
 def _protocols(table: ServeTable) -> str:

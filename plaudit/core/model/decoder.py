@@ -16,6 +16,7 @@ from plaudit.core.model.lean import LeanTrunk
 from plaudit.core.model.mixers import StateShapes, told
 from plaudit.core.model.packing import trunk
 from plaudit.errors import RequestError
+from plaudit.models.positions import longest_sequence
 
 Kind = Literal["causal", "sequence", "token"]
 
@@ -51,7 +52,7 @@ class Decoder:
         self.vocab_size: int = self.config.vocab_size
         self.record_bytes = 0  # that are kept beside a token's KV: its experts, where an engine records them
         self._lean: LeanTrunk | None = None
-        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+        self.max_positions = longest_sequence(self.config)
 
     @property
     def lean(self) -> LeanTrunk | None:

@@ -8,6 +8,7 @@ itself is not changed. Products are steady there too, where that is asked for (a
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import threading
@@ -23,6 +24,7 @@ from transformers.activations import ACT2CLS
 
 from plaudit.algo.tokens.products import HALF, SteadyProducts
 from plaudit.core.model.operations import elementwise
+from plaudit.models.positions import SHIFTING
 
 Call = Callable[..., Any]
 MOST_EXPERTS = 1024  # of a router that a kernel replaces
@@ -66,6 +68,8 @@ class Fusion:
                 self._gated(module, kind_of)
             elif not first.is_cuda and isinstance(module, ACTIVATIONS) and not [*module.parameters()]:
                 self.forwards.append((module, partial(elementwise, module.forward)))
+            elif _looks_at_length(module):
+                self.forwards.append((module, partial(_short_rotary, module)))
             elif kernels.MIXTURE and are_experts(module):
                 self._experts(module, kind_of)
             elif kernels.MIXTURE and _is_router(module):
@@ -263,6 +267,19 @@ def _same_choice(result: tuple[Tensor, ...], expected: Any) -> bool:
         and _same(values, their_values)
         and _same(logits.gather(1, ids), logits.gather(1, their_ids))
     )
+
+
+def _looks_at_length(module: nn.Module) -> bool:
+    original = getattr(module, "original_inv_freq", None)
+    return getattr(module, "rope_type", None) in SHIFTING and isinstance(original, Tensor)
+
+
+def _short_rotary(rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Its own forward pass, without the look at the furthest position, for which a GPU would have to be waited for: no
+    sequence gets to where its frequencies change (models/positions.py)."""
+    rotary.original_inv_freq = rotary.inv_freq = rotary.original_inv_freq.to(x.device)
+    cos_sin: tuple[Tensor, Tensor] = inspect.unwrap(type(rotary).forward)(rotary, x, position_ids)
+    return cos_sin
 
 
 def _is_gated(module: nn.Module) -> bool:

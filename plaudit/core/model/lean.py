@@ -24,7 +24,8 @@ from plaudit.core.model.operations import Operations, Rotation
 from plaudit.core.model.split import RowLinear
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-FIXED_ANGLES = ("default", "linear", "llama3", "yarn")  # rotary embeddings that do not look at a sequence's length
+# Rotary embeddings whose angles hang on nothing but the position, in sequences of models.positions.longest_sequence.
+FIXED_ANGLES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 OPTIONAL_NORMS = ("q_norm", "k_norm")  # of every head, as in Qwen 3
 
 

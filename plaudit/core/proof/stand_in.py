@@ -102,6 +102,20 @@ def _shrink(config: Any) -> None:
         config.attention_hidden_size = 2 * config.hidden_size
         config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
     _shrink_mamba(config, values)
+    _shrink_factors(config)
+
+
+def _shrink_factors(config: Any) -> None:
+    """Longrope's are of every second number of a head, and change beyond all sequences of a trial."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for table in (rope, *(each for each in rope.values() if isinstance(each, dict))):
+        if table.get("rope_type") == "longrope":
+            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            count = int(size * table.get("partial_rotary_factor", 1.0)) // 2
+            table.update({name: table[name][:count] for name in ("short_factor", "long_factor")})
+            table["original_max_position_embeddings"] = 2 * LENGTH
+            if hasattr(config, "original_max_position_embeddings"):
+                config.original_max_position_embeddings = 2 * LENGTH
 
 
 def _shrink_mamba(config: Any, values: dict[str, Any]) -> None:

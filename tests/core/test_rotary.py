@@ -1,0 +1,133 @@
+"""Rotary embeddings that look at a sequence's length: up to where their frequencies change the numbers are those of
+plain transformers, and beyond it a request is refused."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig
+
+from plaudit.core import Engine, SamplingParams
+from plaudit.core.model import operations
+from plaudit.core.model.fused import fused_rows
+from plaudit.core.model.fusion import Fusion
+from plaudit.core.model.packing import pack, use_packed_attention
+from plaudit.errors import RequestError
+
+ORIGINAL, MOST = 72, 128  # positions that the short factors were made for, and all
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": MOST, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.25,
+}  # fmt: skip
+
+
+def longrope(partial: float = 1.0, one_set: bool = False) -> dict[str, Any]:
+    count = int(16 * partial) // 2
+    long = [4.0 + i for i in range(count)]
+    short = long if one_set else [1.0 + i / 10 for i in range(count)]
+    return {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long,
+        "factor": MOST / ORIGINAL, "original_max_position_embeddings": ORIGINAL, "partial_rotary_factor": partial,
+    }  # fmt: skip
+
+
+def phi(partial: float) -> Phi3Config:
+    return Phi3Config(**SIZES, rope_parameters=longrope(partial), original_max_position_embeddings=ORIGINAL)
+
+
+CASES: dict[str, tuple[PreTrainedConfig, int]] = {
+    "phi-3": (phi(1.0), ORIGINAL),
+    "phi-4-mini": (phi(0.75), ORIGINAL),
+    "llama longrope": (LlamaConfig(**SIZES, rope_parameters=longrope()), ORIGINAL),
+    "llama one set of factors": (LlamaConfig(**SIZES, rope_parameters=longrope(one_set=True)), MOST),
+    "llama dynamic": (
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}), MOST
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[Engine, torch.nn.Module, int]:
+    config, most = CASES[request.param]
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config).eval()
+    plain = copy.deepcopy(module)
+    plain.set_attn_implementation("eager")
+    return Engine(module, kv_bytes=2**22), plain, most
+
+
+def sequences(most: int) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(3, 97) for _ in range(length)] for length in (5, most, 17, most - 1, 33)]
+
+
+@torch.inference_mode()
+def own_logprobs(plain: Any, tokens: list[int]) -> torch.Tensor:
+    table = plain(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+    return table[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+
+
+def test_log_probs_batched_alone_and_cached_are_those_of_transformers(case: tuple[Engine, Any, int]) -> None:
+    engine, plain, most = case
+    assert engine.decoder.max_positions == most
+    tokens = sequences(most)
+    ways = engine.logprobs(tokens), [engine.logprobs([each])[0] for each in tokens], engine.logprobs(tokens, cache=True)
+    for way in (*ways, engine.logprobs(tokens, cache=True)):
+        for each, found in zip(tokens, way, strict=True):
+            torch.testing.assert_close(torch.tensor(found), own_logprobs(plain, each), rtol=1e-4, atol=1e-4)
+
+
+def test_samples_have_the_log_probs_of_transformers_to_the_last_position(case: tuple[Engine, Any, int]) -> None:
+    engine, plain, most = case
+    prompts = [each[: most - 12] for each in sequences(most) if len(each) >= most - 12]
+    for sample in engine.generate(prompts, SamplingParams(n=2, max_tokens=None, seed=3, ignore_eos=True)):
+        whole = [*sample.prompt_ids, *sample.token_ids]
+        assert len(whole) == most
+        expected = own_logprobs(plain, whole)[len(sample.prompt_ids) - 1 :]
+        torch.testing.assert_close(torch.tensor(sample.raw_logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_those_of_the_module(case: tuple[Engine, Any, int]) -> None:
+    engine, plain, most = case
+    module, tokens = engine.decoder.module, sequences(most)[:3]
+    use_packed_attention(module)
+    rows = fused_rows(module, pack(tokens, torch.device("cpu")))
+    torch.manual_seed(2)
+    weights = torch.randn(rows.shape)
+    (rows * weights).sum().backward()
+    start = 0
+    for each in tokens:
+        own = plain.model(torch.tensor([each]), use_cache=False).last_hidden_state[0]
+        (own * weights[start : start + len(each)]).sum().backward()
+        start += len(each)
+    for (name, found), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
+        if found.grad is None:  # the head's, which was not called
+            assert expected.grad is None, name
+            continue
+        error = (found.grad - expected.grad).abs().max() / expected.grad.abs().max()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def test_longer_sequences_are_refused_with_the_cure(case: tuple[Engine, Any, int]) -> None:
+    engine, _, most = case
+    with pytest.raises(RequestError, match=f"{most + 1} tokens are more than the {most} positions") as refused:
+        engine.logprobs([[5] * (most + 1)])
+    assert ("set short_factor to long_factor" in str(refused.value)) == (most == ORIGINAL)
+
+
+def test_a_pass_of_fused_parts_keeps_the_short_factors_whatever_was_called_before(
+    case: tuple[Engine, Any, int],
+) -> None:
+    """As another caller of the same module may have left the long ones."""
+    _, plain, most = case
+    ids = torch.tensor([sequences(most)[2]])
+    with torch.inference_mode():
+        expected = plain.model(ids, use_cache=False).last_hidden_state
+        fusion = Fusion(plain.model, operations)
+        plain.model(torch.tensor([[5] * (MOST + 8)]), use_cache=False)
+        with fusion.applied(False):
+            found = plain.model(ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
