@@ -40,11 +40,6 @@ def keep_states(backend: Backend, kv_bytes: int | float | None, max_running: int
 
 
 def refuse_handover(decoder: Decoder) -> None:
-    if decoder.states:
-        raise RequestError(
-            f"{decoder.name} has recurrent layers, whose states are not handed over with the KV: let the engine that "
-            "reads the prompts also generate"
-        )
     if decoder.record_bytes:
         raise RequestError(
             "the experts of tokens are not handed over with their KV: let the engine that reads the prompts also "

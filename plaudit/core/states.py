@@ -217,6 +217,16 @@ class StateBank:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for parts in self._layers.values() for tensor in parts.values())
 
+    def copy(self, slot: int) -> list[Tensor]:
+        """One state, for another engine: its tensors in the order of `shapes`."""
+        return [tensor[slot].clone() for parts in self._layers.values() for tensor in parts.values()]
+
+    def enter(self, slot: int, state: Sequence[Tensor]) -> None:
+        """What `copy` of another engine gave."""
+        mine = (tensor for parts in self._layers.values() for tensor in parts.values())
+        for tensor, incoming in zip(mine, state, strict=True):
+            tensor[slot].copy_(incoming)
+
     def rows(self, layer: int, count: int) -> Carry:
         """The first rows behind the slots themselves, not a copy."""
         return Carry({name: self._rows(tensor, count) for name, tensor in self._layers[layer].items()})

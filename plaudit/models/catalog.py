@@ -65,7 +65,7 @@ def smollm2_directory() -> Path:
     directory = cache / "plaudit" / f"smollm2-135m-instruct-{importlib.metadata.version(PACKAGE)}"
     if (directory / CONFIG).is_file():
         return directory
-    from plaudit.models.gguf_import import import_gguf
+    from plaudit.models.formats.gguf_import import import_gguf
 
     return import_gguf(file, directory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +13,20 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedTokenizerFast,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from plaudit.errors import ModelError, nearest, one_line
 from plaudit.models import catalog, weights
 from plaudit.models.dtypes import DTYPES
+from plaudit.models.formats.quantised import read_model
 from plaudit.models.fresh import LABELS, init_head, seeded, set_pad
 from plaudit.models.gpu import check_device
 from plaudit.models.heads import openrlhf_head
@@ -106,7 +112,7 @@ def kind_of(directory: Path) -> Kind:
         return "reward"
     if name.endswith("ForTokenClassification"):
         return "steps"
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or _multimodal(name):
         return "policy"
     raise ModelError(
         f"{directory / catalog.CONFIG} names the architecture {name!r}; expected a transformers class ...ForCausalLM, "
@@ -114,7 +120,20 @@ def kind_of(directory: Path) -> Kind:
     )
 
 
-def _openrlhf_head(stored: dict[str, weights.Stored]) -> str:
+def _multimodal(name: str) -> bool:
+    """A policy that also takes pictures, and is loaded whole: text alone is what it gets here."""
+    both = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return name not in both[0] and name in both[1]
+
+
+def _class_of(directory: Path, kind: Kind) -> Any:
+    """What transformers, or we, load a directory with that holds a model of this kind."""
+    name = _architecture(directory)
+    ours = OURS.get(name, (None, None))[1]
+    return ours or (AutoModelForImageTextToText if kind == "policy" and _multimodal(name) else AUTO[kind])
+
+
+def _openrlhf_head(stored: Mapping[str, weights.Readable]) -> str:
     return openrlhf_head.stored_head({name: at.shape for name, at in stored.items()})
 
 
@@ -127,10 +146,14 @@ class Examined:
     """A directory that has passed every check, before its weights are read. The module is on the meta device."""
 
     module: nn.Module
-    stored: dict[str, weights.Stored]
+    stored: dict[str, weights.Readable]
     tokenizer: PreTrainedTokenizerFast
     config: Any
     kind: Kind
+
+    @property
+    def plain(self) -> bool:
+        return all(isinstance(at, weights.Stored) for at in self.stored.values())
 
 
 def examine(directory: Path, dtype: str, device: str) -> Examined:
@@ -139,16 +162,16 @@ def examine(directory: Path, dtype: str, device: str) -> Examined:
     check_device(device)
     refuse_code(directory)
     refuse_adapter(directory)
-    stored = weights.read_directory(directory)
+    stored = read_model(directory)
     kind = kind_of(directory)
     config = _read_config(directory)
-    ours = OURS.get(_architecture(directory), (None, None))[1]
-    if ours is not None:
-        config.num_labels = ours.labels  # their config leaves it out
+    model_class = _class_of(directory, kind)
+    if hasattr(model_class, "labels"):
+        config.num_labels = model_class.labels  # their config leaves it out
     if _architecture(directory) == openrlhf_head.ARCHITECTURE:
         config.num_labels = 1
         stored = openrlhf_head.renamed_head(stored, _openrlhf_head(stored))
-    module = _check_weights(directory, kind, config, stored, ours)
+    module = _check_weights(directory, kind, config, stored, model_class)
     tokenizer = load_tokenizer(directory)
     _check_vocabulary(directory, tokenizer, config)
     return Examined(module, stored, tokenizer, config, kind)
@@ -166,9 +189,8 @@ def _load(
         choose_labels(
             directory, config, stored_kind == kind, LABELS[kind] if stored_kind != kind and labels is None else labels
         )
-    ours = OURS.get(_architecture(directory), (None, None))[1]
-    model_class = ours if ours is not None and stored_kind == kind else AUTO[kind]
-    module = _build(directory, kind, model_class, config, dtype, new_head=stored_kind != kind, seed=seed)
+    model_class = _class_of(directory, kind) if stored_kind == kind else AUTO[kind]
+    module = _build(seen, directory, kind, model_class, dtype, new_head=stored_kind != kind, seed=seed)
     set_pad(module, tokenizer.pad_token_id)
     return Loaded(_to_device(module.eval(), device), tokenizer, directory, kind)
 
@@ -181,28 +203,24 @@ def wrong_kind(directory: Path, stored_kind: Kind, kind: Kind) -> str:
 
 
 def _read_config(directory: Path) -> Any:
-    raw = read_json(directory / catalog.CONFIG)
-    if "quantization_config" in raw:
-        method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
-        raise ModelError(
-            f"{directory} is quantised ({method}); Plaudit trains and serves plain weights: dequantise it first"
-        )
     try:
         with quiet():
-            return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
             f"{directory / catalog.CONFIG} is not a config that transformers accepts: {one_line(error)}"
         ) from error
+    vars(config).pop("quantization_config", None)  # weights are read plain (quantised.py), and saved so
+    return config
 
 
 def _check_weights(
-    directory: Path, kind: Kind, config: Any, stored: dict[str, weights.Stored], ours: Any
+    directory: Path, kind: Kind, config: Any, stored: dict[str, weights.Readable], model_class: Any
 ) -> nn.Module:  # fmt: skip
     """The module that the weights are for, on the meta device."""
     try:
         with quiet(), seeded(0), torch.device("meta"):
-            bare: Any = AUTO[kind].from_config(config, trust_remote_code=False) if ours is None else ours(config)
+            bare = _bare(model_class, config)
     except Exception as error:
         raise ModelError(f"{directory}: transformers cannot build a {kind} model of it: {one_line(error)}") from error
     weights.check_names(bare, stored, directory)
@@ -210,6 +228,12 @@ def _check_weights(
         check_head(directory, config.hidden_size)
     module: nn.Module = bare
     return module
+
+
+def _bare(model_class: Any, config: Any) -> Any:
+    """A module of a class of transformers or of ours."""
+    auto = hasattr(model_class, "from_config")
+    return model_class.from_config(config, trust_remote_code=False) if auto else model_class(config)
 
 
 def _check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast, config: Any) -> None:
@@ -236,13 +260,21 @@ def choose_labels(directory: Path, config: Any, saved: bool, labels: int | None)
 
 
 def _build(
-    directory: Path, kind: Kind, model_class: Any, config: Any, dtype: str, *, new_head: bool, seed: int
+    seen: Examined, directory: Path, kind: Kind, model_class: Any, dtype: str, *, new_head: bool, seed: int
 ) -> nn.Module:
+    config, state = seen.config, None
+    source: Path | None = directory
     try:
+        if not seen.plain:  # transformers would not read plain weights: they are read here
+            source, state = None, {name: at.read() for name, at in seen.stored.items()}
+            with quiet(), torch.device("meta"):
+                bare = _bare(model_class, config)
+            model_class, config = type(bare), bare.config
         with quiet(), seeded(seed):
             module, report = model_class.from_pretrained(
-                directory, config=config, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
-                use_safetensors=True, output_loading_info=True, key_mapping=_key_mapping(directory),
+                source, state_dict=state, config=config, dtype=DTYPES[dtype], local_files_only=True,
+                trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+                key_mapping=_key_mapping(directory),
                 # A head of another kind may have the new head's name and another shape; all shapes but its are checked.
                 ignore_mismatched_sizes=new_head,
             )  # fmt: skip

@@ -35,7 +35,7 @@ class Outline:
     """A model without its weights, which are known to be there."""
 
     module: nn.Module
-    stored: Mapping[str, weights.Stored | weights.Stacked]
+    stored: Mapping[str, weights.Readable]
     """By the names that the module has for them."""
     tokenizer: PreTrainedTokenizerFast
     path: Path

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,20 @@ class Cut:
 
     def of(self, tensor: Any) -> Any:
         return tensor[(slice(None),) * self.dim + (slice(self.start, self.end),)]
+
+
+class Readable(Protocol):
+    """A tensor that lies in files, as it is or in another form."""
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def files(self) -> set[Path]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def read(self, *cuts: Cut) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +90,15 @@ class Stacked:
     """The weights of a layer's experts, which a module has in one tensor and files have expert by expert: `parts` of
     each, that follow each other along the second dimension of the whole (gate and up)."""
 
-    parts: tuple[tuple[Stored, ...], ...]
+    parts: tuple[tuple[Readable, ...], ...]
 
     @property
     def file(self) -> Path:
         return self.parts[0][0].file
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0][0].dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,7 +127,7 @@ class Stacked:
             experts.append(torch.cat(pieces))
         if experts:
             return torch.stack(experts)
-        return torch.empty(0, *(stop - start for start, stop in ranges[1:]), dtype=TORCH[self.parts[0][0].dtype])
+        return torch.empty(0, *(stop - start for start, stop in ranges[1:]), dtype=TORCH[self.dtype])
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
@@ -146,7 +164,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-def check_names(module: nn.Module, stored: Mapping[str, Stored], directory: Path) -> None:
+def check_names(module: nn.Module, stored: Mapping[str, Readable], directory: Path) -> None:
     """Compare with `module`, built on the meta device: nothing missing, nothing left over, every shape right."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     supplied, converted = renamed(module, stored)
@@ -172,7 +190,7 @@ def _refuse(directory: Path, verb: str, names: Iterable[str], ignored: Iterable[
         raise ModelError(f"{directory} {verb} tensor {left[0]!r}{more}; its weights do not belong to its config.json")
 
 
-def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, Stored | Stacked], set[str]]:
+def renamed(module: nn.Module, stored: Mapping[str, Readable]) -> tuple[dict[str, Readable], set[str]]:
     """Names as transformers will use them. Of tensors that it makes of others, experts can be read so; the rest come
     back as names only."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -182,9 +200,9 @@ def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, 
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
     expected = module.state_dict()
-    supplied: dict[str, Stored | Stacked] = {}
+    supplied: dict[str, Readable] = {}
     converted: set[str] = set()
-    sources: dict[str, dict[str, Stored]] = {}
+    sources: dict[str, dict[str, Readable]] = {}
     for source, tensor in stored.items():
         name, fused = rename_source_key(source, renamings, converters, module.base_model_prefix, expected)
         if fused is None:
@@ -199,7 +217,7 @@ def renamed(module: nn.Module, stored: Mapping[str, Stored]) -> tuple[dict[str, 
 
 
 def _stacked(
-    name: str, tensors: Mapping[str, Stored], converters: Iterable[Any], shape: Sequence[int]
+    name: str, tensors: Mapping[str, Readable], converters: Iterable[Any], shape: Sequence[int]
 ) -> Stacked | None:
     """None where transformers does something else with them."""
     for converter in converters:
@@ -207,7 +225,7 @@ def _stacked(
         if steps not in STACKINGS or converter.target_patterns[0] not in name:
             continue
         patterns = [re.compile(re.escape(each).replace(r"\*", r"(\d+)")) for each in converter.source_patterns]
-        by_expert: dict[int, dict[int, Stored]] = {}
+        by_expert: dict[int, dict[int, Readable]] = {}
         for source, tensor in tensors.items():
             for place, pattern in enumerate(patterns):
                 if (match := pattern.search(source)) and match.groups():

@@ -11,19 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from plaudit.core.proof.stand_in import HEAD, WIDTH, shrunk, stir
 from plaudit.models import load_any, save
 
-MAPPINGS = {
+NO_TEXT = ("pp_formulanet", "vision-encoder-decoder")  # no language model of their own
+MAPPINGS: dict[str, tuple[Any, Any]] = {
     "causal": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "sequence": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    "multimodal": (
+        AutoModelForImageTextToText,
+        {
+            name: kind
+            for name, kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+            if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and name not in NO_TEXT
+        },
+    ),
 }
 LAYERS = 4
 PROVED = "proved"
@@ -53,7 +63,40 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4},
     **{name: {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)} for name in ("lfm2", "lfm2_moe")},
     "nemotron": {"head_dim": HEAD, "num_key_value_heads": 8},
+    **{
+        name: {
+            "text_config": {
+                "num_hidden_layers": LAYERS,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections},
+            }
+        }
+        for name, sections in {
+            "qwen2_vl": [16, 24, 24],
+            "qwen2_5_vl": [16, 24, 24],
+            "qwen2_5_omni_thinker": [16, 24, 24],
+            "paddleocr_vl": [16, 24, 24],
+            "glm4v": [16, 24, 24],
+            "glm46v": [16, 24, 24],
+            "glmga": [16, 24, 24],
+        }.items()
+    },
+    **{
+        name: {
+            "text_config": {
+                "num_hidden_layers": LAYERS,
+                "head_dim": head,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10_000.0,
+                    "mrope_section": [8, 12, 12],
+                    "partial_rotary_factor": 64 / head,
+                },
+            }
+        }
+        for name, head in {"glm_ocr": 64, "glm4v_moe": 128}.items()
+    },
     **{name: {"text_config": {"num_hidden_layers": LAYERS}} for name in ("qwen3_5", "qwen3_5_moe")},
+    **{name: {"text_config": {"num_hidden_layers": 6}} for name in ("gemma4", "gemma4_unified")},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True},
@@ -97,21 +140,29 @@ def cases() -> list[Case]:
     found = []
     for kind, (_, names) in MAPPINGS.items():
         found += [Case(kind, name, name, NEEDED.get(name, {})) for name in sorted(names)]
-        found += [Case(kind, n, family, options) for n, (family, options) in VARIANTS.items() if family in names]
+        if kind != "multimodal":
+            found += [Case(kind, n, family, options) for n, (family, options) in VARIANTS.items() if family in names]
     return found
 
 
 def tiny_config(case: Case) -> Any:
-    made = CONFIG_MAPPING[case.family]
-    try:
-        config = made(**{"num_hidden_layers": LAYERS, **case.options})
-    except Exception:  # it counts its layers in other ways
-        config = made(**case.options)
-    config = shrunk(config)
+    config = shrunk(_config(CONFIG_MAPPING[case.family], case))
     for name, value in FITTED.get(case.family, {}).items():
         setattr(config, name, value)
     config.architectures = [MAPPINGS[case.kind][1][case.family]]
     return config
+
+
+def _config(made: Any, case: Case) -> Any:
+    few: dict[str, Any] = {"num_hidden_layers": LAYERS}
+    if case.kind == "multimodal":
+        few = {"text_config": few, "vision_config": {"num_hidden_layers": 1, "depth": 1}}
+    for options in ({**few, **case.options}, {"text_config": few.get("text_config"), **case.options}):
+        try:
+            return made(**options)
+        except Exception:  # it counts its layers in other ways
+            continue
+    return made(**case.options)
 
 
 @functools.cache
@@ -159,14 +210,15 @@ def table(outcomes: Mapping[Case, str]) -> str:
     for case, outcome in outcomes.items():
         by_reason[outcome][case.kind].append(f"`{case.name}`")
     counts = [sum(case.kind == kind for case in outcomes) for kind in MAPPINGS]
-    lines = [f"| | {counts[0]} as causal LM | {counts[1]} as sequence classifier |", "| --- | --- | --- |"]
+    heads = f"| | {counts[0]} as causal LM | {counts[1]} as sequence classifier | {counts[2]} with pictures, on text |"
+    lines = [heads, "| --- | --- | --- | --- |"]
     for outcome in sorted(by_reason, key=lambda r: (r != PROVED, -sum(map(len, by_reason[r].values())), r)):
         said = f"**{PROVED}**" if outcome == PROVED else f"refused: {outcome}"
         cells = []
         for kind in MAPPINGS:
             names = sorted(by_reason[outcome].get(kind, []))
             cells.append(f"{len(names)}: {' '.join(names)}" if names else "")
-        lines.append(f"| {said} | {cells[0]} | {cells[1]} |")
+        lines.append(f"| {said} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ another one every day (tests/rotation.py); a handful always. What a run finds mu
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.model.packing import pack_tree
 from plaudit.core.proof.stand_in import tokens_for
 from plaudit.errors import ModelError
+from plaudit.records import Sample
+from plaudit.train.optim.sharding import packed_rows
 from tests.core.families import BEGIN, END, MAPPINGS, PROVED, Case, cases, from_table, on_disk, reason, table
 from tests.rotation import DAY, SOAK, in_turn
 
@@ -25,6 +29,7 @@ ALWAYS = {
     "causal diffllama", "causal doge", "causal ministral3", "causal qwen2_moe, use_sliding_window",
     "sequence modernbert-decoder", "sequence eurobert", "sequence qwen3",
 }  # fmt: skip
+BLOCK = 16
 OUTCOMES: dict[Case, str] = {}
 
 
@@ -47,7 +52,12 @@ def test_equal_or_refused(case: Case, tmp_path: Path) -> None:
         auto = MAPPINGS[case.kind][0]
         plain = auto.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
         plain.config.pad_token_id = engine.decoder.module.config.pad_token_id
-        (as_policy if case.kind == "causal" else as_reward)(engine, plain)
+        if case.kind == "sequence":
+            as_reward(engine, plain)
+        else:
+            as_policy(engine, plain)
+            as_policy_under_pressure(engine, plain)
+            as_learner(engine, plain)
     OUTCOMES[case] = outcome
     if not SOAK:
         assert from_table(PAGE.read_text())[case.kind, case.name] == outcome
@@ -75,9 +85,61 @@ def as_policy(engine: Engine, plain: Any) -> None:
             own = logits(plain, [*sample.prompt_ids, *sample.token_ids])[len(sample.prompt_ids) - 1 : -1]
             best = own.max(dim=-1).values - own[torch.arange(16), torch.tensor(sample.token_ids)]
             assert float(best.max()) < 1e-4 * float(own.abs().max())
-    for sample in engine.generate(prompts, SamplingParams(seed=3, max_tokens=24, ignore_eos=True)):
-        whole = logprobs(plain, [*sample.prompt_ids, *sample.token_ids])
-        close(np.array(sample.raw_logprobs), whole[len(sample.prompt_ids) - 1 :])
+    right(plain, engine.generate(prompts, SamplingParams(seed=3, max_tokens=24, ignore_eos=True)))
+
+
+def as_policy_under_pressure(engine: Engine, plain: Any) -> None:
+    """Found again at every border of a block and beside it, forked, and thrown out by others."""
+    module, shape = engine.decoder.module, engine.decoder
+    whole, other = tokens_for(plain, 5, 50), tokens_for(plain, 6, 9)
+    tree = Engine(module, state_every=BLOCK)
+    tree.score([whole], columns=[5], cache=True)
+    for shared in (1, 15, 16, 17, 31, 32, 33, 47, 48, 49):
+        branch = [*whole[:shared], *other]
+        close(tree.score([branch], columns=[5, 11], logprobs=True, cache=True)[0], table_of(plain, branch)[-1, [5, 11]])
+    tree.check()
+    prompts = [tokens_for(plain, seed, length) for seed, length in enumerate((37, 32, 5))]
+    right(plain, tree.generate(prompts, SamplingParams(n=3, max_tokens=12, seed=1, ignore_eos=True)))
+    assert tree.stats().tokens_shared > 0
+    state, block = shape.state_bytes(), BLOCK * shape.token_bytes()
+    small = Engine(
+        module, kv_bytes=max(16 * state, 8 * state + 14 * block), budget=32, max_running=4, state_every=BLOCK
+    )
+    share = small.stats().blocks_total * BLOCK // 4  # of each that runs: all of them need more
+    right(plain, small.generate(prompts, SamplingParams(n=2, max_tokens=share, seed=2, ignore_eos=True)))
+    assert small.stats().preemptions > 0
+    small.check()
+
+
+def as_learner(engine: Engine, plain: Any) -> None:
+    """Packed, with a beginning that is computed once: the gradients of the sequences one by one. In float64, for with
+    such weights the roundings of float32 grow to 1e-4 in either."""
+    module = engine.decoder.module
+    for each in (module, plain):
+        each.double().set_experts_implementation("eager")  # torch's grouped product has no float64
+    ids = [tokens_for(plain, seed, length) for seed, length in enumerate((37, 9))]
+    ids = sorted([*ids, [*ids[0][:20], *ids[1]], ids[0][:21]])
+    tree = pack_tree(ids, lone=False)
+    rows = packed_rows(module, tree.packed)
+    assert len(rows) < sum(map(len, ids))
+    ours = torch.cat([rows[torch.from_numpy(at)] for at in tree.rows])
+    own = torch.cat([rows_of(plain, s) for s in ids])
+    weights = torch.randn(own.shape, generator=torch.Generator().manual_seed(1))
+    for result in (ours, own):
+        (result * weights).sum().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    least = 1e-2 * max(float(grad.abs().max()) for grad in expected.values())  # a bias of keys has none but roundings
+    got = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert got.keys() == expected.keys()
+    for name, grad in got.items():
+        scale = max(float(expected[name].abs().max()), least)
+        assert float((grad - expected[name]).abs().max()) < 1e-5 * scale, name
+
+
+def rows_of(plain: Any, ids: list[int]) -> torch.Tensor:
+    trunk = getattr(plain, "model", None) or plain.base_model
+    rows: torch.Tensor = trunk(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+    return rows
 
 
 def as_reward(engine: Engine, plain: Any) -> None:
@@ -98,9 +160,20 @@ def logits(plain: Any, ids: list[int]) -> torch.Tensor:
     return found
 
 
+def table_of(plain: Any, ids: list[int]) -> np.ndarray:
+    return torch.log_softmax(logits(plain, ids), dim=-1).numpy()
+
+
 def logprobs(plain: Any, ids: list[int]) -> np.ndarray:
-    said = torch.log_softmax(logits(plain, ids), dim=-1)
-    return said[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
+    found: np.ndarray = table_of(plain, ids)[np.arange(len(ids) - 1), ids[1:]]
+    return found
+
+
+def right(plain: Any, samples: Iterable[Sample]) -> None:
+    """The log-probs that samples were drawn with are the model's own."""
+    for sample in samples:
+        whole = logprobs(plain, [*sample.prompt_ids, *sample.token_ids])
+        close(np.array(sample.raw_logprobs), whole[len(sample.prompt_ids) - 1 :])
 
 
 def close(got: np.ndarray, expected: np.ndarray, scale: float = 1.0) -> None:

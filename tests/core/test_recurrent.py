@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from plaudit.rl.loop import RlTraining
 from plaudit.train.optim.sharding import packed_rows
 from plaudit.train.run.run import Run
 from tests.core import tiny
+from tests.rotation import mostly_slow
 from tests.train.rl_world import Silent, recipe
 
 LINEAR = ["linear_attention", "full_attention"]
@@ -139,6 +141,20 @@ def test_samples_of_a_prompt_compute_it_once(family: str) -> None:
     right(module, samples)
     right(module, engine.generate(prompts, SamplingParams(n=4, max_tokens=30, seed=2, ignore_eos=True)))
     assert engine.stats().tokens_computed - stats.tokens_computed == 16 * 30  # nothing of the prompts but their ends
+    engine.check()
+
+
+@pytest.mark.slow
+def test_32_prompts_of_1024_tokens_with_16_samples_compute_each_prompt_once() -> None:
+    samples = 16
+    torch.manual_seed(7)
+    config = copy.deepcopy(CONFIGS["lfm2"])
+    config.max_position_embeddings = 2048
+    engine = Engine(AutoModelForCausalLM.from_config(config).eval())  # with the spacing and limits of its defaults
+    prompts = tiny.sequences(3, 32, 1024, 1024)
+    engine.generate(prompts, SamplingParams(n=samples, max_tokens=2, seed=1, ignore_eos=True))
+    ends = 32 * (samples - 1)  # of a prompt its last token alone is computed for each other sample
+    assert engine.stats().tokens_computed == 32 * 1024 + ends + 32 * samples
     engine.check()
 
 
@@ -256,10 +272,43 @@ def test_states_are_counted_in_the_memory() -> None:
     assert engine.kv_held() == 0
 
 
-def test_a_state_is_not_handed_over() -> None:
-    engine = engine_of(model("lfm2"))
-    with pytest.raises(RequestError, match="states are not handed over with the KV"):
-        engine.give_kv([3, 4, 5])
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
+def test_a_state_goes_with_the_kv_to_another_engine(family: str) -> None:
+    """Prompts around the borders of a block, two that share a beginning, one that begins like another."""
+    module = model(family)
+    whole = tiny.sequences(11, 1, 50, 50)[0]
+    prompts = [whole[:n] for n in (1, 15, 16, 17, 40)] + [[*whole[:40], 5, 6]]
+    params = [SamplingParams(n=2, max_tokens=12, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    expected = engine_of(module).generate(prompts, params)
+    first, second = engine_of(module), engine_of(module)
+    begun = first.generate(prompts, [replace(p, max_tokens=1) for p in params])
+    for prompt in prompts:
+        given = first.give_kv(prompt)
+        assert len(given.tokens) == len(prompt)
+        assert sum(state.nbytes for state in given.state) == first.decoder.state_bytes()
+        assert second.take_kv(given) == len(prompt)
+    groups = [[s for s in begun if s.group == g] for g in range(len(prompts))]
+    samples = second.generate(prompts, params, begun=groups)
+    assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
+    right(module, samples)
+    assert second.stats().tokens_computed <= sum(len(s.token_ids) for s in samples)  # and nothing of the prompts
+    first.check()
+    second.check()
+
+
+def test_a_state_that_has_no_room_or_no_fitting_engine() -> None:
+    module = model("lfm2")
+    prompt = tiny.sequences(12, 1, 40, 40)[0]
+    first = engine_of(module)
+    first.generate([prompt], SamplingParams(max_tokens=1, seed=1))
+    given = first.give_kv(prompt)
+    with pytest.raises(RequestError, match="a state of 0 tensors is not Lfm2ForCausalLM's, which has 1"):
+        engine_of(module).take_kv(replace(given, state=[]))
+    shape = first.decoder
+    small = engine_of(module, kv_bytes=2 * shape.state_bytes() + 2 * BLOCK * shape.token_bytes())
+    assert small.take_kv(given) == 0  # two blocks of 16, and no state for less than all of it
+    right(module, small.generate([prompt[:9]], SamplingParams(max_tokens=3, seed=1)))
+    small.check()
 
 
 class RowsWindow(DecodeWindow):

@@ -23,6 +23,7 @@ from plaudit.place.workers.prefill_decode import DecodeEngine, PrefillDecode, Pr
 from plaudit.records import Sample
 from plaudit.rl.loop import RlTraining
 from tests.core import tiny
+from tests.core.test_recurrent import model
 from tests.place.rollout_host import RolloutHost
 from tests.place.runs import GRPO, samples, small, train
 from tests.train.rl_world import recipe
@@ -64,6 +65,21 @@ def test_two_pools_give_the_samples_of_one_engine_and_leave_nothing_behind() -> 
     assert open_files() == before
     assert not any(reader._parcels for reader in readers)
     # Of the prompts the decode engines computed nothing: at most one token for each that was drawn.
+    drawn = sum(len(sample.token_ids) for sample in found)
+    assert sum(writer.engine.stats().tokens_computed for writer in writers) <= drawn
+
+
+def test_two_pools_of_a_hybrid_hand_over_its_states() -> None:
+    def engine() -> Engine:
+        return Engine(model("lfm2"), state_every=16)
+
+    prompts, params = asked(8)
+    alone = engine().generate(prompts, params)
+    writers = [DecodeEngine("d0", engine()), DecodeEngine("d1", engine())]
+    found = PrefillDecode(EnginePool([PrefillEngine("p", engine())]), EnginePool(writers), piece=4).generate(
+        prompts, params
+    )
+    check_equal(found, alone)
     drawn = sum(len(sample.token_ids) for sample in found)
     assert sum(writer.engine.stats().tokens_computed for writer in writers) <= drawn
 
@@ -130,6 +146,7 @@ import msgspec
 from plaudit.core import Engine, SamplingParams
 from plaudit.place.workers.kv_transfer import OpenedParcel
 from tests.core import tiny
+from tests.core.test_recurrent import model
 given = OpenedParcel(msgspec.msgpack.decode(sys.stdin.buffer.read()))
 engine = Engine(tiny.model("llama").to(sys.argv[1]))
 print(engine.take_kv(given.handover))

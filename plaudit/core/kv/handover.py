@@ -1,21 +1,24 @@
 """KV of a prompt on its way from one engine to another of the same weights: one reads prompts, the other goes on.
 
-What travels is what the prefix tree of the first has of the tokens, and it is entered in the tree of the second under
-the same version. If less than the whole prompt comes through (blocks were short on either side), the second engine
-computes the rest: the result is the same.
+What travels is what the prefix tree of the first has of the tokens, with the state of recurrent layers behind the last
+of them, and it is entered in the tree of the second under the same version. If less than the whole prompt comes through
+(blocks were short on either side), the second engine computes the rest: the result is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from plaudit.core.device.backend import Backend
+from plaudit.core.device.paged import PagedBackend
 from plaudit.core.kv.prefix import Chain, PrefixTree
+from plaudit.core.kv.stateful import StatefulTree
 from plaudit.core.model.packing import send
+from plaudit.core.states import StateBank
 from plaudit.errors import RequestError
 
 
@@ -23,6 +26,7 @@ from plaudit.errors import RequestError
 class Handover:
     """keys, values   per layer, (tokens, kv heads, dim)
     salt           as in SamplingParams: who may share it
+    state          of recurrent layers, after the last of the tokens (StateBank.copy)
     """
 
     tokens: tuple[int, ...]
@@ -30,10 +34,11 @@ class Handover:
     keys: list[Tensor]
     values: list[Tensor]
     salt: str = ""
+    state: list[Tensor] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values, *self.state))
 
 
 def give(tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int], version: int, salt: str) -> Handover:
@@ -47,7 +52,12 @@ def give(tree: PrefixTree, backend: Backend, key: Hashable, tokens: Sequence[int
     if count == 0:
         return Handover((), version, [], [], salt)
     keys, values = backend.read(send(_slots(blocks, tree.block_size, count), backend.decoder.device))
-    return Handover(tuple(tokens[:count]), version, keys, values, salt)
+    state: list[Tensor] = []
+    if backend.states is not None:  # the match ends where there is one
+        slot = backend.states.find(backend.states.name(blocks, count))
+        assert slot is not None
+        state = _bank(backend).copy(slot)
+    return Handover(tuple(tokens[:count]), version, keys, values, salt, state)
 
 
 def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handover, reserve: int) -> int:
@@ -61,11 +71,17 @@ def take_in(tree: PrefixTree, backend: Backend, key: Hashable, handover: Handove
         tree.evict(need + reserve - pool.free)
     blocks = [pool.take() for _ in range(max(0, min(need, pool.free - reserve)))]
     count = min(len(handover.tokens), len(blocks) * size)
+    if backend.states is not None and count < len(handover.tokens):
+        count = 0  # there is no state for less
     if count:
         slots = send(_slots(blocks, size, count), backend.decoder.device)
         backend.write(slots, [k[:count] for k in handover.keys], [v[:count] for v in handover.values])
     chain: Chain = Chain(blocks)  # type: ignore[type-arg]
     tree.extend((key, handover.salt), chain, handover.tokens, count, stored=True)
+    if isinstance(tree, StatefulTree) and count and (name := tree.place((key, handover.salt), handover.tokens)):
+        slot = tree.states.keep(name)
+        if slot is not None:
+            _bank(backend).enter(slot, handover.state)
     for block in chain.blocks:
         pool.release(block)
     tree.released(chain.nodes)
@@ -87,6 +103,17 @@ def check(handover: Handover, backend: Backend, version: int) -> None:
             f"this KV of {count} tokens in {len(handover.keys)} layers is not {decoder.name}'s, which has "
             f"{len(decoder.layers)} layers in {decoder.dtype}: both engines must have the same model"
         )
+    kept = [part for layer in decoder.states.values() for part in layer.values()]
+    if [(tensor.shape, tensor.dtype) for tensor in handover.state] != kept:
+        raise RequestError(
+            f"a state of {len(handover.state)} tensors is not {decoder.name}'s, which has {len(kept)}: both engines "
+            "must have the same model"
+        )
+
+
+def _bank(backend: Backend) -> StateBank:
+    assert isinstance(backend, PagedBackend)
+    return backend.bank
 
 
 def _slots(blocks: Sequence[int], size: int, count: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.core.kv.prefix import Chain, Match, Node, PrefixTree
-from plaudit.core.states import StateBooks
+from plaudit.core.states import Name, StateBooks
 
 
 class StatefulPool(BlockPool):
@@ -45,6 +45,14 @@ class StatefulTree(PrefixTree):
             if fill:
                 return Match(nodes, node, fill)
         return Match([])
+
+    def place(self, key: Hashable, tokens: Sequence[int]) -> Name | None:
+        """Where the state after these tokens belongs, if the tree has all of them."""
+        path = super().match(key, tokens, len(tokens))
+        last = path.partial or (path.nodes[-1] if path.nodes else None)
+        fill = path.partial_tokens or self.block_size
+        before = len(path.nodes) - (path.partial is None)
+        return (last.block, fill) if last is not None and before * self.block_size + fill == len(tokens) else None
 
     def extend(self, key: Hashable, chain: Chain[Node], tokens: Sequence[int], upto: int, *, stored: bool) -> None:
         own = list(chain.blocks)

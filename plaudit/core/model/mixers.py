@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 CACHES = ("cache_params", "past_key_values")  # what mixers call the argument that has their state
+ALIKE = 64  # lengths that go through a mixer together on a CPU, the shorter ones with rows behind their end: its chunk
 PACKED = "packed_mixers"  # on a model and its trunk: its mixers take packed rows
 
 State = dict[tuple[str, int], Tensor]
@@ -141,16 +142,19 @@ def mix_whole(
 ) -> Tensor:  # fmt: skip
     """Every sequence from its first token, without states: gradients are those of the module itself. Where sequences
     share rows, the mixer goes over them once for each. `spans` and `rows` as in `packed_layout`."""
+    alike = ALIKE if hidden_1TW.device.type == "cpu" else 1
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, tokens in enumerate(rows):
-        by_length[len(tokens)].append(i)
+        by_length[-(-len(tokens) // alike)].append(i)
     outputs, places = [], []
     for members in by_length.values():
-        at = torch.from_numpy(np.stack([rows[i] for i in members])).to(hidden_1TW.device)
+        length = max(len(rows[i]) for i in members)
+        filled = np.stack([np.pad(rows[i], (0, length - len(rows[i])), mode="edge") for i in members])
+        at = torch.from_numpy(filled).to(hidden_1TW.device)
         mixed = mixer(hidden_1TW[0].index_select(0, at.flatten()).view(*at.shape, -1))
         for i, own in zip(members, mixed, strict=True):
             first, new, before = spans[i]
-            outputs.append(own[before:])
+            outputs.append(own[before : before + new])
             places.append(np.arange(first, first + new))
     back = torch.from_numpy(np.argsort(np.concatenate(places))).to(hidden_1TW.device)
     return torch.cat(outputs).index_select(0, back)[None]

@@ -82,6 +82,7 @@ def _parts(config: Any) -> Iterator[Any]:
 def _shrink(config: Any) -> None:
     values = dict(vars(config))
     heads = values.get("num_attention_heads", values.get("n_head", values.get("linear_num_value_heads")))
+    _shrink_sections(values, heads)
     for name, value in values.items():
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
             setattr(config, name, _shrunk_table(value))
@@ -91,7 +92,9 @@ def _shrink(config: Any) -> None:
             setattr(config, name, _shrunk_value(name, value))
         elif name.endswith(("token_id", "token_index")):
             setattr(config, name, _within(value))
-    if "qk_rope_head_dim" in values and "qk_nope_head_dim" in values:  # their ratio may stand in the rotary parameters
+    if (
+        values.get("qk_rope_head_dim") and "qk_nope_head_dim" in values
+    ):  # their ratio may stand in the rotary parameters
         rotated = config.qk_rope_head_dim
         config.qk_nope_head_dim = rotated * values["qk_nope_head_dim"] // values["qk_rope_head_dim"]
         config.qk_head_dim = config.qk_nope_head_dim + rotated
@@ -116,6 +119,15 @@ def _shrink_factors(config: Any) -> None:
             table["original_max_position_embeddings"] = 2 * LENGTH
             if hasattr(config, "original_max_position_embeddings"):
                 config.original_max_position_embeddings = 2 * LENGTH
+
+
+def _shrink_sections(values: dict[str, Any], heads: Any) -> None:
+    """Rotary angles by time, height and width make up half a head, or what is rotated of it."""
+    rope, head = values.get("rope_parameters"), values.get("head_dim") or values.get("hidden_size", 0) // (heads or 1)
+    if isinstance(rope, dict) and isinstance(sections := rope.get("mrope_section"), list):
+        total = sum(sections) * min(HEAD, head) // head if 2 * sum(sections) > HEAD else sum(sections)
+        each = total // len(sections)
+        rope["mrope_section"] = [total - each * (len(sections) - 1), *[each] * (len(sections) - 1)]
 
 
 def _shrink_mamba(config: Any, values: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from plaudit.config.reward import JudgeTable, ReadByEngine, RewardTable
 from plaudit.errors import ConfigError, PlauditError
 from plaudit.models import choose_device, resolve
 from plaudit.models.dtypes import DTYPES
+from plaudit.models.formats.quantised import read_model
 from plaudit.models.gpu import SMALLEST, check_device
-from plaudit.models.weights import read_directory
 
 BytesByOwner = dict[str, int]
 _MEMINFO = Path("/proc/meminfo")
@@ -99,7 +99,7 @@ def fullest(recipe: RlRecipe, sizes: BytesByOwner) -> tuple[str, BytesByOwner]:
 
 
 def parameters(path: str) -> int:
-    return sum(math.prod(stored.shape) for stored in read_directory(resolve(path)).values())
+    return sum(math.prod(stored.shape) for stored in read_model(resolve(path)).values())
 
 
 def available(device: str) -> int | None:

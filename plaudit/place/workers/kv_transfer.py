@@ -28,13 +28,13 @@ class Parcel:
     Handover again; the memory must stay until the other side has taken it in."""
 
     def __init__(self, handover: Handover) -> None:
-        tensors = [*handover.keys, *handover.values]
+        tensors = [*handover.keys, *handover.values, *handover.state]
         self.segment: Segment | None = None
         self.message: dict[str, Any] = {
             "id": secrets.token_hex(8), "tokens": list(handover.tokens), "version": handover.version,
-            "salt": handover.salt, "segment": None,
+            "salt": handover.salt, "segment": None, "layers": len(handover.keys),
             "shapes": [list(tensor.shape) for tensor in tensors],
-            "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
         }  # fmt: skip
         if tensors:
             size = sum(_aligned(tensor.nbytes) for tensor in tensors)
@@ -62,10 +62,11 @@ class OpenedParcel:
             self._segment = open_segment(msgspec.convert(message["segment"], SegmentHandle))
         segment = self._segment if own is None else own.segment
         tensors = [] if segment is None else list(_views(segment.memory, message))
-        layers = len(tensors) // 2
+        layers: int = message["layers"]
         self.handover = Handover(
-            tuple(message["tokens"]), message["version"], tensors[:layers], tensors[layers:], message["salt"]
-        )
+            tuple(message["tokens"]), message["version"], tensors[:layers], tensors[layers : 2 * layers],
+            message["salt"], tensors[2 * layers :],
+        )  # fmt: skip
 
     def close(self) -> None:
         if self._segment is not None:
@@ -86,9 +87,9 @@ def take(engine: Engine, message: dict[str, Any]) -> None:
 
 
 def _views(memory: Tensor, message: dict[str, Any]) -> Iterator[Tensor]:
-    dtype: torch.dtype = getattr(torch, message["dtype"])
     place = 0
-    for shape in message["shapes"]:
+    for shape, name in zip(message["shapes"], message["dtypes"], strict=True):
+        dtype: torch.dtype = getattr(torch, name)
         size = dtype.itemsize
         for length in shape:
             size *= length

@@ -29,7 +29,7 @@ from plaudit.core.model.packing import Packed, hidden_rows, trunk
 from plaudit.core.model.split import SUMMED, planned, split_parts
 from plaudit.core.model.stages import Elsewhere
 from plaudit.errors import ModelError
-from plaudit.models.weights import Cut, Stacked, Stored
+from plaudit.models.weights import Cut, Readable
 from plaudit.train.optim.experts import deal_out
 from plaudit.train.optim.pipeline import ONLY, Stage, keep_stage, tied_names
 from plaudit.train.run.ranks import COPIES, DATA, TENSOR, Ranks
@@ -93,7 +93,7 @@ class Shards:
         kind = dict[str, tuple[tuple[int, int, int], ...]]
         return {name: each for theirs in self.stage.rows.gather_values(mine, kind) for name, each in theirs.items()}
 
-    def fill(self, stored: Mapping[str, Stored | Stacked], device: str) -> None:
+    def fill(self, stored: Mapping[str, Readable], device: str) -> None:
         """Give a module that was split on the meta device its weights: of every tensor just this rank's part is read.
         Those that are not stored are zeros."""
         self.module._apply(  # type: ignore[no-untyped-call]
