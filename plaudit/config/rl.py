@@ -262,11 +262,6 @@ class RlRecipe(BaseRecipe):
             raise ValueError(f'advantage.estimator = "{estimator}" needs a [critic] table; an empty one will do')
         check_shared(self.resources, train, self.model)
         if self.resources.ranks > 1:
-            if self.placement.name == "swapped":
-                raise ValueError(
-                    f'placement.name = "swapped" is for one rank, and resources name {self.resources.ranks}, which '
-                    'share the memory out among them already: set name = "colocated"'
-                )
             if self.critic is not None and self.critic.url is not None:
                 raise ValueError(
                     f"critic.url trains on one rank, and resources name {self.resources.ranks}: a critic server takes "
@@ -447,7 +442,6 @@ class RlRecipe(BaseRecipe):
         )
         left = ranks % rollout.ranks
         reasons = {
-            'placement.name = "swapped" generates on the learner\'s tensors: set "hybrid"': name == "swapped",
             'in placement.name = "hybrid" a process of its own maps the learner\'s tensors: leave '
             "resources.rollout.processes out": name == "hybrid" and self.rollout_processes > 0,
             f"the ranks that train, resources.{' = '.join(self.resources.product)} = {ranks}, are no whole number of "

@@ -68,7 +68,6 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "LoRA with tensor parallelism": workload.lora_rank > 0 and training.tp > 1,
         "optimizer on the host over several ranks": training.offload_optimizer and training.devices > 1,
         "reference on the host": training.park,
-        "swapped over several ranks": plan.placement == "swapped" and plan.cluster.devices > 1,
         "reshard channel of an adapter": plan.channel == "reshard" and workload.lora_rank > 0,
         f"{plan.channel} channel": plan.channel not in CHANNELS,
     }
