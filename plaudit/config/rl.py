@@ -260,7 +260,7 @@ class RlRecipe(BaseRecipe):
                 raise ValueError(f'{algorithm.name} uses no critic: leave [critic] out, or set name = "ppo"')
             estimator = algorithm.advantage.estimator
             raise ValueError(f'advantage.estimator = "{estimator}" needs a [critic] table; an empty one will do')
-        check_shared(self.resources, train, self.model)
+        check_shared(self.resources, train)
         if self.resources.ranks > 1:
             if self.critic is not None and self.critic.url is not None:
                 raise ValueError(
@@ -448,7 +448,6 @@ class RlRecipe(BaseRecipe):
             f"engines: {ranks} / {rollout.ranks} = {ranks / rollout.ranks:g}": self.engine_parts and left > 0,
             f'engine.name = "{self.engine.name}" has options of its own for that: leave it out here':
                 self.engine.name != "core",
-            "model.lora needs engines of one: leave one of them out": self.model.lora is not None,
             "resources.rollout.prefill hands over KV, of which each rank has a part: drop one": rollout.prefill > 0,
             "resources.ray starts engines of one: leave one of them out": self.resources.ray is not None,
         }  # fmt: skip

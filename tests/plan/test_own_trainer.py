@@ -375,11 +375,13 @@ def test_adapters_are_as_many_as_peft_makes() -> None:
         assert shape.adapter_parameters(4, () if isinstance(targets, str) else targets) == count
 
 
-def test_our_trainer_adapts_with_whole_matrices() -> None:
+def test_our_trainer_adapts_over_ranks_of_every_kind() -> None:
     answer = ask(PlanOptions("llama-3.1-8b", "1x2xH100", lora=16)).answer()
-    assert all(p.plan.training.tp == 1 for p in answer.runnable)
     assert any(p.plan.training.dp == 2 for p in answer.runnable)
-    of = plan("hybrid", 2, GenerationLayout(), TrainingLayout(tp=2))
-    assert missing(Workload(ModelShape.named("llama-3.1-8b"), lora_rank=16), of) == ("LoRA with tensor parallelism",)
+    work = Workload(ModelShape.named("llama-3.1-8b"), lora_rank=16)
+    for placement in ("hybrid", "swapped", "colocated"):
+        assert missing(work, plan(placement, 2, GenerationLayout(2), TrainingLayout(tp=2))) == ()
+    apart = plan("disaggregated", 2, GenerationLayout(2), TrainingLayout(tp=2), "reshard")
+    assert missing(work, apart) == ("reshard channel of an adapter",)
     with pytest.raises(ConfigError, match="lora rank = -1: expected one or more"):
         ask(PlanOptions("llama-3.1-8b", lora=-1))
