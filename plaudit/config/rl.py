@@ -260,13 +260,8 @@ class RlRecipe(BaseRecipe):
                 raise ValueError(f'{algorithm.name} uses no critic: leave [critic] out, or set name = "ppo"')
             estimator = algorithm.advantage.estimator
             raise ValueError(f'advantage.estimator = "{estimator}" needs a [critic] table; an empty one will do')
-        check_shared(self.resources, train, self.model)
+        check_shared(self.resources, train)
         if self.resources.ranks > 1:
-            if self.placement.name == "swapped":
-                raise ValueError(
-                    f'placement.name = "swapped" is for one rank, and resources name {self.resources.ranks}, which '
-                    'share the memory out among them already: set name = "colocated"'
-                )
             if self.critic is not None and self.critic.url is not None:
                 raise ValueError(
                     f"critic.url trains on one rank, and resources name {self.resources.ranks}: a critic server takes "
@@ -447,14 +442,12 @@ class RlRecipe(BaseRecipe):
         )
         left = ranks % rollout.ranks
         reasons = {
-            'placement.name = "swapped" generates on the learner\'s tensors: set "hybrid"': name == "swapped",
             'in placement.name = "hybrid" a process of its own maps the learner\'s tensors: leave '
             "resources.rollout.processes out": name == "hybrid" and self.rollout_processes > 0,
             f"the ranks that train, resources.{' = '.join(self.resources.product)} = {ranks}, are no whole number of "
             f"engines: {ranks} / {rollout.ranks} = {ranks / rollout.ranks:g}": self.engine_parts and left > 0,
             f'engine.name = "{self.engine.name}" has options of its own for that: leave it out here':
                 self.engine.name != "core",
-            "model.lora needs engines of one: leave one of them out": self.model.lora is not None,
             "resources.rollout.prefill hands over KV, of which each rank has a part: drop one": rollout.prefill > 0,
             "resources.ray starts engines of one: leave one of them out": self.resources.ray is not None,
         }  # fmt: skip

@@ -240,7 +240,7 @@ class BaseRecipe(Table):
     train: TrainTable
 
 
-def check_shared(resources: RanksTable, train: TrainTable, model: ModelTable) -> None:
+def check_shared(resources: RanksTable, train: TrainTable) -> None:
     """Raise if ranks cannot share out what is to be trained so."""
     if resources.ranks == 1:
         return
@@ -248,11 +248,6 @@ def check_shared(resources: RanksTable, train: TrainTable, model: ModelTable) ->
         raise ValueError(
             f"train.offload_optimizer is for one rank, and resources name {resources.ranks}, which share the optimizer "
             "out among them already: leave one of them out"
-        )
-    if getattr(model, "lora", None) is not None and resources.tensor_parallel > 1:
-        raise ValueError(
-            f"model.lora trains with whole matrices, and resources.tensor_parallel = {resources.tensor_parallel} "
-            "splits them: set data_parallel in its place"
         )
 
 
@@ -263,7 +258,7 @@ class SupervisedRecipe(BaseRecipe):
 
     @model_validator(mode="after")
     def _can_be_shared(self) -> Self:
-        check_shared(self.resources, self.train, self.model)
+        check_shared(self.resources, self.train)
         if self.resources.ranks > 1 and self.train.optimizer == "muon":
             raise ValueError(
                 f'train.optimizer = "muon" needs whole matrices, and resources name {self.resources.ranks} ranks, '

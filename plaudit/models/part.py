@@ -110,14 +110,18 @@ def outline(
 
 
 def fill(module: nn.Module, read: Read, cuts: Mapping[str, Cut], device: str) -> None:
-    """Give a module on the meta device its weights, in place, on a device."""
+    """Give a module on the meta device its weights, in place, on a device. Those of an adapter, which no file has, are
+    zeros."""
     compute_buffers(module, device)
     tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
     filled: dict[str, nn.Parameter] = {}
     for name, blank in module.state_dict(keep_vars=True).items():
         source = tied.get(name, name)
         if source not in filled:
-            tensor = read(source, cuts.get(source)).to(device, blank.dtype)
+            if ".lora_" in source:
+                tensor = torch.zeros_like(blank, device=device)
+            else:  # as the layer is called where it has no adapter
+                tensor = read(source.replace(".base_layer.", "."), cuts.get(source)).to(device, blank.dtype)
             if tensor.shape != blank.shape:
                 raise ModelError(f"{source!r} has shape {list(tensor.shape)}, expected {list(blank.shape)}")
             filled[source] = nn.Parameter(tensor, requires_grad=False)

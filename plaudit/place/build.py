@@ -10,7 +10,7 @@ from plaudit.place.hybrid import Hybrid, HybridProcesses
 from plaudit.place.parts import ColocatedParts, HybridParts
 from plaudit.place.placement import Placement, PlacementContext
 from plaudit.place.ray.rollouts import RayRollouts
-from plaudit.place.swapped import Swapped
+from plaudit.place.swapped import Swapped, SwappedParts
 from plaudit.place.workers.remote_engine import Host, OwnProcess
 
 
@@ -19,7 +19,7 @@ def new_placement(stage: PlacementContext) -> Placement:
         case "colocated":
             return ColocatedParts(stage) if stage.recipe.engine_parts else Colocated(stage)
         case "swapped":
-            return Swapped(stage)
+            return SwappedParts(stage) if stage.recipe.engine_parts else Swapped(stage)
         case "hybrid":
             if stage.recipe.engine_parts:
                 return HybridParts(stage)

@@ -10,36 +10,79 @@ from plaudit.place.memory.meter import new_meter
 from plaudit.place.memory.owners import reference_module, reward_engines, search_engine
 from plaudit.place.memory.residency import Dropped, Parked, Residency, Resident, Sleeping
 from plaudit.place.memory.stores import new_store
+from plaudit.place.parts import ColocatedParts
 from plaudit.place.placement import PlacementContext
+from plaudit.place.workers.engine_part import EnginePart
 from plaudit.train.optim.optimizer import Optimizer
 from plaudit.train.policy.critic import LocalCritic
 
 
 class Swapped(Colocated):
-    """The policy's weights stay: every phase but the scoring ones works with them, and the engine has their
-    addresses."""
+    """Of one rank the policy's weights stay: every phase but the scoring ones works with them, and the engine has their
+    addresses. Over several ranks the engine has weights of its own, and they and the shards take turns."""
 
     def __init__(self, stage: PlacementContext) -> None:
         super().__init__(stage)
-        device = stage.trainee.decoder.device
-        # To bring something ahead of its phase takes a second engine for copies, which the CPU has not.
-        meter = new_meter(device) if device.type == "cuda" else None
+        self.residency = _residency(stage, Sleeping(self.engine), self.engine.decoder.module)
         judge = search_engine(self.player)
-        residents, needs = residents_of(stage, self.engine), needs_of(stage)
         if judge is not None:
-            weights = list(judge.decoder.module.parameters())
-            residents["process model"] = Parked(lambda: weights, new_store(device, stage.directory), frozen=True)
-            residents["process model kv"] = Sleeping(judge)
-            needs["generate"] |= {"process model", "process model kv"}
-        self.residency = Residency(residents, needs, stage.clock, meter)
-        stage.clock.watchers.append(self.residency)
+            weights, device = list(judge.decoder.module.parameters()), stage.trainee.decoder.device
+            model = Parked(lambda: weights, new_store(device, stage.directory), frozen=True)
+            self.residency.add({"process model": model, "process model kv": Sleeping(judge)}, "generate")
 
     def close(self) -> None:
         super().close()
         self.residency.close()
 
 
-def residents_of(stage: PlacementContext, engine: Engine) -> dict[str, Resident]:
+class SwappedParts(ColocatedParts):
+    def __init__(self, stage: PlacementContext) -> None:
+        super().__init__(stage)
+        self.residency = _residency(stage, SleepingPart(self.part), self.part.module)
+
+    def close(self) -> None:
+        super().close()
+        self.residency.close()
+
+
+class SleepingPart:
+    """The KV of an engine of several ranks, which give it back together. None of it counts as something that may come
+    ahead or stay for the next phase: a rank would decide that by its own memory."""
+
+    size = 0
+
+    def __init__(self, part: EnginePart) -> None:
+        self.part = part
+        self.here = True
+
+    def leave(self) -> None:
+        self.part.together(Engine.sleep)
+        self.here = False
+
+    def come(self) -> None:
+        if not self.here:
+            self.part.together(Engine.wake)
+        self.here = True
+
+    def come_ahead(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+def _residency(stage: PlacementContext, kv: Resident, generating: torch.nn.Module) -> Residency:
+    device = stage.trainee.decoder.device
+    residents, needs = residents_of(stage, kv), needs_of(stage)
+    if stage.trainee.shards is not None:
+        residents["engine weights"] = Parked(generating.parameters, new_store(device, stage.directory))
+        residents["policy shards"] = Parked(stage.trainee.shards.parameters.values, new_store(device, stage.directory))
+    # To bring something ahead of its phase takes a second engine for copies, which the CPU has not.
+    residency = Residency(residents, needs, stage.clock, new_meter(device) if device.type == "cuda" else None)
+    stage.clock.watchers.append(residency)
+    return residency
+
+
+def residents_of(stage: PlacementContext, kv: Resident) -> dict[str, Resident]:
     trainee = stage.trainee
 
     def parked(*parts: torch.nn.Module, frozen: bool = False) -> Parked:
@@ -51,7 +94,7 @@ def residents_of(stage: PlacementContext, engine: Engine) -> dict[str, Resident]
         return Parked(lambda: [*copies, *optimizer.moments()], new_store(trainee.decoder.device, stage.directory))
 
     residents: dict[str, Resident] = {
-        "kv": Sleeping(engine),
+        "kv": kv,
         "optimizer": learning(trainee.optimizer),
         "gradients": Dropped(trainee.optimizer),
     }
@@ -76,16 +119,21 @@ def needs_of(stage: PlacementContext) -> dict[str, set[str]]:
     if recipe.train.epochs * recipe.train.minibatches > 1:
         # Policy and critic take turns, minibatch by minibatch: to move them each time would cost more than it frees.
         policy = critic = policy | critic
-    return {
-        "generate": {"kv"},
-        # With dynamic sampling more may be generated after the rewards, and what is cached decides the last bits.
-        "reward": rewards | ({"kv"} if recipe.algorithm.dynamic is not None else set()),
-        "evaluate": {"kv", *rewards},
-        "old": set(),
-        "reference": {"reference"},
-        "teachers": {"teachers"},
-        "values": {"critic"},
-        "update": policy,
-        "critic": critic,
-        "checkpoint": {"optimizer", "critic", "critic optimizer"},
+    # With dynamic sampling more may be generated after the rewards, and what is cached decides the last bits.
+    again = {"kv", "engine weights"} if recipe.algorithm.dynamic is not None else set()
+    shards = {"policy shards"}
+    needs = {
+        "generate": {"kv", "engine weights"},
+        "reward": rewards | again,
+        "evaluate": {"kv", "engine weights", *rewards},
+        "old": shards,
+        "reference": {"reference", *shards},
+        "teachers": {"teachers", *shards},
+        "values": {"critic", *shards},
+        "update": policy | shards,
+        "critic": critic | shards,
+        "checkpoint": {"optimizer", "critic", "critic optimizer", *shards},
     }
+    if stage.trainee.shards is not None:
+        needs["publish"] = {"engine weights", *shards}
+    return needs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,16 +165,22 @@ class LoadedPart:
     channel: RankGroups
 
 
-def load_part(table: ReadByEngine, ranks: ModelRanks, *, replaced: bool = False) -> LoadedPart:
-    """`replaced`: other weights come before anything is computed, so that it does not matter what the files have."""
+def load_part(
+    table: ReadByEngine, ranks: ModelRanks, *, replaced: bool = False,
+    prepare: Callable[[nn.Module], object] = lambda _: None,
+) -> LoadedPart:  # fmt: skip
+    """`replaced`: other weights come before anything is computed, so that it does not matter what the files have.
+    `prepare` is called with the whole model, which has no weights."""
     place, whole = ranks.place, outline(table.path, table.dtype, ranks.device)
+    prepare(whole.module)
     module = deepcopy(whole.module)
     cuts = keep_part(module, place)
     fill(module, whole.read, cuts, ranks.device)
     # Rank 0 has looked at every file, and each of the others at those that its part comes from.
-    files = model_files(whole.path) if place.rank == 0 else [*whole.files(module), whole.path / CONFIG]
     if replaced:
         files = [whole.path / CONFIG]
+    else:
+        files = model_files(whole.path) if place.rank == 0 else [*whole.files(module), whole.path / CONFIG]
     hashes = file_hashes(files)
     accepted(module)
     channel = ranks.meet(hashes)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from plaudit.config import RlRecipe
 from plaudit.config.recipe import load_recipe
 from plaudit.models.part import outline
-from plaudit.place.colocated import Colocated
+from plaudit.place.parts import ColocatedParts
 from plaudit.rl.follower import joined_run
 from plaudit.rl.loop import RlTraining
 from plaudit.train.optim.sharding import Shards
@@ -59,8 +59,7 @@ class Looking(Silent):
         super().step(step, metrics)
         assert self.training is not None
         placement, shards = self.training.placement, self.training.trainee.shards
-        assert isinstance(placement, Colocated)
-        assert placement.part is not None
+        assert isinstance(placement, ColocatedParts)
         assert shards is not None
         gc.collect()
         assert self.matrices.isdisjoint({tuple(tensor.shape) for tensor in tensors()})
@@ -78,8 +77,7 @@ def main() -> None:
         viewer = Looking(recipe)
         viewer.training = RlTraining(recipe, run, viewer, ranks=ranks)
         placement = viewer.training.placement
-        assert isinstance(placement, Colocated)
-        assert placement.part is not None
+        assert isinstance(placement, ColocatedParts)
         placement.part.shards = watched = WatchedShards(placement.part.shards)  # type: ignore[assignment]
         viewer.training.fit()
         assert len(viewer.seen) == recipe.train.steps

@@ -103,8 +103,7 @@ def test_a_rank_takes_its_part_of_what_is_published(qwen3: str, tied: bool) -> N
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"placement": {"name": "swapped"}}, "generates on the learner's tensors"),
-        ({"placement": DISAGGREGATED, "model": {"path": "sums-policy", "lora": {"rank": 2}}}, "model.lora"),
+        ({"placement": {"name": "swapped"}}, "are no whole number of engines: 1 / 2 = 0.5"),
         ({"placement": DISAGGREGATED, "engine": {"name": "vllm", "python": "python"}}, "options of its own"),
     ],
 )

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from plaudit.config import RlRecipe
 from plaudit.core import Engine, SamplingParams
-from plaudit.errors import ConfigError, StorageError
+from plaudit.errors import StorageError
 from plaudit.events import read_events
 from plaudit.place.memory.residency import Dropped, Parked, Residency, Sleeping
 from plaudit.place.memory.stores import FileStore
@@ -124,7 +124,7 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     parked = Parked(lambda: held, FileStore(tmp_path))
     for _ in range(2):
         parked.leave()
-        assert all(tensor.numel() == 0 for tensor in held)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
         parked.come()
     parked.close()
     for tensor, (value, stride, identity) in zip(held, before, strict=True):
@@ -244,8 +244,3 @@ def test_gradients_are_dropped(tmp_path: Path) -> None:
     module(input_ids=torch.arange(8)[None]).logits.sum().backward()
     Dropped(optimizer).leave()
     assert all(p.grad is None for p in module.parameters())
-
-
-def test_several_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r'placement\.name = "swapped" is for one rank, and resources name 2'):
-        recipe(placement={"name": "swapped"}, resources={"data_parallel": 2})

@@ -53,13 +53,13 @@ HALF = TrainingLayout(dp=4, zero=3)
         ((), plan("colocated", 4, GenerationLayout(2, pp=2), TrainingLayout(tp=2, dp=2, zero=3))),
         (("engines over several devices that are not those that train",),
          plan("hybrid", 6, GenerationLayout(4), TrainingLayout(dp=6, zero=3))),
-        (("swapped over several ranks",), plan("swapped", 2, GenerationLayout(2), TrainingLayout(tp=2))),
+        ((), plan("swapped", 2, GenerationLayout(2), TrainingLayout(tp=2))),
         ((), plan("disaggregated", 4, GenerationLayout(2, pp=2), HALF, "broadcast")),
         (("engine over several devices in a run over several nodes",),
          plan("disaggregated", 8, GenerationLayout(2), FSDP, "broadcast")),
         (("engine that cuts key-value heads",), plan("disaggregated", 3, GenerationLayout(3), HALF, "broadcast")),
         ((), plan("async", 8, GenerationLayout(), FSDP, "disk")),
-        (("swapped over several ranks",), plan("swapped", 8, GenerationLayout(), FSDP)),
+        ((), plan("swapped", 8, GenerationLayout(), FSDP)),
         ((), plan("disaggregated", 8, GenerationLayout(), FSDP, "reshard")),
         (("tensors channel",), plan("disaggregated", 8, GenerationLayout(), FSDP, "tensors")),
         (("data parallelism without FSDP",), plan("hybrid", 8, GenerationLayout(), TrainingLayout(dp=8))),
@@ -136,7 +136,7 @@ def test_every_view_has_the_runnable_plan_first(tmp_path: Path) -> None:
     assert "#  placement" in "".join(lines[1:heading])
     assert "missing" not in "".join(lines[1:heading])
     assert "against ours" in lines[heading + 1]
-    assert "engine over several devices" in "".join(lines[heading:])
+    assert "data parallelism without FSDP" in "".join(lines[heading:])
 
     data = json.loads(plaudit_here(*words, "--json").stdout)
     runnable = [p["runnable"] for p in data["plans"]]
@@ -375,11 +375,13 @@ def test_adapters_are_as_many_as_peft_makes() -> None:
         assert shape.adapter_parameters(4, () if isinstance(targets, str) else targets) == count
 
 
-def test_our_trainer_adapts_with_whole_matrices() -> None:
+def test_our_trainer_adapts_over_ranks_of_every_kind() -> None:
     answer = ask(PlanOptions("llama-3.1-8b", "1x2xH100", lora=16)).answer()
-    assert all(p.plan.training.tp == 1 for p in answer.runnable)
     assert any(p.plan.training.dp == 2 for p in answer.runnable)
-    of = plan("hybrid", 2, GenerationLayout(), TrainingLayout(tp=2))
-    assert missing(Workload(ModelShape.named("llama-3.1-8b"), lora_rank=16), of) == ("LoRA with tensor parallelism",)
+    work = Workload(ModelShape.named("llama-3.1-8b"), lora_rank=16)
+    for placement in ("hybrid", "swapped", "colocated"):
+        assert missing(work, plan(placement, 2, GenerationLayout(2), TrainingLayout(tp=2))) == ()
+    apart = plan("disaggregated", 2, GenerationLayout(2), TrainingLayout(tp=2), "reshard")
+    assert missing(work, apart) == ("reshard channel of an adapter",)
     with pytest.raises(ConfigError, match="lora rank = -1: expected one or more"):
         ask(PlanOptions("llama-3.1-8b", lora=-1))

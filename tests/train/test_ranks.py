@@ -346,6 +346,7 @@ SHARED: dict[str, Any] = {
         pytest.param(SHARED, TWO, id="shared-2x1x1"),
         pytest.param(SHARED, (1, 1, 2), id="shared-1x1x2"),
         pytest.param(LORA, (1, 2, 1), id="lora-1x2x1"),
+        pytest.param(LORA, (1, 1, 2), id="lora-1x1x2"),
         pytest.param(SHARED, (1, 2, 1), id="shared-1x2x1"),
         pytest.param(LORA, STAGES, id="lora-stages"),
         pytest.param(SHARED, STAGES, id="shared-stages"),
@@ -540,10 +541,6 @@ def test_rewards_that_fail_on_one_rank_save_the_state_of_all(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        (
-            {"model": {"lora": {"rank": 4}}, "resources": {"tensor_parallel": 2}},
-            "model.lora trains with whole matrices, and resources.tensor_parallel = 2 splits them",
-        ),
         (
             {"reward": {"url": "http://127.0.0.1:1"}, "resources": {"timeout": 60.0}},
             "resources.timeout = 60 s is not more",

@@ -154,7 +154,7 @@ def back_to_step_5(run: Path) -> None:
         ("ratings", STAGES, 1), ("steps", TWO, 1), ("steps", CONTEXT, 1), ("judge", TENSOR, 1), ("judge", STAGES, 1),
         ("dpo", TWO, 1), ("dpo", TENSOR, 1), ("dpo", CONTEXT, 1), ("dpo", STAGES, 1), ("kto", TWO, 1),
         ("kto", STAGES, 1), ("orpo", (2, 2, 1), 1), ("lora", TWO, 1), ("lora", CONTEXT, 1), ("lora", STAGES, 1),
-        ("mixture", TWO, 2), ("mixture-judge", (4, 1, 1), 2),
+        ("lora", TENSOR, 1), ("mixture", TWO, 2), ("mixture-judge", (4, 1, 1), 2),
     ],
     ids=str,
 )  # fmt: skip
@@ -248,7 +248,6 @@ def test_what_ranks_cannot_share_out_is_refused_before_anything_loads() -> None:
     assert "train.offload_optimizer is for one rank, and resources name 2" in refusal(offloaded, data=2)
     muon = {**sft, "train": {**TRAIN, "optimizer": "muon"}}
     assert 'set optimizer = "adamw"' in refusal(muon, data=2)
-    assert "model.lora trains with whole matrices" in refusal(TASKS["lora"], tensor=2)
     assert "3 / 2 = 1.5 is no whole number" in refusal(sft, data=3, expert=2)
     with pytest.raises(ConfigError, match="2 layers over pipeline_parallel = 3 stages"):
         check_layout(RanksTable(pipeline_parallel=3), ModelTable(path="sums"))

@@ -125,10 +125,8 @@ def _layer_rows(
 
 def split_parts(base: nn.Module, size: int) -> Iterator[tuple[str, nn.Linear, str]]:
     """The matrices of a trunk that `size` ranks share, each with its style; ModelError if they cannot."""
-    for name, part, style in planned(base):
-        if style == SUMMED:
-            continue
-        assert isinstance(part, nn.Linear)
+    parts = (each for name, part, style in planned(base) if style != SUMMED for each in _matrices(name, part, style))
+    for name, part, style in parts:
         count = part.out_features if style == "colwise" else part.in_features
         if count % size:
             raise ModelError(
@@ -137,6 +135,19 @@ def split_parts(base: nn.Module, size: int) -> Iterator[tuple[str, nn.Linear, st
             )
         yield name, part, style
     check_heads(base, size)
+
+
+def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.Linear, str]]:
+    """Of a layer. An adapter beside it (peft's) is B · A: of one that is split by its outputs B is too, of one that is
+    split by its inputs A is."""
+    if isinstance(part, nn.Linear):
+        yield name, part, style
+        return
+    wrapped: Any = part
+    beside = "lora_B" if style == "colwise" else "lora_A"
+    adapters = ((f"{beside}.{adapter}", linear) for adapter, linear in getattr(wrapped, beside).items())
+    for inner, linear in (("base_layer", wrapped.base_layer), *adapters):
+        yield f"{name}.{inner}", linear, style
 
 
 def planned(base: nn.Module) -> list[tuple[str, nn.Module, str]]:
@@ -150,7 +161,8 @@ def planned(base: nn.Module) -> list[tuple[str, nn.Module, str]]:
         if fnmatch(name, pattern)
     ]
     for name, part, style in parts:
-        fits = style == SUMMED or (style in ("colwise", "rowwise") and isinstance(part, nn.Linear))
+        linear = isinstance(getattr(part, "base_layer", part), nn.Linear)
+        fits = style == SUMMED or (style in ("colwise", "rowwise") and linear)
         if not fits:
             raise ModelError(
                 f"{type(base).__name__} wants {name} split {style!r}, which Plaudit does not do: "

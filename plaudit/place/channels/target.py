@@ -103,19 +103,19 @@ class PartTarget:
             places = self._places.get(layout.aliases.get(name, name))  # none for a tensor that stays as it is
             if places is not None and tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
-                places.append((tensor.detach(), self.cuts.get(name)))
+                places.append((tensor, self.cuts.get(name)))  # whose memory may be replaced
 
     def home(self, name: str) -> Tensor | None:
         match self._places[name]:
             case [(tensor, None)] if tensor.is_contiguous():
-                return tensor
+                return tensor.detach()
         return None
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             for place, cut in self._places[name]:
-                place.copy_(tensor if cut is None else cut.of(tensor))
+                place.detach().copy_(tensor if cut is None else cut.of(tensor))
 
     def needs(self, layout: Layout) -> dict[str, Box]:
         return needed(layout, named_tensors(self.part), self.cuts)
@@ -123,13 +123,13 @@ class PartTarget:
     def views(self, name: str, box: Box) -> list[Tensor]:
         whole = whole_box(self._shapes[name])
         boxes = [(place, whole if cut is None else kept_box(whole, cut)) for place, cut in self._places[name]]
-        return [place[met.within(outer)] for place, outer in boxes if (met := meeting(box, outer)) is not None]
+        return [place.detach()[met.within(outer)] for place, outer in boxes if (met := meeting(box, outer)) is not None]
 
     @torch.no_grad()
     def change(self, name: str, places: Tensor, numbers: Tensor, add: bool) -> None:
         shape = self._shapes[name]
         for place, cut in self._places[name]:
-            _change(place, *((places, numbers) if cut is None else _within(cut, shape, places, numbers)), add)
+            _change(place.detach(), *((places, numbers) if cut is None else _within(cut, shape, places, numbers)), add)
 
 
 class DeltaTarget:

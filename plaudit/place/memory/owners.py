@@ -32,7 +32,7 @@ class Holdings:
         self.counts: dict[str, Count] = {}
 
     def add(self, owner: str, tensors: Tensors) -> None:
-        self.counts[owner] = lambda: sum(local(tensor).nbytes for tensor in tensors())
+        self.counts[owner] = lambda: sum(size_of(local(tensor)) for tensor in tensors())
 
     def add_module(self, owner: str, *modules: nn.Module) -> None:
         tensors = [tensor for module in modules for tensor in weights_of(module)]
@@ -50,6 +50,11 @@ class Holdings:
 
     def now(self) -> dict[str, int]:
         return {owner: size for owner, count in self.counts.items() if (size := count())}
+
+
+def size_of(tensor: Tensor) -> int:
+    """0 of one whose memory is elsewhere for now (residency.py)."""
+    return tensor.nbytes if tensor.untyped_storage().nbytes() else 0
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:

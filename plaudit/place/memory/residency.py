@@ -1,24 +1,26 @@
 """What is on the device, phase by phase: the rest waits elsewhere and comes back bit for bit.
 
-A tensor that leaves keeps its identity, type and device and loses its memory; optimizers, hooks and modules that refer
-to it go on doing so. On a GPU what leaves goes to pinned host memory, and what the next phase needs is copied back on a
-stream of its own while the present phase computes, if that does not raise the peak: the first step shows how high each
-phase goes. On the CPU there is no second memory: what leaves goes to a file, and the memory back to the system.
+A tensor that leaves keeps its identity, shape and device and loses its memory; optimizers, hooks, modules and whoever
+else has a view of that memory, as FSDP and the optimizer have of a shard, find it filled when it is back. On a GPU what
+leaves goes to pinned host memory, and what the next phase needs is copied back on a stream of its own while the present
+phase computes, if that does not raise the peak: the first step shows how high each phase goes. On the CPU there is no
+second memory: what leaves goes to a file, and the memory back to the system.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from plaudit.core import Engine
 from plaudit.place.memory.meter import Meter
 from plaudit.place.memory.stores import Store
-from plaudit.train.optim.optimizer import Optimizer
+from plaudit.train.optim.optimizer import Optimizer, local
 from plaudit.train.run.clock import Clock
 
 
@@ -43,7 +45,7 @@ class Resident(Protocol):
 
 
 class Parked:
-    """Tensors that wait in a store. `frozen`: they never change, and are written there once."""
+    """Tensors whose memory waits in a store. `frozen`: they never change, and are written there once."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], store: Store, *, frozen: bool = False) -> None:
         self.tensors = tensors
@@ -56,33 +58,47 @@ class Parked:
 
     def leave(self) -> None:
         self.store.arrived()
-        self._away = list(self.tensors())
-        self.size = sum(tensor.nbytes for tensor in self._away)
+        self._away = memories_of(self.tensors())
+        self.size = sum(memory.nbytes for memory in self._away)
         if not (self.frozen and self._stored):
-            self.store.save([tensor.detach() for tensor in self._away])
+            self.store.save(self._away)
             self._stored = True
-        for tensor in self._away:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        for memory in self._away:
+            memory.untyped_storage().resize_(0)
         self.here = False
 
     def come(self) -> None:
         if not self.here:
-            self._put(self.store.load())
+            self._take_memory()
+            self.store.load(self._away)
         self.store.arrived()
 
     def come_ahead(self) -> bool:
-        begun = self.store.load_ahead()
-        if begun is not None:
-            self._put(begun)
-        return begun is not None
+        if self.store.beside:
+            self._take_memory()
+            self.store.load_ahead(self._away)
+        return self.store.beside
 
     def close(self) -> None:
         self.store.close()
 
-    def _put(self, memories: Sequence[Tensor]) -> None:
-        for tensor, memory in zip(self._away, memories, strict=True):
-            tensor.data = memory
-        self._away, self.here = [], True
+    def _take_memory(self) -> None:
+        for memory in self._away:
+            memory.untyped_storage().resize_(memory.nbytes)
+        self.here = True
+
+
+def memories_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """As flat bytes, each memory once, however many of the tensors are in it."""
+    memories: dict[int, Tensor] = {}
+    for tensor in tensors:
+        part = local(tensor.detach())
+        if not (part.untyped_storage().resizable() or isinstance(tensor, DTensor)):  # a file's, or seen by numpy
+            tensor.data = part = part.clone()
+        if part.untyped_storage().nbytes():
+            flat = torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
+            memories.setdefault(flat.data_ptr(), flat)
+    return list(memories.values())
 
 
 class Sleeping:
@@ -144,6 +160,11 @@ class Residency:
         """The most that a phase took, without what came ahead of the next."""
         self._ahead = 0
         self._last = ""
+
+    def add(self, residents: Mapping[str, Resident], phase: str) -> None:
+        """More that this phase alone works with."""
+        self.residents |= residents
+        self.needs[phase] = self.needs[phase].union(residents)
 
     def begin(self, phase: str) -> None:
         if phase not in self.needs:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from plaudit.place.channels.weights import Weights
 from plaudit.records import Prompt, Sample
 from plaudit.reward.load import load_part
 from plaudit.train.optim.sharding import Shards
+from plaudit.train.policy import lora
 from plaudit.train.rollouts.rollouts import Player
 from plaudit.train.run.ranks import Group, Ranks, groups_along, named_losses
 
@@ -53,9 +55,11 @@ class EnginePart:
             path=str(recipe.model.path), tensor_parallel=rollout.tensor_parallel,
             pipeline_parallel=rollout.pipeline_parallel, dtype=recipe.model.dtype,
         )  # fmt: skip
-        part = load_part(table, self, replaced=True)
+        adapter = recipe.model.lora
+        part = load_part(table, self, replaced=True, prepare=partial(lora.attach_blank, adapter))
         self.module, self.channel = part.loaded.module, part.channel
-        self._layout = Weights.of(shards.skeleton).layout
+        # Beside an adapter the weights stay what the files have.
+        self._layout = (Weights.of if adapter is None else Weights.trained)(shards.skeleton).layout
         self._target = PartTarget(self.module, part.whole, part.cuts)
         self._target.check(self._layout)
         self.engine: Engine | None = None

@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from plaudit.config import RlRecipe
 from plaudit.config.reward import LogprobsTable
+from plaudit.config.supervised import LoraTable
 from plaudit.core import Engine
 from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import REPLY_BYTES, Leader, follow
@@ -35,6 +37,7 @@ from plaudit.place.workers import frames
 from plaudit.process.guard import Guard
 from plaudit.reward.load import LoadedPart, load_part
 from plaudit.serve.workers.ranks import RankGroup, lead_here, run_rank
+from plaudit.train.policy.lora import attach_blank
 
 ERROR_CHARACTERS = REPLY_BYTES // 4
 
@@ -61,9 +64,11 @@ def lead_engine(recipe: RlRecipe, start: frames.Start) -> tuple[Engine, Receiver
         rank_seconds=recipe.placement.deadline, join_seconds=recipe.placement.deadline,
     )  # fmt: skip
     tree = table.model_dump(exclude_none=True)
-    specs = [{"table": tree, "local": int(device.partition(":")[2] or 0), "cores": start.cores} for device in devices]
+    lora = recipe.model.lora
+    same = {"table": tree, "cores": start.cores, "lora": lora and lora.model_dump()}
+    specs = [{**same, "local": int(device.partition(":")[2] or 0)} for device in devices]
     group = lead_here(table, specs, "plaudit.place.workers.rank")
-    part = group.led(lambda: load_part(table, group, replaced=True))
+    part = group.led(lambda: load_part(table, group, replaced=True, prepare=partial(attach_blank, lora)))
     module = part.loaded.module
     engine = Engine(
         module, part.loaded.tokenizer, kv_bytes=recipe.engine.kv_bytes, seed=recipe.seed, channel=part.channel
@@ -131,7 +136,8 @@ def _watch(group: RankGroup) -> None:
 def _load(group: RankGroup, spec: dict[str, Any]) -> Callable[[], None]:
     if spec["cores"]:
         os.sched_setaffinity(0, spec["cores"])
-    part = load_part(group.table, group, replaced=True)
+    lora = spec["lora"] and LoraTable.model_validate(spec["lora"])
+    part = load_part(group.table, group, replaced=True, prepare=partial(attach_blank, lora))
     receiver = _receiver(part)
     backend = backend_of(inspect(part.loaded.module))
     return lambda: follow(backend, part.channel, lambda data: _taken(receiver, group.rank, data))

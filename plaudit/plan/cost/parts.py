@@ -243,7 +243,7 @@ class Parts:
     def host(self) -> Term:
         """Of one node: what is offloaded, with the slack of pinned copies."""
         devices = self.plan.cluster.devices_per_node
-        moved = self._resident() if self.plan.placement == "swapped" else []
+        moved = self._swapped() if self.plan.placement == "swapped" else []
         moved += self._forward_only(parked=True)
         if self.plan.training.offload_optimizer:
             moved.append(memory.optimizer(self.trainer))
@@ -293,6 +293,11 @@ class Parts:
             terms.append(replace(self.critic.step(sequences, length, work.updates, ragged=True), name="critic"))
         return terms
 
+    def _swapped(self) -> list[Term]:
+        """What waits on the host: over several ranks of ours the weights that engines have of their own, too."""
+        own = self.plan.training.plain and not self.one_module
+        return self._resident() + ([memory.engine_weights(self.replica)] if own else [])
+
     def _swaps(self) -> Term:
         """Of one whole step: everything that leaves and comes back over PCIe, each way once."""
         rate = self.plan.cluster.accelerator.pcie * self.constants.bulk_link_share
@@ -300,7 +305,7 @@ class Parts:
         moved = [
             Term(f"{term.name} out and in", 2 * term.value / rate, "s", "2 · bytes / (PCIe · bulk_link_share)",
                  (("bytes", term.value), ("rate", rate)))
-            for term in self._resident()
+            for term in self._swapped()
         ]  # fmt: skip
         return total("transitions", [fixed, *moved], "s")
 

@@ -15,7 +15,6 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -109,17 +108,9 @@ class Shards:
                 if name in stored:
                     buffer.copy_(stored[name].read())
 
-    def fill_trained(self, whole: nn.Module) -> None:
-        """Give the parameters that learn the values that the main rank's whole module has; the others' need have none.
-        For adapters, which are in no file at first."""
-        values = dict(whole.named_parameters())
-        with torch.no_grad():
-            for name in self.learning:
-                value = torch.empty_like(self.blanks[name], device=self.device)
-                if self.everyone.index == 0:
-                    value.copy_(values[name])
-                dist.broadcast(value, 0)
-                self.put(name, value)
+    def learned(self) -> dict[str, Tensor]:
+        """The parameters that learn, whole, on the CPU of every rank: for adapters, which are small."""
+        return {name: self.full(name).detach().cpu().contiguous() for name in self.learning}
 
     def put(self, name: str, value: Tensor) -> None:
         """Give a parameter its value, of which every rank has the whole."""

@@ -33,6 +33,32 @@ def attach(module: Any, table: LoraTable, seed: int) -> None:
             raise ConfigError(f"model.lora.targets = {table.targets!r} does not fit this model: {error}") from None
 
 
+def attach_blank(table: LoraTable | None, module: nn.Module) -> None:
+    """To a model without weights, whose adapter comes later, if it has one."""
+    if table is not None:
+        attach(module, table, 0)
+
+
+def drawn(like: Any, table: LoraTable, seed: int) -> dict[str, Tensor]:
+    """The adapter that `attach` gives a model like this one, which may have one already and need have no weights."""
+    plain = hollow(like)
+    for home, part in plain.named_modules():
+        for name, blank in part.named_parameters(recurse=False):
+            value = torch.zeros((), dtype=blank.dtype).expand(blank.shape)  # takes no memory
+            setattr(plain.get_submodule(home), name, nn.Parameter(value, requires_grad=False))
+    attach(plain, table, seed)
+    return adapter_tensors(plain)
+
+
+def hollow(module: Any) -> Any:
+    """The plain model of one that may have an adapter, without weights."""
+    with torch.device("meta"):
+        plain = type(module)(module.config)
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(module.dtype)
+    return plain
+
+
 def linear_layers(module: Any) -> list[str]:
     """All but the output head; of a mixture of experts those of its attention. Experts lie in one tensor, beside which
     peft makes another of that size in every forward pass, decode steps among them, and what has a name of an expert's
@@ -85,8 +111,7 @@ def merged(module: Any) -> nn.Module:
         weights[plain_name] = tensor
     if deltas:
         raise RuntimeError(f"adapters beside weights that are not there: {', '.join(sorted(deltas))}")
-    with torch.device("meta"):
-        plain: Any = type(module)(module.config)
+    plain = hollow(module)
     plain.load_state_dict(weights, assign=True)
     if plain.config.tie_word_embeddings:
         plain.tie_weights()

@@ -162,7 +162,22 @@ def split_trained(table: PolicyModelTable, seed: int, checkpoint: Checkpoint | N
         without_dropout(module)
         prepare(module, table, seed, checkpoint)
 
-    return split_model(_source(table, checkpoint), "policy", table, ranks, ready)
+    shards = split_model(_source(table, checkpoint), "policy", table, ranks, ready)
+    put_adapter(shards, table, seed, checkpoint)
+    return shards
+
+
+def put_adapter(shards: Shards, table: PolicyModelTable, seed: int, checkpoint: Checkpoint | None) -> None:
+    """Give shards their adapter, if they have one: a checkpoint's or, without, the one that learning begins with. Every
+    rank has it whole and takes its part."""
+    if table.lora is None:
+        return
+    if checkpoint is not None:
+        values = load_file(checkpoint.path / "adapter.safetensors")
+    else:
+        values = lora.drawn(shards.skeleton, table.lora, seed)
+    for name, value in values.items():
+        shards.put(name, value.to(shards.device))
 
 
 def _source(table: PolicyModelTable, checkpoint: Checkpoint | None) -> str | Path:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from plaudit.config import RlRecipe
 from plaudit.core.model.decoder import Decoder
@@ -61,11 +62,8 @@ class Trainee:
             self.loaded = Loaded(self.shards.skeleton, load_tokenizer(path), path, "policy")
             self.decoder = Decoder(self.shards.module, "causal")
         module = self.loaded.module
-        if self.shards is not None:
-            if recipe.model.lora is None:
-                module.requires_grad_(False)
-            else:
-                self.shards.fill_trained(module)
+        if self.shards is not None and recipe.model.lora is None:
+            module.requires_grad_(False)
         head = value_head(self.decoder) if recipe.critic is not None and recipe.critic.shared else None
         self.policy = Policy(
             self.decoder if self.shards is None else Decoder(self.shards.module, "causal"), recipe.algorithm,
@@ -108,9 +106,11 @@ class Trainee:
             save_shards(self.shards, self.loaded.tokenizer, directory)
             return
 
+        module = self._on_main()
+
         def write() -> None:
-            module = self.loaded.module if self.recipe.model.lora is None else lora.merged(self.loaded.module)
-            save(module, self.loaded.tokenizer, directory)
+            assert module is not None
+            save(module if self.recipe.model.lora is None else lora.merged(module), self.loaded.tokenizer, directory)
 
         self._by_main(write)
 
@@ -120,18 +120,23 @@ class Trainee:
         self._by_main(lambda: shutil.rmtree(directory / "adapter", ignore_errors=True))
         self.save_model(directory)
         if self.recipe.model.lora is not None:
-            base = str(resolve(str(self.recipe.model.path)))
-            self._by_main(lambda: lora.save_adapter(self.loaded.module, base, directory / "adapter"))
+            base, module = str(resolve(str(self.recipe.model.path))), self._on_main()
+            self._by_main(lambda: lora.save_adapter(module, base, directory / "adapter"))
 
     def save(self, directory: Path) -> None:
         """What a checkpoint has besides the model and the optimizer."""
         if self.critic is not None:
             self.critic.save(directory)
         if self.recipe.model.lora is not None:
-            file = directory / "adapter.safetensors"
-            self._by_main(lambda: save_file(lora.adapter_tensors(self.loaded.module), file))
+            shards, file = self.shards, directory / "adapter.safetensors"
+            tensors = lora.adapter_tensors(self.loaded.module) if shards is None else shards.learned()
+            self._by_main(lambda: save_file(tensors, file))
         if (head := self.policy.value_head) is not None:
             self._by_main(lambda: save_file(dict(head.state_dict()), directory / "value_head.safetensors"))
+
+    def _on_main(self) -> nn.Module | None:
+        """The whole model; over several ranks on the main one, in host memory."""
+        return self.loaded.module if self.shards is None else self.shards.gathered()
 
     def _by_main(self, write: Callable[[], object]) -> None:
         together(self.ranks.everyone, write if self.ranks.main else lambda: None)

@@ -10,6 +10,7 @@ Integer sums have no order, so that a CPU and a GPU agree.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch import Tensor
 
 WORDS, ROWS = 1021, 64
 ROW_BYTES, BLOCK_BYTES = 8 * WORDS, 8 * WORDS * ROWS
+
+_NOTHING = ctypes.c_char()
 
 
 class Checksum:
@@ -52,8 +55,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read from or write to."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """The bytes of a contiguous tensor on the CPU, to read from or write to. Not through numpy, which takes from a
+    tensor's memory for good that it can be given back (memory/residency.py)."""
+    data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr() or ctypes.addressof(_NOTHING))
+    data.tensor = tensor  # type: ignore[attr-defined]  # which lives as long as somebody looks
+    return memoryview(data).cast("B")
 
 
 def _column_sums(words: Tensor) -> Tensor:

@@ -36,7 +36,14 @@ from plaudit.train.optim.sharded_optimizer import ShardedOptimizer
 from plaudit.train.optim.sharding import Shards
 from plaudit.train.policy import lora
 from plaudit.train.policy.reference import adapters_off
-from plaudit.train.policy.rl_models import check_layout, check_module, prepare, split_model, without_dropout
+from plaudit.train.policy.rl_models import (
+    check_layout,
+    check_module,
+    prepare,
+    put_adapter,
+    split_model,
+    without_dropout,
+)
 from plaudit.train.run.checkpoint import Checkpoint
 from plaudit.train.run.ranks import Ranks, together
 from plaudit.worlds.sums import STEP_END
@@ -72,12 +79,8 @@ class SupervisedModel:
         else:
             self.shards, self.tokenizer = split_supervised(recipe, source, ranks, ready)
             self.module = self.shards.module
-            if self.adapter is not None:  # no file has what an adapter is at first: it is drawn on the main rank
-                whole = self.shards.skeleton
-                if ranks.main:
-                    whole = load_model(recipe, None).module
-                    ready(whole)
-                self.shards.fill_trained(whole)
+            if isinstance(recipe.model, PolicyModelTable):
+                put_adapter(self.shards, recipe.model, recipe.seed, checkpoint)
         use_packed_attention(self.module)
         self.module.train()
 
@@ -146,10 +149,7 @@ class SupervisedModel:
         """Of a checkpoint."""
         if self.adapter is None:
             return
-        if self.shards is None:
-            tensors = lora.adapter_tensors(self.module)
-        else:
-            tensors = {name: self.shards.full(name).detach().cpu().contiguous() for name in self.shards.learning}
+        tensors = lora.adapter_tensors(self.module) if self.shards is None else self.shards.learned()
         self._by_main(lambda: save_file(tensors, directory / "adapter.safetensors"))
 
     def _on_main(self) -> nn.Module | None:
