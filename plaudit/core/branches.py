@@ -74,10 +74,10 @@ class Branches:
 
     def sample(
         self, paths: Sequence[Sequence[int]], places: Sequence[Place | None], params: Sequence[SamplingParams],
-        seeds: Sequence[int],
+        seeds: Sequence[int], steps: int | None = None,
     ) -> list[list[Grown]]:  # fmt: skip
         """What `Engine.generate` gives for these prompts, without stop strings and what else is tested token by token
-        on the host."""
+        on the host. `steps`: after so many those that have ended make room; a guess of how long most are."""
         stops: dict[int, frozenset[int]] = {}
         rows: list[_Row] = []
         for number, (path, place, options, seed) in enumerate(zip(paths, places, params, seeds, strict=True)):
@@ -89,7 +89,7 @@ class Branches:
                 _Row(number, tokens.copy(), len(tokens), row_key(seed, i), most, options, stops[id(options)], place)
                 for i in range(options.n)
             ]
-        grown: dict[_Row, Grown] = self._apart(lambda key: self._sample(key, rows))
+        grown: dict[_Row, Grown] = self._apart(lambda key: self._sample(key, rows, steps))
         return [[grown[row] for row in own] for _, own in groupby(rows, lambda row: row.path)]
 
     def read(
@@ -127,12 +127,12 @@ class Branches:
 
     # Sampling
 
-    def _sample(self, key: Hashable, rows: list[_Row]) -> dict[_Row, Grown]:
+    def _sample(self, key: Hashable, rows: list[_Row], steps: int | None) -> dict[_Row, Grown]:
         waiting, running, grown = deque(rows), list[_Row](), dict[_Row, Grown]()
+        most = self._runner.scheduler.window if steps is None else min(self._runner.scheduler.window, steps)
         while waiting or running:
             self._admit(key, waiting, running)
-            steps = self._window(key, waiting, running)
-            self._decode(running, steps)
+            self._decode(running, self._window(key, waiting, running, most))
             for row in running:
                 if row.finish is not None:
                     grown[row] = self._ended(key, row)
@@ -157,10 +157,10 @@ class Branches:
             self._refuse(len(waiting[0].tokens))
         batch.compute([])
 
-    def _window(self, key: Hashable, waiting: deque[_Row], running: list[_Row]) -> int:
+    def _window(self, key: Hashable, waiting: deque[_Row], running: list[_Row], most: int) -> int:
         """How many steps are taken at once, with blocks for them; where there are too few the last rows wait."""
         scheduler = self._runner.scheduler
-        steps = min(scheduler.window, max(row.left for row in running))
+        steps = min(most, max(row.left for row in running))
         while True:
             ends = [row.computed + min(steps, row.left) for row in running]
             needs = [-(-end // self._size) - len(row.chain.blocks) for row, end in zip(running, ends, strict=True)]

@@ -315,11 +315,13 @@ class Engine:
         self.check_ready()
         training = self.decoder.module.training
         try:
-            self.decoder.module.eval()
+            if training:
+                self.decoder.module.eval()
             with torch.inference_mode(), uncollected():
                 return self._runner.apart(lambda: work(self._key()))
         finally:
-            self.decoder.module.train(training)
+            if training:
+                self.decoder.module.train()
 
     # Weights and memory
 

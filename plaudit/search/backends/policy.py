@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plaudit.core.kv.prefix import Place
 
 Ended = Literal["step", "end", "length"]
+MOST, LEAST_STEPS = 0.95, 8  # of a level's steps, by whose end the next level's are looked at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class CorePolicy:
         self.engine = engine
         self.table = table
         self._lock = threading.Lock()  # an engine is for one thread at a time
+        self._most_end_by: int | None = None  # tokens, by those of the level before
         self._stop_ids = _stop_tokens(engine.tokenizer, table.stop)
         self._text = StepText(engine.tokenizer)
         self._params = lru_cache(maxsize=1 << 12)(self._new_params)
@@ -111,8 +113,12 @@ class CorePolicy:
         params = [self._params(ask.count, len(ask.response_ids), ask.greedy) for ask in asks]
         seeds = [ask.seed for ask in asks]
         if self.engine.branching and self._stop_ids:
-            return self.engine.branches().sample(paths, [ask.place for ask in asks], params, seeds)
-        grown: list[list[Grown]] = [[] for _ in asks]
+            places = [ask.place for ask in asks]
+            grown = self.engine.branches().sample(paths, places, params, seeds, self._most_end_by)
+            lengths = sorted(len(each.tokens) for own in grown for each in own)
+            self._most_end_by = max(LEAST_STEPS, lengths[int(MOST * len(lengths))])
+            return grown
+        grown = [[] for _ in asks]
         for sample in self.engine.generate(paths, params, seeds=seeds, text=False):
             grown[sample.group].append(self.engine.branches().grown(sample))
         return grown
