@@ -98,26 +98,25 @@ class Clock:
 
 
 def watch(clock: Clock) -> None:
-    from plaudit.core import Engine
-    from plaudit.core import runner as core_runner
+    from plaudit.core import branches
+    from plaudit.core.branches import Branches
     from plaudit.core.device.cpu import CpuBackend
     from plaudit.core.model.readouts import PendingReadout
-    from plaudit.core.runner import Runner as CoreRunner
     from plaudit.core.sampling.sampler import Sampler
-    from plaudit.core.scheduler import Scheduler
     from plaudit.search.backends.policy import CorePolicy
     from plaudit.search.backends.scoring import LocalScorer
     from plaudit.search.drivers.driver import Driver
     from plaudit.search.runner import Runner
 
     for owner, name, phase in (
-        (CpuBackend, "forward", "model"), (Sampler, "draw", "model"), (core_runner, "take", "model"),
-        (PendingReadout, "arrays", "model"), (CpuBackend, "arrange", "layout"), (Scheduler, "plan", "schedule"),
-        (CoreRunner, "_batch", "draws"), (CoreRunner, "_draw", "draws"), (CoreRunner, "_take", "draws"),
-        (CoreRunner, "_settle", "settle"), (Engine, "generate", "engine: policy"), (Engine, "score", "engine: PRM"),
-        (CorePolicy, "extend", "steps"), (LocalScorer, "score", "PRM texts"), (Runner, "_ask", "asks"),
-        (Runner, "_add", "nodes"), (Runner, "_score", "scores"), (Runner, "_cluster", "clusters"),
-        (Runner, "_release", "release"), (Driver, "expansions", "choose"), (Runner, "_outcome", "outcome"),
+        (CpuBackend, "forward", "model"), (Sampler, "draw", "model"), (branches, "take", "model"),
+        (PendingReadout, "arrays", "model"), (CpuBackend, "copy", "model"), (CpuBackend, "arrange", "layout"),
+        (Branches, "_admit", "admit"), (Branches, "_window", "blocks"), (Branches, "_columns", "columns"),
+        (Branches, "_decode", "draws"), (Branches, "_ended", "ended"), (Branches, "sample", "engine: policy"),
+        (Branches, "read", "engine: PRM"), (CorePolicy, "extend", "steps"), (LocalScorer, "score", "PRM texts"),
+        (Runner, "_ask", "asks"), (Runner, "_add", "nodes"), (Runner, "_score", "scores"),
+        (Runner, "_cluster", "clusters"), (Runner, "_release", "release"), (Driver, "expansions", "choose"),
+        (Runner, "_outcome", "outcome"),
     ):  # fmt: skip
         clock.of(owner, name, phase)
     clock.each(CpuBackend, "decode", "model")

@@ -75,7 +75,7 @@ class Labels:
     def score(self, paths: Sequence[ScoredPath], *, hidden: bool = False) -> list[Scored]:
         return [Scored(float(self.ground.labels(str(path.prompt), path.steps)[-1])) for path in paths]
 
-    def release(self, tokens: Any, keep: Any = (), *, below: bool = False) -> None:
+    def release(self, places: Any) -> None:
         """Nothing was kept."""
 
     def close(self) -> None:

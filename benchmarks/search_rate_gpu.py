@@ -164,7 +164,7 @@ def whole_paths(scorer: Any) -> Any:
         def score(self, paths: Any, *, hidden: bool = False) -> list[Scored]:
             return [Scored(value) for value in whole_scores(self, paths)]
 
-        def release(self, tokens: Any, keep: Any = (), *, below: bool = False) -> None:
+        def release(self, places: Any) -> None:
             """Nothing was kept."""
 
     return WholePaths(scorer.engine, scorer.reading)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "plaudit"
 
 # Lower layers never import higher ones, and what is on one layer does not import its neighbours.
 LAYERS = [
-    {"errors", "records", "prefix", "algo"},
+    {"errors", "records", "prefix", "collector", "algo"},
     {"config", "events", "metrics", "output", "process"},
     {"models", "worlds", "plan", "report"},
     {"core"},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from plaudit.collector import uncollected
+from plaudit.core.branches import Branches
 from plaudit.core.device.backend import Backend
 from plaudit.core.device.choose import backend_of
 from plaudit.core.device.lockstep import Leader, RankGroups
@@ -124,7 +124,7 @@ class Engine:
         requests = self._intake.generations(prompts, params, begun, seeds)
         for request in requests:
             request.whole, request.text = True, text
-        with _uncollected():
+        with uncollected():
             return self._call(requests, lambda: self._samples(requests))
 
     def _samples(self, requests: list[Request]) -> list[Sample]:
@@ -283,7 +283,7 @@ class Engine:
         if cache:
             params = SamplingParams()
             scoring = [self._intake.scoring(s, r, params) for s, r in zip(ids, reads, strict=True)]
-            with _uncollected():
+            with uncollected():
                 return self._call(scoring, lambda: self._scores(scoring))
         training = self.decoder.module.training
         try:
@@ -301,6 +301,27 @@ class Engine:
     def _scores(self, requests: list[Request]) -> list[np.ndarray]:
         by_number = {u.request: u for u in self._drain(requests)}
         return [_values(by_number[r.number]) for r in requests]
+
+    def branches(self) -> Branches:
+        """For who goes on from what was computed, level by level; `branching` says whether the model allows it."""
+        return Branches(self._runner, self._intake, self._apart)
+
+    @property
+    def branching(self) -> bool:
+        """Whether KV is all that there is of a token: it alone is copied for a branch."""
+        return self.backend.states is None and not self.decoder.record_bytes
+
+    def _apart(self, work: Callable[[Hashable], Result]) -> Result:
+        self.check_ready()
+        training = self.decoder.module.training
+        try:
+            if training:
+                self.decoder.module.eval()
+            with torch.inference_mode(), uncollected():
+                return self._runner.apart(lambda: work(self._key()))
+        finally:
+            if training:
+                self.decoder.module.train()
 
     # Weights and memory
 
@@ -347,14 +368,6 @@ class Engine:
     def kv_held(self) -> int:
         """Bytes of KV memory that are taken now: 0 before the first step and while asleep."""
         return self.backend.kv_bytes(self._runner.pool.reached)
-
-    def release(
-        self, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]] = (), *, below: bool = False,
-        salt: str = "",
-    ) -> int:  # fmt: skip
-        """Give back at once the KV that `sequences` have in the tree and `keep` do not need, and with `below` that of
-        whatever continues them; returns the blocks freed. Without it they go when somebody needs the room."""
-        return self._runner.drop((self._key(), salt), sequences, keep, below)
 
     def shrink(self, smallest: int) -> None:
         """Halve the tokens of a step, for memory has run out; not below `smallest`, nor above what they were."""
@@ -473,19 +486,6 @@ class Engine:
         for sequence in request.sequences:
             if sequence in self._runner.scheduler.live:
                 self._runner.abort(sequence, error)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """The many small lists of a call make Python's collector run often, each time over all of transformers, and there
-    are no cycles among them."""
-    collecting = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _values(update: Update) -> np.ndarray:

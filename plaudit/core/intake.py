@@ -62,24 +62,14 @@ class Intake:
         begun: Sequence[Sample] | None = None, seed: int | None = None,
     ) -> Request:  # fmt: skip
         """`begun`: samples that go on from where they are, in place of n new ones. `seed`: in place of the params'."""
-        if self.decoder.kind != "causal":
-            raise RequestError(f"{self.decoder.name} has no vocabulary head: it scores, it does not generate")
         ids = self.tokens(prompt)
-        self._check_params(params)
+        stop_ids = self.check_params(params)
         seed = params.seed if seed is None else seed
-        room = self.decoder.max_positions - len(ids)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and {self.decoder.name} {self.decoder.max_positions} positions: "
-                f"no room for a token more; shorten the prompt{way_to_more(self.decoder.config)}"
-            )
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
-        # The last token drawn is never stored.
-        self._check_pool(len(ids) + most - 1, f"a prompt of {len(ids)} tokens and {most} more")
+        most = self.most(len(ids), params)
         number = next(self._numbers)
         request = Request(
             number, tuple(ids), params, seed=mix64(self.seed) ^ number if seed is None else seed,
-            stop_ids=self._stop_ids(params), max_tokens=most, group=group, deadline=_deadline(params),
+            stop_ids=stop_ids, max_tokens=most, group=group, deadline=_deadline(params),
         )  # fmt: skip
         self._read_prompt(request, begun)
         if begun is None:
@@ -123,7 +113,7 @@ class Intake:
             request.prompt_read = Read("logprobs", tuple(range(len(request.prompt_ids) - 1)), (NEXT,), likeliest=count)
 
     def scoring(self, ids: list[int], read: Read, params: SamplingParams) -> Request:
-        self._check_pool(len(ids), f"a sequence of {len(ids)} tokens")
+        self.check_pool(len(ids), f"a sequence of {len(ids)} tokens")
         request = Request(next(self._numbers), tuple(ids), params, read=read, deadline=_deadline(params))
         request.sequences.append(Seq(request, 0, list(ids)))
         return request
@@ -176,7 +166,23 @@ class Intake:
             return [Read("head", tuple(at)) for at in positions]
         return [Read("logprobs" if logprobs else "columns", tuple(at), tuple(columns)) for at in positions]
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def most(self, prompt: int, params: SamplingParams) -> int:
+        """How many tokens may come after a prompt of so many."""
+        room = self.decoder.max_positions - prompt
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {prompt} tokens and {self.decoder.name} {self.decoder.max_positions} positions: "
+                f"no room for a token more; shorten the prompt{way_to_more(self.decoder.config)}"
+            )
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        # The last token drawn is never stored.
+        self.check_pool(prompt + most - 1, f"a prompt of {prompt} tokens and {most} more")
+        return most
+
+    def check_params(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end a sample with them."""
+        if self.decoder.kind != "causal":
+            raise RequestError(f"{self.decoder.name} has no vocabulary head: it scores, it does not generate")
         vocab = self.decoder.vocab_size
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids"):
             for token in getattr(params, name) or ():
@@ -194,11 +200,12 @@ class Intake:
                     f"allowed_token_ids leaves no token: {len(params.allowed_token_ids)} are allowed, and "
                     "bad_words_ids or min_tokens forbid all of them; allow another"
                 )
+        return self._stop_ids(params)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_tokens)
 
-    def _check_pool(self, tokens: int, what: str) -> None:
+    def check_pool(self, tokens: int, what: str) -> None:
         if tokens > self.pool_tokens:
             needed = -(-tokens // self.block_size) * self.block_size * self.decoder.token_bytes()
             raise RequestError(

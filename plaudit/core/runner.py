@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from plaudit.core.device.backend import Backend, DecodeBatch, Decoded, Span
 from plaudit.core.draws import accept, accept_all, by_row, note_prompt, padded
 from plaudit.core.kv import handover
 from plaudit.core.kv.handover import Handover
-from plaudit.core.kv.prefix import Chain
+from plaudit.core.kv.prefix import Chain, Place
 from plaudit.core.late import LateScores, scored
 from plaudit.core.model.decoder import Decoder
 from plaudit.core.model.packing import send
@@ -26,6 +26,8 @@ from plaudit.core.sequence import Sequence as Seq
 from plaudit.core.sequence import Update
 from plaudit.core.transaction import Books, transaction
 from plaudit.records import ItemError
+
+T = TypeVar("T")
 
 
 class Runner(Books):
@@ -52,7 +54,7 @@ class Runner(Books):
         self.outbox: list[Update] = []  # what is new, until somebody takes it
         self.late: list[LateScores] = []  # of the last step, reported while the next one is computed
         self._opened = False
-        self._hashes = token_hashes(decoder.vocab_size, decoder.device)
+        self.hashes = token_hashes(decoder.vocab_size, decoder.device)
         self._sampler: tuple[list[Seq], Sampler] | None = None
 
     @transaction
@@ -189,11 +191,16 @@ class Runner(Books):
         self.tree.clear()
 
     @transaction
-    def drop(
-        self, key: Hashable, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]], below: bool
-    ) -> int:  # fmt: skip
-        """See PrefixTree.drop."""
-        return self.tree.drop(key, sequences, keep, below)
+    def let_go(self, places: Sequence[Place]) -> int:
+        """See PrefixTree.let_go."""
+        return sum(map(self.tree.let_go, places))
+
+    @transaction
+    def apart(self, work: Callable[[], T]) -> T:
+        """What changes the books besides steps."""
+        self.report_late()
+        self._open()
+        return work()
 
     @transaction
     def abort(self, sequence: Seq, error: ItemError | None) -> None:
@@ -274,7 +281,7 @@ class Runner(Books):
                 [s.request.params for s in sequences],
                 [s.noise_key for s in sequences],
                 [s.request.stop_ids for s in sequences],
-                self._hashes,
+                self.hashes,
             )
             self._sampler = (sequences, sampler)
         so_far = zip(*((s.tokens, s.prompt_len, s.constraint) for s in sequences), strict=True)
@@ -296,7 +303,7 @@ class Runner(Books):
             self._enter(sequence, key)
 
     def _batch(self, sequences: list[Seq]) -> DecodeBatch:
-        device = self._hashes.device
+        device = self.hashes.device
         lengths = [len(s.tokens) for s in sequences]
         tables = padded([s.chain.blocks for s in sequences], 0)
         stops = padded([s.request.stop_ids for s in sequences], -1)

@@ -114,9 +114,7 @@ class Writer:
         samples = iter(self.engine.generate(prompts, params))
         return [[self._step(ask, next(samples)) for _ in range(ask.count)] for ask in asks]
 
-    def release(
-        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Any]) -> None:
         """An engine of a run may be in another process; each forgets by itself what is used least."""
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from plaudit.search.questions.questions import Question
 from plaudit.search.questions.reading import AnswerReading
 from plaudit.search.tree.trail import Trails
 from plaudit.search.tree.tree import Node, Tree
+
+if TYPE_CHECKING:
+    from plaudit.core.kv.prefix import Place
 
 
 @dataclass
@@ -48,8 +52,9 @@ class _Open:
     """A question that is being searched.
 
     trails          the paths to the nodes that are gone on from
-    scored_tokens   the nodes whose KV is kept, with what the PRM read of each
-    read            what all that the PRM read of this question begins with
+    scored_tokens   the nodes that may be gone on from, with what the PRM read of each
+    written, judged  where the paths to them end, in the policy's engine and in the PRM's
+    spare           where those end that are given up
     hidden          the PRM's state at the end of each new node, until it is clustered
     """
 
@@ -57,7 +62,9 @@ class _Open:
     driver: Driver
     trails: Trails
     scored_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    read: list[tuple[int, ...]] = field(default_factory=list)
+    written: dict[int, Place] = field(default_factory=dict)
+    judged: dict[int, Place] = field(default_factory=dict)
+    spare: list[Place] = field(default_factory=list)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -142,7 +149,8 @@ class Runner:
         tree, trail = searched.tree, searched.trails.of(expand.node)
         response_ids = trail.ids[len(tree.prompt_ids) :]
         seed = trail.seed(tree.drawn(expand.node))
-        return Ask(tree.prompt_ids, tree.prompt, response_ids, trail.text, expand.count, seed, greedy)
+        place = searched.written.get(expand.node)
+        return Ask(tree.prompt_ids, tree.prompt, response_ids, trail.text, expand.count, seed, greedy, place)
 
     def _add(self, searched: _Open, expand: Expand, steps: Sequence[Step]) -> list[Node]:
         tree, costs, nodes = searched.tree, searched.driver.costs, []
@@ -155,6 +163,10 @@ class Runner:
             self._judge(tree, node, step, before)
             if node.twin == node.id:
                 searched.scored_tokens[node.id] = ()
+            if step.place is not None and node.twin == node.id:
+                searched.written[node.id] = step.place
+            elif step.place is not None:
+                searched.spare.append(step.place)
             nodes.append(node)
         return nodes
 
@@ -189,7 +201,8 @@ class Runner:
         for (searched, node), result in zip(wanted, scored, strict=True):
             searched.driver.costs.scored += 1
             searched.scored_tokens[node.id] = result.tokens
-            searched.read = [common(*searched.read, result.tokens)]
+            if result.place is not None:
+                searched.judged[node.id] = result.place
             if result.hidden is not None:
                 searched.hidden[node.id] = result.hidden
             _note(searched.driver, node, result)
@@ -215,7 +228,8 @@ class Runner:
 
     def _path(self, searched: _Open, node: Node) -> Path:
         steps = tuple([step.text for step in searched.tree.steps(node.id)])
-        return Path(searched.question.prompt, steps, searched.scored_tokens.get(node.parent, ()))
+        read, place = searched.scored_tokens.get(node.parent, ()), searched.judged.get(node.parent)
+        return Path(searched.question.prompt, steps, read, place)
 
     def _look_ahead(self, made: Sequence[tuple[_Open, list[Node]]]) -> None:
         """Judge open leaves by where a few greedy steps lead. Those steps are thrown away; their cost is not."""
@@ -228,8 +242,8 @@ class Runner:
             costs.calls += ahead.calls
             costs.generated += ahead.tokens
             costs.scored += ahead.value is not None
-            self.policy.release([ahead.token_ids], [searched.tree.path_ids(node.id)])
-            self.scorer.release([ahead.read], [searched.scored_tokens[node.id]])
+            self.policy.release(ahead.steps)
+            self.scorer.release(ahead.read)
             for twin in searched.tree.nodes:
                 if twin.twin == node.id and ahead.value is not None:
                     twin.value = ahead.value
@@ -264,21 +278,17 @@ class Runner:
 
     def _release(self, searched: _Open, expansions: Sequence[Expand]) -> None:
         """Give back the KV of everything that can no longer be expanded: of all, once the search is over."""
-        tree, scored_tokens = searched.tree, searched.scored_tokens
-        if not expansions:
-            self.policy.release([tree.prompt_ids], below=True)
-            self.scorer.release(searched.read, below=True)
+        kept = {e.node for e in expansions} | set(searched.driver.live()) if expansions else set()
+        gone = [id for id in searched.scored_tokens if id not in kept]
+        if not gone:
             return
-        kept = {e.node for e in expansions} | set(searched.driver.live())
-        gone = [id for id in scored_tokens if id not in kept]
-        if gone:
-            self.policy.release(searched.trails.ids(gone), searched.trails.ids(kept))
-            searched.trails.forget(gone)
-            self.scorer.release(
-                [scored_tokens[id] for id in gone], [scored_tokens[id] for id in kept if id in scored_tokens]
-            )
+        written, judged = searched.written, searched.judged
+        self.policy.release([*searched.spare, *(written.pop(id) for id in gone if id in written)])
+        self.scorer.release([judged.pop(id) for id in gone if id in judged])
+        searched.spare.clear()
+        searched.trails.forget(gone)
         for id in gone:
-            del scored_tokens[id]
+            del searched.scored_tokens[id]
 
     def _outcome(self, searched: _Open, stopped: str) -> Outcome:
         driver, question = searched.driver, searched.question
@@ -311,16 +321,6 @@ def _why_none(tree: Tree) -> str:
     """The commonest reason why a path has no answer."""
     reasons = Counter(node.error for node in tree.nodes if node.error is not None)
     return reasons.most_common(1)[0][0] if reasons else "no path came to its end"
-
-
-def common(first: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
-    """What these begin with."""
-    for other in others:
-        if other[: len(first)] == first:
-            continue
-        same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), len(first))
-        first = first[: min(same, len(other))]
-    return first
 
 
 def _note(driver: Driver, node: Node, result: Scored) -> None:

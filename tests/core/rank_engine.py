@@ -59,10 +59,20 @@ def answers(engine: Engine, case: str) -> dict[str, np.ndarray]:
         found["logprobs"] = np.concatenate(engine.logprobs(ids))
         params = SamplingParams(n=2, temperature=1.0, max_tokens=24, seed=3)
         samples = engine.generate(ids[:3], params) + engine.generate(ids[3:], SamplingParams(temperature=0.0))
-        found["tokens"] = np.concatenate([np.array(s.token_ids) for s in samples])
+        drawn = [s.token_ids for s in samples] + branched(engine, ids[:3])
+        found["tokens"] = np.concatenate([np.array(tokens) for tokens in drawn])
         found["drawn"] = np.concatenate([np.array(s.logprobs, dtype=np.float32) for s in samples])
     engine.check()
     return found
+
+
+def branched(engine: Engine, ids: list[list[int]]) -> list[tuple[int, ...]]:
+    """Two levels of a search: the second copies the blocks in which the first one ends."""
+    params, branches = SamplingParams(n=2, max_tokens=5), engine.branches()
+    first = [each for own in branches.sample(ids, [None] * 3, [params] * 3, [1, 2, 3]) for each in own]
+    paths = [[*ids[i // 2], *each.tokens] for i, each in enumerate(first)]
+    below = branches.sample(paths, [each.place for each in first], [params] * 6, range(6))
+    return [each.tokens for each in (*first, *(each for own in below for each in own))]
 
 
 def part_of(whole: Any, place: RankPosition, device: str, channel: RankGroups) -> Any:

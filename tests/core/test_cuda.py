@@ -146,6 +146,29 @@ def test_alone_batched_cached_preempted_and_after_sleep_are_one() -> None:
     assert small.stats().preemptions > 0
 
 
+def test_paths_that_go_on_level_by_level_have_the_bits_of_whole_prompts() -> None:
+    model = causal("llama", torch.bfloat16)
+    whole, run = engine(model), engine(model)
+    params = SamplingParams(n=3, max_tokens=9, stop_token_ids=tuple(range(20)))
+    paths, places = [list(prompt) for prompt in PROMPTS], [None] * len(PROMPTS)
+    for level in range(3):
+        seeds = list(range(100 * level, 100 * level + len(paths)))
+        grown = run.branches().sample(paths, places, [params] * len(paths), seeds)
+        run.check()
+        whole.new_version()
+        expected = whole.generate(paths, params, seeds=seeds, text=False)
+        every = [(path, each) for path, own in zip(paths, grown, strict=True) for each in own]
+        assert [each.tokens for _, each in every] == tokens(expected)
+        means = [sum(sample.raw_logprobs) / len(sample.token_ids) for sample in expected]
+        assert [each.logprob for _, each in every] == means
+        paths, places = [[*path, *each.tokens] for path, each in every[::2]], [each.place for _, each in every[::2]]
+    scored = [path[:-1] for path in paths]
+    values, ends = run.branches().read(scored, [None] * len(scored), [len(s) - 1 for s in scored], [3, 5], False)
+    assert abs(values - np.stack(run.score(scored, columns=[3, 5]))).max() < 0.1
+    run.branches().let_go([place for place in ends if place is not None])
+    run.check()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_llama_shapes_run_lean_and_give_the_rows_of_the_learners_kernels(dtype: torch.dtype) -> None:
     lean = {name: inspect(causal(name, dtype).cuda()).lean is not None for name in (*CONFIGS, "qwen3-moe", "mixtral")}

@@ -147,6 +147,19 @@ class Listener:
                 assert (sample.token_ids, sample.text, sample.finish_reason) == (tokens, text, reason)
 
 
+def branched(engine: Engine) -> None:
+    """A level of a search: paths, their children, and what is given up."""
+    branches, ids = engine.branches(), PROMPTS
+    params = SamplingParams(n=2, max_tokens=6, stop_token_ids=(5, 6, 7))
+    first = branches.sample(ids, [None] * len(ids), [params] * len(ids), range(len(ids)))
+    paths = [[*path, *each.tokens] for path, own in zip(ids, first, strict=True) for each in own]
+    ends = [each.place for own in first for each in own]
+    below = branches.sample(paths, ends, [params] * len(paths), range(len(paths)))
+    _, read = branches.read(paths, [None] * len(paths), [len(path) - 1 for path in paths], [5, 11], False)
+    every = [*ends, *read, *(each.place for own in below for each in own)]
+    branches.let_go([place for place in every if place is not None])
+
+
 def everything(engine: Engine, step: Callable[[], object]) -> None:
     """Every kind of call that changes blocks, tree or sequences. The weights stay, and so do the tokens."""
     generated(engine)
@@ -157,7 +170,7 @@ def everything(engine: Engine, step: Callable[[], object]) -> None:
     engine.score(SCORED, columns=[5, 11], cache=True)
     engine.take_kv(engine.give_kv(SCORED[2]))
     engine.new_version()
-    engine.release(PROMPTS)
+    branched(engine)
     step()
     engine.sleep()
     engine.wake()

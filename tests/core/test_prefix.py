@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaudit.core.kv.blocks import BlockPool
-from plaudit.core.kv.prefix import Chain, Node, PrefixTree
+from plaudit.core.kv.prefix import Chain, Match, Node, PrefixTree
 from plaudit.core.model.packing import pack_tree
 from plaudit.prefix import common_prefix
 
@@ -70,23 +70,43 @@ def test_eviction_frees_what_nobody_holds_and_nothing_else(stored: list[list[int
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(TOKENS, max_size=12), TOKENS)
-def test_what_is_given_up_goes_as_far_as_nothing_goes_on_from_it(stored: list[list[int]], asked: list[int]) -> None:
+@given(st.lists(TOKENS, min_size=1, max_size=12), st.data())
+def test_what_is_given_up_goes_as_far_as_no_other_path_needs_it(stored: list[list[int]], data: st.DataObject) -> None:
     tree = PrefixTree(BlockPool(200), SIZE)
+    places = []
     for tokens in stored:
         leave(tree, enter(tree, tokens))
-    paths = {id(node): path_of(node) for node in tree.nodes()}
-    beginnings = {number for number, path in paths.items() if asked[: len(path)] == path}
-    going_on = [path for number, path in paths.items() if number not in beginnings]
-    kept = {number for number, path in paths.items() if number not in beginnings or any(
-        other[: len(path)] == path and len(path) % SIZE == 0 for other in going_on)}  # fmt: skip
-    assert tree.drop("v0", [asked], []) == len(paths) - len(kept)
-    assert {id(node) for node in tree.nodes()} == kept
-    tree.check()
+        place = tree.hold_end("v0", tokens, len(tokens))
+        assert place is not None
+        places.append(place)
+    order = data.draw(st.permutations(range(len(stored))))
+    for at, given_up in enumerate(order):
+        before = tree.pool.free
+        assert tree.let_go(places[given_up]) == tree.pool.free - before
+        tree.check()
+        tree.pool.check([[n.block for n in tree.nodes()]])
+        for kept in order[at + 1 :]:
+            assert matched(tree, stored[kept]) == len(stored[kept])
+    assert tree.tokens == 0
+    assert tree.pool.free == 200
 
 
-def path_of(node: Node) -> list[int]:
-    return [*(path_of(node.parent) if node.parent is not None else []), *node.tokens]
+@settings(max_examples=150, deadline=None)
+@given(st.lists(TOKENS, min_size=1, max_size=12), TOKENS)
+def test_from_its_place_a_path_is_found_as_from_the_root(stored: list[list[int]], more: list[int]) -> None:
+    tree = PrefixTree(BlockPool(200), SIZE)
+    chains = [enter(tree, tokens) for tokens in stored]
+    places = [tree.hold_end("v0", t, len(t), chain) for t, chain in zip(stored, chains, strict=True)]
+    for tokens, chain, place in zip(stored, chains, places, strict=True):
+        leave(tree, chain)
+        asked = [*tokens, *more]
+        assert tree.match("v0", asked, len(asked), place) == tree.match("v0", asked, len(asked))
+        assert not tree.match("v1", asked, len(asked), place).nodes
+    tree.evict(200)
+    for tokens, place in zip(stored, places, strict=True):
+        assert tree.match("v0", tokens, len(tokens), place) == Match([]), "its node has gone"
+        assert place is not None
+        tree.let_go(place)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -142,7 +162,9 @@ def test_a_key_that_holds_nothing_is_forgotten() -> None:
         leave(tree, enter(tree, [0, 1, 2, 0, 1], f"salt {i}"))
         tree.check()
     assert len(tree._roots) == 3
-    tree.drop("salt 39", [[0, 1, 2, 0, 1]], [])
+    place = tree.hold_end("salt 39", [0, 1, 2, 0, 1], 5)
+    assert place is not None
+    tree.let_go(place)
     assert "salt 39" not in tree._roots
     tree.evict(6)
     assert not tree._roots

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
+from plaudit.core.branches import Grown
 from plaudit.core.device.cpu import CpuBackend
+from plaudit.core.kv.prefix import Place
 from plaudit.search.tree.tree import distinct_tokens
 
 
@@ -24,21 +26,32 @@ def paths(rng: random.Random) -> list[list[int]]:
     return found
 
 
+def grown(engine: Engine, sequences: list[list[int]], count: int = 1) -> list[Grown]:
+    """A token more of each path, drawn greedily, so that all of the path is computed."""
+    params = [SamplingParams(n=count, max_tokens=1, temperature=0 if count == 1 else 1)] * len(sequences)
+    every = engine.branches().sample(sequences, [None] * len(sequences), params, list(range(len(sequences))))
+    return [each for own in every for each in own]
+
+
+def places(found: list[Grown]) -> list[Place]:
+    return [each.place for each in found if each.place is not None]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_released_is_gone_and_the_rest_is_found(engine: Engine, seed: int) -> None:
     engine.new_version()
     sequences = paths(random.Random(seed))
-    engine.generate(sequences, SamplingParams(max_tokens=1, temperature=0))
+    found = grown(engine, sequences)
     before = engine.stats()
-    freed = engine.release(sequences[6:], keep=sequences[:6])
+    freed = engine.branches().let_go(places(found[6:]))
     engine.check()
     after = engine.stats()
     assert before.blocks_in_use - after.blocks_in_use == freed
     computed = after.tokens_computed
-    engine.generate(sequences[:6], SamplingParams(max_tokens=1, temperature=0))
-    # The last token of a prompt is always computed, for the row it gives, and a few where copying costs more.
+    again = grown(engine, sequences[:6])
+    # The last token of a path is always computed, for the row it gives, and a few where copying costs more.
     assert engine.stats().tokens_computed - computed <= 6 * 4
-    engine.release(sequences)
+    engine.branches().let_go(places([*found[:6], *again]))
     engine.check()
     assert engine.stats().tokens_resident == 0
 
@@ -48,9 +61,9 @@ def test_resident_tokens_are_the_distinct_beginnings(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(CpuBackend, "block_size", 1)
     engine = Engine.load("sums-policy", device="cpu", kv_bytes=2**24)
     sequences = paths(random.Random(9))
-    engine.generate(sequences, SamplingParams(max_tokens=1, temperature=0))
+    found = grown(engine, sequences)
     assert engine.stats().tokens_resident == distinct_tokens(sequences)
-    engine.release(sequences[4:], keep=sequences[:4])
+    engine.branches().let_go(places(found[4:]))
     engine.check()
     assert engine.stats().tokens_resident == distinct_tokens(sequences[:4])
 

@@ -99,8 +99,8 @@ class Anew:
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         return self.inner.score([Path(path.prompt, path.steps) for path in paths], hidden=hidden)
 
-    def release(self, tokens: Any, keep: Any = (), *, below: bool = False) -> None:
-        self.inner.release(tokens, keep, below=below)
+    def release(self, places: Any) -> None:
+        self.inner.release(places)
 
     def close(self) -> None:
         self.inner.close()

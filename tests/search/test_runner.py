@@ -317,8 +317,8 @@ class NoScores:
             for i, scored in enumerate(self.inner.score(paths, hidden=hidden))
         ]
 
-    def release(self, tokens: Any, keep: Any = (), *, below: bool = False) -> None:
-        self.inner.release(tokens, keep, below=below)
+    def release(self, places: Any) -> None:
+        self.inner.release(places)
 
     def close(self) -> None:
         self.inner.close()

@@ -166,6 +166,10 @@ class Backend(ABC):
         """Store KV that was computed elsewhere."""
 
     @abstractmethod
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy on write, apart from a forward."""
+
+    @abstractmethod
     def rows(self, packed: Packed, wanted: Tensor) -> Tensor:
         """A forward that stores nothing: the wanted hidden rows, (W, hidden)."""
 

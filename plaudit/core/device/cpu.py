@@ -75,6 +75,10 @@ class CpuBackend(PagedBackend):
         self._window = None
         super().write(slots, keys, values)
 
+    def copy(self, copies: Sequence[Copy]) -> None:
+        self._window = None
+        super().copy(copies)
+
     def forward(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Tensor:
         self._window = None  # the blocks of its rows may be given to others
         step = self.arrange(spans, copies)

@@ -30,7 +30,7 @@ from plaudit.core.model.stages import receive
 from plaudit.core.model.stages import send as send_rows
 from plaudit.errors import RankLost, RequestError, one_line
 
-OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END, WEIGHTS = range(7)
+OPEN, CLOSE, FORWARD, ROWS, HEARTBEAT, END, WEIGHTS, COPY = range(8)
 HEARTBEAT_SECONDS = 1.0
 REPLY_BYTES = 1024  # of what a rank says of the weights that it took
 LEAST = 2048  # numbers of a message that travel at once; one longer than the room for it needs a second exchange
@@ -173,6 +173,10 @@ class Leader(Backend):
         with self._together(FORWARD, *parts):
             return self.channel.returned(self.inner.forward(unpacked_spans(parts), copies))
 
+    def copy(self, copies: Sequence[Copy]) -> None:
+        with self._together(COPY, *packed_spans((), copies)):
+            self.inner.copy(copies)
+
     def decode(self, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
         tables, noted = batch.tables.tolist(), []
         for _ in range(steps):
@@ -229,6 +233,8 @@ def follow(backend: Backend, channel: RankGroups, take: Callable[[bytes], bytes]
             channel.returned(backend.forward(unpacked_spans(parts), unpacked_copies(parts)))
         elif kind == ROWS:
             channel.returned(backend.rows(*_unpacked_rows(parts, backend.decoder.device)))
+        elif kind == COPY:
+            backend.copy(unpacked_copies(parts))
         elif kind == HEARTBEAT:
             channel.barrier()
         elif kind == WEIGHTS and take is not None:

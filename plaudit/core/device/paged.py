@@ -123,6 +123,12 @@ class PagedBackend(Backend):
             if cached.shape[2]:
                 cached.index_copy_(0, slots, incoming.to(cached.device))
 
+    def copy(self, copies: Sequence[Copy]) -> None:
+        source, target = send(_copied(copies, self.block_size), self.decoder.device)
+        for kept in (*self.cache.keys, *self.cache.values):
+            if kept.shape[2]:
+                kept.index_copy_(0, target, kept.index_select(0, source))
+
     def arrange(self, spans: Sequence[Span], copies: Sequence[Copy]) -> Step:
         # For many spans of a token each, as a search has them, an array for each would take longest of all.
         device, size = self.decoder.device, self.block_size

@@ -8,11 +8,11 @@ lexical order: the child with the longest common beginning is a neighbour of the
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from plaudit.core.kv.blocks import BlockPool
 from plaudit.prefix import common_prefix
@@ -28,6 +28,7 @@ class Node:
     keys: list[tuple[int, ...]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     used: int = 0
+    held: int = 0  # paths that end in it, and that somebody goes on from
     key: Hashable = None  # of a root: what it is kept under
 
     def insert(self, child: Node) -> None:
@@ -40,6 +41,13 @@ class Node:
         while self.children[at] is not child:
             at += 1
         del self.keys[at], self.children[at]
+
+
+class Place(NamedTuple):
+    """Where a path ends: its last node. As all nodes it may be gone by now; the path is then computed again."""
+
+    node: Node
+    resets: int  # of the tree, when the node was in it
 
 
 @dataclass(frozen=True)
@@ -56,21 +64,22 @@ class PrefixTree:
         self.evictions = 0
         self._clock = count(1)
         self._order = count()
+        self._resets = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget every key, in whatever state the tree is. The pool must be reset with it."""
+        self._resets += 1
         self.tokens = 0  # tokens that nodes hold
         self._roots: dict[Hashable, Node] = {}
         self._leaves: list[tuple[int, int, Node]] = []  # a heap of eviction candidates; stale entries are skipped
 
-    def match(self, key: Hashable, tokens: Sequence[int], limit: int) -> Match:
-        """The longest stored beginning of tokens[:limit]."""
-        node = self._roots.get(key)
-        nodes: list[Node] = []
+    def match(self, key: Hashable, tokens: Sequence[int], limit: int, place: Place | None = None) -> Match:
+        """The longest stored beginning of tokens[:limit]. `place`: of a path that they begin with."""
+        now = next(self._clock)
+        node, nodes = self._above(key, place, now)
         if node is None:
             return Match(nodes)
-        now = next(self._clock)
         while True:
             start = len(nodes) * self.block_size
             want = tuple(tokens[start : min(start + self.block_size, limit)])
@@ -82,6 +91,20 @@ class PrefixTree:
                 return Match(nodes, best, common)
             nodes.append(best)
             node = best
+
+    def _above(self, key: Hashable, place: Place | None, now: int) -> tuple[Node | None, list[Node]]:
+        """Where to look for tokens from: the last full node before a place, with those above it; or the root."""
+        nodes: list[Node] = []
+        if place is not None and place.resets == self._resets and place.node.parent is not None:
+            node = place.node.parent
+            while node.parent is not None:
+                node.used = now
+                nodes.append(node)
+                node = node.parent
+            if node.key == key:
+                return nodes[0] if nodes else node, nodes[::-1]
+            nodes = []
+        return self._roots.get(key), nodes
 
     @staticmethod
     def _closest(node: Node, want: tuple[int, ...]) -> tuple[Node | None, int]:
@@ -162,74 +185,38 @@ class PrefixTree:
         self.evictions += freed
         return freed
 
-    def drop(
-        self, key: Hashable, sequences: Sequence[Sequence[int]], keep: Sequence[Sequence[int]], below: bool = False
-    ) -> int:  # fmt: skip
-        """Free the blocks that hold beginnings of `sequences` (with `below` also what goes on from there), except those
-        in which `keep` would find theirs, and those that others use or that have something below them; returns how
-        many were freed."""
-        needed: set[int] = set()
-        for tokens in keep:
-            match = self.match(key, tokens, len(tokens))
-            needed.update(map(id, match.nodes if match.partial is None else [*match.nodes, match.partial]))
-        freed = 0
-        for tokens in sequences:
-            along = self._along(key, tokens)
-            for node in reversed([*along, *self._beyond(key, tokens)] if below else along):
-                if node.parent is None or node.children or id(node) in needed or self.pool.refs[node.block] != 1:
-                    continue
-                parent = node.parent
-                self._unlink(node)
-                freed += 1
-                self._offer(parent)
+    def hold_end(
+        self, key: Hashable, tokens: Sequence[int], upto: int, chain: Chain[Node] | None = None
+    ) -> Place | None:  # fmt: skip
+        """Where the path tokens[:upto] ends, as far as it is here; `let_go` takes it back. `chain`: with which it was
+        entered."""
+        nodes = chain.nodes if chain is not None else []
+        if nodes and (len(nodes) - 1) * self.block_size + len(nodes[-1].tokens) >= upto:
+            end: Node | None = nodes[-1]
+        else:  # another's node has the end
+            near = Place(nodes[-1], self._resets) if nodes else None
+            match = PrefixTree.match(self, key, tokens, upto, near)
+            end = match.partial or (match.nodes[-1] if match.nodes else None)
+        if end is None:
+            return None
+        end.held += 1
+        return Place(end, self._resets)
+
+    def let_go(self, place: Place) -> int:
+        """A path is given up: nodes that no other path needs give their blocks back, from its end upwards, as far as
+        nothing goes on from them and nobody uses them; how many."""
+        node, freed = place.node, 0
+        if place.resets != self._resets:
+            return freed
+        node.held -= 1
+        while node.parent is not None and not node.held and not node.children and self.pool.refs[node.block] == 1:
+            parent = node.parent
+            self._unlink(node)
+            freed += 1
+            node = parent
+        if freed:
+            self._offer(node)
         return freed
-
-    def _along(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
-        """Every node whose path is a beginning of these tokens, parents first."""
-        path: list[Node] = []
-        node, start = self._roots.get(key), 0
-        while node is not None and node.children:
-            matches = self._beginnings(node, tuple(tokens[start : start + self.block_size]))
-            path += matches
-            full = bool(matches) and len(matches[-1].tokens) == self.block_size
-            node, start = matches[-1] if full else None, start + self.block_size
-        return path
-
-    @staticmethod
-    def _beginnings(node: Node, want: tuple[int, ...]) -> list[Node]:
-        """The children whose tokens are a beginning of these, shortest first."""
-        keys, matches = node.keys, []
-        at = bisect_right(keys, want) - 1
-        while at >= 0:
-            if want[: len(keys[at])] == keys[at]:
-                at = bisect_left(keys, keys[at], 0, at)
-                matches.append(node.children[at])
-                at -= 1
-            elif common := common_prefix(keys[at], want):
-                # A beginning with more than they have in common would stand after it.
-                at = bisect_right(keys, want[:common], 0, at) - 1
-            else:
-                break
-        return matches[::-1]
-
-    @staticmethod
-    def _exactly(node: Node, want: tuple[int, ...]) -> Node | None:
-        at = bisect_left(node.keys, want)
-        return node.children[at] if at < len(node.keys) and node.keys[at] == want else None
-
-    def _beyond(self, key: Hashable, tokens: Sequence[int]) -> list[Node]:
-        """Every node whose path goes on from these tokens, parents first."""
-        node, start = self._roots.get(key), 0
-        while node is not None and start + self.block_size <= len(tokens):
-            node = self._exactly(node, tuple(tokens[start : start + self.block_size]))
-            start += self.block_size
-        if node is None:
-            return []
-        rest = tuple(tokens[start:])
-        descendants = [child for child in node.children if child.tokens[: len(rest)] == rest]
-        for node in descendants:  # which grows on the way
-            descendants += node.children
-        return descendants
 
     def _unlink(self, node: Node) -> None:
         assert node.parent is not None

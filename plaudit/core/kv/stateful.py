@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from plaudit.core.kv.blocks import BlockPool
-from plaudit.core.kv.prefix import Chain, Match, Node, PrefixTree
+from plaudit.core.kv.prefix import Chain, Match, Node, Place, PrefixTree
 from plaudit.core.states import Name, StateBooks
 
 
@@ -31,8 +31,8 @@ class StatefulTree(PrefixTree):
         super().__init__(pool, block_size)
         self.states = pool.states
 
-    def match(self, key: Hashable, tokens: Sequence[int], limit: int) -> Match:
-        cached = super().match(key, tokens, limit)
+    def match(self, key: Hashable, tokens: Sequence[int], limit: int, place: Place | None = None) -> Match:
+        cached = super().match(key, tokens, limit, place)
         path = [(node, self.block_size) for node in cached.nodes]
         if cached.partial is not None:
             path.append((cached.partial, cached.partial_tokens))

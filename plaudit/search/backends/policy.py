@@ -14,8 +14,11 @@ from plaudit.search.backends.step_text import StepText
 
 if TYPE_CHECKING:
     from plaudit.core import Engine, SamplingParams
+    from plaudit.core.branches import Grown
+    from plaudit.core.kv.prefix import Place
 
 Ended = Literal["step", "end", "length"]
+MOST, LEAST_STEPS = 0.95, 8  # of a level's steps, by whose end the next level's are looked at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Ask:
     text          the steps so far as text
     seed          decides the draws: the same path gets the same steps in every method and every batch
     greedy        the most likely step
+    place         where the path ends in the engine: Step.place of its last step
     """
 
     prompt: tuple[int, ...]
@@ -36,11 +40,13 @@ class Ask:
     count: int
     seed: int
     greedy: bool = False
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, or why there is none. `ended`: by the step's stop text, by the response's end, or for want of room."""
+    """One step, or why there is none. `ended`: by the step's stop text, by the response's end, or for want of room.
+    `place`: where its path ends, in an engine of this process, until that is released."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
@@ -48,16 +54,15 @@ class Step:
     logprob: float | None = None
     """Mean over its tokens."""
     error: str | None = None
+    place: Place | None = None
 
 
 class Policy(Protocol):
     def extend(self, asks: Sequence[Ask]) -> list[list[Step]]:
         """The steps of each ask. What fails for one path is that path's error; what fails for all is raised."""
 
-    def release(
-        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
-        """These paths are given up, with `below` also all that go on from them; `keep` are not."""
+    def release(self, places: Sequence[Place]) -> None:
+        """The paths that end there are given up."""
 
     def close(self) -> None: ...
 
@@ -69,6 +74,7 @@ class CorePolicy:
         self.engine = engine
         self.table = table
         self._lock = threading.Lock()  # an engine is for one thread at a time
+        self._most_end_by: int | None = None  # tokens, by those of the level before
         self._stop_ids = _stop_tokens(engine.tokenizer, table.stop)
         self._text = StepText(engine.tokenizer)
         self._params = lru_cache(maxsize=1 << 12)(self._new_params)
@@ -78,24 +84,16 @@ class CorePolicy:
             return []
         try:
             with self._lock:
-                samples = iter(
-                    self.engine.generate(
-                        [[*ask.prompt, *ask.response_ids] for ask in asks],
-                        [self._params(ask.count, len(ask.response_ids), ask.greedy) for ask in asks],
-                        seeds=[ask.seed for ask in asks], text=False,
-                    )
-                )  # fmt: skip
+                grown = self._grown(asks)
         except RequestError as error:
             if len(asks) == 1:
                 return [[Step(error=str(error))] * asks[0].count]
             return [steps for ask in asks for steps in self.extend([ask])]
-        return [[self._step(ask, next(samples)) for _ in range(ask.count)] for ask in asks]
+        return [[self._step(ask, each) for each in own] for ask, own in zip(asks, grown, strict=True)]
 
-    def release(
-        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Place]) -> None:
         with self._lock:
-            self.engine.release(paths, keep, below=below)
+            self.engine.branches().let_go(places)
 
     def close(self) -> None:
         """The engine's memory goes with the object."""
@@ -110,15 +108,30 @@ class CorePolicy:
             stop=() if self._stop_ids else (table.stop,), stop_token_ids=self._stop_ids, max_tokens=left,
         )  # fmt: skip
 
-    def _step(self, ask: Ask, sample: Any) -> Step:
-        if sample.error is not None:
-            return Step(error=f"generation failed: {sample.error.message}")
-        tokens = sample.token_ids
-        ended: Ended = "length" if sample.finish_reason == "length" else "step"
+    def _grown(self, asks: Sequence[Ask]) -> list[list[Grown]]:
+        paths = [[*ask.prompt, *ask.response_ids] for ask in asks]
+        params = [self._params(ask.count, len(ask.response_ids), ask.greedy) for ask in asks]
+        seeds = [ask.seed for ask in asks]
+        if self.engine.branching and self._stop_ids:
+            places = [ask.place for ask in asks]
+            grown = self.engine.branches().sample(paths, places, params, seeds, self._most_end_by)
+            lengths = sorted(len(each.tokens) for own in grown for each in own)
+            self._most_end_by = max(LEAST_STEPS, lengths[int(MOST * len(lengths))])
+            return grown
+        grown = [[] for _ in asks]
+        for sample in self.engine.generate(paths, params, seeds=seeds, text=False):
+            grown[sample.group].append(self.engine.branches().grown(sample))
+        return grown
+
+    def _step(self, ask: Ask, grown: Grown) -> Step:
+        if grown.error is not None:
+            return Step(error=f"generation failed: {grown.error}")
+        tokens = grown.tokens
+        ended: Ended = "length" if grown.finish == "length" else "step"
         if tokens and tokens[-1] in self.engine.end_tokens:
             ended = "end"
         text = self._text(ask.response_ids, ask.text, tokens)
-        return Step(tokens, text, ended, sum(sample.raw_logprobs) / max(1, len(tokens)))
+        return Step(tokens, text, ended, grown.logprob, place=grown.place)
 
 
 def _stop_tokens(tokenizer: Any, stop: str) -> tuple[int, ...]:

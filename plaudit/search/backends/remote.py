@@ -32,9 +32,7 @@ class RemotePolicy:
             for ask, steps in zip(asks, self._server.each(self._one, asks), strict=True)
         ]
 
-    def release(
-        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Any]) -> None:
         """The server forgets by itself what is not asked for again."""
 
     def close(self) -> None:

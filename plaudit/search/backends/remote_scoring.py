@@ -66,9 +66,7 @@ class RemoteScorer:
         replies = self._server.each(self._one, list(zip(paths, items_of(paths), strict=True)))
         return [Scored(error=str(each)) if isinstance(each, RequestRefused) else each for each in replies]
 
-    def release(
-        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Any]) -> None:
         """The server forgets by itself what is not asked for again."""
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from plaudit.records import Item, Score, StepScores
 
 if TYPE_CHECKING:
+    from plaudit.core.kv.prefix import Place
     from plaudit.reward.reward import Result
 
 
@@ -19,25 +20,29 @@ class Path:
     """A response so far, its last step being the one to score.
 
     read   what was read of it when the step before was the last: Scored.tokens of that; none where that is not known
+    place  where that ends in the engine: Scored.place of that
     """
 
     prompt: str | tuple[dict[str, Any], ...]
     steps: tuple[str, ...]
     read: tuple[int, ...] = ()
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A score, of a process model from 0 to 1, or why there is none.
 
-    tokens   what was read, for giving its KV back; none where a server keeps it
+    tokens   what was read; none where a server keeps it
     hidden   the model's state at the end of the step, where it was asked for
+    place    where what was read ends, in an engine of this process, until that is released
     """
 
     value: float | None = None
     error: str | None = None
     tokens: tuple[int, ...] = ()
     hidden: np.ndarray | None = None
+    place: Place | None = None
 
 
 class Scorer(Protocol):
@@ -52,9 +57,8 @@ class Scorer(Protocol):
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         """The score of each path's last step, or of the whole path. What fails for one is that path's error."""
 
-    def release(
-        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None: ...
+    def release(self, places: Sequence[Place]) -> None:
+        """The paths that end there are given up."""
 
     def close(self) -> None: ...
 

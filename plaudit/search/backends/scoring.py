@@ -20,6 +20,7 @@ from plaudit.search.backends.scored import Path, Scored, Scorer, items_of, last_
 if TYPE_CHECKING:
     from plaudit.client.client import RewardClient
     from plaudit.core import Engine
+    from plaudit.core.kv.prefix import Place
     from plaudit.reward.model import EncoderReward, ModelReward
     from plaudit.reward.process import ProcessReading
     from plaudit.reward.work import Work
@@ -42,7 +43,9 @@ class LocalScorer:
         grown = [self.reading.grown(path.read, path.prompt, path.steps) if path.read else None for path in paths]
         whole = iter(self._whole([path for path, work in zip(paths, grown, strict=True) if work is None]))
         works = [next(whole) if work is None else work for work in grown]
-        values = iter(self._read([work for work in works if not isinstance(work, Scored)], hidden))
+        places = [path.place if known is not None else None for path, known in zip(paths, grown, strict=True)]
+        asked = [pair for pair in zip(works, places, strict=True) if not isinstance(pair[0], Scored)]
+        values = iter(self._read(asked, hidden))  # type: ignore[arg-type]
         return [work if isinstance(work, Scored) else next(values) for work in works]
 
     def _whole(self, paths: Sequence[Path]) -> list[Work | Scored]:
@@ -61,38 +64,44 @@ class LocalScorer:
             works.append(last if fits else Scored(error=mismatch(work.steps, len(path.steps))))
         return works
 
-    def release(
-        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Place]) -> None:
         with self._lock:
-            self.engine.release(tokens, keep, below=below)
+            self.engine.branches().let_go(places)
 
     def close(self) -> None:
         """The engine's memory goes with the object."""
 
-    def _read(self, works: Sequence[Work], hidden: bool) -> list[Scored]:
+    def _read(self, works: Sequence[tuple[Work, Place | None]], hidden: bool) -> list[Scored]:
+        """The scores of the last steps. `places`: where what was read of them before ends."""
         if not works:
             return []
         try:
             with self._lock:
-                rows = self.engine.score(
-                    [work.tokens for work in works], positions=[work.positions for work in works],
-                    columns=works[0].columns, cache=True, hidden=hidden,
-                )  # fmt: skip
+                values, places = self._values(works, hidden)
         except RequestError as error:
             if len(works) == 1:
                 return [Scored(error=f"scoring_failed: {error}")]
             return [scored for work in works for scored in self._read([work], hidden)]
         width = self.engine.decoder.trunk.config.hidden_size if hidden else 0  # type: ignore[union-attr]
-        values = np.concatenate(rows)
         labels = values.shape[1] - width
         scores = self.reading.last_scores(values[:, :labels])
         states = values[:, labels:] if hidden else [None] * len(works)
         unsound = f"nonfinite_score: {self.reading.facts.name} gave a step score that is not a finite number"
         return [
-            Scored(error=unsound) if score is None else Scored(score, None, tuple(work.tokens), state)
-            for work, score, state in zip(works, scores, states, strict=True)
+            Scored(error=unsound) if score is None else Scored(score, None, tuple(work.tokens), state, place)
+            for (work, _), score, state, place in zip(works, scores, states, places, strict=True)
         ]
+
+    def _values(
+        self, works: Sequence[tuple[Work, Place | None]], hidden: bool
+    ) -> tuple[np.ndarray, list[Place | None]]:
+        ids, columns = [work.tokens for work, _ in works], works[0][0].columns
+        if self.engine.branching:
+            positions, places = [work.positions[-1] for work, _ in works], [place for _, place in works]
+            return self.engine.branches().read(ids, places, positions, columns, hidden)
+        at = [work.positions for work, _ in works]
+        rows = self.engine.score(ids, positions=at, columns=columns, cache=True, hidden=hidden)
+        return np.concatenate(rows), [self.engine.branches().place(tokens) for tokens in ids]
 
 
 class OutcomeScorer:
@@ -110,9 +119,7 @@ class OutcomeScorer:
     def score(self, paths: Sequence[Path], *, hidden: bool = False) -> list[Scored]:
         return [whole_score(result) for result in self.reward.score(items_of(paths))]
 
-    def release(
-        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Place]) -> None:
         """A response is read once, and nothing is kept of it."""
 
     def close(self) -> None:
@@ -145,9 +152,7 @@ class ServedScorer:
             return [whole_score(result) for result in self.client.score(items_of(paths))]
         return last_scores(paths, self.client.score(items_of(paths), steps=True))
 
-    def release(
-        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Place]) -> None:
         """The server forgets by itself what is not asked for again."""
 
     def close(self) -> None:

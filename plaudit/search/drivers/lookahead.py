@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from plaudit.search.backends.policy import Ask, Policy
 from plaudit.search.backends.scored import Path, Scorer
+
+if TYPE_CHECKING:
+    from plaudit.core.kv.prefix import Place
 
 
 @dataclass(slots=True)
 class Ahead:
     """value      the score of the last step; None if there was none to score
-    token_ids  prompt and steps
-    read       what the PRM read
+    steps      where they end in the engine
+    read       where what the PRM read of them ends
     """
 
     calls: int = 0
     tokens: int = 0
     value: float | None = None
-    token_ids: tuple[int, ...] = ()
-    read: tuple[int, ...] = ()
+    steps: list[Place] = field(default_factory=list)
+    read: list[Place] = field(default_factory=list)
 
 
 def look_ahead(policy: Policy, scorer: Scorer, asks: Sequence[Ask], paths: Sequence[Path], steps: int) -> list[Ahead]:
@@ -34,16 +38,17 @@ def look_ahead(policy: Policy, scorer: Scorer, asks: Sequence[Ask], paths: Seque
         for i, step in zip(going, made, strict=True):
             rollouts[i].calls += 1
             rollouts[i].tokens += len(step.tokens)
+            rollouts[i].steps += [step.place] if step.place is not None else []
             if step.error is not None or step.ended == "length" or not step.text.strip():
                 continue
-            now[i] = replace(now[i], response_ids=(*now[i].response_ids, *step.tokens), text=now[i].text + step.text)
-            seen[i] = replace(seen[i], steps=(*seen[i].steps, step.text), read=())
+            ids, text = (*now[i].response_ids, *step.tokens), now[i].text + step.text
+            now[i] = replace(now[i], response_ids=ids, text=text, place=step.place)
+            seen[i] = replace(seen[i], steps=(*seen[i].steps, step.text), read=(), place=None)
             if step.ended == "step":
                 on.append(i)
         going = on
-    for i, ask in enumerate(now):
-        rollouts[i].token_ids = (*ask.prompt, *ask.response_ids)
     longer = [i for i, path in enumerate(paths) if seen[i] != path]
     for i, scored in zip(longer, scorer.score([seen[i] for i in longer]) if longer else [], strict=True):
-        rollouts[i].value, rollouts[i].read = scored.value, scored.tokens
+        rollouts[i].value = scored.value
+        rollouts[i].read += [scored.place] if scored.place is not None else []
     return rollouts

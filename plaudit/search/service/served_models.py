@@ -93,9 +93,7 @@ class ServedPolicy:
         _, answers = self._calls.call(lambda: self._scoring.read(request, self._served, jobs))
         return [self._steps(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
 
-    def release(
-        self, paths: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Any]) -> None:
         """The worker forgets by itself what is not asked for again."""
 
     def close(self) -> None:
@@ -145,9 +143,7 @@ class ServedJudge:
                 raise Interrupted(HttpError(503, result.error.type, result.error.message))
         return [*map(whole_score, scored.results)] if self.whole else last_scores(paths, scored.results)
 
-    def release(
-        self, tokens: Sequence[tuple[int, ...]], keep: Sequence[tuple[int, ...]] = (), *, below: bool = False
-    ) -> None:
+    def release(self, places: Sequence[Any]) -> None:
         """The worker forgets by itself what is not asked for again."""
 
     def close(self) -> None:

@@ -1,0 +1,376 @@
+"""Paths that go on level by level, as those of a search do: sampled and read in whole batches, on an engine's books.
+
+A path says with its place in the prefix tree what is computed of it. So nothing is looked up by all of its tokens, no
+request or sample is made for it, and its children decode at once: they copy the block in which the path ends, and the
+first thing they compute is its last token. Samples have the bits that `Engine.generate` gives them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span, copies_into
+from plaudit.core.draws import padded
+from plaudit.core.intake import Intake
+from plaudit.core.kv.prefix import Chain, Node, Place
+from plaudit.core.model.packing import send
+from plaudit.core.model.readouts import PendingReadout, Read, Reading, take
+from plaudit.core.runner import Runner
+from plaudit.core.sampling.noise import row_key
+from plaudit.core.sampling.sampler import Sampler
+from plaudit.core.sampling.sampling_params import SamplingParams
+from plaudit.core.scheduler import WORTH_COPYING
+from plaudit.errors import RequestError
+from plaudit.records import FinishReason, Sample
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Grown:
+    """One sample. logprob: the mean of its tokens, at temperature 1. place: where the path that it makes ends."""
+
+    tokens: tuple[int, ...]
+    finish: FinishReason
+    logprob: float
+    place: Place | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A sample on its way. tokens: the path and what was drawn; the first `computed` have their KV in the chain."""
+
+    path: int
+    tokens: list[int]
+    begin: int  # where the path ends
+    key: int
+    left: int
+    params: SamplingParams
+    stops: frozenset[int]
+    place: Place | None
+    raws: list[float] = field(default_factory=list)
+    chain: Chain[Node] = field(default_factory=Chain)
+    computed: int = 0
+    finish: FinishReason | None = None
+
+
+class Branches:
+    """Of one engine, which nobody else uses meanwhile. `apart` runs what changes its books, with the tree's key."""
+
+    def __init__(self, runner: Runner, intake: Intake, apart: Callable[[Callable[[Hashable], T]], T]) -> None:
+        self._runner = runner
+        self._intake = intake
+        self._apart: Callable[[Callable[[Hashable], Any]], Any] = apart
+        self._size = runner.backend.block_size
+        self._sampler: tuple[list[_Row], Sampler] | None = None
+
+    def sample(
+        self, paths: Sequence[Sequence[int]], places: Sequence[Place | None], params: Sequence[SamplingParams],
+        seeds: Sequence[int], steps: int | None = None,
+    ) -> list[list[Grown]]:  # fmt: skip
+        """What `Engine.generate` gives for these prompts, without stop strings and what else is tested token by token
+        on the host. `steps`: after so many those that have ended make room; a guess of how long most are."""
+        stops: dict[int, frozenset[int]] = {}
+        rows: list[_Row] = []
+        for number, (path, place, options, seed) in enumerate(zip(paths, places, params, seeds, strict=True)):
+            if id(options) not in stops:
+                stops[id(options)] = self._intake.check_params(options)
+            tokens = self._intake.tokens(path) if place is None else list(path)
+            most = self._intake.most(len(tokens), options)
+            rows += [
+                _Row(number, tokens.copy(), len(tokens), row_key(seed, i), most, options, stops[id(options)], place)
+                for i in range(options.n)
+            ]
+        grown: dict[_Row, Grown] = self._apart(lambda key: self._sample(key, rows, steps))
+        return [[grown[row] for row in own] for _, own in groupby(rows, lambda row: row.path)]
+
+    def read(
+        self, sequences: Sequence[Sequence[int]], places: Sequence[Place | None], positions: Sequence[int],
+        columns: Sequence[int] | None, hidden: bool,
+    ) -> tuple[np.ndarray, list[Place | None]]:  # fmt: skip
+        """What `Engine.score` reads of each sequence at one position, (sequences, values), and where it ends. `places`:
+        of what a sequence begins with."""
+        ids = [self._intake.tokens(sequence) for sequence in sequences]
+        first = self._intake.reads(ids, [[position] for position in positions], columns)[0]
+        read = Read(first.what, (), first.columns, hidden)
+        for sequence in ids:
+            self._intake.check_pool(len(sequence), f"a sequence of {len(sequence)} tokens")
+        values, ends = self._apart(lambda key: self._read(key, ids, places, positions, read))
+        if not np.isfinite(values).all():
+            raise RequestError(f"{self._runner.decoder.name} gave scores that are not finite numbers")
+        return values, ends
+
+    def place(self, tokens: Sequence[int]) -> Place | None:
+        """Of a path that was computed otherwise."""
+        place: Place | None = self._apart(lambda key: self._runner.tree.hold_end(key, tokens, len(tokens)))
+        return place
+
+    def grown(self, sample: Sample) -> Grown:
+        """A sample that was drawn otherwise."""
+        error = None if sample.error is None else sample.error.message
+        place = self.place([*sample.prompt_ids, *sample.token_ids[:-1]]) if error is None else None
+        logprob = sum(sample.raw_logprobs) / max(1, len(sample.token_ids))
+        return Grown(sample.token_ids, sample.finish_reason, logprob, place, error)
+
+    def let_go(self, places: Sequence[Place]) -> int:
+        """Give back at once the KV of paths that are given up; the blocks freed. Without it they go when somebody needs
+        the room."""
+        return self._runner.let_go(places)
+
+    # Sampling
+
+    def _sample(self, key: Hashable, rows: list[_Row], steps: int | None) -> dict[_Row, Grown]:
+        waiting, running, grown = deque(rows), list[_Row](), dict[_Row, Grown]()
+        most = self._runner.scheduler.window if steps is None else min(self._runner.scheduler.window, steps)
+        while waiting or running:
+            self._admit(key, waiting, running)
+            self._decode(running, self._window(key, waiting, running, most))
+            for row in running:
+                if row.finish is not None:
+                    grown[row] = self._ended(key, row)
+            running = [row for row in running if row.finish is None]
+        self._sampler = None
+        return grown
+
+    def _admit(self, key: Hashable, waiting: deque[_Row], running: list[_Row]) -> None:
+        """Let rows begin, as far as there are blocks: compute what is missing of their paths but for the last token."""
+        batch, runner = _Batch(self._runner, key), self._runner
+        most = max(1, runner.scheduler.max_running - len(runner.scheduler.running))
+        while waiting and len(running) < most:
+            row = waiting[0]
+            last = len(row.tokens) - 1
+            upto = last + min(row.left, runner.scheduler.look_every)
+            chain = batch.begin(row.tokens, last, last, upto, row.place)
+            if chain is None:
+                break
+            row.chain, row.computed = chain, last
+            running.append(waiting.popleft())
+        if not running:
+            self._refuse(len(waiting[0].tokens))
+        batch.compute([])
+
+    def _window(self, key: Hashable, waiting: deque[_Row], running: list[_Row], most: int) -> int:
+        """How many steps are taken at once, with blocks for them; where there are too few the last rows wait."""
+        scheduler = self._runner.scheduler
+        steps = min(most, max(row.left for row in running))
+        while True:
+            ends = [row.computed + min(steps, row.left) for row in running]
+            needs = [-(-end // self._size) - len(row.chain.blocks) for row, end in zip(running, ends, strict=True)]
+            blocks = _taken(self._runner, sum(need for need in needs if need > 0))
+            if blocks is not None:
+                break
+            if steps > scheduler.look_every:
+                steps = max(scheduler.look_every, steps // 2)
+            elif len(running) > 1:
+                row = running.pop()
+                self._leave(key, row)
+                waiting.appendleft(row)
+            elif steps > 1:
+                steps = 1
+            else:
+                self._refuse(len(running[0].tokens))
+        for row, need in zip(running, needs, strict=True):
+            if need > 0:
+                row.chain.blocks += blocks[:need]
+                del blocks[:need]
+        return steps
+
+    def _decode(self, running: list[_Row], steps: int) -> None:
+        runner = self._runner
+        pieces = list(runner.backend.decode(self._columns(running), steps))
+        alive = np.concatenate([piece.alive.numpy() for piece in pieces])
+        counts = alive.sum(axis=0).tolist()
+        tokens, raws = (_by_row(pieces, name) for name in ("tokens", "raw_logprobs"))
+        sound = all(bool(piece.raw_logprobs.isfinite().all()) for piece in pieces)
+        for row, count, drawn, raw in zip(running, counts, tokens, raws, strict=True):
+            row.tokens += drawn[:count]
+            row.raws += raw[:count]
+            row.left -= count
+            row.computed += count
+            if not sound and any(value != value for value in raw[:count]):
+                row.finish = "error"
+            elif row.tokens[-1] in row.stops:
+                row.finish = "stop"
+            elif row.left == 0:
+                row.finish = "length"
+        runner.tokens_computed += sum(counts)
+        runner.steps += 1
+
+    def _columns(self, running: list[_Row]) -> DecodeBatch:
+        device = self._runner.decoder.device
+        lengths = [len(row.tokens) for row in running]
+        numbers = (
+            [row.tokens[-1] for row in running], [length - 1 for length in lengths],
+            [length - row.begin for row, length in zip(running, lengths, strict=True)], [row.left for row in running],
+        )  # fmt: skip
+        tokens, positions, drawn, left = send(np.array(numbers, dtype=np.int64), device)
+        return DecodeBatch(
+            tokens=tokens, positions=positions, drawn=drawn, left=left,
+            alive=torch.ones(len(running), dtype=torch.bool, device=device),
+            stops=send(padded([row.stops for row in running], -1), device),
+            tables=send(padded([row.chain.blocks for row in running], 0), device),
+            sampler=self._sampler_of(running), lengths=lengths,
+        )  # fmt: skip
+
+    def _sampler_of(self, running: list[_Row]) -> Sampler:
+        """The same for the same rows: a back end then goes on with what it has laid out for them."""
+        if self._sampler is None or self._sampler[0] != running:
+            params, keys, stops = ([getattr(row, name) for row in running] for name in ("params", "key", "stops"))
+            self._sampler = list(running), Sampler(params, keys, stops, self._runner.hashes)
+        return self._sampler[1]
+
+    def _ended(self, key: Hashable, row: _Row) -> Grown:
+        assert row.finish is not None
+        drawn = tuple(row.tokens[row.begin :])
+        if row.finish == "error":
+            _released(self._runner, row.chain)
+            return Grown(drawn, "error", 0.0, None, f"{self._runner.decoder.name} gave logits that are not numbers")
+        return Grown(drawn, row.finish, sum(row.raws) / len(drawn), self._leave(key, row))
+
+    def _leave(self, key: Hashable, row: _Row) -> Place | None:
+        """Its KV stays in the tree alone."""
+        tree = self._runner.tree
+        tree.extend(key, row.chain, row.tokens, row.computed, stored=True)
+        place = tree.hold_end(key, row.tokens, row.computed, row.chain) if row.finish is not None else None
+        _released(self._runner, row.chain)
+        row.chain = Chain()
+        return place
+
+    def _refuse(self, tokens: int) -> None:
+        pool = self._runner.pool
+        raise RequestError(
+            f"a path of {tokens} tokens and one more have no room in the KV pool: of its {pool.blocks} blocks of "
+            f"{self._size} tokens others hold {pool.in_use}; raise kv_bytes"
+        )
+
+    # Reading
+
+    def _read(
+        self, key: Hashable, sequences: Sequence[list[int]], places: Sequence[Place | None], positions: Sequence[int],
+        read: Read,
+    ) -> tuple[np.ndarray, list[Place | None]]:  # fmt: skip
+        readouts: list[PendingReadout] = []
+        ends: list[Place | None] = []
+        while (first := len(ends)) < len(sequences):
+            batch = _Batch(self._runner, key)
+            for tokens, place, position in zip(sequences[first:], places[first:], positions[first:], strict=True):
+                if batch.begin(tokens, position, len(tokens), len(tokens), place) is None:
+                    break
+            if not batch.chains:
+                self._refuse(len(sequences[first]))
+            count = len(batch.chains)
+            rows = batch.compute(positions[first : first + count])
+            readouts.append(take(self._runner.decoder, rows, [Reading(read, (), range(count))]))
+            for tokens, chain in zip(sequences[first:], batch.chains, strict=False):
+                ends.append(self._runner.tree.hold_end(key, tokens, len(tokens), chain))
+                _released(self._runner, chain)
+        self._runner.steps += len(readouts)
+        return np.concatenate([readout.arrays()[0] for readout in readouts]), ends
+
+
+class _Batch:
+    """Paths that are computed together, as many tokens as a step may have."""
+
+    def __init__(self, runner: Runner, key: Hashable) -> None:
+        self.runner, self.key = runner, key
+        self.chains: list[Chain[Node]] = []
+        self._left = runner.scheduler.budget
+        self._spans: list[tuple[list[int], int, Chain[Node]]] = []  # tokens to compute, and how many are before them
+        self._copies: dict[int, list[Copy]] = {}
+        self._sources: list[Node] = []
+
+    def begin(
+        self, tokens: list[int], share: int, compute: int, upto: int, place: Place | None
+    ) -> Chain[Node] | None:  # fmt: skip
+        """A chain with blocks for `upto` tokens, of which the first `compute` will be computed: at most `share` of them
+        come from the tree. None if there is no room for it any more."""
+        tree, pool, size = self.runner.tree, self.runner.pool, self.runner.backend.block_size
+        match = tree.match(self.key, tokens, share, place)
+        source, copied = match.partial, match.partial_tokens
+        if source is None or (not match.nodes and copied < WORTH_COPYING):
+            source, copied = None, 0
+        have = len(match.nodes) * size + copied
+        if compute - have > self._left and self._spans:
+            return None
+        chain = Chain([node.block for node in match.nodes], list(match.nodes))
+        for block in chain.blocks:
+            pool.retain(block)
+        if source is not None:  # so that making room for the copy does not evict it
+            pool.retain(source.block)
+            self._sources.append(source)
+        own = _taken(self.runner, -(-upto // size) - len(chain.blocks))
+        if own is None:
+            _released(self.runner, chain)
+            if source is not None:
+                self._unpin(self._sources.pop())
+            return None
+        chain.blocks += own
+        if source is not None:
+            self._copies[own[0]] = copies_into(own[0], source.block, copied, self._copies)
+        if have < compute:
+            self._spans.append((tokens[have:compute], have, chain))
+            self._left -= compute - have
+            tree.extend(self.key, chain, tokens, compute, stored=False)  # what begins after it can share it
+        self.runner.scheduler.tokens_shared += have
+        self.chains.append(chain)
+        return chain
+
+    def compute(self, positions: Sequence[int]) -> torch.Tensor:
+        """The rows at these positions, one of each chain; none of none."""
+        backend, budget = self.runner.backend, self.runner.scheduler.budget
+        copies = [copy for each in self._copies.values() for copy in each]
+        rows = torch.empty(0)
+        spans = [Span(tokens, start, chain.blocks) for tokens, start, chain in self._spans]
+        if positions:
+            spans = [Span(s.tokens, s.start, s.blocks, [at - s.start]) for s, at in zip(spans, positions, strict=True)]
+        while len(spans) == 1 and len(spans[0].tokens) > budget and (not positions or spans[0].wanted[0] >= budget):
+            spans = self._pieces(spans[0], budget, copies)
+            copies = []
+        if spans:
+            rows = backend.forward(spans, copies)
+        elif copies:
+            backend.copy(copies)
+        self.runner.tokens_computed += sum(len(tokens) for tokens, _, _ in self._spans)
+        for node in self._sources:
+            self._unpin(node)
+        return rows
+
+    def _pieces(self, span: Span, budget: int, copies: list[Copy]) -> list[Span]:
+        """A path longer than a step may be: its first tokens are computed, the rest is left."""
+        self.runner.backend.forward([Span(span.tokens[:budget], span.start, span.blocks)], copies)
+        wanted = [at - budget for at in span.wanted]
+        return [Span(span.tokens[budget:], span.start + budget, span.blocks, wanted)]
+
+    def _unpin(self, node: Node) -> None:
+        self.runner.pool.release(node.block)
+        self.runner.tree.released([node])
+
+
+def _taken(runner: Runner, count: int) -> list[int] | None:
+    """So many blocks, if that leaves one for each sequence that runs."""
+    pool, reserve = runner.pool, len(runner.scheduler.running)
+    if pool.free < count + reserve:
+        runner.tree.evict(count + reserve - pool.free)
+        if pool.free < count + reserve:
+            return None
+    return [pool.take() for _ in range(count)]
+
+
+def _released(runner: Runner, chain: Chain[Node]) -> None:
+    for block in chain.blocks:
+        runner.pool.release(block)
+    runner.tree.released(chain.nodes[-1:])  # something goes on from all others
+
+
+def _by_row(pieces: Sequence[Decoded], name: str) -> list[list[Any]]:
+    columns = np.concatenate([getattr(piece, name).numpy() for piece in pieces])
+    rows: list[list[Any]] = np.ascontiguousarray(columns.T).tolist()
+    return rows
