@@ -285,7 +285,7 @@ class _Batch:
         self._left = runner.scheduler.budget
         self._spans: list[tuple[list[int], int, Chain[Node]]] = []  # tokens to compute, and how many are before them
         self._copies: dict[int, list[Copy]] = {}
-        self._sources: list[Node] = []
+        self._sources: dict[int, Node] = {}  # of copies, by block
 
     def begin(
         self, tokens: list[int], share: int, compute: int, upto: int, place: Place | None
@@ -303,14 +303,17 @@ class _Batch:
         chain = Chain([node.block for node in match.nodes], list(match.nodes))
         for block in chain.blocks:
             pool.retain(block)
-        if source is not None:  # so that making room for the copy does not evict it
+        pinned = source is not None and source.block not in self._sources
+        if source is not None and pinned:  # so that making room for the copy does not evict it
             pool.retain(source.block)
-            self._sources.append(source)
+            self._sources[source.block] = source
         own = _taken(self.runner, -(-upto // size) - len(chain.blocks))
+        if own is None and source is not None and pinned:  # then its block may be the one that is missing
+            self._unpin(source)
+            source, have = None, len(match.nodes) * size
+            own = _taken(self.runner, -(-upto // size) - len(chain.blocks))
         if own is None:
             _released(self.runner, chain)
-            if source is not None:
-                self._unpin(self._sources.pop())
             return None
         chain.blocks += own
         if source is not None:
@@ -339,7 +342,7 @@ class _Batch:
         elif copies:
             backend.copy(copies)
         self.runner.tokens_computed += sum(len(tokens) for tokens, _, _ in self._spans)
-        for node in self._sources:
+        for node in list(self._sources.values()):
             self._unpin(node)
         return rows
 
@@ -350,6 +353,7 @@ class _Batch:
         return [Span(span.tokens[budget:], span.start + budget, span.blocks, wanted)]
 
     def _unpin(self, node: Node) -> None:
+        del self._sources[node.block]
         self.runner.pool.release(node.block)
         self.runner.tree.released([node])
 

@@ -35,7 +35,7 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 
 def found(server: ServerProcess, number: int, stream: bool = False) -> dict[str, Any]:
     with server.http.stream("POST", "/v1/search", json=body(number, stream=stream), timeout=WAIT) as reply:
-        assert reply.status_code == 200, reply.read()
+        assert reply.status_code == 200, f"{reply.read()!r}\n{server.log()[-3000:]}"
         if not stream:
             return dict(json.loads(reply.read()))
         told = events(reply)

@@ -48,6 +48,7 @@ class Place(NamedTuple):
 
     node: Node
     resets: int  # of the tree, when the node was in it
+    tokens: int  # of the path, as far as it is here
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class PrefixTree:
         node, nodes = self._above(key, place, now)
         if node is None:
             return Match(nodes)
+        if place is not None and place.tokens == limit and place.node.parent is node:  # this is what is asked for
+            place.node.used, rest = now, limit - len(nodes) * self.block_size
+            return Match(nodes, place.node, rest) if rest < self.block_size else Match([*nodes, place.node])
         while True:
             start = len(nodes) * self.block_size
             want = tuple(tokens[start : min(start + self.block_size, limit)])
@@ -194,13 +198,14 @@ class PrefixTree:
         if nodes and (len(nodes) - 1) * self.block_size + len(nodes[-1].tokens) >= upto:
             end: Node | None = nodes[-1]
         else:  # another's node has the end
-            near = Place(nodes[-1], self._resets) if nodes else None
+            near = Place(nodes[-1], self._resets, -1) if nodes else None
             match = PrefixTree.match(self, key, tokens, upto, near)
             end = match.partial or (match.nodes[-1] if match.nodes else None)
+            upto = len(match.nodes) * self.block_size + match.partial_tokens
         if end is None:
             return None
         end.held += 1
-        return Place(end, self._resets)
+        return Place(end, self._resets, upto)
 
     def let_go(self, place: Place) -> int:
         """A path is given up: nodes that no other path needs give their blocks back, from its end upwards, as far as
