@@ -138,25 +138,29 @@ class RanksTable(Table):
     pipeline_parallel: PositiveInt = 1
     """Stages that share the layers out, each of as many ranks as the others make: micro-batches go through them."""
     expert_parallel: PositiveInt = 1
-    """Of the data_parallel × context_parallel ranks of a stage so many share the experts of a mixture out, each with
-    whole ones, and exchange tokens around them. They are no further ranks."""
+    """Of the data_parallel × context_parallel × tensor_parallel ranks of a stage so many share the experts of a mixture
+    out, each with whole ones, and exchange tokens around them. They are no further ranks."""
     timeout: Positive = 1800.0
     """Seconds a rank waits for the others: more than the slowest one's part of a step takes, in RL its rollouts and
     rewards, and more than an evaluation takes that the main one makes alone."""
 
     @model_validator(mode="after")
     def _deals_out(self) -> Self:
-        size = self.expert_parallel
-        if self.shards % size:
+        size, tensor = self.expert_parallel, self.tensor_parallel
+        count = self.shards * tensor
+        if count % size:
+            names, sizes = "data_parallel × context_parallel", f"{self.data_parallel} × {self.context_parallel}"
+            if tensor > 1:
+                names, sizes = f"{names} × tensor_parallel", f"{sizes} × {tensor}"
             raise ValueError(
-                f"data_parallel × context_parallel = {self.data_parallel} × {self.context_parallel} ranks share "
-                f"experts out in groups of expert_parallel = {size}, and {self.shards} / {size} = "
-                f"{self.shards / size:g} is no whole number: set data_parallel to a multiple"
+                f"{names} = {sizes} ranks share experts out in groups of expert_parallel = {size}, and {count} / "
+                f"{size} = {count / size:g} is no whole number: set data_parallel to a multiple"
             )
-        if size > 1 and self.tensor_parallel > 1:
+        if size > 1 and size % tensor:
             raise ValueError(
-                f"expert_parallel = {size} deals whole experts out, and tensor_parallel = "
-                f"{self.tensor_parallel} splits each matrix: set data_parallel or context_parallel in its place"
+                f"tensor_parallel = {tensor} ranks have the same tokens, and go to experts with a part of them each, "
+                f"so that all are in one group of expert_parallel = {size}: {size} / {tensor} = {size / tensor:g} is "
+                "no whole number"
             )
         return self
 

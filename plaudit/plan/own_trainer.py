@@ -53,7 +53,6 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     left_over = plan.cluster.devices % generation.devices > 0
     lacks = {
         "engine with expert parallelism": generation.ep > 1,
-        "expert parallelism with tensor parallelism": training.ep > 1 and training.tp > 1,
         "context parallelism that cuts heads": cuts_heads(model, training),
         "engines over several devices that are not those that train": several and plan.shared and left_over,
         "engine over several devices in a run over several nodes": several and several_nodes,
@@ -61,7 +60,7 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "engine that cuts latent attention": generation.tp > 1 and model.latent,
         "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,
         "data parallelism without FSDP": training.dp * training.cp > 1 and training.zero < 3,
-        "tensor parallelism of experts": training.tp > 1 and model.experts > 0,
+        "tensor parallelism of experts": model.experts > 0 and training.ep % training.tp > 0,
         "tensor parallelism of latent attention": training.tp > 1 and model.latent,
         "tensor parallelism that cuts key-value heads": training.tp > 1 and model.kv_heads % training.tp > 0,
         "optimizer on the host over several ranks": training.offload_optimizer and training.devices > 1,

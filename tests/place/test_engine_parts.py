@@ -134,10 +134,20 @@ def test_a_run_of_one_goes_on_over_ranks_that_share_an_engine(models: Callable[[
 
 
 @SLOW
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(victim: int, tmp_path: Path) -> None:
-    file, run = written(tmp_path / "recipe.toml", GRPO, steps=100_000), tmp_path / "run"
-    words = command(file, run, TWO, *ranks_that_generate(TENSOR_ENGINE))
+@pytest.mark.parametrize(
+    ("victim", "placement", "tables"),
+    [
+        (0, "colocated", GRPO), (1, "colocated", GRPO), (1, "swapped", GRPO),
+        (0, "swapped", {**GRPO, "model": {"lora": {"rank": 4}}}),
+    ],
+    ids=["main", "other", "swapped", "swapped-lora"],
+)  # fmt: skip
+def test_a_killed_rank_of_an_engine_ends_the_command_with_its_name(
+    victim: int, placement: str, tables: dict[str, Any], tmp_path: Path
+) -> None:
+    file, run = written(tmp_path / "recipe.toml", tables, steps=100_000), tmp_path / "run"
+    sets = ("--set", f"placement.name={placement}")
+    words = command(file, run, TWO, *ranks_that_generate(TENSOR_ENGINE), *sets)
     child = subprocess.Popen(words, env=ENV, stderr=subprocess.PIPE, text=True)
     begun(run, child)
     ranks = ranks_of(child.pid)

@@ -93,8 +93,9 @@ def test_experts_are_not_cut_by_tensor_parallelism() -> None:
         ((), GenerationLayout(pp=2), TrainingLayout(pp=2, dp=4, ep=4, zero=3)),
         (("engine that cuts experts",), GenerationLayout(2), TrainingLayout(dp=8, ep=4, zero=3)),
         (("engine with expert parallelism",), GenerationLayout(ep=8), TrainingLayout(dp=8, ep=4, zero=3)),
-        (("expert parallelism with tensor parallelism", "tensor parallelism of experts"), GenerationLayout(),
-         TrainingLayout(tp=2, dp=4, ep=4, zero=3)),
+        ((), GenerationLayout(), TrainingLayout(tp=2, dp=4, ep=4, zero=3)),
+        ((), GenerationLayout(pp=2), TrainingLayout(tp=2, dp=2, cp=2, ep=8, zero=3)),
+        (("tensor parallelism of experts",), GenerationLayout(), TrainingLayout(tp=4, dp=2, ep=2, zero=3)),
     ],
 )  # fmt: skip
 def test_experts_are_dealt_out_over_ranks_with_fsdp(

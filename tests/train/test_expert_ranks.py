@@ -33,17 +33,20 @@ SLOW = pytest.mark.slow
 # 3.20492 on one rank and 3.20450 over two on x86-64, however these share: a tie of experts, it seems.
 LEARNS: dict[str, Any] = {**GRPO, "reward": {"path": "sums"}, "train": {"prompts_per_step": 5, "lr": 1e-5}}
 DATA, CONTEXT, FOUR, PAIRS, STAGES = (2, 1, 1), (1, 2, 1), (4, 1, 1), (2, 2, 1), (2, 1, 1, 2)
+TENSOR = (1, 1, 2)
 
 
 @SLOW
 @pytest.mark.parametrize(
-    ("data", "context", "expert"), [(2, 1, 2), (4, 1, 2), (1, 2, 2), (2, 2, 2), (2, 2, 4)], ids=str
+    ("data", "context", "expert", "tensor"),
+    [(2, 1, 2, 1), (4, 1, 2, 1), (1, 2, 2, 1), (2, 2, 2, 1), (2, 2, 4, 1), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 4, 2)],
+    ids=str,
 )
 def test_ranks_that_share_experts_out_have_the_numbers_of_transformers_and_of_one_rank(
-    data: int, context: int, expert: int, tmp_path: Path
+    data: int, context: int, expert: int, tensor: int, tmp_path: Path
 ) -> None:
-    words = ["-m", "tests.train.rank_experts", str(data), str(context), str(expert)]
-    fork_ranks(data * context, words, tmp_path)
+    words = ["-m", "tests.train.rank_experts", *map(str, (data, context, expert, tensor))]
+    fork_ranks(data * context * tensor, words, tmp_path)
 
 
 @SLOW
@@ -72,6 +75,10 @@ def dealt(expert: int) -> tuple[str, str]:
         pytest.param({**LEARNS, "model": {"lora": {"rank": 4}}}, DATA, 2, id="lora-2"),
         pytest.param(PPO, STAGES, 2, id="ppo-stages"),
         pytest.param(LEARNS, (1, 2, 1, 2), 2, id="grpo-context-stages"),
+        pytest.param(LEARNS, TENSOR, 2, id="grpo-tensor"),
+        pytest.param(PPO, (2, 1, 2), 2, id="ppo-data-tensor-by-2"),
+        pytest.param({**LEARNS, "model": {"lora": {"rank": 4}}}, (1, 2, 2), 4, id="lora-context-tensor"),
+        pytest.param(PPO, (1, 1, 2, 2), 2, id="ppo-tensor-stages"),
     ],
 )
 def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_with_its_state(
@@ -91,7 +98,13 @@ def test_a_run_whose_ranks_share_experts_out_is_the_run_of_one_which_can_go_on_w
 @SLOW
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((DATA, 2), (FOUR, 2)), ((FOUR, 4), (CONTEXT, 1)), ((STAGES, 2), (DATA, 2)), ((DATA, 1), (STAGES, 2))],
+    [
+        ((DATA, 2), (FOUR, 2)),
+        ((FOUR, 4), (CONTEXT, 1)),
+        ((STAGES, 2), (DATA, 2)),
+        ((DATA, 1), (STAGES, 2)),
+        ((TENSOR, 2), (FOUR, 4)),
+    ],
     ids=str,
 )
 def test_a_run_goes_on_with_experts_dealt_out_otherwise(
@@ -109,7 +122,10 @@ def test_a_run_goes_on_with_experts_dealt_out_otherwise(
 @SLOW
 @pytest.mark.parametrize(
     ("channel", "shape"),
-    [("shared", DATA), ("disk", DATA), ("collective", DATA), ("reshard", DATA), ("reshard", STAGES)],
+    [
+        ("shared", DATA), ("disk", DATA), ("collective", DATA), ("reshard", DATA), ("reshard", STAGES),
+        ("reshard", TENSOR),
+    ],
 )  # fmt: skip
 def test_engines_apart_get_the_experts_of_all_ranks(channel: str, shape: Shape, model: str, tmp_path: Path) -> None:
     tables = {**LEARNS, "model": {"path": model}}
@@ -128,8 +144,10 @@ def test_engines_apart_get_the_experts_of_all_ranks(channel: str, shape: Shape, 
     [
         ({"data_parallel": 3, "expert_parallel": 2}, r"data_parallel × context_parallel = 3 × 1 ranks share experts "
          r"out in groups of expert_parallel = 2, and 3 / 2 = 1.5 is no whole number"),
-        ({"data_parallel": 2, "expert_parallel": 2, "tensor_parallel": 2}, r"expert_parallel = 2 deals whole experts "
-         r"out, and tensor_parallel = 2 splits each matrix: set data_parallel or context_parallel in its place"),
+        ({"data_parallel": 3, "expert_parallel": 4, "tensor_parallel": 2}, r"data_parallel × context_parallel × "
+         r"tensor_parallel = 3 × 1 × 2 ranks .* 6 / 4 = 1.5 is no whole number"),
+        ({"data_parallel": 2, "expert_parallel": 2, "tensor_parallel": 4}, r"tensor_parallel = 4 ranks have the same "
+         r"tokens, .* one group of expert_parallel = 2: 2 / 4 = 0.5 is no whole number"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_share_experts_out_are_refused_with_the_recipe(

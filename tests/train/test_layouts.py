@@ -81,6 +81,8 @@ LAYOUTS = [
     Layout("llama", DATA, engine={"tensor_parallel": 2}),
     Layout("qwen3", TENSOR, {"name": "hybrid"}, engine={"pipeline_parallel": 2}, algorithm="ppo"),
     Layout("llama", DATA, {"name": "swapped"}, algorithm="ppo"),
+    Layout("mixture", TENSOR, expert=2, resumed=(DATA, 2)),
+    Layout("mixture", (2, 1, 2), {"name": "swapped"}, expert=2, engine={"pipeline_parallel": 2}, algorithm="ppo"),
     Layout("qwen3", STAGES, {"name": "swapped"}, engine={"tensor_parallel": 2}),
 ]
 CHOSEN = [layout for number, layout in enumerate(LAYOUTS) if in_turn(number, 3)]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plaudit.core.model.attention import use_packed_attention
+from plaudit.core.model.fusion import are_experts
 from plaudit.core.model.packing import pack, trunk
 from plaudit.core.model.stages import RankPosition, drop_embeddings, drop_head, keep_layers, stages_of
 from plaudit.errors import ModelError
@@ -123,9 +124,12 @@ def _layer_rows(
     return hidden
 
 
-def split_parts(base: nn.Module, size: int) -> Iterator[tuple[str, nn.Linear, str]]:
-    """The matrices of a trunk that `size` ranks share, each with its style; ModelError if they cannot."""
-    parts = (each for name, part, style in planned(base) if style != SUMMED for each in _matrices(name, part, style))
+def split_parts(base: nn.Module, size: int, dealt: bool = False) -> Iterator[tuple[str, nn.Linear, str]]:
+    """The matrices of a trunk that `size` ranks share, each with its style; ModelError if they cannot. `dealt`: ranks
+    have its experts whole, by turns."""
+    parts = (
+        each for name, part, style in planned(base, dealt) if style != SUMMED for each in _matrices(name, part, style)
+    )
     for name, part, style in parts:
         count = part.out_features if style == "colwise" else part.in_features
         if count % size:
@@ -150,15 +154,15 @@ def _matrices(name: str, part: nn.Module, style: str) -> Iterator[tuple[str, nn.
         yield f"{name}.{inner}", linear, style
 
 
-def planned(base: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The parts of the layers that the model's plan names, each with its style."""
+def planned(base: nn.Module, dealt: bool = False) -> list[tuple[str, nn.Module, str]]:
+    """What of the layers the model's plan names, each with its style, without experts that are `dealt` out."""
     config: Any = base.config
     plan: dict[str, str] = {n: s for n, s in (config.base_model_tp_plan or {}).items() if n.startswith("layers.")}
     parts = [
         (name, part, style)
         for name, part in base.named_modules()
         for pattern, style in plan.items()
-        if fnmatch(name, pattern)
+        if fnmatch(name, pattern) and not (dealt and are_experts(part))
     ]
     for name, part, style in parts:
         linear = isinstance(getattr(part, "base_layer", part), nn.Linear)

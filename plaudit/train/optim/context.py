@@ -86,6 +86,12 @@ def summed(part: Tensor, group: Group) -> Tensor:
     return total
 
 
+def alike(whole: Tensor, group: Group) -> Tensor:
+    """The same on all ranks, of which each goes on with a part: what they find its gradient to be adds up."""
+    same: Tensor = _Same.apply(whole, group)  # type: ignore[no-untyped-call]
+    return same
+
+
 def placed(at: Tensor, values: Tensor, count: int, group: Group) -> Tensor:
     """(count, ...), with what each rank has read of its rows at their places, and 0 at the others."""
     zeros = torch.zeros(count, *values.shape[1:], dtype=values.dtype, device=values.device)
@@ -135,6 +141,20 @@ class _Sum(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _Same(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group.channel)
+        return total, None
 
 
 def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from plaudit.core.model.fusion import are_experts
 from plaudit.errors import ModelError
-from plaudit.train.optim.context import all_to_all, exchanged
-from plaudit.train.run.ranks import EXPERT, Group, Ranks
+from plaudit.train.optim.context import alike, all_to_all, exchanged, placed
+from plaudit.train.run.ranks import EXPERT, TENSOR, Group, Ranks
 
 
 def experts_of(module: nn.Module) -> dict[str, Any]:
@@ -50,6 +50,9 @@ def check_experts(module: nn.Module, expert_parallel: int) -> bool:
 def deal_out(module: nn.Module, ranks: Ranks) -> list[nn.Module]:
     """Leave this rank its share of the experts; returns the modules that have them. Their weights are DTensors then."""
     assert ranks.experts is not None
+    assert ranks.mesh is not None
+    mesh = ranks.mesh[TENSOR]
+    tensor = Group(mesh.get_local_rank(), mesh.size(), mesh.get_group())
     parts = experts_of(module)
     for part in parts.values():
         alone = copy.copy(part)  # computes with this rank's experts, whose weights it is given for every pass
@@ -58,19 +61,31 @@ def deal_out(module: nn.Module, ranks: Ranks) -> list[nn.Module]:
             # Every rank has all of it, or is on the meta device.
             share = distribute_tensor(parameter.data, ranks.experts[EXPERT], [Shard(0)], src_data_rank=None)
             part.register_parameter(name, nn.Parameter(share, parameter.requires_grad))
-        part.forward = MethodType(_forward(alone, ranks.expert), part)
+        part.forward = MethodType(_forward(alone, ranks.expert, tensor), part)
     return list(parts.values())
 
 
-def _forward(alone: Any, group: Group) -> Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]:
+def _forward(alone: Any, group: Group, tensor: Group) -> Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]:
     def forward(part: nn.Module, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
         alone._parameters = {name: _own(parameter) for name, parameter in part.named_parameters()}
         try:
-            return _by_owners(alone, group, x_TD, chosen_TK, weights_TK)
+            if tensor.size == 1:
+                return _by_owners(alone, group, x_TD, chosen_TK, weights_TK)
+            return _in_parts(alone, group, tensor, x_TD, chosen_TK, weights_TK)
         finally:
             alone._parameters = {}
 
     return forward
+
+
+def _in_parts(
+    alone: Any, group: Group, tensor: Group, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+) -> Tensor:  # fmt: skip
+    """Ranks that split matrices have the same rows: each goes to the experts with a part of them."""
+    rows = tensor.share(len(x_TD))
+    own, at = slice(rows.start, rows.stop), torch.arange(rows.start, rows.stop, device=x_TD.device)
+    part_TD, part_TK = alike(x_TD, tensor)[own], alike(weights_TK, tensor)[own]
+    return placed(at, _by_owners(alone, group, part_TD, chosen_TK[own], part_TK), len(x_TD), tensor)
 
 
 def _own(parameter: Tensor) -> Tensor:
@@ -96,5 +111,5 @@ def _by_owners(alone: Any, group: Group, x_TD: Tensor, chosen_TK: Tensor, weight
     y_RD = alone.forward(x_RD, ids_R[:, None], x_RD.new_ones(len(x_RD), 1))[:rows]
     y_PD = exchanged(y_RD, received, sent, group)
     back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-    y_TKD = y_PD[back_P].view(tokens, choices, -1)
+    y_TKD = y_PD[back_P].view(tokens, choices, y_PD.shape[1])
     return (y_TKD * weights_TK[..., None]).sum(1).to(x_TD.dtype)

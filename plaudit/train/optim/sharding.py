@@ -64,7 +64,7 @@ class Shards:
         self.summed: set[str] = set()
         """Parameters that every tensor rank holds whole but uses for its own heads only: their gradients add up."""
         if self.mesh[TENSOR].size() > 1:
-            self._split_matrices()
+            self._split_matrices(ranks.experts is not None)
             self._split_vocabulary()
         # Gradients are summed in float32, whatever the weights are in.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -164,15 +164,15 @@ class Shards:
         """Whether a parameter is split over both dimensions of its mesh; else each tensor rank has it whole."""
         return self.parameters[name].device_mesh.ndim == 2
 
-    def _split_matrices(self) -> None:
+    def _split_matrices(self, dealt: bool) -> None:
         base = trunk(self.module)
         prefix = next(name for name, part in self.module.named_modules() if part is base)
-        for name, part, style in planned(base):
+        for name, part, style in planned(base, dealt):
             if style == SUMMED:
                 self.summed |= {f"{prefix}.{name}.{each}" for each, _ in part.named_parameters()}
         styles: dict[str, ParallelStyle] = {
             f"{prefix}.{name}": ColwiseParallel() if style == "colwise" else RowwiseParallel()
-            for name, _, style in split_parts(base, self.mesh[TENSOR].size())
+            for name, _, style in split_parts(base, self.mesh[TENSOR].size(), dealt)
         }
         parallelize_module(self.module, self.mesh[TENSOR], styles)
 
@@ -212,7 +212,9 @@ class _OwnRows(TorchFunctionMode):
 def _look_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     with _OwnRows():
         rows: Tensor = type(embedding).forward(embedding, tokens)  # which may scale them
-    return rows
+    if embedding.padding_idx is None:
+        return rows
+    return torch.where((tokens == embedding.padding_idx)[..., None], rows.detach(), rows)  # padding learns nothing
 
 
 class Head(NamedTuple):

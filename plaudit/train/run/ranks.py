@@ -110,8 +110,8 @@ class Ranks:
     back       the same ranks: gradients go back on a channel of their own
     ends       the first and the last of them
     readers    `data` of all stages, in the order of the stages: they exchange what the last one has read
-    expert     those of data × context that have all experts of a mixture between them
-    experts    (copies, expert): data × context of this rank's stage once more, where experts are dealt out; else None
+    expert     those of data × context × tensor that have all experts of a mixture between them
+    experts    (copies, expert): the ranks of this one's stage once more, where experts are dealt out; else None
     """
 
     everyone: Group = ONE
@@ -171,7 +171,7 @@ def join(resources: RanksTable, device: str) -> Iterator[Ranks]:
         expert, experts = ONE, None
         if (size := resources.expert_parallel) > 1:
             expert = groups_along(np.arange(world).reshape(-1, size), 1, backend, limit)
-            dealt = (shape[0], resources.shards // size, size)
+            dealt = (shape[0], resources.shards * resources.tensor_parallel // size, size)
             axes = (STAGE, COPIES, EXPERT)
             experts = init_device_mesh(mesh.device_type, dealt, mesh_dim_names=axes)[COPIES, EXPERT]
         yield Ranks(
