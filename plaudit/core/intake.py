@@ -69,8 +69,8 @@ class Intake:
         room = self.decoder.max_positions - len(ids)
         if room < 1:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and {self.decoder.name} {self.decoder.max_positions} positions: "
-                "no room for a token more; shorten the prompt"
+                f"the prompt has {len(ids)} tokens and {self.decoder.name} {self.decoder.max_positions} positions"
+                f"{self.decoder.why_no_more}: no room for a token more; shorten the prompt"
             )
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         # The last token drawn is never stored.
@@ -145,8 +145,8 @@ class Intake:
             )
         if len(ids) > self.decoder.max_positions:
             raise RequestError(
-                f"{len(ids)} tokens are more than the {self.decoder.max_positions} positions of {self.decoder.name}: "
-                "shorten the text"
+                f"{len(ids)} tokens are more than the {self.decoder.max_positions} positions of {self.decoder.name}"
+                f"{self.decoder.why_no_more}: shorten the text"
             )
         return ids
 

@@ -126,14 +126,6 @@ def test_encoders_are_refused_by_name() -> None:
         inspect(BertForSequenceClassification(config))
 
 
-def test_rotary_positions_that_move_with_the_batch_are_refused() -> None:
-    config = tiny.CONFIGS["llama"].__class__(
-        **tiny.GROUPED, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    )
-    with pytest.raises(ModelError, match="'dynamic' rotary positions"):
-        inspect(AutoModelForCausalLM.from_config(config))
-
-
 def test_a_model_that_mixes_tokens_elsewhere_fails_the_trial() -> None:
     module = tiny.model("llama")
     norm = module.model.norm

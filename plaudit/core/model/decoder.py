@@ -15,6 +15,7 @@ from plaudit.core.model.attention import Layout, use_packed_attention
 from plaudit.core.model.lean import LeanTrunk
 from plaudit.core.model.mixers import StateShapes, told
 from plaudit.core.model.packing import trunk
+from plaudit.core.model.rotary import steady_positions
 from plaudit.errors import RequestError
 
 Kind = Literal["causal", "sequence", "token"]
@@ -52,6 +53,10 @@ class Decoder:
         self.record_bytes = 0  # that are kept beside a token's KV: its experts, where an engine records them
         self._lean: LeanTrunk | None = None
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
+        self.why_no_more = ""
+        if (steady := steady_positions(self.config) or self.max_positions) < self.max_positions:
+            self.max_positions = steady
+            self.why_no_more = f" (longrope turns all positions of a sequence of more than {steady} by other angles)"
 
     @property
     def lean(self) -> LeanTrunk | None:

@@ -25,7 +25,6 @@ from plaudit.errors import ModelError, one_line
 RECURRENT = frozenset(
     {"falcon_mamba", "mamba", "mamba2", "minimax", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm"}
 )
-SHIFTING_ROPE = frozenset({"dynamic", "longrope"})
 SEEDS = (0, 1)  # of a stand-in's weights: experts whose scores are equal to the rounding may go either way once
 
 
@@ -100,13 +99,6 @@ def _refuse_by_name(name: str, config: Any) -> None:
         raise ModelError(f"{name} ({family}) has no vocab_size; the core runs models of tokens")
     if getattr(text, "index_topk", None) or any("sparse" in t or "compress" in t for t in layers):
         raise ModelError(f"{name} ({family}) attends to the keys that an indexer picks; the core attends to all")
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = {rope.get("rope_type")} | {v.get("rope_type") for v in rope.values() if isinstance(v, dict)}
-    if shifting := kinds & SHIFTING_ROPE:
-        raise ModelError(
-            f"{name} uses {shifting.pop()!r} rotary positions, which change with the longest sequence of a batch; "
-            "the core needs positions that do not"
-        )
 
 
 def _refuse_layers(base: nn.Module, config: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from plaudit.config import PreferenceRecipe, PrmRecipe, Regression, RewardRecipe, SftRecipe
+from plaudit.core.model.rotary import steady_positions
 from plaudit.events import END
 from plaudit.train.data.rows import WorldRows, open_rows
 from plaudit.train.run import randomness
@@ -72,7 +73,8 @@ class SupervisedTraining:
             module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic, ranks, lanes
         )
         config: Any = module.config
-        self.encode = Encoder(recipe, self.model.tokenizer, config.max_position_embeddings)
+        positions = steady_positions(config) or config.max_position_embeddings
+        self.encode = Encoder(recipe, self.model.tokenizer, positions)
         self.hard: list[Example] = []
         self.near: list[Example] = []
         self.heldout: Sequence[Example]
