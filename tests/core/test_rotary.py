@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrain
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.model.packing import pack_tree
-from plaudit.core.model.rotary import steady_positions
 from plaudit.errors import RequestError
+from plaudit.models.rotary import steady_positions
 from plaudit.train.optim.sharding import packed_rows
 from tests.core import tiny
 

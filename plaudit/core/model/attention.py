@@ -22,7 +22,7 @@ from plaudit.algo.tokens.products import choose_library
 from plaudit.core.model.latent import Latent, pack_latents
 from plaudit.core.model.mixers import Mixer, mix_whole, pack_mixers
 from plaudit.core.model.operations import Rotation
-from plaudit.core.model.rotary import hold_rotary
+from plaudit.models.rotary import hold_rotary
 
 ATTENTION = "plaudit"
 SCORES = 32 * 2**20  # bytes of scores in a tile, of which there are a few copies

@@ -15,8 +15,8 @@ from plaudit.core.model.attention import Layout, use_packed_attention
 from plaudit.core.model.lean import LeanTrunk
 from plaudit.core.model.mixers import StateShapes, told
 from plaudit.core.model.packing import trunk
-from plaudit.core.model.rotary import steady_positions
 from plaudit.errors import RequestError
+from plaudit.models.rotary import steady_positions
 
 Kind = Literal["causal", "sequence", "token"]
 

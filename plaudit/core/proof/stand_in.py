@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from plaudit.core.model.rotary import MOVING, rope_tables
 from plaudit.models.fresh import seeded
 from plaudit.models.heads.value_head import ValueModel
 from plaudit.models.quiet import quiet
+from plaudit.models.rotary import MOVING, rope_tables
 
 LENGTH = 64  # tokens of the longest sequence that a stand-in is tried with
 POSITIONS = 4 * LENGTH

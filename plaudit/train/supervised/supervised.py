@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from plaudit.config import PreferenceRecipe, PrmRecipe, Regression, RewardRecipe, SftRecipe
-from plaudit.core.model.rotary import steady_positions
 from plaudit.events import END
+from plaudit.models.rotary import steady_positions
 from plaudit.train.data.rows import WorldRows, open_rows
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import OPTIMIZER
