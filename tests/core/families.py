@@ -119,6 +119,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m3_vl_text, sparse layers": (
         "minimax_m3_vl_text", {"layer_types": ["full_attention", *["minimax_m3_sparse"] * (LAYERS - 1)]},
     ),
+    "llama, dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 131_072, "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096,
+                "short_factor": [1.0 + 0.05 * i for i in range(48)], "long_factor": [1.0 + i for i in range(48)],
+            },
+        },
+    ),
     "phimoe, sliding_window": ("phimoe", {"sliding_window": 512}),
     "qwen2, use_sliding_window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
     "qwen2_moe, use_sliding_window": ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 2}),

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from plaudit.models.fresh import seeded
 from plaudit.models.heads.value_head import ValueModel
+from plaudit.models.positions import SHIFTING, rope_tables
 from plaudit.models.quiet import quiet
 
 LENGTH = 64  # tokens of the longest sequence that a stand-in is tried with
@@ -82,7 +83,6 @@ def _parts(config: Any) -> Iterator[Any]:
 def _shrink(config: Any) -> None:
     values = dict(vars(config))
     heads = values.get("num_attention_heads", values.get("n_head", values.get("linear_num_value_heads")))
-    _shrink_sections(values, heads)
     for name, value in values.items():
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
             setattr(config, name, _shrunk_table(value))
@@ -105,29 +105,27 @@ def _shrink(config: Any) -> None:
         config.attention_hidden_size = 2 * config.hidden_size
         config.attention_head_dim = config.attention_hidden_size // config.num_attention_heads
     _shrink_mamba(config, values)
-    _shrink_factors(config)
+    _shrink_rope(config, values, heads)
 
 
-def _shrink_factors(config: Any) -> None:
-    """Longrope's are of every second number of a head, and change beyond all sequences of a trial."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for table in (rope, *(each for each in rope.values() if isinstance(each, dict))):
-        if table.get("rope_type") == "longrope":
-            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            count = int(size * table.get("partial_rotary_factor", 1.0)) // 2
-            table.update({name: table[name][:count] for name in ("short_factor", "long_factor")})
-            table["original_max_position_embeddings"] = 2 * LENGTH
-            if hasattr(config, "original_max_position_embeddings"):
-                config.original_max_position_embeddings = 2 * LENGTH
-
-
-def _shrink_sections(values: dict[str, Any], heads: Any) -> None:
-    """Rotary angles by time, height and width make up half a head, or what is rotated of it."""
-    rope, head = values.get("rope_parameters"), values.get("head_dim") or values.get("hidden_size", 0) // (heads or 1)
-    if isinstance(rope, dict) and isinstance(sections := rope.get("mrope_section"), list):
-        total = sum(sections) * min(HEAD, head) // head if 2 * sum(sections) > HEAD else sum(sections)
-        each = total // len(sections)
-        rope["mrope_section"] = [total - each * (len(sections) - 1), *[each] * (len(sections) - 1)]
+def _shrink_rope(config: Any, values: dict[str, Any], heads: Any) -> None:
+    """Angles by time, height and width make up half a head, or what is rotated of it; so do longrope's factors, which
+    change beyond what is tried."""
+    head = values.get("head_dim") or values.get("hidden_size", 0) // (heads or 1)
+    for table in rope_tables(config):
+        sections = table.get("mrope_section")
+        if isinstance(sections, list) and 2 * sum(sections) > HEAD:
+            total = sum(sections) * min(HEAD, head) // head
+            each = total // len(sections)
+            table["mrope_section"] = [total - each * (len(sections) - 1), *[each] * (len(sections) - 1)]
+        for name in ("long_factor", "short_factor"):
+            if isinstance(factors := table.get(name), list):
+                table[name] = factors[:: max(1, head // HEAD)][: max(1, len(factors) * min(HEAD, head) // head)]
+        if table.get("rope_type") in SHIFTING:
+            config.max_position_embeddings = POSITIONS
+            for place in (table, vars(config)):
+                if "original_max_position_embeddings" in place:
+                    place["original_max_position_embeddings"] = POSITIONS
 
 
 def _shrink_mamba(config: Any, values: dict[str, Any]) -> None:
