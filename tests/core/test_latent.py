@@ -39,7 +39,7 @@ def layers_of(module: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_recognised_by_what_its_class_computes(family: str) -> None:
-    made = {case.name: case for case in families.cases()}[family]
+    made = {case.name: case for case in families.cases() if case.kind != "multimodal"}[family]
     with torch.device("meta"):
         module = families.MAPPINGS[made.kind][0].from_config(families.tiny_config(made))
     parts = layers_of(module)
