@@ -102,6 +102,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 12},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * (LAYERS // 2)},
 }
 # Sizes that must fit each other: heads of a recurrent layer make up its width, which is twice the model's.
 FITTED: dict[str, dict[str, Any]] = {

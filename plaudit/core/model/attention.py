@@ -6,9 +6,11 @@ G = H / K, D head size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -412,6 +414,21 @@ def use_packed_attention(model: nn.Module) -> None:
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         pack_mixers(model)
         pack_latents(model)
+        number_shared(model)
+
+
+def number_shared(model: nn.Module) -> None:
+    """Let attention that several layers share (Zamba 2) go by the number of the layer that it is called for."""
+    for part in model.modules():
+        number = getattr(part, "layer_idx", None)
+        if isinstance(number, int) and number < 0 and "layer_idx" in inspect.signature(type(part).forward).parameters:
+            part.forward = MethodType(_numbered, part)
+
+
+def _numbered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    called = inspect.signature(type(self).forward).bind(self, *args, **kwargs)
+    self.layer_idx = called.arguments["layer_idx"]
+    return type(self).forward(self, *args, **kwargs)
 
 
 def send(values: np.ndarray, device: torch.device | str) -> Tensor:

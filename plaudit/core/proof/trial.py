@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from plaudit.core.device.backend import Backend, DecodeBatch, Span
 from plaudit.core.device.choose import backend_of
-from plaudit.core.model.attention import Layout, Rule, packed_attention
+from plaudit.core.model.attention import Layout, Rule, number_shared, packed_attention
 from plaudit.core.model.decoder import NOTHING, Decoder, Kind, LayerShape
 from plaudit.core.model.latent import pack_latents
 from plaudit.core.model.lean import LeanTrunk
@@ -102,6 +102,7 @@ def watched(decoder: Decoder, packed: Packed) -> tuple[Tensor, Watch]:
     decoder.module.set_attn_implementation(WATCHED)  # type: ignore[operator]
     pack_mixers(decoder.module)
     pack_latents(decoder.module)
+    number_shared(decoder.module)
     out = decoder.trunk(
         input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=None, use_cache=False,
         **told(decoder.trunk, layout),
