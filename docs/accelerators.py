@@ -46,15 +46,15 @@ QUESTIONS = (
     ),
     (
         "When are separate pools worth it?",
-        "When there are enough nodes that a pool of a few engines is no larger a part than generation is of "
-        "the work. For 70B on one to three nodes, taking turns on all devices (`hybrid`) is faster than two "
-        "pools at the same time ...",
+        "Not for 70B on one to eight nodes of H100: taking turns on all devices (`hybrid`) is faster and costs less a "
+        "token ...",
         "plaudit plan --model llama-3.1-70b --sweep nodes --hardware 8x8xH100 --placement hybrid",
     ),
     (
         "",
-        "... and from four nodes on, separate pools (`async`, one update of staleness) are faster and "
-        "cheaper. They pay with responses that are one update old.",
+        "... than two pools at the same time (`async`), which learn from responses that are one update old besides. On "
+        "three nodes and more our own trainer's stages with FSDP inside make the difference; the pools are planned for "
+        "other software, which has one or the other.",
         "plaudit plan --model llama-3.1-70b --sweep nodes --hardware 8x8xH100 --placement async",
     ),
     (

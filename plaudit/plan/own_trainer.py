@@ -55,7 +55,7 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
         "engine with expert parallelism": generation.ep > 1,
         "context parallelism that cuts heads": cuts_heads(model, training),
         "engines over several devices that are not those that train": several and plan.shared and left_over,
-        "engine over several devices in a run over several nodes": several and several_nodes,
+        "engines over several devices in pools over several nodes": several and several_nodes and not plan.shared,
         "engine that cuts experts": generation.tp > 1 and model.experts > 0,
         "engine that cuts latent attention": generation.tp > 1 and model.latent,
         "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from plaudit.errors import ConfigError, nearest
@@ -137,7 +137,7 @@ class Question:
         why = _nearest(own).removeprefix("; ")
         if not self._an_engine_holds_the_weights(place):
             size = self._engine(place).weight_bytes()
-            where = "over several nodes " if place.nodes > 1 else ""
+            where = "in pools over several nodes " if place.nodes > 1 else ""
             why = (f"{where}its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
                    f"{OWN_ENGINE_SHARE * place.accelerator.memory / 1e9:.1f} GB that it may use there")  # fmt: skip
         return f"{why}; smallest change that it runs: {self._smallest_change(ours=True)}"
@@ -145,23 +145,16 @@ class Question:
     def _smallest_change(self, ours: bool) -> str:
         place, constants = self.clusters[0], own_constants(self.constants) if ours else self.constants
         work = replace(self.workload, plain=ours)
-        more = not ours or self._several_hold_an_engine or self._one_device_holds_the_weights(place)
-        larger = smallest_that_fits(work, place, constants, self.placements, ours) if more else None
+        larger = smallest_that_fits(work, place, constants, self.placements, ours)
         roomier = _roomier(work, place, constants, self.placements, ours)
-        if roomier is None and not more:
-            roomier = _roomy_enough(work, place, constants, self.placements, self._one_device_holds_the_weights)
         ways = [f"{larger.name} ({larger.devices} devices)"] if larger else []
         ways += [roomier.name] if roomier else []
         return " or ".join(ways) or NONE
 
     def _an_engine_holds_the_weights(self, place: Cluster) -> bool:
-        """On one device, or on several of a node."""
-        several = place.nodes == 1 and place.devices > 1 and self._several_hold_an_engine
+        """On one device, or on several: those that train, or others of one node."""
+        several = place.devices > 1 and (place.nodes == 1 or bool(set(self.placements) & set(SHARED)))
         return several or self._one_device_holds_the_weights(place)
-
-    @property
-    def _several_hold_an_engine(self) -> bool:
-        return set(self.placements) != {"swapped"}
 
     def _engine(self, place: Cluster) -> Replica:
         """On one device."""
@@ -169,7 +162,6 @@ class Question:
         return Replica(work.model, place, GenerationLayout(), work.engine_dtype, work.kv_dtype, self.constants)
 
     def _one_device_holds_the_weights(self, place: Cluster) -> bool:
-        """If not, more devices do not help."""
         return self._engine(place).weight_bytes() < OWN_ENGINE_SHARE * place.accelerator.memory
 
 
@@ -202,21 +194,6 @@ def _roomier(
         other = place.of(chip)
         if some_plan_fits(workload, other, constants, placements, ours):
             return other
-    return None
-
-
-def _roomy_enough(
-    workload: Workload,
-    place: Cluster,
-    constants: Constants,
-    placements: Sequence[str],
-    holds: Callable[[Cluster], bool],
-) -> Cluster | None:
-    """Where one device must hold the weights: the least roomy that does, and as many as our trainer needs."""
-    chips = (chip for chip in catalogue().values() if chip.vendor == place.accelerator.vendor)
-    for other in map(place.of, sorted(chips, key=lambda chip: chip.memory)):
-        if other.accelerator.memory > place.accelerator.memory and holds(other):
-            return smallest_that_fits(workload, other, constants, placements, ours=True)
     return None
 
 

@@ -107,7 +107,8 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
         resources.pop(key, None)
         if size > 1:
             resources[key] = size
-    if several_nodes:  # on one the command starts its processes itself
+    torchrun = not apart and plan.generation.devices > 1  # Ray starts engines of one device
+    if several_nodes and not torchrun:  # on one the command starts its processes itself
         resources.setdefault("ray", "auto")
     rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in PLANNED}
     cut = plan.generation
@@ -124,4 +125,6 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
     note = (
         f"# Planned: {plan}\n# {prediction.step.value:.3g} s a step, {prediction.peak.value / 1e9:.3g} GB at the peak\n"
     )
+    if several_nodes and torchrun:
+        note += "# Started by torchrun on every node: plaudit launch writes the job for Slurm or Kubernetes.\n"
     return note + to_toml(changed)

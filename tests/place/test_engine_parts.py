@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from plaudit.config import to_toml
 from plaudit.errors import ConfigError
 from plaudit.models import load_tokenizer, resolve, save
+from plaudit.place.engines.engine_server import free_port
 from tests.core.mixtures import mixture
 from tests.train.rl_world import recipe
 from tests.train.test_ranks import (
@@ -130,6 +132,25 @@ def test_a_run_of_one_goes_on_over_ranks_that_share_an_engine(models: Callable[[
     shutil.copytree(tmp_path / "one", run)
     back_to_step_2(run)
     fork_ranks(2, command(file, run, TWO, "--resume", *ranks_that_generate(TENSOR_ENGINE))[3:], tmp_path)
+    close(run, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_ranks_of_two_machines_form_an_engine(tmp_path: Path) -> None:
+    """Each a torchrun of its own; here they meet on one machine."""
+    run_alone(tmp_path / "one", GRPO)
+    file, run, port = written(tmp_path / "recipe.toml", GRPO), tmp_path / "many", str(free_port())
+    words = command(file, run, TWO, *ranks_that_generate(TENSOR_ENGINE))[1:]
+    torchrun = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    place = ["--master-addr", "127.0.0.1", "--master-port", port]
+    machines = [
+        subprocess.Popen([sys.executable, "-m", *torchrun, "--node-rank", node, *place, *words]) for node in ("0", "1")
+    ]
+    try:
+        assert [machine.wait(300) for machine in machines] == [0, 0]
+    finally:
+        for machine in machines:
+            machine.kill()
     close(run, tmp_path / "one")
 
 

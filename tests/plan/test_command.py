@@ -197,3 +197,13 @@ def test_bad_input_is_one_line_and_no_traceback(words: tuple[str, ...], told: st
     assert run.returncode == 2
     assert told in run.stderr
     assert run.stderr.count("\n") == 1
+
+
+def test_a_recipe_for_engines_of_several_ranks_over_several_nodes_is_started_by_torchrun() -> None:
+    recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    text, prediction = recipe_for(recipe, ask(PlanOptions("llama-3.1-70b", "8x8xH100", samples=8)).answer())
+    tree = tomllib.loads(text)
+    assert prediction.plan.shared
+    assert tree["resources"]["rollout"]["tensor_parallel"] == prediction.plan.generation.tp > 1
+    assert "ray" not in tree["resources"]
+    assert "torchrun on every node" in text

@@ -55,7 +55,7 @@ HALF = TrainingLayout(dp=4, zero=3)
          plan("hybrid", 6, GenerationLayout(4), TrainingLayout(dp=6, zero=3))),
         ((), plan("swapped", 2, GenerationLayout(2), TrainingLayout(tp=2))),
         ((), plan("disaggregated", 4, GenerationLayout(2, pp=2), HALF, "broadcast")),
-        (("engine over several devices in a run over several nodes",),
+        (("engines over several devices in pools over several nodes",),
          plan("disaggregated", 8, GenerationLayout(2), FSDP, "broadcast")),
         (("engine that cuts key-value heads",), plan("disaggregated", 3, GenerationLayout(3), HALF, "broadcast")),
         ((), plan("async", 8, GenerationLayout(), FSDP, "disk")),
@@ -174,17 +174,19 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
     assert told.startswith(
         "Plaudit's own trainer runs none of these plans; nearest: hybrid, training, per device: needs"
     )
-    named = told.split("smallest change that it runs: ")[1]
-    assert (
-        ask(PlanOptions("llama-3.1-70b", named.removesuffix(" SXM"), placement=["hybrid", "colocated"]))
-        .answer()
-        .runnable
-    )
+    for named in told.split("smallest change that it runs: ")[1].split(" or "):
+        hardware = named.partition(" (")[0].removesuffix(" SXM")
+        assert ask(PlanOptions("llama-3.1-70b", hardware, placement=["hybrid", "colocated"])).answer().runnable, (
+            hardware
+        )
 
 
-def test_over_several_nodes_an_engine_of_ours_has_one_device() -> None:
-    told = ask(PlanOptions("llama-3.1-70b", "2x8xH100", placement=["hybrid", "colocated"])).answer().headline
-    assert "; over several nodes its engine has one device, and llama-3.1-70b takes 141.1 GB of the 77.0 GB" in told
+def test_over_several_nodes_the_ranks_that_train_form_engines_and_pools_have_engines_of_one_device() -> None:
+    runnable = ask(PlanOptions("llama-3.1-70b", "8x8xH100")).answer().runnable
+    assert {p.plan.placement for p in runnable} == {"colocated", "hybrid", "swapped"}
+    assert all(p.plan.generation.devices > 1 for p in runnable), "70B fits on no H100"
+    told = ask(PlanOptions("llama-3.1-70b", "2x8xH100", placement=["async"])).answer().headline
+    assert "; in pools over several nodes its engine has one device, and llama-3.1-70b takes 141.1 GB of" in told
 
 
 @pytest.mark.parametrize(
