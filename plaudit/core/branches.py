@@ -349,8 +349,8 @@ class _Batch:
     def _pieces(self, span: Span, budget: int, copies: list[Copy]) -> list[Span]:
         """A path longer than a step may be: its first tokens are computed, the rest is left."""
         self.runner.backend.forward([Span(span.tokens[:budget], span.start, span.blocks)], copies)
-        wanted = [at - budget for at in span.wanted]
-        return [Span(span.tokens[budget:], span.start + budget, span.blocks, wanted)]
+        later = [at - budget for at in span.wanted]
+        return [Span(span.tokens[budget:], span.start + budget, span.blocks, later)]
 
     def _unpin(self, node: Node) -> None:
         del self._sources[node.block]

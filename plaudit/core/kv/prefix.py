@@ -28,7 +28,7 @@ class Node:
     keys: list[tuple[int, ...]] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     used: int = 0
-    held: int = 0  # paths that end in it, and that somebody goes on from
+    paths: int = 0  # that end in it, and that somebody goes on from
     key: Hashable = None  # of a root: what it is kept under
 
     def insert(self, child: Node) -> None:
@@ -204,7 +204,7 @@ class PrefixTree:
             upto = len(match.nodes) * self.block_size + match.partial_tokens
         if end is None:
             return None
-        end.held += 1
+        end.paths += 1
         return Place(end, self._resets, upto)
 
     def let_go(self, place: Place) -> int:
@@ -213,8 +213,8 @@ class PrefixTree:
         node, freed = place.node, 0
         if place.resets != self._resets:
             return freed
-        node.held -= 1
-        while node.parent is not None and not node.held and not node.children and self.pool.refs[node.block] == 1:
+        node.paths -= 1
+        while node.parent is not None and not node.paths and not node.children and self.pool.refs[node.block] == 1:
             parent = node.parent
             self._unlink(node)
             freed += 1

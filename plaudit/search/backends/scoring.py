@@ -44,8 +44,8 @@ class LocalScorer:
         whole = iter(self._whole([path for path, work in zip(paths, grown, strict=True) if work is None]))
         works = [next(whole) if work is None else work for work in grown]
         places = [path.place if known is not None else None for path, known in zip(paths, grown, strict=True)]
-        asked = [pair for pair in zip(works, places, strict=True) if not isinstance(pair[0], Scored)]
-        values = iter(self._read(asked, hidden))  # type: ignore[arg-type]
+        unread = [pair for pair in zip(works, places, strict=True) if not isinstance(pair[0], Scored)]
+        values = iter(self._read(unread, hidden))  # type: ignore[arg-type]
         return [work if isinstance(work, Scored) else next(values) for work in works]
 
     def _whole(self, paths: Sequence[Path]) -> list[Work | Scored]:
