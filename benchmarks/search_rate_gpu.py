@@ -1,6 +1,6 @@
 """How many tokens/s does a search make, beside plain generation by the same policy? In less than two minutes on a GPU.
 
-    python benchmarks/search_rate_gpu.py [--lengths 10 40] [--width 64] [--seconds 110] [--name after] [--tiny]
+    python benchmarks/search_rate_gpu.py [--lengths 10 40] [--processes 4] [--seconds 110] [--name after] [--tiny]
 
 Policy and process model have SmolLM2-135M's shape and drawn weights, for a rate does not depend on what they say. The
 policy's embeddings are made so that a token says how far its step has come: steps have about the length that is asked
@@ -9,6 +9,7 @@ for, some are longer than others, and hardly two are the same, so that nearly ev
     plain     width x questions responses in one call of `generate`, as many tokens each as a path has
     search    REBASE and ETS (clusters by text) of `plaudit search`, 1,024 paths at a time, eight steps deep
     2 lanes   REBASE of twice as many questions, one half scored while the other is generated
+    processes REBASE of as many times the questions, shared out by `processes` of the recipe; without their loading
     loop      REBASE as a script writes it for a server of policies: the PRM reads every path whole, level by level
 
 Each is run twice and the faster run counts. Cells are written when they are done, the most telling ones first; none
@@ -124,19 +125,24 @@ def plain(args: argparse.Namespace, engine: Any, asked: list[Any], tokens: int) 
     return {"seconds": spent, "tokens": sum(len(sample.token_ids) for sample in samples), "paths": len(samples)}
 
 
-def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, asked: list[Any]) -> dict[str, Any]:
+def recipe_of(args: argparse.Namespace, name: str, groups: int, **tables: Any) -> Any:
     from plaudit.config.search import parse_search
+
+    return parse_search(
+        {"task": "search", "concurrent": groups * max(1, args.paths // args.width),
+         "model": {"path": "policy"}, "prm": {"path": "prm"}, "data": {"path": "questions"},
+         "steps": {"stop": STOP, "answer": r"#(\d+)$", "max_step_tokens": 256, "max_tokens": 900},
+         "search": {"width": args.width, "max_depth": DEPTH, **METHODS[name]}, **tables},
+        "search_rate_gpu",
+    )  # fmt: skip
+
+
+def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, asked: list[Any]) -> dict[str, Any]:
     from plaudit.search.backends.policy import CorePolicy
     from plaudit.search.search import Search
 
     lanes = 2 if "lanes" in name else 1
-    recipe = parse_search(
-        {"task": "search", "concurrent": lanes * max(1, args.paths // args.width), "lanes": lanes,
-         "model": {"path": "policy"}, "prm": {"path": "prm"}, "data": {"path": "questions"},
-         "steps": {"stop": STOP, "answer": r"#(\d+)$", "max_step_tokens": 256, "max_tokens": 900},
-         "search": {"width": args.width, "max_depth": DEPTH, **METHODS[name]}},
-        "search_rate_gpu",
-    )  # fmt: skip
+    recipe = recipe_of(args, name, lanes, lanes=lanes)
     chosen = whole_paths(scorer) if "loop" in name else scorer
     policy = CorePolicy(engine, recipe.steps)
     search = Search(recipe, policy=policy, scorer=chosen, tokenizer=engine.tokenizer)
@@ -151,6 +157,35 @@ def searched(args: argparse.Namespace, name: str, engine: Any, scorer: Any, aske
         "phases": dict(search.phases), "programmes": sum(cost.solver + cost.clustering for cost in costs),
         "kv_tokens": sum(cost.kv_tokens for cost in costs), "prm_tokens": sum(cost.prm_tokens for cost in costs),
     }  # fmt: skip
+
+
+def shared_out(args: argparse.Namespace, engine: Any, asked: list[Any], count: int) -> dict[str, Any]:
+    """The faster of two runs by so many processes, after one that captures their graphs."""
+    from plaudit.models import save
+    from plaudit.search.workers import SearchWorkers
+
+    policy = save(engine.decoder.module, engine.tokenizer, args.work / "stepping")
+    file = args.work / "questions.jsonl"
+    file.write_text("".join(json.dumps({"prompt": each.text}) + "\n" for each in asked))
+    where = {"device": args.device, "dtype": args.dtype}
+    recipe = recipe_of(
+        args, "rebase", count, processes=count, data={"path": str(file)}, model={"path": str(policy), **where},
+        engine={"kv_bytes": count * args.kv_bytes // 2},
+        prm={"path": str(args.work / "steps"), "kv_bytes": count * args.kv_bytes // 2, **where},
+    )  # fmt: skip
+    workers, runs = SearchWorkers([recipe]), []
+    try:
+        for _ in range(3):
+            began = time.perf_counter()
+            costs = [line["costs"] for line in workers.lines(workers.questions())]
+            runs.append({"seconds": time.perf_counter() - began, "phases": dict(workers.phases), "costs": costs})
+    finally:
+        workers.close()
+    best = min(runs[1:], key=lambda run: run["seconds"])
+    costs = best.pop("costs")
+    steps, tokens = sum(cost["calls"] for cost in costs), sum(cost["generated"] for cost in costs)
+    programmes = sum(cost["solver"] + cost["clustering"] for cost in costs)
+    return {**best, "tokens": tokens, "steps": steps, "tokens_per_step": tokens / steps, "programmes": programmes}
 
 
 def whole_paths(scorer: Any) -> Any:
@@ -174,12 +209,15 @@ def measure(args: argparse.Namespace) -> None:
     cells: dict[str, Any] = {}
     engine, scorer = models(args)
     say("models are there")
-    both = questions(engine, 2 * max(1, args.paths // args.width))
-    asked = both[: len(both) // 2]
+    few = max(1, args.paths // args.width)
+    most = questions(engine, few * max(2, *args.processes))
+    asked = most[:few]
     let_step(engine.decoder.module, args.lengths[0])
     searched(args, "rebase", engine, scorer, asked)  # graphs and kernels of the sizes that there are
     say("warm")
-    for name, length in itertools.product(METHODS, args.lengths):
+    first, *others = METHODS
+    names = [first, *(f"rebase, {count} processes" for count in args.processes), *others]
+    for name, length in itertools.product(names, args.lengths):
         if time.time() - BEGAN > args.seconds:
             say(f"not measured any more: {name}, steps of {length}")
             continue
@@ -191,19 +229,24 @@ def measure(args: argparse.Namespace) -> None:
             best = min(runs, key=lambda run: run["seconds"])
             cell["plain"] = {**best, "tokens_per_second": best["tokens"] / best["seconds"]}
             say(f"steps of {length}: plain {cell['plain']['tokens_per_second']:,.0f} tokens/s")
-        chosen = both if "lanes" in name else asked
-        runs = [searched(args, name, engine, scorer, chosen) for _ in range(2)]
-        best = min(runs, key=lambda run: run["seconds"])
-        rate, most = best["tokens"] / best["seconds"], cell["plain"]["tokens_per_second"]
-        over = 1e6 * (best["seconds"] - best["tokens"] / most) / best["steps"]
+        groups = int(name.split()[1]) if name not in METHODS or "lanes" in name else 1
+        chosen = most[: groups * few]
+        if name in METHODS:
+            runs = [searched(args, name, engine, scorer, chosen) for _ in range(2)]
+            best = min(runs, key=lambda run: run["seconds"])
+        else:
+            best = shared_out(args, engine, chosen, groups)
+        rate, limit = best["tokens"] / best["seconds"], cell["plain"]["tokens_per_second"]
+        over = 1e6 * (best["seconds"] - best["tokens"] / limit) / best["steps"]
         share = best["programmes"] / best["seconds"]
         cell[name] = {
-            **best, "questions": len(chosen), "tokens_per_second": rate, "share": rate / most, "programme_share": share,
-            "microseconds_over_plain": over, "seconds_per_question": best["seconds"] / len(chosen),
+            **best, "questions": len(chosen), "tokens_per_second": rate, "share": rate / limit,
+            "programme_share": share, "microseconds_over_plain": over,
+            "seconds_per_question": best["seconds"] / len(chosen),
         }  # fmt: skip
         phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in best["phases"].items())
         say(
-            f"steps of {best['tokens_per_step']:.1f}, {name}: {rate:,.0f} tokens/s, {rate / most:.1%} of plain, "
+            f"steps of {best['tokens_per_step']:.1f}, {name}: {rate:,.0f} tokens/s, {rate / limit:.1%} of plain, "
             f"{over:.0f} us a step over it; {best['seconds']:.2f} s: {phases}, programmes {share:.1%}"
         )
         write(args, cells)
@@ -227,6 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[10, 40], help="Tokens of a step.")
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--processes", type=int, nargs="*", default=[4])
     parser.add_argument("--seconds", type=float, default=110.0, help="After which no cell begins.")
     parser.add_argument("--name", default="after")
     parser.add_argument("--tiny", action="store_true")
@@ -240,7 +284,7 @@ def main() -> None:
     elif not torch.cuda.is_available():
         raise SystemExit("no CUDA device here: --tiny runs on the CPU")
     args.device, args.dtype = ("cpu", "float32") if args.tiny else ("cuda", "bfloat16")
-    args.kv_bytes, args.paths = (2**28, 128) if args.tiny else (24 * 2**30, PATHS)
+    args.kv_bytes, args.paths = (2**28, 128) if args.tiny else (12 * 2**30, PATHS)
     args.work.mkdir(parents=True, exist_ok=True)
     measure(args)
     say("done")

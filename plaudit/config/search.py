@@ -275,8 +275,12 @@ class SearchRecipe(Table):
     """Groups of questions that go on without waiting for each other: while one is generated for, another is scored, or
     its programmes are solved. Decides the time, never the results. Without it every question goes on alone where
     servers do both, and all wait for each other where models of this process do better with large batches."""
+    processes: PositiveInt = 1
+    """Processes that share out the questions, each with models of its own and its part of `concurrent` and of the KV.
+    On a GPU the Python of one process takes longer than a small model. Of several GPUs each process takes the next.
+    Decides the time, never the results."""
     threads: PositiveInt | None = None
-    """CPU threads; torch's own choice without it."""
+    """CPU threads of a process; torch's own choice without it."""
     model: PolicyTable
     data: QuestionsTable
     prm: PrmTable | None = None
@@ -304,6 +308,16 @@ class SearchRecipe(Table):
             raise ValueError(
                 'search.clusters = "hidden" reads the PRM\'s own states, and prm.url names a server: set it to "text", '
                 '"encoder" or "served", or search.cluster_weight = 0'
+            )
+        if self.processes > 1 and self.engine.name != "core":
+            raise ValueError(
+                f"processes = {self.processes} are copies of models of this machine, and engine.url names a server: "
+                "leave it out, and set concurrent"
+            )
+        if self.processes > 1 and self.search.method == "auto" and self.search.ground is None:
+            raise ValueError(
+                'search.method = "auto" measures by a pilot of one process: leave processes out, give search.ground or '
+                "name a method"
             )
         if self.budget.lead and self.search.method == "particles":
             raise ValueError("budget.lead: particles that are finished are drawn again, so that no lead is safe")

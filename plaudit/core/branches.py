@@ -98,11 +98,14 @@ class Branches:
     ) -> tuple[np.ndarray, list[Place | None]]:  # fmt: skip
         """What `Engine.score` reads of each sequence at one position, (sequences, values), and where it ends. `places`:
         of what a sequence begins with."""
-        ids = [self._intake.tokens(sequence) for sequence in sequences]
-        first = self._intake.reads(ids, [[position] for position in positions], columns)[0]
+        ids = [self._intake.tokens(*pair) for pair in zip(sequences, map(_known, places), strict=True)]
+        first = self._intake.reads(ids[:1], [positions[:1]], columns)[0]
         read = Read(first.what, (), first.columns, hidden)
-        for sequence in ids:
-            self._intake.check_pool(len(sequence), f"a sequence of {len(sequence)} tokens")
+        for sequence, position in zip(ids, positions, strict=True):
+            if not 0 <= position < len(sequence):
+                raise RequestError(f"position {position} must lie in 0..{len(sequence) - 1}, the sequence's tokens")
+        longest = max(map(len, ids))
+        self._intake.check_pool(longest, f"a sequence of {longest} tokens")
         values, ends = self._apart(lambda key: self._read(key, ids, places, positions, read))
         if not np.isfinite(values).all():
             raise RequestError(f"{self._runner.decoder.name} gave scores that are not finite numbers")
@@ -131,8 +134,10 @@ class Branches:
         waiting, running, grown = deque(rows), list[_Row](), dict[_Row, Grown]()
         most = self._runner.scheduler.window if steps is None else min(self._runner.scheduler.window, steps)
         while waiting or running:
+            begun = len(waiting)
             self._admit(key, waiting, running)
-            self._decode(running, self._window(key, waiting, running, most))
+            # The last rows of a level are few and nearly over: a whole window would be computed for nobody.
+            self._decode(running, self._window(key, waiting, running, most if len(waiting) < begun else -(-most // 8)))
             for row in running:
                 if row.finish is not None:
                     grown[row] = self._ended(key, row)
@@ -356,6 +361,11 @@ class _Batch:
         del self._sources[node.block]
         self.runner.pool.release(node.block)
         self.runner.tree.released([node])
+
+
+def _known(place: Place | None) -> int:
+    """Tokens of a path that were looked at when they were new."""
+    return 0 if place is None else place.tokens
 
 
 def _taken(runner: Runner, count: int) -> list[int] | None:

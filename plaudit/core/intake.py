@@ -118,16 +118,20 @@ class Intake:
         request.sequences.append(Seq(request, 0, list(ids)))
         return request
 
-    def tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    def tokens(self, prompt: str | Sequence[int], known: int = 0) -> list[int]:
+        """The first `known` of them have been here before."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the engine has no tokenizer: give token ids instead of text")
             ids: list[int] = self.tokenizer.encode(prompt)
+        elif known:
+            ids = [*prompt[:known], *_whole_numbers(prompt[known:])]
         else:
             ids = _whole_numbers(prompt)
         if not ids:
             raise RequestError("the prompt is empty: give it at least one token")
-        low, high = min(ids), max(ids)
+        new = ids[known:] or ids[-1:]
+        low, high = min(new), max(new)
         if low < 0 or high >= self.decoder.vocab_size:
             wrong = low if low < 0 else high
             raise RequestError(

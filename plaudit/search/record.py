@@ -31,7 +31,7 @@ from plaudit.train.run.run_lock import locked
 
 # What does not decide the results; a run that goes on may change it.
 MAY_CHANGE = (
-    "concurrent", "lanes", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout",
+    "concurrent", "lanes", "processes", "threads", "data.limit", "engine", "prm.url", "prm.key_env", "prm.timeout",
     "prm.concurrency", "orm.url", "orm.key_env", "orm.timeout", "orm.concurrency", "model.device",
 )  # fmt: skip
 NO_ANSWER = "no answer"  # how a question ended of which every path failed
@@ -76,11 +76,11 @@ class Record:
         with written(self.directory / "choice.json") as file:
             file.write(json.dumps(self.choice, indent=2) + "\n")
         for outcome in choice.kept:
-            self.add(outcome)
+            self.add(result(outcome))
 
-    def add(self, outcome: Outcome) -> None:
-        line = result(outcome)
-        self.done[outcome.question.index] = {key: value for key, value in line.items() if key != "nodes"}
+    def add(self, line: dict[str, Any]) -> None:
+        """A question that is over, as `result` has it."""
+        self.done[line["index"]] = {key: value for key, value in line.items() if key != "nodes"}
         data = (json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
         try:
             count = os.write(self._file, data)
@@ -92,7 +92,7 @@ class Record:
             raise StorageError(f"cannot write {self.results}: the disk is full; free some space and --resume")
         if self._shown < TREES_SHOWN:
             self._shown += 1
-            self.events.write("sample", step=outcome.question.index, **line)
+            self.events.write("sample", step=line["index"], **line)
 
     def summarise(self, seconds: float, phases: Mapping[str, float], undecided: int = 0) -> dict[str, Any]:
         """What the whole run came to, also written to summary.json and the event log. `phases` and `undecided`, the

@@ -21,10 +21,11 @@ from plaudit.search.lanes import run_lanes
 from plaudit.search.pilot import Chosen, choose
 from plaudit.search.questions.questions import GymChecker, Question, open_questions
 from plaudit.search.questions.reading import AnswerReading
-from plaudit.search.record import Record
+from plaudit.search.record import Record, result
 from plaudit.search.runner import Outcome, Runner
 from plaudit.search.tree.tree import Tree
 from plaudit.search.when import following
+from plaudit.search.workers import SearchWorkers
 
 Progress = Callable[[int, int], None]
 """Told how many questions are done, and of how many."""
@@ -82,9 +83,18 @@ class Search:
         """Seconds of each phase, summed over lanes."""
         return {name: sum(lane.phases[name] for lane in self.lanes) for name in self.lanes[0].phases}
 
+    @property
+    def undecided(self) -> int:
+        """Answers that could not be compared."""
+        return self.reading.alike.undecided
+
     def run(self, questions: Iterable[Question]) -> Iterator[Outcome]:
         """Outcomes as they come; see `Runner.run`."""
         return run_lanes(self.lanes, questions, self._stopped)
+
+    def lines(self, questions: Iterable[Question]) -> Iterator[dict[str, Any]]:
+        """The same as lines of results.jsonl."""
+        return map(result, self.run(questions))
 
     def _runner(self) -> Runner:
         recipe, reading = self.recipe, self.reading
@@ -143,9 +153,7 @@ def run_searches(
             opened.enter_context(Record(directory, recipe, resume=resume, fresh=fresh))
             for directory, recipe in recipes.items()
         ]  # before the models: what is wrong with a directory is told at once
-        search = opened.enter_context(closing(Search(records[0].recipe)))
-        for record in records:
-            check_fits(search.scorer, record.recipe)
+        search = opened.enter_context(closing(_opened([record.recipe for record in records])))
         for record in records:
             if record.recipe is not search.recipe:
                 search.turn_to(record.recipe)
@@ -154,7 +162,21 @@ def run_searches(
             yield record.directory, figures
 
 
-def _recorded(search: Search, record: Record, progress: Progress) -> dict[str, Any]:
+def _opened(recipes: Sequence[SearchRecipe]) -> Search | SearchWorkers:
+    """For these recipes, by the processes that the first one wants."""
+    if recipes[0].processes > 1:
+        return SearchWorkers(recipes)
+    search = Search(recipes[0])
+    try:
+        for recipe in recipes:
+            check_fits(search.scorer, recipe)
+    except BaseException:
+        search.close()
+        raise
+    return search
+
+
+def _recorded(search: Search | SearchWorkers, record: Record, progress: Progress) -> dict[str, Any]:
     questions = search.questions()
     spent = _seconds_before(record.directory) if record.resume else 0.0
     began = time.monotonic()
@@ -165,11 +187,11 @@ def _recorded(search: Search, record: Record, progress: Progress) -> dict[str, A
     waiting = [question for question in questions if question.index not in record.done]
     progress(len(record.done), len(questions))
     try:
-        for outcome in search.run(waiting):
-            record.add(outcome)
+        for line in search.lines(waiting):
+            record.add(line)
             progress(len(record.done), len(questions))
     finally:
-        figures = record.summarise(spent + time.monotonic() - began, search.phases, search.reading.alike.undecided)
+        figures = record.summarise(spent + time.monotonic() - began, search.phases, search.undecided)
     return figures
 
 

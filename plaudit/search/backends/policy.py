@@ -134,6 +134,7 @@ class CorePolicy:
         return Step(tokens, text, ended, grown.logprob, place=grown.place)
 
 
+@lru_cache(maxsize=8)  # a decoding of every token that there is
 def _stop_tokens(tokenizer: Any, stop: str) -> tuple[int, ...]:
     """The tokens that end a step, if that can be told token by token; then the device tests it, not the host.
     It can where the stop text is one character and no token has anything after it."""

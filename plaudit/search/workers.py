@@ -1,0 +1,177 @@
+"""The questions of a run dealt out over processes, each with models of its own.
+
+On a GPU a small model takes less time than the Python that searches with it, and one process has one interpreter: with
+several, what one of them computes on the host hides behind what the others compute on the GPU. A question's tree does
+not depend on who searches it.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import subprocess
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from plaudit.config.search import SearchRecipe
+from plaudit.errors import PlauditError, RunError
+from plaudit.models import load_tokenizer, resolve
+from plaudit.process.framing import FrameReader, pack
+from plaudit.process.spawn import Child, spawn
+from plaudit.process.worker import Failed
+from plaudit.search import frames
+from plaudit.search.pilot import Chosen, choose
+from plaudit.search.questions.questions import GymChecker, Question, open_questions
+from plaudit.search.questions.reading import AnswerReading
+from plaudit.search.runner import Outcome
+from plaudit.search.when import following
+
+LOAD_SECONDS = 600.0
+SILENCE_SECONDS = 60.0  # without a sign of life, of which there is one every second
+END_SECONDS = 10.0
+
+
+class _Worker:
+    def __init__(self, number: int) -> None:
+        self.name = f"search process {number + 1}"
+        self.child: Child
+        self.child, self.sock = spawn("plaudit.search.worker")
+        self.reader: FrameReader[frames.FromWorker] = FrameReader(frames.FROM_WORKER)
+        self.deadline = time.monotonic() + LOAD_SECONDS
+
+    def send(self, frame: Any) -> None:
+        try:
+            self.sock.sendall(pack(frame))
+        except OSError:
+            raise RunError(self.ending()) from None
+
+    def received(self) -> Iterator[frames.FromWorker]:
+        data = self.sock.recv(1 << 20)
+        if not data:
+            raise RunError(self.ending())
+        for frame in self.reader.feed(data):
+            if isinstance(frame, Failed):
+                raise RunError(f"{self.name}: {frame.message}")
+            self.deadline = time.monotonic() + SILENCE_SECONDS
+            yield frame
+
+    def silent(self) -> Iterator[frames.FromWorker]:
+        self.child.kill()
+        raise RunError(f"{self.name} gave no sign of life and was ended; --resume searches what is missing")
+
+    def ending(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            code = self.child.wait(END_SECONDS)
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return f"{self.name} {how}; --resume searches what is missing"
+        return f"{self.name} closed its connection; --resume searches what is missing"
+
+    def end(self) -> None:
+        """Behind a closed socket it ends by itself."""
+        try:
+            self.child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+
+
+class SearchWorkers:
+    """In place of a Search of this process, for recipes that differ in [search] alone."""
+
+    def __init__(self, recipes: Sequence[SearchRecipe]) -> None:
+        self.recipe = recipes[0]
+        self.tokenizer = load_tokenizer(resolve(self.recipe.model.path))
+        self.checker = GymChecker() if self.recipe.data.gym is not None else None
+        self.phases: Counter[str] = Counter()
+        self.undecided = 0
+        self._workers: list[_Worker] = []
+        trees = [recipe.model_dump(mode="json", exclude_unset=True) for recipe in recipes]
+        try:
+            for number in range(self.recipe.processes):
+                self._workers.append(_Worker(number))
+                self._workers[-1].send(frames.Start(trees, number, self.recipe.processes))
+            deque(self._heard(list(self._workers)), maxlen=0)
+        except BaseException:
+            self.close()
+            raise
+
+    def turn_to(self, recipe: SearchRecipe) -> None:
+        self.recipe = recipe
+
+    def settle(self, questions: Sequence[Question], before: str | None = None) -> Chosen:
+        """As Search does, by a ground that the recipe gives."""
+        reading = AnswerReading(self.recipe.steps)
+        try:
+            choice = Chosen(before, "") if before is not None else choose(self.recipe, questions, _no_pilot, reading)
+        finally:
+            reading.close()
+        self.turn_to(following(self.recipe, choice.method))
+        return choice
+
+    def questions(self) -> list[Question]:
+        return open_questions(self.recipe.data, self.tokenizer, self.recipe.seed, self.checker)
+
+    def lines(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
+        """Lines of results.jsonl as they come. After a worker's error no other is given a question; what they have is
+        searched to its end, then the error is raised."""
+        self.phases, self.undecided = Counter(), 0
+        waiting, failure = deque(question.index for question in questions), None
+        begin = frames.Begin(self.recipe.model_dump(mode="json", exclude_unset=True))
+        going = list(self._workers)
+        for worker in going:
+            worker.send(begin)
+            worker.deadline = time.monotonic() + SILENCE_SECONDS
+        while going:
+            try:
+                for worker, frame in self._heard(going):
+                    if isinstance(frame, frames.Wanted):
+                        worker.send(frames.Given(waiting.popleft() if waiting else None))
+                    elif isinstance(frame, frames.Over):
+                        yield frame.line
+                    elif isinstance(frame, frames.Done):
+                        self.phases.update(frame.phases)
+                        self.undecided += frame.undecided
+            except PlauditError as error:
+                failure = failure or error
+                waiting.clear()
+        if failure is not None:
+            raise failure
+
+    def _heard(self, going: list[_Worker]) -> Iterator[tuple[_Worker, frames.FromWorker]]:
+        """Frames as they come, until each of these is Loaded or Done; it is then taken out of `going`, as one is that
+        fails."""
+        with selectors.DefaultSelector() as selector:
+            for worker in going:
+                selector.register(worker.sock, selectors.EVENT_READ, worker)
+            while going:
+                ready = [key.data for key, _ in selector.select(1.0)]
+                late = [worker for worker in going if worker not in ready and time.monotonic() > worker.deadline]
+                for worker in (*ready, *late):
+                    over = False
+                    try:
+                        for frame in worker.silent() if worker in late else worker.received():
+                            over = over or isinstance(frame, frames.Loaded | frames.Done)
+                            yield worker, frame
+                    except PlauditError:
+                        over = True
+                        raise
+                    finally:
+                        if over:
+                            selector.unregister(worker.sock)
+                            going.remove(worker)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.sock.close()
+        while self._workers:
+            self._workers.pop().end()
+        if self.checker is not None:
+            self.checker.close()
+            self.checker = None
+
+
+def _no_pilot(recipe: SearchRecipe, questions: Sequence[Question]) -> list[Outcome]:
+    raise RunError("a pilot is searched by one process")  # recipes that want one are refused

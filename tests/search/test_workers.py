@@ -1,0 +1,106 @@
+"""Questions shared out over processes: the trees of one process, and what becomes of a run that loses one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plaudit.config.search import SearchRecipe, load_search
+from plaudit.errors import ConfigError, RunError
+from plaudit.search import workers
+from plaudit.search.record import Record, read_results
+from plaudit.search.search import run_searches
+from plaudit.search.summary import progress_bar
+from plaudit.search.workers import SearchWorkers
+
+FLAGS = {"data.limit": 8, "search.width": 4, "search.method": "rebase"}
+
+
+def recipe(processes: int = 1, **flags: Any) -> SearchRecipe:
+    return load_search(None, {**FLAGS, **flags}, [f"processes={processes}"])
+
+
+def searched(directory: Path, wanted: SearchRecipe, *, resume: bool = False) -> dict[str, Any]:
+    [(_, figures)] = run_searches({directory: wanted}, progress_bar, resume=resume)
+    return figures
+
+
+def trees(directory: Path) -> list[Any]:
+    lines = sorted(read_results(directory / "results.jsonl"), key=lambda line: line["index"])
+    return [(line["index"], line["answer"], [node["text"] for node in line["nodes"]]) for line in lines]
+
+
+def test_the_trees_are_those_of_one_process(tmp_path: Path) -> None:
+    one, two = searched(tmp_path / "one", recipe()), searched(tmp_path / "two", recipe(2))
+    assert trees(tmp_path / "one") == trees(tmp_path / "two")
+    assert {key: one[key] for key in ("accuracy", "generated_tokens", "kv_tokens", "calls")} == {
+        key: two[key] for key in ("accuracy", "generated_tokens", "kv_tokens", "calls")
+    }
+    assert two["phases"]["generate"] > 0
+
+
+def test_several_methods_are_searched_by_processes_that_load_once(tmp_path: Path) -> None:
+    wanted = {tmp_path / method: recipe(2, **{"search.method": method}) for method in ("beam", "best-of-n")}
+    figures = dict(run_searches(wanted, progress_bar))
+    assert [figures[directory]["method"] for directory in wanted] == ["beam", "best-of-n"]
+    assert all(each["questions"] == 8 for each in figures.values())
+
+
+def test_a_killed_process_ends_the_run_and_the_rest_is_kept(tmp_path: Path) -> None:
+    wanted = recipe(2, **{"data.limit": 12})
+    wanted = wanted.model_copy(update={"concurrent": 2})
+    with Record(tmp_path / "run", wanted) as record:
+        pool = SearchWorkers([wanted])
+        try:
+            asked = pool.questions()
+            lines = pool.lines(asked)
+            record.add(next(lines))
+            os.kill(pool._workers[0].child.pid, signal.SIGKILL)
+            with pytest.raises(RunError, match=r"search process 1 was ended by SIGKILL; --resume"):
+                deque(map(record.add, lines), maxlen=0)
+        finally:
+            pool.close()
+        assert 0 < len(record.done) < len(asked)
+    figures = searched(tmp_path / "run", wanted, resume=True)
+    assert figures["questions"] == 12
+    alone = searched(tmp_path / "alone", recipe(**{"data.limit": 12}))
+    assert trees(tmp_path / "run") == trees(tmp_path / "alone")
+    assert alone["accuracy"] == figures["accuracy"]
+
+
+def test_a_stopped_process_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "SILENCE_SECONDS", 5.0)
+    pool = SearchWorkers([recipe(2)])
+    try:
+        os.kill(pool._workers[1].child.pid, signal.SIGSTOP)
+        with pytest.raises(RunError, match="search process 2 gave no sign of life and was ended"):
+            list(pool.lines(pool.questions()))
+    finally:
+        pool.close()
+
+
+def test_what_a_process_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    tree = {"task": "search", "processes": 2, "model": {"path": "sums-policy"}, "data": {"path": str(questions)}}
+    judged = {"search": {"method": "rebase"}, "prm": {"path": "sums"}}
+    with pytest.raises(RunError, match=r"search process \d: .* is an outcome model"):
+        SearchWorkers([SearchRecipe.model_validate({**tree, **judged})])
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ({"search": {"method": "auto"}}, "measures by a pilot of one process: leave processes out"),
+        ({"engine": {"name": "openai", "url": "http://127.0.0.1:1"}}, "engine.url names a server: leave it out"),
+    ],
+)
+def test_what_processes_do_not_do_is_refused(tables: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_search(None, FLAGS, ["processes=2", *(f"{k}.{n}={v}" for k, t in tables.items() for n, v in t.items())])
