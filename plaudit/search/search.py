@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from plaudit.collector import frozen
 from plaudit.config.search import SearchRecipe
 from plaudit.search.backends.embedding import open_embedder
 from plaudit.search.backends.policy import CorePolicy, Policy
@@ -154,6 +155,7 @@ def run_searches(
             for directory, recipe in recipes.items()
         ]  # before the models: what is wrong with a directory is told at once
         search = opened.enter_context(closing(_opened([record.recipe for record in records])))
+        opened.enter_context(frozen())
         for record in records:
             if record.recipe is not search.recipe:
                 search.turn_to(record.recipe)

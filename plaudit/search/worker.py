@@ -7,13 +7,13 @@ It asks for a question whenever it has room for one, so that workers are done at
 
 from __future__ import annotations
 
-import gc
 import socket
 import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from plaudit.collector import frozen
 from plaudit.config.search import SearchRecipe, parse_search
 from plaudit.process.framing import FrameReader
 from plaudit.process.worker import SocketWorker, run_worker
@@ -43,6 +43,10 @@ class SearchWorker(SocketWorker[frames.ToWorker]):
             self._begun = part(frame.recipe, self._start)
         elif isinstance(frame, frames.Given):
             self._given.append(frame.question)
+
+    def run(self) -> None:
+        with frozen():
+            super().run()
 
     def step(self) -> None:
         """All questions of a method."""
@@ -109,8 +113,6 @@ def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frame
     for recipe in recipes:
         check_fits(search.scorer, recipe)
     worker = SearchWorker(sock, reader, search, start)
-    gc.collect()
-    gc.freeze()  # the collector need not walk through libraries and models again and again
     worker.send(frames.Loaded())
     return worker
 
