@@ -34,6 +34,7 @@ from plaudit.errors import ConfigError, ModelError, nearest
 from plaudit.models import Loaded, ValueModel, choose_device, load_any, load_policy
 from plaudit.models.catalog import CONFIG
 from plaudit.models.part import fill, outline
+from plaudit.models.positions import way_to_more
 from plaudit.models.text import tokenizer_parts
 from plaudit.models.text_classifier import TextClassifier, looks_ahead
 from plaudit.models.weights import Cut
@@ -214,7 +215,10 @@ def _facts(loaded: Loaded, engine: Engine) -> ModelInfo:
         labels = ("value",)
     elif decoder.kind != "causal":
         labels = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-    return ModelInfo(decoder.name, decoder.vocab_size, decoder.max_positions, labels, decoder.kind == "causal")
+    return ModelInfo(
+        decoder.name, decoder.vocab_size, decoder.max_positions, labels, decoder.kind == "causal",
+        way_to_more=way_to_more(config),
+    )  # fmt: skip
 
 
 def _encoder_facts(classifier: TextClassifier, table: OutcomeTable) -> ModelInfo:

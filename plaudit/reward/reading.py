@@ -39,6 +39,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.facts = facts
         self.limit = min(facts.max_positions, max_tokens or facts.max_positions)
+        self.way = facts.way_to_more if self.limit == facts.max_positions else ""
         self.most_characters = CHARACTERS_PER_TOKEN * self.limit
         self.begin = bos_ids(tokenizer)
         if bos and not self.begin:
@@ -137,7 +138,7 @@ class Intake:
             return tokens, 0
         problem = f"{len(tokens)} tokens are more than the {self.limit} that {self.facts.name} is given"
         if truncate is None:
-            raise Refused("too_long", f"{problem}; shorten it, or say which side may be cut with truncate")
+            raise Refused("too_long", f"{problem}; shorten it, or say which side may be cut with truncate{self.way}")
         if truncate == "right":
             if last_read >= self.limit:
                 raise Refused("too_long", f"{problem}, and a cut on the right would lose what is read at {last_read}")

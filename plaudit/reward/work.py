@@ -42,6 +42,7 @@ class ModelInfo:
     encoder      it reads whole texts in both directions, pairs as its tokenizer writes them
     typed        an encoder's tokens have types
     multi_label  each label of a text is true or not, whatever the others are
+    way_to_more  what lifts the limit of positions, where a choice in its config sets it; the end of a message
     """
 
     name: str
@@ -52,3 +53,4 @@ class ModelInfo:
     encoder: bool = False
     typed: bool = False
     multi_label: bool = False
+    way_to_more: str = ""

@@ -26,6 +26,7 @@ from plaudit.errors import (
     VersionChanged,
 )
 from plaudit.events import END, WARNING
+from plaudit.models.positions import way_to_more
 from plaudit.place.build import new_placement
 from plaudit.place.memory.fit import check_fit
 from plaudit.place.memory.ledger import new_ledger
@@ -112,9 +113,9 @@ class RlTraining:
             undo.callback(self.trainee.close)
             self.loaded, self.policy = self.trainee.loaded, self.trainee.policy
             positions, sampling = self.trainee.decoder.max_positions, recipe.sampling
-            room = LengthLimits(positions, sampling.max_tokens)
+            room = LengthLimits(positions, sampling.max_tokens, way_to_more=way_to_more(self.trainee.decoder.config))
             if (longest := sampling.evaluating().max_tokens) > sampling.max_tokens:
-                room = LengthLimits(positions, longest, "sampling.eval.max_tokens")
+                room = replace(room, response=longest, key="sampling.eval.max_tokens")
             self.prompts = open_prompts(recipe.data, self.loaded.tokenizer, recipe.seed, room)
             self.heldout = self.prompts.heldout()
             self.placement = new_placement(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
@@ -58,6 +59,9 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 # Families whose layers compute what those of the others do, by other parts around them, and KDA: for the kernels.
 KERNELS: dict[str, Any] = {
+    "bamba": BambaConfig(
+        **tiny.GROUPED, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8,
+    ),
     "falcon_h1": FalconH1Config(
         **tiny.GROUPED, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2,
         mamba_chunk_size=8,

@@ -47,7 +47,8 @@ DELTA = {"torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"}
 KDA = {"recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"}
 MAMBA = {"mamba2_selective_state_update", "mamba2_chunk_scan"}
 FOUND = {
-    "qwen3_next": DELTA, "kimi_linear": KDA, "granitemoehybrid": MAMBA, "falcon_h1": MAMBA, "nemotron_h": MAMBA
+    "qwen3_next": DELTA, "kimi_linear": KDA, "granitemoehybrid": MAMBA, "bamba": MAMBA, "falcon_h1": MAMBA,
+    "nemotron_h": MAMBA,
 }  # fmt: skip
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FOUND]
 

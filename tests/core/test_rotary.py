@@ -1,8 +1,10 @@
 """Rotary embeddings that look at a sequence's length: up to where their frequencies change the numbers are those of
-plain transformers, and beyond it a request is refused."""
+plain transformers, and beyond it a request is refused, or has the long ones if the config says so."""
 
 import copy
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from plaudit.core.model.fused import fused_rows
 from plaudit.core.model.fusion import Fusion
 from plaudit.core.model.packing import pack, use_packed_attention
 from plaudit.errors import RequestError
+from plaudit.models import load_any, load_policy, save
 
 ORIGINAL, MOST = 72, 128  # positions that the short factors were made for, and all
 SIZES: dict[str, Any] = {
@@ -92,7 +95,10 @@ def test_samples_have_the_log_probs_of_transformers_to_the_last_position(case: t
 
 def test_gradients_are_those_of_the_module(case: tuple[Engine, Any, int]) -> None:
     engine, plain, most = case
-    module, tokens = engine.decoder.module, sequences(most)[:3]
+    same_gradients(engine.decoder.module, plain, sequences(most)[:3])
+
+
+def same_gradients(module: Any, plain: Any, tokens: list[list[int]]) -> None:
     use_packed_attention(module)
     rows = fused_rows(module, pack(tokens, torch.device("cpu")))
     torch.manual_seed(2)
@@ -131,3 +137,38 @@ def test_a_pass_of_fused_parts_keeps_the_short_factors_whatever_was_called_befor
         with fusion.applied(False):
             found = plain.model(ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(params=["phi-3", "phi-4-mini"])
+def long_case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
+    """A directory with the cure of docs/core.md, its config.json written as those of the hub, and plain transformers
+    with the config as it was."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(CASES[request.param][0], attn_implementation="eager").eval()
+    directory = save(copy.deepcopy(plain), load_any("sums-policy").tokenizer, tmp_path / "phi")
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor")}
+    config["rope_scaling"] = {"type": "longrope"} | dict.fromkeys(("short_factor", "long_factor"), rope["long_factor"])
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory, plain
+
+
+def test_with_long_factors_alone_longer_sequences_are_those_of_transformers(long_case: tuple[Path, Any]) -> None:
+    """Which takes the long ones for them, with the config as it was."""
+    directory, plain = long_case
+    engine = Engine.load(directory, device="cpu")
+    assert engine.decoder.max_positions == MOST
+    draw = random.Random(1)
+    tokens = [[draw.randrange(3, 97) for _ in range(length)] for length in (ORIGINAL + 1, MOST, 90, MOST - 1)]
+    ways = engine.logprobs(tokens), [engine.logprobs([each])[0] for each in tokens], engine.logprobs(tokens, cache=True)
+    for way in (*ways, engine.logprobs(tokens, cache=True)):
+        for each, found in zip(tokens, way, strict=True):
+            torch.testing.assert_close(torch.tensor(found), own_logprobs(plain, each), rtol=1e-4, atol=1e-4)
+    prompts = [each[:length] for each, length in zip(tokens[1:], (5, 60, ORIGINAL + 8), strict=True)]
+    for sample in engine.generate(prompts, SamplingParams(n=2, max_tokens=None, seed=3, ignore_eos=True)):
+        whole = [*sample.prompt_ids, *sample.token_ids]
+        assert len(whole) == MOST
+        expected = own_logprobs(plain, whole)[len(sample.prompt_ids) - 1 :]
+        torch.testing.assert_close(torch.tensor(sample.raw_logprobs), expected, rtol=1e-4, atol=1e-4)
+    same_gradients(load_policy(directory).module, plain, tokens)

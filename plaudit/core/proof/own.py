@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,12 +44,15 @@ def own_outputs(module: nn.Module, ids: Sequence[int]) -> Tensor:
 
 
 def own_steps(module: nn.Module, ids: Sequence[int], prompt: int) -> Tensor:
-    """(T - prompt, hidden): rows of the tokens after the prompt, decoded one by one through the model's own cache."""
+    """(T - prompt, hidden): rows of the tokens after the prompt, decoded one by one through the model's own cache. With
+    their positions, as `generate` calls it: left to itself Bamba begins at position 0 again at every step."""
     row = torch.tensor([list(ids)], device=next(module.parameters()).device)
     body, cache, rows = trunk(module), None, []
+    takes = "position_ids" in inspect.signature(body.forward).parameters
     with eager(module):
         for start, end in [(0, prompt), *((i, i + 1) for i in range(prompt, len(ids)))]:
-            out = body(input_ids=row[:, start:end], past_key_values=cache, use_cache=True)
+            where = {"position_ids": torch.arange(start, end, device=row.device)[None]} if takes else {}
+            out = body(input_ids=row[:, start:end], past_key_values=cache, use_cache=True, **where)
             cache = out.past_key_values
             rows.append(out.last_hidden_state[0, -1])
     return torch.stack(rows[1:])

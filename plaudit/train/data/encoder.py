@@ -15,11 +15,12 @@ from plaudit.train.data.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """The model's positions, and how many of them a response may take, by which key of the recipe."""
+    """The model's positions, how many of them a response may take, by which key of the recipe, and what gives more."""
 
     positions: int
     response: int
     key: str = "sampling.max_tokens"
+    way_to_more: str = ""
 
     def check(self, tokens: int) -> None:
         left = self.positions - self.response
@@ -27,7 +28,7 @@ class LengthLimits:
             raise DataError(
                 f"the prompt has {tokens} tokens; the model has {self.positions} positions, of which "
                 f"{self.key} = {self.response} are the response's: {self.positions} - {self.response} = "
-                f"{left} are left; shorten the prompt or lower {self.key}"
+                f"{left} are left; shorten the prompt or lower {self.key}{self.way_to_more}"
             )
 
 

@@ -25,11 +25,13 @@ class Encoder:
     """Turns the rows of a recipe's task into examples of at most `longest` tokens a sequence."""
 
     def __init__(
-        self, recipe: SftRecipe | RewardRecipe | PrmRecipe | PreferenceRecipe, tokenizer: Any, longest: int
-    ) -> None:
+        self, recipe: SftRecipe | RewardRecipe | PrmRecipe | PreferenceRecipe, tokenizer: Any, longest: int,
+        way_to_more: str = "",
+    ) -> None:  # fmt: skip
         self.recipe = recipe
         self.tokenizer = tokenizer
         self.longest = longest
+        self.way_to_more = way_to_more
         # What the tokenizer itself puts before a text: its begin token, or nothing.
         added = tokenizer.encode("")
         self.begin = added[:1] if added[:1] == [tokenizer.bos_token_id] else []
@@ -40,7 +42,8 @@ class Encoder:
         example = self._example(row)
         most = _longest(example)
         if most > self.longest:
-            raise DataError(f"{row.origin}: {most} tokens, but the model takes {self.longest}; shorten or remove it")
+            cure = f"shorten or remove it{self.way_to_more}"
+            raise DataError(f"{row.origin}: {most} tokens, but the model takes {self.longest}; {cure}")
         return example
 
     def _example(self, row: Row) -> Example:

@@ -12,7 +12,7 @@ from torch import nn
 
 from plaudit.config import PreferenceRecipe, PrmRecipe, Regression, RewardRecipe, SftRecipe
 from plaudit.events import END
-from plaudit.models.positions import longest_sequence
+from plaudit.models.positions import longest_sequence, way_to_more
 from plaudit.train.data.rows import WorldRows, open_rows
 from plaudit.train.run import randomness
 from plaudit.train.run.checkpoint import OPTIMIZER
@@ -72,7 +72,7 @@ class SupervisedTraining:
         self.learner = Learner(
             module, _objective(recipe), self.optimizer, table.micro_batch_tokens, table.deterministic, ranks, lanes
         )
-        self.encode = Encoder(recipe, self.model.tokenizer, longest_sequence(module.config))
+        self.encode = Encoder(recipe, self.model.tokenizer, longest_sequence(module.config), way_to_more(module.config))
         self.hard: list[Example] = []
         self.near: list[Example] = []
         self.heldout: Sequence[Example]
