@@ -1,6 +1,7 @@
 """One trajectory over layouts: ten steps over ranks of every kind, alone and in pairs, have the samples of one rank and
-its losses within 1e-5. All of them with PLAUDIT_SOAK (benchmarks/layouts.py, which keeps the differences; `make soak`),
-and a third in `make slow`, another one every day."""
+its losses within 1e-5. Some go on over other ranks, and in two each kind of process is killed and stopped. All of them
+with PLAUDIT_SOAK (benchmarks/layouts.py, which keeps the differences; `make soak`), and a third in `make slow`, another
+one every day."""
 
 import json
 import math
@@ -19,9 +20,12 @@ from plaudit.models import load_tokenizer, resolve, save
 from plaudit.rl.loop import RlTraining
 from plaudit.train.run.run import Run
 from tests.core.mixtures import mixture
+from tests.place.runs import samples
 from tests.rotation import in_turn
+from tests.train import held
 from tests.train.rl_world import Silent, recipe, weights
-from tests.train.test_ranks import ENV, KINDS, LIMIT, PPO, Shape, check_ten, command, fork_ranks, steps
+from tests.train.strikes import HANG_SECONDS, Strikes
+from tests.train.test_ranks import ENV, KINDS, PPO, Shape, check_ten, command, fork_ranks, steps
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +34,14 @@ GRPO: dict[str, Any] = {
     "algorithm": {"name": "grpo", "kl": {"coef": 0.05}}, "reward": {"path": "sums"},
     "train": {"prompts_per_step": 4, "lr": 3e-5},
 }  # fmt: skip
-ALGORITHMS = {"grpo": GRPO, "ppo": {**PPO, "train": {**PPO["train"], "prompts_per_step": 4}}}
-APART = {"name": "disaggregated"}
+STRUCK = "grpo with strikes"
+HELD = {"rule": "function", "function": f"{Path(held.__file__).resolve()}:score", "timeout": HANG_SECONDS}
+ALGORITHMS = {
+    "grpo": GRPO, "ppo": {**PPO, "train": {**PPO["train"], "prompts_per_step": 4}},
+    STRUCK: {**GRPO, "reward": HELD},
+}  # fmt: skip
+APART, AHEAD = {"name": "disaggregated"}, {"name": "async", "staleness": 0}
+TENSOR_ENGINE, STAGE_ENGINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 
 
 class Layout(NamedTuple):
@@ -44,12 +54,14 @@ class Layout(NamedTuple):
     resumed: tuple[Shape, int] | None = None  # the last five steps once more, over other ranks
 
     def __str__(self) -> str:
-        sizes = zip(("data", "context", "tensor", "pipeline"), self.shape, strict=False)
-        parts = [f"{name} {size}" for name, size in sizes if size > 1]
-        parts += [f"expert {self.expert}"] * (self.expert > 1)
-        parts += [f"engine {name.removesuffix('_parallel')} {size}" for name, size in self.engine.items()]
+        parts = [f"engine {name.removesuffix('_parallel')} {size}" for name, size in self.engine.items()]
         parts += [f"{value}" for name, value in self.placement.items() if name != "delta"]
-        return ", ".join([self.model, self.algorithm, *parts])
+        return ", ".join([self.model, self.algorithm, sizes(self.shape, self.expert), *parts])
+
+
+def sizes(shape: Shape, expert: int) -> str:
+    parts = [f"{name} {size}" for name, size in zip(KINDS, shape, strict=False) if size > 1]
+    return ", ".join([*parts, *[f"expert {expert}"] * (expert > 1)])
 
 
 DATA, CONTEXT, TENSOR, STAGES = (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 2)
@@ -73,17 +85,15 @@ LAYOUTS = [
     Layout("qwen3", (1, 2, 1, 2)),
     Layout("mixture", (2, 2, 1), expert=2),
     Layout("mixture", (2, 1, 1, 2), expert=2, resumed=(DATA, 2)),
-    Layout("llama", DATA, {**APART, "channel": "disk"}, engine={"tensor_parallel": 2}),
-    Layout(
-        "qwen3", TENSOR, {"name": "async", "staleness": 0, "channel": "collective"}, engine={"pipeline_parallel": 2}
-    ),
+    Layout("llama", DATA, {**APART, "channel": "disk"}, engine=TENSOR_ENGINE, algorithm=STRUCK, resumed=(CONTEXT, 1)),
+    Layout("qwen3", TENSOR, {**AHEAD, "channel": "collective"}, engine=STAGE_ENGINE, algorithm=STRUCK),
     Layout("llama", DATA, {"name": "hybrid"}),
-    Layout("llama", DATA, engine={"tensor_parallel": 2}),
-    Layout("qwen3", TENSOR, {"name": "hybrid"}, engine={"pipeline_parallel": 2}, algorithm="ppo"),
+    Layout("llama", DATA, engine=TENSOR_ENGINE),
+    Layout("qwen3", TENSOR, {"name": "hybrid"}, engine=STAGE_ENGINE, algorithm="ppo"),
     Layout("llama", DATA, {"name": "swapped"}, algorithm="ppo"),
     Layout("mixture", TENSOR, expert=2, resumed=(DATA, 2)),
-    Layout("mixture", (2, 1, 2), {"name": "swapped"}, expert=2, engine={"pipeline_parallel": 2}, algorithm="ppo"),
-    Layout("qwen3", STAGES, {"name": "swapped"}, engine={"tensor_parallel": 2}),
+    Layout("mixture", (2, 1, 2), {"name": "swapped"}, expert=2, engine=STAGE_ENGINE, algorithm="ppo"),
+    Layout("qwen3", STAGES, {"name": "swapped"}, engine=TENSOR_ENGINE),
 ]
 CHOSEN = [layout for number, layout in enumerate(LAYOUTS) if in_turn(number, 3)]
 
@@ -103,7 +113,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def tables(layout: Layout, models: dict[str, str]) -> dict[str, Any]:
     base = ALGORITHMS[layout.algorithm]
-    train = {**base["train"], "steps": 10, "eval_every": 50, "show": 4, "checkpoint": {"every": 5}}
+    train = {**base["train"], "steps": 10, "eval_every": 50, "show": 4, "dump": True, "checkpoint": {"every": 5}}
     return {**base, "model": {"path": models[layout.model]}, "train": train}
 
 
@@ -132,8 +142,11 @@ def rows() -> Iterator[list[dict[str, Any]]]:
         Path(file).write_text(json.dumps(found))
 
 
-def difference(found: Path, expected: Path) -> dict[str, float]:
-    """The largest of any step's loss, and of any weight at the end."""
+def compared(found: Path, expected: Path) -> dict[str, float]:
+    """How many samples are the same, and the largest difference of any step's loss, and of any weight at the end."""
+    check_ten(found, expected)
+    tokens = [[sample.token_ids for step in samples(run) for sample in step] for run in (found, expected)]
+    assert tokens[0] == tokens[1]
     losses = [
         abs(mine[name] - theirs[name])
         for mine, theirs in zip(steps(found), steps(expected), strict=True)
@@ -141,7 +154,7 @@ def difference(found: Path, expected: Path) -> dict[str, float]:
     ]  # fmt: skip
     mine = weights(found)
     apart = [float((mine[name] - theirs).abs().max()) for name, theirs in weights(expected).items()]
-    return {"loss": max(losses), "weight": max(apart)}
+    return {"samples": len(tokens[0]), "loss": max(losses), "weight": max(apart)}
 
 
 @pytest.mark.parametrize("layout", CHOSEN, ids=str)
@@ -154,22 +167,29 @@ def test_ten_steps_are_those_of_one_rank(
         ranks = {f"{name}_parallel": size for name, size in zip(KINDS, layout.shape, strict=False)}
         tree["resources"] = {**ranks, "rollout": layout.engine}
     file.write_text(to_toml(recipe(**tree)))
-    go(layout, layout.shape, layout.expert, file, run)
-    check_ten(run, expected)
-    row = {"layout": str(layout), "ranks": math.prod(layout.shape), **difference(run, expected)}
+    words = words_of(layout.shape, layout.expert, file, run)
+    row: dict[str, Any] = {"layout": str(layout), "ranks": math.prod(layout.shape)}
+    if layout.algorithm == STRUCK:
+        row["strikes"] = Strikes(tmp_path, words, ENV).strike_all()
+    else:
+        go(layout, words, math.prod(layout.shape), tmp_path)
+    row |= compared(run, expected)
     if layout.resumed is not None:
         for late in (run / "checkpoints").glob("step-00001*"):
             late.rename(tmp_path / late.name)
-        go(layout, *layout.resumed, file, run, "--resume")
-        check_ten(run, expected)
-        row["resumed"] = difference(run, expected)
+        shape, expert = layout.resumed
+        go(layout, words_of(shape, expert, file, run, "--resume"), math.prod(shape), tmp_path)
+        row["resumed"] = {"ranks": sizes(shape, expert), **compared(run, expected)}
     rows.append(row)
 
 
-def go(layout: Layout, shape: Shape, expert: int, file: Path, run: Path, *more: str) -> None:
-    words = command(file, run, shape, "--set", f"resources.expert_parallel={expert}", *more)
+def words_of(shape: Shape, expert: int, file: Path, run: Path, *more: str) -> list[str]:
+    return command(file, run, shape, "--set", f"resources.expert_parallel={expert}", *more)
+
+
+def go(layout: Layout, words: list[str], ranks: int, place: Path) -> None:
     if layout.placement["name"] == "colocated":
-        fork_ranks(math.prod(shape), words[3:], file.parent)
+        fork_ranks(ranks, words[3:], place)
     else:
-        done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=2 * LIMIT)
+        done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert done.returncode == 0, done.stderr

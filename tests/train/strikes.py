@@ -1,0 +1,139 @@
+"""kill -9 and SIGSTOP of each kind of process of one run: a rank that trains, the main one and another, and each rank
+of an engine. An engine is replaced while the run goes on; a rank that trains ends the command, and --resume goes on.
+
+The run's reward is tests/train/held.py, which holds it while a process is struck: no run is over before that.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from plaudit.events import read_events
+from tests.train.held import is_step, made
+
+Command = subprocess.Popen[bytes]
+
+HANG_SECONDS = 600.0  # no machine is as busy as that
+FREE = 1 << 30  # steps: as many as it likes
+WORKER, ENGINE_RANK = "rollout worker, rank 0 of the engine", "rank 1 of the engine"
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+OF_ENGINE = [(process, number) for process in (WORKER, ENGINE_RANK) for number in SIGNALS]
+OF_TRAINING = [(rank, number) for rank in (0, 1) for number in SIGNALS]
+
+
+@dataclass
+class Strikes:
+    """`place`: a directory with the run in `run`. `words`: the command that trains it, with `environment`."""
+
+    place: Path
+    words: list[str]
+    environment: dict[str, str]
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def run(self) -> Path:
+        return self.place / "run"
+
+    def strike_all(self) -> list[dict[str, Any]]:
+        """One strike a step; the run is at an end after the last."""
+        step = 1
+        with self._attempt(step) as child:
+            for count, (process, number) in enumerate(OF_ENGINE, 1):
+                self._held_after(step, child)
+                begun = time.monotonic()
+                self._engine_process(child, process).send_signal(number)
+                step += 1
+                self._held_after(step, child)  # a step's samples come from what is there in its place
+                restarts = [event["values"]["rollout/restarts"] for event in read_events(self.run) if is_step(event)]
+                assert restarts[-1] >= count, (process, number, restarts)
+                self._note(process, number, step - 1, begun)
+            self._end_by(child, step, *OF_TRAINING[0])
+        for strike in OF_TRAINING[1:]:
+            step += 1
+            with self._attempt(step, "--resume") as child:
+                self._end_by(child, step, *strike)
+        with self._attempt(FREE, "--resume") as child:
+            assert child.wait(HANG_SECONDS) == 0, self._said()
+        return self.done
+
+    def _end_by(self, child: Command, step: int, rank: int, number: signal.Signals) -> None:
+        self._held_after(step, child)
+        below = psutil.Process(child.pid).children(recursive=True)
+        begun = time.monotonic()
+        self._rank(child, rank).send_signal(number)
+        assert child.wait(HANG_SECONDS) != 0
+        self._note(f"rank {rank} of training", number, step, begun)
+        how = "ended by SIGKILL" if number == signal.SIGKILL else "stopped (SIGSTOP) for 10 s and was ended"
+        assert f"rank {rank} was {how}; --resume goes on from the last checkpoint" in self._said()
+        self._allow(FREE)  # the rule's own process comes to its end, too
+        _, left = psutil.wait_procs(below, timeout=HANG_SECONDS)
+        assert not left, "they end with the command"
+
+    def _note(self, process: str, number: signal.Signals, step: int, begun: float) -> None:
+        seconds = round(time.monotonic() - begun, 1)
+        self.done.append({"process": process, "signal": number.name, "after_step": step, "seconds": seconds})
+
+    @contextmanager
+    def _attempt(self, allowed: int, *more: str) -> Iterator[Command]:
+        self._allow(allowed)
+        environment = {**self.environment, "PLAUDIT_HELD": str(self.place)}
+        with (self.place / "said").open("wb") as said:
+            child = subprocess.Popen([*self.words, *more], env=environment, stderr=said)
+        try:
+            yield child
+        finally:
+            child.kill()
+            child.wait()
+
+    def _said(self) -> str:
+        """By the last attempt."""
+        return (self.place / "said").read_text()
+
+    def _allow(self, steps: int) -> None:
+        whole = self.place / "allowed.new"
+        whole.write_text(str(steps))
+        whole.rename(self.place / "allowed")
+
+    def _held_after(self, step: int, child: Command) -> None:
+        """Let it make so many steps, and wait until it waits."""
+        self._allow(step)
+        self._until(lambda: made(self.run) >= step, child)
+        (self.place / "waiting").unlink(missing_ok=True)
+        self._until((self.place / "waiting").exists, child)
+
+    def _until(self, true: Callable[[], bool], child: Command) -> None:
+        deadline = time.monotonic() + HANG_SECONDS
+        while not true():
+            assert child.poll() is None, self._said()
+            assert time.monotonic() < deadline, f"it hangs after {made(self.run)} steps"
+            time.sleep(0.05)
+
+    def _rank(self, child: Command, rank: int) -> psutil.Process:
+        every = psutil.Process(child.pid).children()
+        (found,) = [each for each in every if each.environ().get("RANK") == str(rank)]
+        return found
+
+    def _engine_process(self, child: Command, process: str) -> psutil.Process:
+        """The one there is, when those in whose place it came are gone."""
+        name = "plaudit-worker" if process == WORKER else "plaudit-rank"
+        main = self._rank(child, 0)
+        self._until(lambda: len(named(main, name)) == 1, child)
+        return named(main, name)[0]
+
+
+def named(parent: psutil.Process, name: str) -> list[psutil.Process]:
+    found = []
+    for each in parent.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if each.name() == name and each.status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+    return found
