@@ -12,14 +12,17 @@ of its responses' steps, another how often completions of theirs come out right.
     trees    beam, DVTS, REBASE and ETS at widths 4, 16 and 64 with the learned process model, with the other one, and
              with the exact labels themselves
 
-by several processes at once until the seconds are over: first some questions in all cells, then more of them. --work
-keeps models and rows, and the next call goes on from there. Writes benchmarks/results/search_policy_gpu.json.
+by several processes at once until the seconds are over: first some questions in the cells of widths up to 16, then all
+of them there, then the wide ones. --work keeps models, rows and times, each written when it is done, and the next call
+goes on from there. Writes benchmarks/results/search_policy_gpu.json. 1,000 questions of the second ground:
+
+    python benchmarks/search_policy_gpu.py --ground countdown --seconds 440 --valued 0 \
+      --methods rebase "rebase, T 1" ets beam --wide rebase "rebase, T 1"
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
@@ -213,25 +216,29 @@ def plain(searcher: Any, asked: Sequence[Any], width: int, seed: int) -> dict[st
     return {"generate": middle - began, "all": spent, "tokens": tokens, "paths": len(samples)}
 
 
-def timed(args: argparse.Namespace, searcher: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Alone on the device: plain generation and best-of-n, and trees of as many paths; no more trees when half of the
-    time is over."""
-    from search_policy_cells import TREES, Task
+def timed(args: argparse.Namespace, searcher: Any, kept: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Alone on the device: plain generation and best-of-n, and trees of as many paths, but for those that an earlier
+    call has timed; no more trees when half of the time is over."""
+    from search_policy_cells import Task
 
     widest = max(args.widths)
     asked = searcher.questions[: args.paths // widest]
+    wide = sorted(args.widths, reverse=True)
+    order = [(name, width, 1) for width in wide[:2] for name in chosen(args, width)]
+    order += [("rebase", widest, 2), ("best-of-n", widest, 1)]
+    order += [(name, width, 1) for width in wide[2:] for name in chosen(args, width)]
+    over = {(each["method"], each["width"], each["lanes"]) for each in kept.get("trees", ())}
+    order = [each for each in order if each not in over]
+    if kept and not order:
+        return [], kept
     runs = [plain(searcher, asked, widest, seed) for seed in (7, 8, 9)][1:]
     rate = max(each["tokens"] / each["generate"] for each in runs)
     figures: dict[str, Any] = {
-        "plain": runs, "plain_tokens_per_second": rate, "trees": [],
+        "plain": runs, "plain_tokens_per_second": rate, "trees": list(kept.get("trees", ())),
         "seconds_per_path": min(each["all"] / each["paths"] for each in runs),
     }  # fmt: skip
     say(f"plain: {json.dumps(figures)}")
     rows: list[Any] = []
-    wide = sorted(args.widths, reverse=True)
-    order = [(name, width, 1) for width in wide[:2] for name in TREES]
-    order += [("rebase", widest, 2), ("best-of-n", widest, 1)]
-    order += [(name, width, 1) for width in wide[2:] for name in TREES]
     searcher.tree(Task("rebase", "steps", widest, 0, len(asked)))  # graphs of the sizes that trees have
     for name, width, lanes in order:
         if time.time() > BEGAN + 0.6 * args.seconds:
@@ -248,13 +255,21 @@ def timed(args: argparse.Namespace, searcher: Any) -> tuple[list[Any], dict[str,
         }  # fmt: skip
         figures["trees"].append(line)
         say("timed: " + json.dumps({k: v if isinstance(v, str) else round(v, 4) for k, v in line.items()}))
-        rows += own if lanes == 1 and name in TREES else []
+        rows += own if lanes == 1 and name != "best-of-n" else []
     return rows, figures
 
 
+def chosen(args: argparse.Namespace, width: int) -> list[str]:
+    """The trees of a width."""
+    from search_policy_cells import TREES
+
+    wide = args.wide if width > 16 else None
+    return list(wide or args.methods or TREES)
+
+
 def cells(args: argparse.Namespace, facts: dict[str, Any]) -> Iterator[Any]:
-    """What is searched, in order: the first questions in all cells, then more of them, the cheap widths first."""
-    from search_policy_cells import PATHS, TREES, Task
+    """What is searched, in order: the first questions in the cheap widths, all of them there, then the wide ones."""
+    from search_policy_cells import PATHS, Task
 
     models = ",".join(facts["prm"])
     first, last = min(args.first, args.questions), args.questions
@@ -265,22 +280,24 @@ def cells(args: argparse.Namespace, facts: dict[str, Any]) -> Iterator[Any]:
             yield Task(method, prm, width, at, min(at + size, end))
 
     def both(
-        begin: int, end: int, prm: str, widths: Sequence[int], names: Sequence[str] = tuple(TREES)
+        begin: int, end: int, prm: str, widths: Sequence[int], names: Sequence[str] | None = None
     ) -> Iterator[Any]:
-        for width, name in itertools.product(widths, names or TREES):
-            yield from blocks(name, prm, width, begin, end, PATHS)
+        for width in widths:
+            for name in names or chosen(args, width):
+                yield from blocks(name, prm, width, begin, end, PATHS)
 
     def pool(begin: int, end: int) -> Iterator[Any]:
         return blocks("pool", models, args.pool, begin, end, 2 * PATHS)
 
     wide, narrow = [w for w in args.widths if w > 16], [w for w in args.widths if w <= 16]
     yield from pool(0, first)
-    yield from both(0, first, "steps", args.widths)
+    yield from both(0, first, "steps", narrow)
     yield from both(0, first, "labels", [w for w in args.widths if w == 16])
     for name in list(facts["prm"])[1:]:
         yield from both(0, first, name, [w for w in args.widths if w == 16])
     yield from pool(first, last)
     yield from both(first, last, "steps", narrow)
+    yield from both(0, first, "steps", wide)
     yield from both(first, last, "steps", wide)
     yield from both(0, first, "labels", [w for w in args.widths if w != 16], ("rebase", "ets"))
 
@@ -359,13 +376,18 @@ class Record:
         self.args, self.facts, self.machine = args, facts, machine
         self.path = args.work / "rows.jsonl"
         self.rows = kept_rows(self.path)
-        self.figures: dict[str, Any] = {}
+        self.times = args.work / "timed.json"
+        self.figures: dict[str, Any] = json.loads(self.times.read_text()) if self.times.exists() else {}
         self.failed: list[str] = []
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows += rows
         with self.path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def keep_times(self, figures: dict[str, Any]) -> None:
+        self.figures = figures
+        self.times.write_text(json.dumps(figures))
 
     def write(self) -> dict[str, Any]:
         result = {
@@ -390,6 +412,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300.0, help="Of everything, the start and training included.")
     parser.add_argument("--processes", type=int, default=8, help="That search at the same time, on the same GPU.")
     parser.add_argument("--questions", type=int, default=1000)
+    parser.add_argument("--first", type=int, help="Questions that all narrow cells have before any has more.")
+    parser.add_argument("--widths", type=int, nargs="+")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="Of the trees; all without it.")
+    parser.add_argument(
+        "--wide", nargs="+", metavar="NAME", help="Of the trees at widths above 16; as --methods without it."
+    )
+    parser.add_argument(
+        "--valued", type=int, help="Responses whose steps the other process model learns; 0: no such model."
+    )
     parser.add_argument("--steps", type=int, help="Of each training, in place of as many as fit its seconds.")
     parser.add_argument("--work", type=Path, help="Models and rows; the next call goes on from there.")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -405,7 +436,8 @@ def parsed() -> argparse.Namespace:
                "dtype": "float32", "kv_bytes": 2**27, "grace": 20.0, "rounds": 1},
     }[args.tiny]  # fmt: skip
     for name, value in sizes.items():
-        setattr(args, name, value)
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     args.work = args.work or Path(os.environ.get("TMPDIR", "/tmp")) / f"search-policy-{args.ground}"
     args.until = BEGAN + args.seconds - args.grace
     return args
@@ -422,8 +454,11 @@ def main() -> None:
         torch.set_num_threads(1)
     elif not torch.cuda.is_available():
         raise SystemExit("no CUDA device here: --tiny runs on the CPU")
-    from search_policy_cells import Searcher, Setup
+    from search_policy_cells import TREES, Searcher, Setup
 
+    unknown = {*(args.methods or ()), *(args.wide or ())} - set(TREES)
+    if unknown:
+        raise SystemExit(f"--methods and --wide take {', '.join(map(repr, TREES))}, not {unknown}")
     say(f"imported; {shutil.disk_usage(args.work).free / 2**30:.0f} GiB free, {len(SYMBOLS)} symbols")
     facts = prepare(args)
     setup = Setup(
@@ -439,7 +474,8 @@ def main() -> None:
     )
     record = Record(args, facts, processor() if args.tiny else f"one {torch.cuda.get_device_name()}")
     searcher = Searcher(setup)
-    rows, record.figures = timed(args, searcher)
+    rows, figures = timed(args, searcher, record.figures)
+    record.keep_times(figures)
     known = {key(row) for row in record.rows}
     record.add([row for row in rows if key(row) not in known])
     del searcher

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ LIBRARIES = ("torch", "transformers", "tokenizers")
 def digest(table: BaseModel, *parts: str, libraries: Iterable[str] = ()) -> str:
     """The first 12 hex digits of the SHA-256 of a reward's table, of the code and of `parts`."""
     keys = table.model_dump(mode="json", exclude=set(PLACE))
-    return _short(json.dumps(keys, sort_keys=True), code(), *map(_installed, libraries), *parts)
+    return _short(json.dumps(keys, sort_keys=True), CODE, *map(_installed, libraries), *parts)
 
 
 def model_digest(
@@ -53,7 +52,6 @@ def joined(versions: Iterable[str], table: BaseModel) -> str:
     return f"{number}-{digest(table, *parts)}"
 
 
-@cache
 def code(root: Path = PACKAGE) -> str:
     """Of our own source, since between two releases the number of the release does not change."""
     source_hash = hashlib.sha256()
@@ -61,6 +59,11 @@ def code(root: Path = PACKAGE) -> str:
         for file in sorted((root / package).rglob("*.py")):
             source_hash.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     return source_hash.hexdigest()
+
+
+CODE = code()
+"""As it is when this is imported, with the code that computes. A worker that is forked later computes with what was
+imported here, whatever lies on disk by then."""
 
 
 def _installed(library: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
+import uvloop
 
 from plaudit.process.framing import FrameReader
 from plaudit.process.worker import SocketWorker, run_worker
@@ -16,6 +16,8 @@ from plaudit.serve.workers import frames
 from plaudit.serve.workers.cache import ScoreCache
 from plaudit.serve.workers.deployment import Deployment
 from plaudit.serve.workers.link import Link, Owner
+
+BUDGET = 1024  # tokens of a step
 
 
 class FakeWorker(SocketWorker[frames.Frame]):
@@ -28,7 +30,7 @@ class FakeWorker(SocketWorker[frames.Frame]):
                 os._exit(9)
             ones = [1] * len(rows)
             values = np.array([row[0] for row in rows], "<f4").tobytes()
-            self.send(frames.Results(frame.ids, ones, ones, values, [], [], 0, 0, 0, 64))
+            self.send(frames.Results(frame.ids, ones, ones, values, [], [], 0, 0, 0, BUDGET))
 
     def step(self) -> None:
         pass
@@ -36,7 +38,7 @@ class FakeWorker(SocketWorker[frames.Frame]):
 
 def _started(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.Frame]) -> FakeWorker:
     worker = FakeWorker(sock, reader)
-    worker.send(frames.Hello("digest", {"causal": False, "encoder": False}, 64, b"", {}))
+    worker.send(frames.Hello("digest", {"causal": False, "encoder": False}, BUDGET, b"", {}))
     worker.send(frames.Ready())
     return worker
 
@@ -63,4 +65,4 @@ def deployed(use: Callable[[Deployment], Awaitable[None]], deadly: Sequence[int]
         finally:
             await deployment.close()
 
-    asyncio.run(run())
+    uvloop.run(run())  # the server's

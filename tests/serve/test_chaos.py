@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import psutil
@@ -22,6 +22,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import plaudit
+from plaudit.process.spawn import FORKS
 from tests.serve.faults import Faults
 from tests.serve.process import ServerProcess
 
@@ -267,3 +268,21 @@ def test_weights_that_change_on_disk_are_not_served_under_the_old_name(faults: F
         server.workers()[0].kill()
         assert server.process.wait(240) == 1
         assert "its files, or the code that reads them, have changed on disk" in server.log()
+
+
+@pytest.mark.skipif(not FORKS, reason="workers are new processes here, which read the newer code")
+def test_code_that_changes_on_disk_does_not_keep_workers_from_starting_again(tmp_path: Path) -> None:
+    """C51: they are forked from a process that has read the old code, and compute with that, under its version."""
+    copy = copytree(Path(plaudit.__path__[0]), tmp_path / "plaudit", ignore=ignore_patterns("__pycache__"))
+    environment = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    with ServerProcess({"models": {"sums": {"path": "sums"}}}, environment=environment, launcher=["-P"]) as server:
+        before = server.rewards([{"prompt": "2+3=", "responses": ["5"]}]).json()
+        with (copy / "core" / "engine.py").open("a") as source:
+            source.write("# newer\n")
+        server.workers()[0].kill()
+        until("restarted", lambda: server.metric("plaudit_worker_restarts_total") == 1)
+        until("ready", server.ready)
+        after = server.rewards([{"prompt": "2+3=", "responses": ["5"]}], cache=False)
+        assert after.status_code == 200, server.log()
+        assert after.json()["items"] == before["items"]
+        assert after.json()["version"] == before["version"]

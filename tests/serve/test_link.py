@@ -75,3 +75,26 @@ def test_what_is_cancelled_while_the_worker_is_dead_is_forgotten() -> None:
         assert (deployment.in_flight_tokens, deployment.queue.items, deployment.restarts) == (0, 0, 1)
 
     deployed(use, [])
+
+
+def test_to_a_worker_that_has_just_died_nothing_is_sent() -> None:
+    """What comes between its end and the notice of it goes to the others, or to the next one."""
+
+    async def use(deployment: Deployment) -> None:
+        failed: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(str(context)))
+        link = deployment.replicas[0].wire
+        assert isinstance(link, Link)
+        process = link._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        tickets = []
+        while link.state == "ready":  # one for each replica in every turn of the loop
+            tickets.append(deployment.submit([work(2 * len(tickets)), work(2 * len(tickets) + 1)], tenant="a"))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(*(ticket.done for ticket in tickets)), 60)
+        for at, ticket in enumerate(tickets):
+            assert [shown(answer) for answer in ticket.answers] == [2 * at, 2 * at + 1]
+        assert failed == []
+
+    deployed(use, [], replicas=2)

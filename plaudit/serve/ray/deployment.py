@@ -101,7 +101,8 @@ class RayLink:
 
     def send(self, frame: frames.Frame) -> None:
         assert self._writer is not None, f"the replica is {self.state}, nothing can be sent"
-        self._writer.write(frames.pack(frame))
+        if not self._writer.is_closing():  # uvloop raises an error
+            self._writer.write(frames.pack(frame))
 
     def silent_for(self) -> float:
         return time.monotonic() - self.last_sign

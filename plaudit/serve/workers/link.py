@@ -82,9 +82,11 @@ class Link:
         return await asyncio.shield(self._hello_future)
 
     def send(self, frame: frames.Frame) -> None:
-        """Only while the state is "ready"."""
+        """Only while the state is "ready". A worker that has just died gets nothing: its owner hears of that in the
+        next turn of the loop, and takes back what it holds."""
         assert self._transport is not None, f"{self.name} is {self.state}, nothing can be sent"
-        self._transport.write(frames.pack(frame))
+        if not self._transport.is_closing():  # uvloop raises an error
+            self._transport.write(frames.pack(frame))
 
     def silent_for(self) -> float:
         return time.monotonic() - self.last_sign
