@@ -28,6 +28,7 @@ from core_gpu import limits, show_profile
 from stamp import stamp
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
@@ -36,6 +37,7 @@ from transformers import (
     NemotronHConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    Zamba2Config,
 )
 
 from plaudit.core import Engine, SamplingParams
@@ -89,6 +91,13 @@ TINY = {
     "Falcon-H1": FalconH1Config(
         **COMMON, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_n_groups=2,
         mamba_chunk_size=64,
+    ),
+    "Bamba": BambaConfig(
+        **COMMON, attn_layer_indices=[3], mamba_n_heads=8, mamba_d_head=64, mamba_d_state=32, mamba_chunk_size=64
+    ),
+    "Zamba 2": Zamba2Config(
+        **COMMON, layers_block_type=["linear_attention", "hybrid"] * 2, n_mamba_heads=8, mamba_d_state=32,
+        mamba_ngroups=2, chunk_size=64, num_mem_blocks=1, adapter_rank=16,
     ),
     "Nemotron-H": NemotronHConfig(
         **{key: value for key, value in COMMON.items() if key != "num_hidden_layers"}, head_dim=64, n_groups=2,

@@ -131,7 +131,10 @@ def test_bf16_logprobs_are_no_worse_than_those_of_transformers(family: str) -> N
 
 
 # Nemotron-H is not here: 90 % of its tokens have the learner's bits (docs/proof.md).
-@pytest.mark.parametrize("family", ["Qwen3.5", "Qwen3-Next", "LFM2", "Granite 4 (Mamba-2)", "Falcon-H1", "Kimi-Linear"])
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen3.5", "Qwen3-Next", "LFM2", "Granite 4 (Mamba-2)", "Falcon-H1", "Kimi-Linear", "Bamba", "Zamba 2"],
+)
 def test_a_sample_has_the_same_bits_in_every_batch_and_in_the_learner(family: str) -> None:
     """In a batch of 700, of 7 and alone, in a read and with gradients."""
     compared = hybrid_gpu.bits({family: hybrid_gpu.TINY[family]})[family]

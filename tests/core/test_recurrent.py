@@ -21,6 +21,7 @@ from transformers import (
     Lfm2Config,
     NemotronHConfig,
     Qwen3NextConfig,
+    Zamba2Config,
 )
 
 from plaudit.config.placement import EngineTable
@@ -74,6 +75,10 @@ KERNELS: dict[str, Any] = {
         **{key: value for key, value in tiny.GROUPED.items() if key not in ("num_hidden_layers", "initializer_range")},
         layers_block_type=LINEAR, head_dim=8, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=2,
         chunk_size=8, initializer_range=0.1,
+    ),
+    "zamba2": Zamba2Config(
+        **tiny.GROUPED, layers_block_type=["linear_attention", "hybrid"], n_mamba_heads=4, mamba_d_state=8,
+        mamba_ngroups=2, chunk_size=8, num_mem_blocks=1, adapter_rank=8,
     ),
 }  # fmt: skip
 FAMILIES = sorted(CONFIGS)

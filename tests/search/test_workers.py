@@ -45,6 +45,7 @@ def test_the_trees_are_those_of_one_process(tmp_path: Path) -> None:
     assert two["phases"]["generate"] > 0
 
 
+@pytest.mark.slow
 def test_several_methods_are_searched_by_processes_that_load_once(tmp_path: Path) -> None:
     wanted = {tmp_path / method: recipe(2, **{"search.method": method}) for method in ("beam", "best-of-n")}
     figures = dict(run_searches(wanted, progress_bar))
@@ -52,6 +53,7 @@ def test_several_methods_are_searched_by_processes_that_load_once(tmp_path: Path
     assert all(each["questions"] == 8 for each in figures.values())
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_run_and_the_rest_is_kept(tmp_path: Path) -> None:
     wanted = recipe(2, **{"data.limit": 12})
     wanted = wanted.model_copy(update={"concurrent": 2})
@@ -74,6 +76,7 @@ def test_a_killed_process_ends_the_run_and_the_rest_is_kept(tmp_path: Path) -> N
     assert alone["accuracy"] == figures["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "SILENCE_SECONDS", 5.0)
     pool = SearchWorkers([recipe(2)])
@@ -85,6 +88,7 @@ def test_a_stopped_process_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
         pool.close()
 
 
+@pytest.mark.slow
 def test_what_a_process_refuses_is_told_in_its_words(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"prompt": "1+1="}) + "\n")
