@@ -45,7 +45,7 @@ class Engine:
     budget       tokens per step
     max_running  sequences that decode together
     look_every   decode steps between two looks of the host: stop strings, callbacks and new requests wait for it; where
-                 it is not given, `generate` looks more rarely on a GPU while nobody waits
+                 it is not given, `generate` looks more rarely while nobody waits
     seed         gives requests without a seed of their own theirs, by submission number
     channel      to the other ranks that run parts of the same module (see lockstep.py); this is rank 0
     exact        in half precision on a GPU, in float32 on a CPU: the learner's bits, in any batch; slower for few rows

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device import cpu_decode
+from plaudit.core.device.backend import DecodeBatch, Decoded
+from plaudit.core.device.cpu import CpuBackend
 from tests.core import tiny
 from tests.rotation import mostly_slow
 
@@ -16,11 +20,11 @@ TOKENS = 80
 WIDTH = 2 * 2 * 8 * 8  # bytes of one token in one layer: keys and values, 2 heads of 8, float64
 
 
-@pytest.mark.parametrize("look_every", [1, 8, 100])
+@pytest.mark.parametrize("look_every", [1, 8, 100, None])
 @pytest.mark.parametrize(("room", "workspace"), mostly_slow([(64, 2**26), (8, 2**26), (16, 0), (16, WIDTH * 700)]))
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_tokens_are_those_of_transformers(
-    monkeypatch: pytest.MonkeyPatch, family: str, room: int, workspace: int, look_every: int
+    monkeypatch: pytest.MonkeyPatch, family: str, room: int, workspace: int, look_every: int | None
 ) -> None:
     monkeypatch.setattr(cpu_decode, "ROOM", room)
     monkeypatch.setattr(cpu_decode, "WORKSPACE", workspace)
@@ -63,3 +67,19 @@ def test_a_window_lasts_until_something_else_is_computed(monkeypatch: pytest.Mon
     tokens = {u.request: u.sample.token_ids for _ in range(20) for u in engine.step() if u.sample is not None}
     assert made == 4
     assert [tokens[first], tokens[second]] == [s.token_ids for s in expected]
+
+
+def test_the_host_looks_where_a_row_has_ended_and_else_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    decode = CpuBackend.decode
+
+    def noted(self: CpuBackend, batch: DecodeBatch, steps: int) -> Iterator[Decoded]:
+        for decoded in decode(self, batch, steps):
+            taken.append(len(decoded.tokens))
+            yield decoded
+
+    monkeypatch.setattr(CpuBackend, "decode", noted)
+    engine = Engine(tiny.model("llama", dtype=torch.float64))
+    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (13, 100)]  # a first one is the prompt's
+    engine.generate(PROMPTS[:2], lengths)
+    assert taken == [16, 64, 19]

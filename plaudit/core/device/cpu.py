@@ -12,7 +12,7 @@ from torch import Tensor
 from plaudit.algo.tokens.products import needs_steadying
 from plaudit.core.device.backend import Copy, DecodeBatch, Decoded, Span
 from plaudit.core.device.columns import columns_of
-from plaudit.core.device.cpu_decode import DecodeWindow
+from plaudit.core.device.cpu_decode import ROOM, DecodeWindow
 from plaudit.core.device.mixing import Mixing, Walk
 from plaudit.core.device.paged import PagedBackend, PagedLayout
 from plaudit.core.model import operations
@@ -28,10 +28,13 @@ class CpuBackend(PagedBackend):
     block_size = 16
     budget = 2048
     max_running = 256
-    look_every = window = 8
+    look_every = 8
+    window = ROOM  # so many columns are laid out at once
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
+        if self.states is not None:  # one is kept where the host looks
+            self.window = self.look_every
         self._fusion: Fusion | None = None
         self._window: DecodeWindow | None = None  # of the last decode, while nothing else wrote to the blocks
         self._routing: Routing | None = None  # of a mixture whose experts are recorded,
@@ -145,7 +148,7 @@ class CpuBackend(PagedBackend):
                 batch.advance(drawn.tokens)
                 if window.walk is not None:
                     window.walk.advance(noted[-1][1], batch.alive)
-                if not bool(batch.alive.any()):
-                    break
+                if not bool(batch.alive.any() if (step + 1) % self.look_every else batch.alive.all()):
+                    break  # also at a look's place once a row has ended: the others go on without it
         window.store()
         yield Decoded.of(noted)
