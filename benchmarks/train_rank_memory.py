@@ -1,14 +1,15 @@
 """How much host memory a training rank takes to load its part of policy, reference and critic, and to update them.
 
-    python benchmarks/train_rank_memory.py [large | context]
+    python benchmarks/train_rank_memory.py [ppo | large | context]
 
 A Llama of 134M parameters in float32, in files of 64 MB, as the policy, reference and critic of a PPO run over gloo
 ranks. The peak of resident memory, mapped files included, looked at every millisecond, above what the process had
 before. In the colocated placement every rank has a whole copy of the policy for its engine, in the disaggregated one
 rank 0 has, which sends it to engines elsewhere; with the reshard channel none has, and there two updates follow, of 8
-samples of 40 tokens, beside the peak that the planner gives for them. `large`: those updates alone, of a Llama of 2 GB
-by GRPO without a reference. `context`: updates of two samples of 2,048 tokens, one at a time, by GRPO of a Llama of 44
-MB: activations are most of it, and ranks share them out. Writes benchmarks/results/train_rank_memory.json.
+samples of 40 tokens, beside the peak that the planner gives for them. `ppo`: those updates alone. `large`: such updates
+of a Llama of 2 GB by GRPO without a reference. `context`: updates of two samples of 2,048 tokens, one at a time, by
+GRPO of a Llama of 44 MB: activations are most of it, and ranks share them out. Writes
+benchmarks/results/train_rank_memory.json.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ CONTEXT: dict[str, Shape] = {
 }  # fmt: skip
 RESHARD = "reshard"
 PLACEMENTS = ("colocated", "disaggregated")
-KIND = sys.argv[1] if sys.argv[1:] in (["large"], ["context"]) else os.environ.get("KIND", "")  # said to the ranks so
+KINDS = ("ppo", "large", "context")
+KIND = sys.argv[1] if sys.argv[1:] in [[kind] for kind in KINDS] else os.environ.get("KIND", "")  # said to the ranks so
+GRPO = KIND in ("large", "context")
 SAMPLES, PROMPT, RESPONSE = (2, 8, 2040) if KIND == "context" else (8, 8, 32)
 
 
 def recipe_of(model: str, shape: Shape, placement: str) -> RlRecipe:
     name = {"name": "disaggregated", "channel": RESHARD} if placement == RESHARD else {"name": placement}
     method: dict[str, Any] = {"critic": {}, "algorithm": {"name": "ppo", "kl": {"coef": 0.05}}}
-    if KIND:
+    if GRPO:
         method = {"algorithm": {"name": "grpo"}}
     tree = {
         "task": "rl", "model": {"path": model, "device": "cpu"}, "data": {"world": "sums"},
@@ -154,7 +157,7 @@ def write_models(directory: Path) -> int:
         save(model, tokenizer, directory)
         size = sum(each.numel() * each.element_size() for each in model.parameters())
     else:
-        size = write_model(directory, 1536 if KIND else 1024, 18 if KIND else 10)
+        size = write_model(directory, *((1536, 18) if GRPO else (1024, 10)))
     small = new_llama(
         "policy", vocab_size=len(tokenizer), hidden_size=64, layers=2, heads=4, intermediate_size=128,
         max_positions=PROMPT + RESPONSE, seed=1,
@@ -180,7 +183,7 @@ def update(trainee: Trainee, response: int) -> None:
 def read_all(trainee: Trainee) -> None:
     """Read every weight once, as a forward pass does: what is mapped is then there."""
     modules = [trainee.loaded.module, trainee.policy.module]
-    if not KIND:
+    if not GRPO:
         assert isinstance(trainee.reference, Policy)
         assert isinstance(trainee.critic, LocalCritic)
         modules += [trainee.reference.module, trainee.critic.model]
@@ -245,7 +248,7 @@ def main() -> None:
         "transformers": version("transformers"), "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
     before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    kept = {name: before[name] for name in ("large", "context") if name in before}
+    kept = {name: before[name] for name in KINDS if name in before}
     result = {**before, KIND: part} if KIND else {**part, **kept}
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -204,7 +204,11 @@ def test_a_run_logs_its_memory_by_owner(tmp_path: Path) -> None:
     assert held["policy weights"] == held["reference weights"] == policy + buffers
     assert (held["policy gradients"], held["policy optimizer"]) == (policy, 2 * policy)
     assert "policy masters" not in held  # float32 weights need no copy
-    assert held["critic optimizer"] == 2 * held["critic gradients"] > 0
+    critic = next(event for event in events if (event["step"], event["phase"]) == (2, "critic"))["bytes"]
+    assert held["critic optimizer"] == critic["critic optimizer"] == 2 * critic["critic gradients"] > 0
+    # No phase has those of both, nor any the gradients of an update before.
+    assert "critic gradients" not in held
+    assert all("policy gradients" not in e["bytes"] for e in events if e["phase"] != "update")
     first = next(event for event in events if (event["step"], event["phase"]) == (1, "update"))
     assert first["start"]["policy optimizer"] == first["start"]["policy gradients"] == 0
     assert all((event["taken"]["peak"] or 0) <= summary["peak_bytes"] for event in events)

@@ -115,9 +115,11 @@ def learner(case: str, ranks: Ranks, device: str = "cpu") -> tuple[RlLearner, Lo
 
 def update(case: str, ranks: Ranks, directory: Path, device: str = "cpu") -> Update:
     teacher, critic = learner(case, ranks, device)
+    parts = {"policy": teacher.optimizer} | ({} if critic is None else {"critic": critic.optimizer})
+    for adam in parts.values():
+        adam.drop = lambda: None  # type: ignore[method-assign] (gradients stay, to be looked at)
     metrics, _ = teacher.update(Batch(tuple(made_up())), 0)
     found: dict[str, Tensor] = {}
-    parts = {"policy": teacher.optimizer} | ({} if critic is None else {"critic": critic.optimizer})
     for name, adam in parts.items():
         found |= {f"{name}/{key}": value for key, value in gathered(adam).items()}
         found |= {f"{name}-state/{key}": value for key, value in saved(adam, directory / f"{name}-adam").items()}

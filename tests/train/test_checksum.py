@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from plaudit.train.run import checksum
 from plaudit.train.run.checksum import BLOCK_BYTES, ROW_BYTES, Checksum
 
 
 def summed(*pieces: torch.Tensor) -> str:
-    checksum = Checksum()
+    made = Checksum()
     for piece in pieces:
-        checksum.update(piece)
-    return checksum.hexdigest()
+        made.update(piece)
+    return made.hexdigest()
 
 
 def data(size: int) -> torch.Tensor:
@@ -25,6 +26,14 @@ def test_any_changed_byte_is_noticed(size: int) -> None:
         changed = whole.clone()
         changed[at] ^= 1
         assert summed(changed) != before
+
+
+def test_machines_that_add_in_another_way_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for x86 in (False, True):
+        monkeypatch.setattr(checksum, "X86", x86)
+        found.add(summed(data(2 * BLOCK_BYTES + 3 * ROW_BYTES + 5)))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("piece", [1024, 4096, 65536])

@@ -75,6 +75,7 @@ def owners(recipe: RlRecipe, device: str) -> BytesByOwner:
 
 def fullest(recipe: RlRecipe, sizes: BytesByOwner) -> tuple[str, BytesByOwner]:
     """The phase that needs most, and what it needs."""
+    sizes = _learned_one_after_the_other(sizes)
     if recipe.placement.name != "swapped":
         return f'placement.name = "{recipe.placement.name}"', sizes
     policy: tuple[str, ...] = ("policy",)
@@ -96,6 +97,12 @@ def fullest(recipe: RlRecipe, sizes: BytesByOwner) -> tuple[str, BytesByOwner]:
 
     phase = max(phases, key=lambda name: sum(of(phases[name]).values()))
     return f'{phase} with placement.name = "swapped"', of(phases[phase])
+
+
+def _learned_one_after_the_other(sizes: BytesByOwner) -> BytesByOwner:
+    """Gradients are dropped after an update: of two models the larger ones are there."""
+    gradients = sorted((owner for owner in sizes if owner.endswith("gradients")), key=sizes.__getitem__)
+    return {owner: size for owner, size in sizes.items() if owner not in gradients[:-1]}
 
 
 def parameters(path: str) -> int:

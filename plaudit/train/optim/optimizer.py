@@ -44,6 +44,10 @@ class Optimizer:
     def zero(self) -> None:
         self.adam.zero_grad(set_to_none=True)
 
+    def drop(self) -> None:
+        """The gradients, before another model learns."""
+        self.zero()
+
     def step(self, step: int) -> dict[str, float]:
         """Clip, set the rate of this step, update. Refuses a gradient that is not finite: nothing is changed then."""
         norm = self._clip().item()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from plaudit.config import TrainTable
 from plaudit.models.weights import Cut, Stored, read_stem
+from plaudit.train.optim.freed import give_back
 from plaudit.train.optim.optimizer import Optimizer, local, local_master
 from plaudit.train.optim.shard_files import Whole, of_all_stages, write_shards
 from plaudit.train.optim.sharding import Shards, cuts
@@ -62,6 +63,11 @@ class ShardedOptimizer(Optimizer):
             if master.grad is not None:
                 master.grad *= factor
         return norm.float()
+
+    def drop(self) -> None:
+        size = sum(gradient.nbytes for gradient in self.gradients() if gradient.device.type == "cpu")
+        super().drop()
+        give_back(size)
 
     def save(self, path: Path) -> None:
         """By all ranks, tensor by tensor."""

@@ -21,7 +21,7 @@ from plaudit.records import Batch, Sample
 from plaudit.train.optim.optimizer import NotFinite, Optimizer
 from plaudit.train.optim.repeatable import repeatable
 from plaudit.train.policy.advantages import estimate, shaped, usable
-from plaudit.train.policy.critic import Critic, SharedCritic
+from plaudit.train.policy.critic import Critic, LocalCritic, SharedCritic
 from plaudit.train.policy.experience import Experience, flat, minibatches, own_tokens, pairs
 from plaudit.train.policy.old_logprobs import OldLogprobs
 from plaudit.train.policy.policy import Policy
@@ -137,9 +137,13 @@ class RlLearner:
                 elif isinstance(self.critic, SharedCritic):  # the head alone learns while the policy waits
                     seen = self.critic.gradient(experience)
                     self.optimizer.step(step)
+            if isinstance(self.critic, LocalCritic):  # neither learns with the other's gradients beside its own
+                self.optimizer.drop()
             if self.critic is not None:
                 with self.clock("critic"), self.repeatable():
                     seen.merge(self.critic.update(experience, step))
+            if isinstance(self.critic, LocalCritic):
+                self.critic.optimizer.drop()
         except NotFinite as error:
             if self.recipe.train.non_finite == "halt":
                 raise RunError(f"{error}; or --resume --set train.non_finite=skip") from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import platform
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 WORDS, ROWS = 1021, 64
 ROW_BYTES, BLOCK_BYTES = 8 * WORDS, 8 * WORDS * ROWS
+X86 = platform.machine() in ("x86_64", "AMD64")  # where torch's sum is 1.5 times as fast as numpy's
 
 _NOTHING = ctypes.c_char()
 
@@ -64,7 +66,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def _column_sums(words: Tensor) -> Tensor:
     """(n, rows, words) -> (n, words)."""
-    if words.device.type == "cpu":  # numpy adds row by row, on ARM five times as fast as torch's sum
+    if words.device.type == "cpu" and not X86:  # numpy adds row by row, on ARM five times as fast as torch's sum
         return torch.from_numpy(np.add.reduce(words.numpy(), axis=1))
     return words.sum(1)
 
