@@ -191,14 +191,13 @@ def free_number() -> int:
     raise AssertionError("no free port among a hundred")
 
 
-@pytest.mark.slow
-def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
+SMALL = {"train.steps": 2, "train.prompts_per_step": 4, "train.samples_per_prompt": 4, "data.eval_items": 8,
+         "model.device": "cpu"}  # fmt: skip
+
+
+def started(tmp_path: Path, script: str, srun: str) -> subprocess.CompletedProcess[str]:
     """As Slurm would run it, with srun and scontrol that know one machine. Here torchrun finds itself over TCP."""
-    small = {"resources.data_parallel": 2, "train.steps": 2, "train.prompts_per_step": 4, "train.samples_per_prompt": 4,
-             "data.eval_items": 8, "model.device": "cpu"}  # fmt: skip
-    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    script = launched("sums-grpo", "--slurm", *sets)
-    for name, text in {"srun": 'exec "${@:2}"', "scontrol": "echo 127.0.0.1"}.items():
+    for name, text in {"srun": srun, "scontrol": "echo 127.0.0.1"}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = {
@@ -210,9 +209,29 @@ def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
         ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
     events = read_events(tmp_path / "runs" / "sums-grpo")
     assert {event["step"] for event in events if event["kind"] == "metric" and "reward/mean" in event["values"]} == {
         1,
         2,
     }
+    return done
+
+
+@pytest.mark.slow
+def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
+    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    script = launched("sums-grpo", "--slurm", "--set", "resources.data_parallel=2", *sets)
+    done = started(tmp_path, script, 'exec "${@:2}"')
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_starts_a_machine_that_generates(tmp_path: Path) -> None:
+    """What goes to both machines runs twice, what goes to one of them once."""
+    keys = {**SMALL, "placement.name": "disaggregated", "resources.rollout.nodes": 1}
+    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    script = launched("sums-grpo", "--slurm", *sets)
+    both = 'if [ "$1" = --nodes ]; then exec "${@:8}"; fi; "${@:2}" & other=$!; "${@:2}" && wait $other'
+    done = started(tmp_path, script, both)
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+    assert "this machine generates for the run in " in done.stderr
