@@ -46,15 +46,15 @@ QUESTIONS = (
     ),
     (
         "When are separate pools worth it?",
-        "Not for 70B on one to eight nodes of H100: taking turns on all devices (`hybrid`) is faster and costs less a "
-        "token ...",
+        "When there are enough nodes that pools of whole nodes can be in balance. For 70B on one to four "
+        "nodes of H100, taking turns on all devices (`hybrid`) is faster and costs less a token ...",
         "plaudit plan --model llama-3.1-70b --sweep nodes --hardware 8x8xH100 --placement hybrid",
     ),
     (
         "",
-        "... than two pools at the same time (`async`), which learn from responses that are one update old besides. On "
-        "three nodes and more our own trainer's stages with FSDP inside make the difference; the pools are planned for "
-        "other software, which has one or the other.",
+        "... and on six and eight, two pools at the same time (`async`) are faster and cheaper. They pay with"
+        " responses that are one update old. Either way our own trainer's stages with FSDP inside make the "
+        "difference from three or four nodes on.",
         "plaudit plan --model llama-3.1-70b --sweep nodes --hardware 8x8xH100 --placement async",
     ),
     (

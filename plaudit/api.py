@@ -25,7 +25,7 @@ from plaudit.core import Engine
 from plaudit.errors import ConfigError, nearest
 from plaudit.events import read_events
 from plaudit.output import write_atomically
-from plaudit.place.build import new_host
+from plaudit.place.build import hosting
 from plaudit.reward.rules.function import FunctionReward, name_of
 from plaudit.rl.follower import Viewer, joined_run
 from plaudit.rl.loop import RlTraining
@@ -115,8 +115,11 @@ def _train_rl(
     recipe: RlRecipe, directory: Path, resume: bool, fresh: bool, chosen: Sequence[str], viewer: Viewer, reward: Any
 ) -> TrainedRun:
     source = FunctionReward(reward) if callable(reward) else None
-    with joined_run(directory, recipe, resume=resume, fresh=fresh, chosen=chosen) as (run, ranks):
-        training = RlTraining(recipe, run, viewer, None, ranks, new_host(recipe), source)
+    with (
+        joined_run(directory, recipe, resume=resume, fresh=fresh, chosen=chosen) as (run, ranks),
+        hosting(recipe, directory, ranks) as host,
+    ):
+        training = RlTraining(recipe, run, viewer, None, ranks, host, source)
         return TrainedRun(directory, training.fit())
 
 

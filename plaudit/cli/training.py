@@ -93,6 +93,22 @@ def train(
         _say_outcome(directory, *outcome)
 
 
+@app.command("rollouts")
+def generate_for_run(
+    run: Annotated[Path, typer.Argument(help="Directory of an RL run that trains on other machines; all see it.")],
+    wait: Annotated[float, typer.Option(min=1, help="Seconds without a trainer, until it gives up.")] = 600.0,
+) -> None:
+    """Generate on this machine for a run with resources.rollout.nodes, until the run is done."""
+    from plaudit.place.machines.machine import Leave, generate_for
+    from plaudit.process.guard import guard_this_process
+
+    guard_this_process("plaudit rollouts")
+    leave = Leave()
+    leave.listen()
+    if not generate_for(run, wait, leave):
+        raise typer.Exit(128 + 15)
+
+
 def _first_words(tree: "Recipe", directory: Path, resume: bool) -> None:
     """Before torch is imported, which takes seconds: whether the model is there, and what is about to happen."""
     from plaudit.models.catalog import PACKAGED
@@ -114,7 +130,7 @@ def _train_rl(
     begun: Callable[[], None],
 ) -> tuple[dict[str, Any], Path] | None:
     """The run's summary and where its model is; nothing from a rank other than the first, or where none was trained."""
-    from plaudit.place.build import new_host
+    from plaudit.place.build import hosting
     from plaudit.report.live import LiveView
     from plaudit.rl.follower import NoViewer, joined_run
     from plaudit.rl.loop import RlTraining
@@ -122,11 +138,14 @@ def _train_rl(
     from plaudit.train.rollouts.dump import Dump
 
     dumped = None if train_only is None else Dump.find(train_only)
-    with joined_run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as (run, ranks):
+    with (
+        joined_run(directory, tree, resume=resume, fresh=fresh, chosen=chosen) as (run, ranks),
+        hosting(tree, directory, ranks) as host,
+    ):
         viewer = LiveView(directory.name) if ranks.main else NoViewer()
         if ranks.main:
             begun()
-        training = RlTraining(tree, run, viewer, dumped, ranks, new_host(tree))
+        training = RlTraining(tree, run, viewer, dumped, ranks, host)
         if rollout_only:
             made = roll_out(training)
             typer.echo(f"{made['samples']} samples of {made['steps']} steps in {made['rollouts']}")

@@ -26,8 +26,8 @@ class PlacementTable(Table):
 
     name: Literal["colocated", "swapped", "hybrid", "disaggregated", "async"] = "colocated"
     channel: Literal["disk", "collective", "shared", "reshard"] | None = None
-    """How weights reach rollout processes. Default: shared. reshard: every training rank sends each rank of an engine
-    the part that it needs, and none gathers the policy."""
+    """How weights reach rollout processes. Default: shared; collective between machines. reshard: every training rank
+    sends each rank of an engine the part that it needs, and none gathers the policy."""
     delta: bool = False
     """disk, collective: once a process has all weights, only values that have changed travel, bit for bit. The trainer
     keeps one more copy of the policy in host memory."""
@@ -109,11 +109,47 @@ class RolloutTable(Table):
     """Ranks of each engine that share each matrix: one process each, and on CUDA one GPU each."""
     pipeline_parallel: PositiveInt = 1
     """Stages of each engine that share its layers, each of so many ranks."""
+    nodes: Annotated[int, Field(ge=0)] = 0
+    """disaggregated, async: machines of their own that have the engines, as many each; `plaudit rollouts RUN` starts
+    them there. 0: they are on the trainer's machine."""
+    address: str | None = None
+    """nodes: of the trainer's machine, at which these reach it. Default: MASTER_ADDR of torchrun, or the machine's
+    name."""
 
     @property
     def ranks(self) -> int:
         """Of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
+
+
+def check_nodes(placement: PlacementTable, engine: EngineTable, resources: ResourcesTable, count: int) -> None:
+    """Raise where `count` engines cannot be on machines of their own."""
+    rollout, nodes = resources.rollout, resources.rollout.nodes
+    if not nodes:
+        if rollout.address is not None:
+            raise ValueError(
+                f"resources.rollout.address = {rollout.address!r} is for machines that generate, and "
+                "resources.rollout.nodes = 0: set their number, or leave it out"
+            )
+        return
+    channel = placement.channel
+    reasons = {
+        f'placement.name = "{placement.name}" generates where the policy trains: set name = "disaggregated" or "async"':
+            placement.name not in ("disaggregated", "async"),
+        f'engine.name = "{engine.name}" is a server, which is named by engine.url: leave nodes out':
+            engine.name != "core",
+        f'resources.ray = "{resources.ray}" starts the processes: leave one of them out': resources.ray is not None,
+        "resources.rollout.prefill hands over KV within a machine: drop one": rollout.prefill > 0,
+        'placement.channel = "shared" is the memory of one machine: set "collective", "reshard" or "disk"':
+            channel == "shared",
+        "resources.rollout.devices and cores are of the trainer's machine: leave them out":
+            (rollout.devices or rollout.cores) is not None,
+        f"resources.rollout.processes = {count} engines do not divide over them: {count} / {nodes} = "
+        f"{count / nodes:g}; set processes to a multiple": count % nodes > 0,
+    }  # fmt: skip
+    for why, true in reasons.items():
+        if true:
+            raise ValueError(f"resources.rollout.nodes = {nodes} machine(s) of their own generate, and {why}")
 
 
 class RewardPoolTable(Table):

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from plaudit.algo.methods import METHODS
 from plaudit.config.algorithm import RlAlgorithm
-from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, ResourcesTable
+from plaudit.config.placement import STALENESS, EngineTable, PlacementTable, ResourcesTable, check_nodes
 from plaudit.config.prompting import AskingTable, SamplingTable
 from plaudit.config.reward import RewardTable, RlRewardTable, RuleTable
 from plaudit.config.search import RolloutSearchTable
@@ -393,6 +393,7 @@ class RlRecipe(BaseRecipe):
                 f"resources.rollout.devices names {len(rollout.devices)} device(s) for {count} process(es){each}: one "
                 "each"
             )
+        check_nodes(placement, self.engine, self.resources, count)
         self._can_have_ranks()
         self._can_be_on_ray()
         if placement.delta and (

@@ -29,7 +29,7 @@ def manifest(job: Job, *, image: str, storage: str) -> str:
         )
     metadata = {"name": name, "labels": {"app": name}}
     claim = {
-        "accessModes": ["ReadWriteMany" if job.nodes > 1 else "ReadWriteOnce"],
+        "accessModes": ["ReadWriteMany" if job.machines > 1 else "ReadWriteOnce"],
         "resources": {"requests": {"storage": storage}},
     }
     # A headless service gives every pod a name of its own, before it is ready: that is when the ranks look for rank 0.
@@ -65,8 +65,8 @@ def _job(job: Job, name: str, image: str) -> dict[str, Any]:
         ],
     }
     return {
-        "completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes,
-        "backoffLimit": RESTARTS * job.nodes, "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
+        "completionMode": "Indexed", "completions": job.machines, "parallelism": job.machines,
+        "backoffLimit": RESTARTS * job.machines, "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
     }  # fmt: skip
 
 
@@ -78,6 +78,10 @@ def _container(job: Job, name: str, image: str) -> dict[str, Any]:
     # The recipe of the ConfigMap has what --set changed.
     train = ["-m", "plaudit", "train", RECIPE, "--out", job.run, "--resume"]
     lines = ["set -eu", quoted([*torchrun, "-m", "plaudit", "doctor"]), f"exec {quoted([*torchrun, *train])}"]
+    if job.rollouts:  # the last pods; one that is started again finds the others at work, and checks itself alone
+        there = [quoted(["python", "-m", "plaudit", "doctor"]), f"exec {quoted(['python', *job.generate()])}"]
+        last = [f'if [ "$JOB_COMPLETION_INDEX" -ge {job.nodes} ]; then', *(f"  {line}" for line in there), "fi"]
+        lines[1:1] = last
     requests: dict[str, Any] = {"cpu": str(job.cores)}
     container: dict[str, Any] = {
         "name": "ranks",
@@ -85,7 +89,7 @@ def _container(job: Job, name: str, image: str) -> dict[str, Any]:
         "workingDir": WORK,
         "command": ["bash", "-c", "\n".join(lines) + "\n"],
         "env": [
-            {"name": "OMP_NUM_THREADS", "value": str(max(1, job.cores // job.ranks))},
+            {"name": "OMP_NUM_THREADS", "value": str(max(1, job.cores // job.most))},
             {"name": "HF_HOME", "value": f"{WORK}/.cache/huggingface"},
         ],
         "resources": {"requests": requests},

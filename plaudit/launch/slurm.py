@@ -11,16 +11,12 @@ SAVE_SECONDS = 300  # before the job's time is over: to end the step and write a
 
 def script(job: Job, *, time: str, partition: str | None, account: str | None) -> str:
     options = {
-        "job-name": f"plaudit-{job.name}", "nodes": job.nodes, "ntasks-per-node": 1, "cpus-per-task": job.cores,
+        "job-name": f"plaudit-{job.name}", "nodes": job.machines, "ntasks-per-node": 1, "cpus-per-task": job.cores,
         "gpus-per-node": job.gpus or None, "time": time, "partition": partition, "account": account,
         "output": "%x-%j.log", "open-mode": "append",
     }  # fmt: skip
     header = "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None)
-    torchrun = [
-        '"$PYTHON"', "-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--nproc-per-node", str(job.ranks),
-        "--rdzv-backend", "c10d", "--rdzv-id", '"$SLURM_JOB_ID"', "--rdzv-endpoint", '"$head:$port"',
-    ]  # fmt: skip
-    threads = max(1, job.cores // job.ranks)
+    threads = max(1, job.cores // job.most)
     return f"""#!/bin/bash
 # Written by `plaudit launch --slurm`: {job.summary}.
 # Start it with sbatch, in a directory that all machines share. Sent again, also by Slurm after a machine has failed, it
@@ -35,7 +31,29 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 # Links, devices, versions and clocks of all machines, before anything loads.
-srun --kill-on-bad-exit=1 {quoted([*torchrun, "-m", "plaudit", "doctor"])}
+srun --kill-on-bad-exit=1 {quoted([*_torchrun(job.machines, job.most), "-m", "plaudit", "doctor"])}
 
-srun --kill-on-bad-exit=1 {quoted([*torchrun, *job.train()])}
+{_run(job)}"""
+
+
+def _run(job: Job) -> str:
+    train = quoted([*_torchrun(job.nodes, job.ranks), *job.train()])
+    if not job.rollouts:
+        return f"srun --kill-on-bad-exit=1 {train}\n"
+    there = quoted(['"$PYTHON"', *job.generate()])
+    return f"""# The last machines generate, until the run is done.
+srun {_part(job.nodes, job.rollouts)} --kill-on-bad-exit=1 {there} &
+srun {_part(0, job.nodes)} --kill-on-bad-exit=1 {train}
+wait
 """
+
+
+def _torchrun(nodes: int, ranks: int) -> list[str]:
+    return [
+        '"$PYTHON"', "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(ranks),
+        "--rdzv-backend", "c10d", "--rdzv-id", '"$SLURM_JOB_ID"', "--rdzv-endpoint", '"$head:$port"',
+    ]  # fmt: skip
+
+
+def _part(first: int, count: int) -> str:
+    return f"--nodes {count} --ntasks {count} --relative {first}"

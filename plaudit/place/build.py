@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from plaudit.config import RlRecipe
 from plaudit.place.asynchronous import Asynchronous
 from plaudit.place.colocated import Colocated
 from plaudit.place.disaggregated import Disaggregated
 from plaudit.place.hybrid import Hybrid, HybridProcesses
+from plaudit.place.machines.pool import RolloutMachines
 from plaudit.place.parts import ColocatedParts, HybridParts
 from plaudit.place.placement import Placement, PlacementContext
 from plaudit.place.ray.rollouts import RayRollouts
 from plaudit.place.swapped import Swapped, SwappedParts
 from plaudit.place.workers.remote_engine import Host, OwnProcess
+from plaudit.train.run.ranks import Ranks
 
 
 def new_placement(stage: PlacementContext) -> Placement:
@@ -30,7 +36,13 @@ def new_placement(stage: PlacementContext) -> Placement:
             return Asynchronous(stage)
 
 
-def new_host(recipe: RlRecipe) -> Host:
+@contextmanager
+def hosting(recipe: RlRecipe, directory: Path, ranks: Ranks) -> Iterator[Host]:
+    """What starts the rollout processes of the run in `directory`."""
+    if recipe.resources.rollout.nodes and ranks.main:
+        with RolloutMachines(recipe, directory) as machines:
+            yield machines
+        return
     # Servers of other projects are started, if at all, beside the trainer.
     on_ray = recipe.resources.ray is not None and recipe.rollout_processes and recipe.engine.name == "core"
-    return RayRollouts(recipe) if on_ray else OwnProcess
+    yield RayRollouts(recipe) if on_ray else OwnProcess

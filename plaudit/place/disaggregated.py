@@ -20,6 +20,7 @@ from plaudit.place.channels.shared import SharedChannel
 from plaudit.place.channels.weights import Weights
 from plaudit.place.engines.build import new_served
 from plaudit.place.engines.server_fleet import ServerFleet
+from plaudit.place.machines.pool import RolloutMachines
 from plaudit.place.placement import PlacementContext
 from plaudit.place.player import close_player, new_player
 from plaudit.place.ray.rollouts import RayRollouts
@@ -140,6 +141,8 @@ def new_channel(stage: PlacementContext, orders: Orders, *, paused: bool, within
         host = stage.host.address
         # Ray shows a process its own GPU alone: what is in another's cannot be mapped.
         near = stage.host.near and stage.trainee.decoder.device.type == "cpu"
+    elif isinstance(stage.host, RolloutMachines):
+        host, near = stage.host.address, False
     backend: Literal["gloo", "nccl"] = "nccl" if stage.trainee.decoder.device.type == "cuda" else "gloo"
     default: Literal["disk", "collective", "shared"] = (
         "disk" if stage.recipe.engine.name == "sglang" else "shared" if near else "collective"

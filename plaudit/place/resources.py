@@ -42,14 +42,15 @@ def rollout_seats(recipe: RlRecipe, device: torch.device, weights: int, cores: C
     each = table.ranks
     threads = table.threads or torch.get_num_threads()
     places = _devices(recipe, device, count * each)
-    if recipe.placement.channel == "collective" and device.type == "cuda" and str(device) in places:
+    near = table.nodes == 0
+    if near and recipe.placement.channel == "collective" and device.type == "cuda" and str(device) in places:
         raise ConfigError(
             'placement.channel = "collective" is NCCL, for which trainer and rollouts need a GPU each; both '
             f'are on {device}: set channel = "shared"'
         )
-    if device.type == "cpu":
+    if device.type == "cpu" and near:
         _check_memory(recipe, count * each, weights // each)
-    own = () if recipe.resources.ray is not None else table.cores or cores  # another node has others
+    own = () if recipe.resources.ray is not None or not near else table.cores or cores  # another node has others
     return [Seat(tuple(some), threads, tuple(sorted(own))) for some in zip(*[iter(places)] * each, strict=True)]
 
 
@@ -60,6 +61,8 @@ def _devices(recipe: RlRecipe, device: torch.device, count: int) -> list[str]:
         return list(table.devices)
     if device.type == "cpu":
         return ["cpu"] * count
+    if table.nodes:  # its machine shows an engine its own alone
+        return [f"cuda:{index % table.ranks}" for index in range(count)]
     if recipe.resources.ray is not None and not hybrid:
         return ["cuda:0"] * count  # the only one that Ray shows it
     if hybrid:

@@ -47,15 +47,16 @@ def missing(workload: Workload, plan: Plan) -> tuple[str, ...]:
     """What Plaudit's own trainer lacks for this plan; empty where it runs it."""
     model, generation, training = workload.model, plan.generation, plan.training
     several = generation.tp > 1 or generation.pp > 1
-    several_nodes = max(plan.cluster.nodes, plan.generation_cluster.nodes) > 1
-    several_nodes |= plan.devices > plan.cluster.accelerator.node  # two pools, a node each
-    several_nodes |= plan.generation_cluster.accelerator != plan.cluster.accelerator
+    engines = plan.generation_cluster
+    on_a_node = engines.devices_per_node // generation.devices  # engines, each of them whole
     left_over = plan.cluster.devices % generation.devices > 0
     lacks = {
         "engine with expert parallelism": generation.ep > 1,
         "context parallelism that cuts heads": cuts_heads(model, training),
         "engines over several devices that are not those that train": several and plan.shared and left_over,
-        "engines over several devices in pools over several nodes": several and several_nodes and not plan.shared,
+        "engine over several nodes that are not those that train": several
+        and not plan.shared
+        and on_a_node * engines.nodes != plan.replicas,
         "engine that cuts experts": generation.tp > 1 and model.experts > 0,
         "engine that cuts latent attention": generation.tp > 1 and model.latent,
         "engine that cuts key-value heads": generation.tp > 1 and model.kv_heads % generation.tp > 0,

@@ -135,10 +135,9 @@ class Question:
             return f"it has no {self.channel} channel: take --channel {CHANNEL}"
         place, work = self.clusters[0], self.workload
         why = _nearest(own).removeprefix("; ")
-        if not self._an_engine_holds_the_weights(place):
+        if place.devices == 1 and not self._one_device_holds_the_weights(place):
             size = self._engine(place).weight_bytes()
-            where = "in pools over several nodes " if place.nodes > 1 else ""
-            why = (f"{where}its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
+            why = (f"its engine has one device, and {work.model.name} takes {size / 1e9:.1f} GB of the "
                    f"{OWN_ENGINE_SHARE * place.accelerator.memory / 1e9:.1f} GB that it may use there")  # fmt: skip
         return f"{why}; smallest change that it runs: {self._smallest_change(ours=True)}"
 
@@ -150,11 +149,6 @@ class Question:
         ways = [f"{larger.name} ({larger.devices} devices)"] if larger else []
         ways += [roomier.name] if roomier else []
         return " or ".join(ways) or NONE
-
-    def _an_engine_holds_the_weights(self, place: Cluster) -> bool:
-        """On one device, or on several: those that train, or others of one node."""
-        several = place.devices > 1 and (place.nodes == 1 or bool(set(self.placements) & set(SHARED)))
-        return several or self._one_device_holds_the_weights(place)
 
     def _engine(self, place: Cluster) -> Replica:
         """On one device."""

@@ -19,7 +19,7 @@ from plaudit.plan.shape.model_shape import ModelShape
 from plaudit.plan.shape.workload import Workload
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
-PLANNED = ("processes", "devices", "tensor_parallel", "pipeline_parallel")  # of resources.rollout
+PLANNED = ("processes", "devices", "tensor_parallel", "pipeline_parallel", "nodes")  # of resources.rollout
 PROMPT, ANSWERED = 64.0, 0.5
 """Where the command line does not say: tokens of a prompt, and the part of max_tokens that a response takes."""
 
@@ -107,13 +107,17 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
         resources.pop(key, None)
         if size > 1:
             resources[key] = size
-    torchrun = not apart and plan.generation.devices > 1  # Ray starts engines of one device
+    # Engines apart are on machines of their own, unless the recipe wants Ray; that starts engines of one device.
+    nodes = plan.generation_cluster.nodes if several_nodes and apart and "ray" not in resources else 0
+    torchrun = nodes > 0 or (not apart and plan.generation.devices > 1)
     if several_nodes and not torchrun:  # on one the command starts its processes itself
         resources.setdefault("ray", "auto")
     rollout = {k: v for k, v in resources.pop("rollout", {}).items() if k not in PLANNED}
     cut = plan.generation
     if apart:
         rollout["processes"] = plan.replicas
+    if nodes:
+        rollout["nodes"] = nodes
     if apart or cut.devices > 1:
         rollout |= {"tensor_parallel": cut.tp, "pipeline_parallel": cut.pp}
     if rollout:
@@ -126,5 +130,7 @@ def _planned(recipe: RlRecipe, prediction: Prediction, several_nodes: bool) -> s
         f"# Planned: {plan}\n# {prediction.step.value:.3g} s a step, {prediction.peak.value / 1e9:.3g} GB at the peak\n"
     )
     if several_nodes and torchrun:
-        note += "# Started by torchrun on every node: plaudit launch writes the job for Slurm or Kubernetes.\n"
+        note += "# Started by torchrun on every node"
+        note += f" that trains, and by plaudit rollouts on {nodes} that generate" if nodes else ""
+        note += f": plaudit launch --nodes {plan.cluster.nodes} writes the job for Slurm or Kubernetes.\n"
     return note + to_toml(changed)

@@ -156,7 +156,7 @@ class Search:
             if 0 < engines < whole.devices and engines not in seen:
                 seen.add(engines)
                 yield whole.part(engines), whole.part(whole.devices - engines)
-        if self.ours and whole.devices - 1 not in {0, *seen}:  # one device learns, as async has it
+        if self.ours and whole.nodes == 1 and whole.devices - 1 not in {0, *seen}:  # one device learns
             yield whole.part(whole.devices - 1), whole.part(1)
 
     def _predict(self, plan: Plan, simulate: bool = False) -> Prediction | None:

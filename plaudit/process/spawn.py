@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plaudit.process import nursery
+from plaudit.process.guard import is_stopped
 from plaudit.process.nursery import Nursery
 
 # Libraries read these when they are loaded, so a nursery forks only workers that have the same.
@@ -55,6 +57,23 @@ def spawn(module: str, environment: Mapping[str, str] | None = None) -> tuple[Ch
     except OSError:
         ours.close()
         raise
+
+
+def spawn_on(module: str, sock: socket.socket, environment: Mapping[str, str] | None = None) -> Child:
+    """The same on a socket that is connected already, of which this process may then close its own end."""
+    return _start(module, sock.fileno(), {**os.environ, **(environment or {})})
+
+
+def end_child(child: Child) -> str:
+    """Make sure that it is gone; how it ended, in words."""
+    try:
+        # A process that closed its socket is about to end by itself, and its own reason is the better one.
+        code = child.wait(0.0 if is_stopped(child.pid) else 1.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        return "was ended"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def start_anew() -> None:

@@ -23,6 +23,13 @@ from tests.command import plaudit_here
 ROOT = Path(__file__).parents[2]
 # Of Kubernetes 1.36, strict (no property that is not listed), reduced to what these kinds reach, no descriptions.
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes-1.36.json").read_text())
+APART = (
+    *(word for key, value in {
+        "placement.name": "async", "resources.data_parallel": 4, "resources.rollout.nodes": 3,
+        "resources.rollout.processes": 6, "resources.rollout.tensor_parallel": 2,
+    }.items() for word in ("--set", f"{key}={value}")),
+    "--nodes", "2",
+)  # fmt: skip
 FOUR = ("--set", "resources.data_parallel=4", "--nodes", "2")
 
 
@@ -74,6 +81,28 @@ def test_words_with_spaces_stay_whole(tmp_path: Path) -> None:
     assert words[words.index("--rdzv-endpoint") + 1] == "node1:20007"
 
 
+def test_the_last_machines_of_the_script_generate(tmp_path: Path) -> None:
+    script = launched("sums-grpo", "--slurm", *APART, "--run", "runs/a b")
+    assert "#SBATCH --nodes=5\n" in script
+    assert "#SBATCH --gpus-per-node=4\n" in script
+    assert "2 machine(s) with 2 rank(s) each and 3 that generate, with 4 each, on 4 GPU(s)" in script
+    calls = tmp_path / "calls"
+    srun = f"srun() {{ printf '%s|' \"$@\" >> '{calls}'; echo >> '{calls}'; }};"
+    subprocess.run(
+        ["bash"], input=f"{srun} scontrol() {{ echo one; }}; "
+        "PYTHON=python SLURM_JOB_ID=7 SLURM_JOB_NODELIST=x SLURM_SUBMIT_DIR=.\n" + script, text=True, check=True,
+        timeout=60,
+    )  # fmt: skip
+    doctor, *both = (line.split("|") for line in calls.read_text().splitlines())
+    assert doctor[doctor.index("--nnodes") + 1] == "5"
+    train, generate = sorted(both, key=lambda words: "train" not in words)
+    assert generate[:6] == ["--nodes", "3", "--ntasks", "3", "--relative", "2"]
+    assert generate[7:-1] == ["python", "-m", "plaudit", "rollouts", "runs/a b"]
+    assert train[:6] == ["--nodes", "2", "--ntasks", "2", "--relative", "0"]
+    assert train[train.index("--nnodes") + 1] == "2"
+    assert train[train.index("--out") + 1] == "runs/a b"
+
+
 def documents(*words: str) -> dict[str, Any]:
     found = {each["kind"]: each for each in yaml.safe_load_all(launched(*words))}
     for kind, document in found.items():
@@ -114,6 +143,23 @@ def test_the_manifest_is_valid_and_its_parts_fit() -> None:
     assert recipe.resources.data_parallel == 4
 
 
+def test_the_last_pods_generate() -> None:
+    spec = documents("sums-grpo", "--kubernetes", *APART)["Job"]["spec"]
+    assert (spec["completions"], spec["parallelism"]) == (5, 5)
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    calls = {}
+    for index in ("1", "2"):
+        stub = 'python() { printf \'%s \' python "$@"; echo; }; exec() { "$@"; exit; };'
+        calls[index] = subprocess.run(
+            ["bash"], input=f"{stub} JOB_COMPLETION_INDEX={index}\n{container['command'][2]}", text=True,
+            capture_output=True, check=True, timeout=60,
+        ).stdout.splitlines()  # fmt: skip
+    assert calls["2"] == ["python -m plaudit doctor ", "python -m plaudit rollouts runs/sums-grpo "]
+    assert ["plaudit doctor " in calls["1"][0], "--nnodes 2 " in calls["1"][1]] == [True, True]
+    assert "-m plaudit train /etc/plaudit/recipe.toml " in calls["1"][1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -121,7 +167,11 @@ def test_the_manifest_is_valid_and_its_parts_fit() -> None:
         (["sums-sft", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
         (["sums-grpo", "--slurm", *FOUR[:2], "--nodes", "3"], "= 4 × 1 = 4 ranks do not divide over --nodes 3"),
         (["sums-grpo", "--slurm", *FOUR, "--gpus", "1"], "2 ranks on each machine take one GPU each, and --gpus is 1"),
-        (["sums-grpo", "--slurm", *FOUR, "--set", "placement.name=disaggregated"], "run beside rank 0, on one machine"),
+        (
+            ["sums-grpo", "--slurm", *FOUR, "--set", "placement.name=disaggregated"],
+            "generate beside rank 0, on one machine",
+        ),
+        (["sums-grpo", "--slurm", *APART, "--gpus", "2"], "4 ranks on each machine take one GPU each, and --gpus is 2"),
         (["sums-grpo", "--slurm", "--set", "resources.ray=local"], "has Ray start the processes"),
         (["sums-grpo", "--kubernetes", "--run", "/runs"], "--run /runs is on this machine"),
     ],
@@ -141,14 +191,13 @@ def free_number() -> int:
     raise AssertionError("no free port among a hundred")
 
 
-@pytest.mark.slow
-def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
+SMALL = {"train.steps": 2, "train.prompts_per_step": 4, "train.samples_per_prompt": 4, "data.eval_items": 8,
+         "model.device": "cpu"}  # fmt: skip
+
+
+def started(tmp_path: Path, script: str, srun: str) -> subprocess.CompletedProcess[str]:
     """As Slurm would run it, with srun and scontrol that know one machine. Here torchrun finds itself over TCP."""
-    small = {"resources.data_parallel": 2, "train.steps": 2, "train.prompts_per_step": 4, "train.samples_per_prompt": 4,
-             "data.eval_items": 8, "model.device": "cpu"}  # fmt: skip
-    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    script = launched("sums-grpo", "--slurm", *sets)
-    for name, text in {"srun": 'exec "${@:2}"', "scontrol": "echo 127.0.0.1"}.items():
+    for name, text in {"srun": srun, "scontrol": "echo 127.0.0.1"}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = {
@@ -160,9 +209,29 @@ def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
         ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
     events = read_events(tmp_path / "runs" / "sums-grpo")
     assert {event["step"] for event in events if event["kind"] == "metric" and "reward/mean" in event["values"]} == {
         1,
         2,
     }
+    return done
+
+
+@pytest.mark.slow
+def test_the_script_starts_two_ranks_on_one_machine(tmp_path: Path) -> None:
+    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    script = launched("sums-grpo", "--slurm", "--set", "resources.data_parallel=2", *sets)
+    done = started(tmp_path, script, 'exec "${@:2}"')
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_starts_a_machine_that_generates(tmp_path: Path) -> None:
+    """What goes to both machines runs twice, what goes to one of them once."""
+    keys = {**SMALL, "placement.name": "disaggregated", "resources.rollout.nodes": 1}
+    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    script = launched("sums-grpo", "--slurm", *sets)
+    both = 'if [ "$1" = --nodes ]; then exec "${@:8}"; fi; "${@:2}" & other=$!; "${@:2}" && wait $other'
+    done = started(tmp_path, script, both)
+    assert "gloo      2 rank(s) on 1 machine(s): 1 pair(s)" in done.stdout
+    assert "this machine generates for the run in " in done.stderr

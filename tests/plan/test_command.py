@@ -127,7 +127,8 @@ def test_the_recipe_of_each_placement_reads(hardware: str, placement: str, wante
     assert tree["placement"]["name"] == placement == prediction.plan.placement
     assert tree["placement"].get("channel") == ("collective" if hardware.startswith("2") else None)
     found = tree["resources"]
-    assert found.get("ray") == ("auto" if hardware.startswith("2") else None)
+    assert "ray" not in found
+    assert found.get("rollout", {}).get("nodes", 0) == hardware.startswith("2")
     cut = (found["data_parallel"], found["tensor_parallel"], found.get("rollout", {}).get("processes") or 0)
     assert all(want in (None, have) for want, have in zip(wanted, cut, strict=True)), cut
 
@@ -199,11 +200,15 @@ def test_bad_input_is_one_line_and_no_traceback(words: tuple[str, ...], told: st
     assert run.stderr.count("\n") == 1
 
 
-def test_a_recipe_for_engines_of_several_ranks_over_several_nodes_is_started_by_torchrun() -> None:
+@pytest.mark.parametrize("placement", ["hybrid", "async"])
+def test_a_recipe_for_70b_on_eight_nodes_is_started_by_torchrun(placement: str) -> None:
     recipe = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
-    text, prediction = recipe_for(recipe, ask(PlanOptions("llama-3.1-70b", "8x8xH100", samples=8)).answer())
-    tree = tomllib.loads(text)
-    assert prediction.plan.shared
-    assert tree["resources"]["rollout"]["tensor_parallel"] == prediction.plan.generation.tp > 1
-    assert "ray" not in tree["resources"]
+    asked = ask(PlanOptions("llama-3.1-70b", "8x8xH100", samples=8, placement=[placement]))
+    text, prediction = recipe_for(recipe, asked.answer())
+    resources, plan = tomllib.loads(text)["resources"], prediction.plan
+    assert plan.placement == placement
+    assert resources["rollout"]["tensor_parallel"] == plan.generation.tp > 1
+    assert resources["rollout"]["nodes"] == (0 if plan.shared else plan.generation_cluster.nodes)
+    assert "ray" not in resources
     assert "torchrun on every node" in text
+    assert f"plaudit launch --nodes {plan.cluster.nodes} writes" in text

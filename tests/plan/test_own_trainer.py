@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from plaudit.config.placement import ResourcesTable
 from plaudit.config.recipe import load_recipe
 from plaudit.config.rl import RlRecipe
 from plaudit.config.supervised import PolicyModelTable
 from plaudit.errors import ConfigError
 from plaudit.plan import GenerationLayout, ModelShape, Plan, TrainingLayout, Workload, cluster, predict
+from plaudit.plan.cost.plans import PLACEMENTS
 from plaudit.plan.options import PlanOptions
 from plaudit.plan.own_trainer import missing
 from plaudit.plan.question import Outcome, ask
@@ -33,9 +35,12 @@ def none_runnable() -> Outcome:
     return ask(PlanOptions("llama-3.1-70b", "1x8xH100", placement=["hybrid", "colocated"])).answer()
 
 
-def plan(placement: str, devices: int, engine: GenerationLayout, training: TrainingLayout, channel: str = "") -> Plan:
+def plan(
+    placement: str, devices: int, engine: GenerationLayout, training: TrainingLayout, channel: str = "", nodes: int = 1
+) -> Plan:
+    """`nodes` of the engines."""
     place = cluster(f"1x{devices}xH100")
-    return Plan(placement, place, place, engine, training, channel)
+    return Plan(placement, place, cluster(f"{nodes}x{devices}xH100"), engine, training, channel)
 
 
 FSDP = TrainingLayout(dp=8, zero=3)
@@ -55,8 +60,13 @@ HALF = TrainingLayout(dp=4, zero=3)
          plan("hybrid", 6, GenerationLayout(4), TrainingLayout(dp=6, zero=3))),
         ((), plan("swapped", 2, GenerationLayout(2), TrainingLayout(tp=2))),
         ((), plan("disaggregated", 4, GenerationLayout(2, pp=2), HALF, "broadcast")),
-        (("engines over several devices in pools over several nodes",),
-         plan("disaggregated", 8, GenerationLayout(2), FSDP, "broadcast")),
+        ((), plan("disaggregated", 8, GenerationLayout(2), FSDP, "broadcast")),
+        ((), plan("async", 8, GenerationLayout(4), FSDP, "reshard", nodes=4)),
+        ((), plan("async", 8, GenerationLayout(4, pp=2), FSDP, "broadcast", nodes=2)),
+        (("engine over several nodes that are not those that train",),
+         plan("disaggregated", 8, GenerationLayout(8, pp=2), FSDP, "broadcast", nodes=2)),
+        (("engine over several nodes that are not those that train",),
+         plan("async", 3, GenerationLayout(2), FSDP, "broadcast", nodes=2)),
         (("engine that cuts key-value heads",), plan("disaggregated", 3, GenerationLayout(3), HALF, "broadcast")),
         ((), plan("async", 8, GenerationLayout(), FSDP, "disk")),
         ((), plan("swapped", 8, GenerationLayout(), FSDP)),
@@ -181,12 +191,18 @@ def test_where_none_is_runnable_the_first_line_says_so_and_what_would_be(none_ru
         )
 
 
-def test_over_several_nodes_the_ranks_that_train_form_engines_and_pools_have_engines_of_one_device() -> None:
+def test_70b_on_eight_nodes_runs_in_every_placement_with_engines_of_a_node_or_of_the_ranks_that_train() -> None:
     runnable = ask(PlanOptions("llama-3.1-70b", "8x8xH100")).answer().runnable
-    assert {p.plan.placement for p in runnable} == {"colocated", "hybrid", "swapped"}
+    assert {p.plan.placement for p in runnable} == set(PLACEMENTS)
     assert all(p.plan.generation.devices > 1 for p in runnable), "70B fits on no H100"
-    told = ask(PlanOptions("llama-3.1-70b", "2x8xH100", placement=["async"])).answer().headline
-    assert "; in pools over several nodes its engine has one device, and llama-3.1-70b takes 141.1 GB of" in told
+    apart = [p.plan for p in runnable if not p.plan.shared]
+    assert all(8 % each.generation.devices == 0 for each in apart), "they are whole on a node"
+    assert runnable[0].plan.placement == "async"
+
+
+def test_no_pool_takes_devices_that_are_not_there() -> None:
+    runnable = ask(PlanOptions("smollm2-135m", "2x8xH100", placement=["async", "disaggregated"])).answer().runnable
+    assert {p.plan.devices for p in runnable} == {16}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +251,26 @@ def test_an_engine_over_two_devices_is_planned_and_its_recipe_reads(tmp_path: Pa
     rollout = recipe.resources.rollout
     assert (rollout.processes, rollout.tensor_parallel, rollout.pipeline_parallel) == (1, 2, 1)
     assert recipe.resources.ranks == 1
+
+
+def test_engines_on_nodes_of_their_own_are_planned_and_their_recipe_reads(tmp_path: Path) -> None:
+    """No Ray, unless the recipe wants it, whose engines have one device."""
+    own = read_recipe(ROOT / "plaudit/recipes/sums-grpo.toml")
+    work = workload_of(own, lambda name: ROOT / "plaudit/embedded" / name)
+    outcome = replace(ask(PlanOptions("smollm2-135m", "4x4xH100", placement=["async"])), workload=work).answer()
+    engines = GenerationLayout(2)
+    found = Search(work, cluster("4x4xH100"), placements=("async",), generation=engines, ours=True).run()
+    only = next(p for p in found.plans if p.plan.generation_cluster.nodes == 3)
+    outcome = replace(outcome, results={"async": replace(found, plans=(only,))})
+    text, _ = recipe_for(own, outcome)
+    (tmp_path / "planned.toml").write_text(text)
+    recipe = read_recipe(tmp_path / "planned.toml")
+    rollout = recipe.resources.rollout
+    assert (rollout.nodes, rollout.processes, rollout.tensor_parallel, rollout.ranks) == (3, 6, 2, 2)
+    assert (recipe.resources.ranks, recipe.resources.ray, recipe.placement.channel) == (4, None, "collective")
+    assert "and by plaudit rollouts on 3 that generate: plaudit launch --nodes 1 writes the job" in text
+    with pytest.raises(ConfigError, match=r"resources\.ray starts engines of one"):
+        recipe_for(own.model_copy(update={"resources": ResourcesTable(ray="auto")}), outcome)
 
 
 @pytest.mark.slow

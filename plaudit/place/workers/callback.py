@@ -1,7 +1,7 @@
 """A connection back from a process that somebody else started, perhaps on another machine.
 
-Whoever starts it gives it an address and a token, both good for one connection. A caller without the token is sent
-away; the comparison takes the same time for every wrong one.
+Whoever starts it gives it an address and a token, both good for one connection, or for those of several machines. A
+caller without the token is sent away; the comparison takes the same time for every wrong one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import hmac
 import secrets
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 
 from plaudit.errors import ReceiverLost
 
@@ -19,7 +21,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a mach
 
 
 class CallbackListener:
-    """Listens on `host`, an address of this machine, at a free port."""
+    """Listens on `host`, an address of this machine ("": all of them), at a free port."""
 
     def __init__(self, host: str) -> None:
         self._listening = socket.create_server((host, 0))
@@ -33,16 +35,35 @@ class CallbackListener:
             while (left := until - time.monotonic()) > 0:
                 self._listening.settimeout(left)
                 try:
-                    sock, _ = self._listening.accept()
+                    sock = self._caller()
                 except TimeoutError:
                     break
-                if hmac.compare_digest(_shown(sock), self.token):
-                    return _lasting(sock)
-                sock.close()
+                if sock is not None:
+                    return sock
         raise ReceiverLost(name, f"did not connect to {self.address[0]}:{self.address[1]} within {seconds:g} s")
 
+    def callers(self) -> Iterator[socket.socket]:
+        """Everybody who knows the token, until it is closed."""
+        while True:
+            try:
+                sock = self._caller()
+            except OSError:
+                return
+            if sock is not None:
+                yield sock
+
     def close(self) -> None:
+        with suppress(OSError):  # nobody waits at it
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
+
+    def _caller(self) -> socket.socket | None:
+        """The next one, unless it does not know the token."""
+        sock, _ = self._listening.accept()
+        if hmac.compare_digest(_shown(sock), self.token):
+            return _lasting(sock)
+        sock.close()
+        return None
 
 
 def knock(address: tuple[str, int], token: bytes, seconds: float = 30.0) -> socket.socket:

@@ -9,9 +9,7 @@ on its seeds and on the call alone. Whatever came of it before is forgotten, so 
 from __future__ import annotations
 
 import select
-import signal
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -24,8 +22,7 @@ from typing import Any, Protocol
 from plaudit.core import SamplingParams
 from plaudit.errors import EngineLost, ReceiverLost, RequestError
 from plaudit.place.workers import frames
-from plaudit.process.guard import is_stopped
-from plaudit.process.spawn import spawn
+from plaudit.process.spawn import end_child, spawn
 from plaudit.records import Sample
 
 SILENCE_SECONDS = 20.0  # without a sign of life: the process is stopped or the machine is choking; it is replaced
@@ -56,14 +53,7 @@ class OwnProcess:
         self.pid = self._process.pid
 
     def end(self) -> str:
-        try:
-            # A process that closed its socket is about to end by itself, and its own reason is the better one.
-            code = self._process.wait(0.0 if is_stopped(self._process.pid) else 1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return "was ended"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return end_child(self._process)
 
 
 @dataclass(eq=False)

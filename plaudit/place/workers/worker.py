@@ -19,7 +19,7 @@ from plaudit.config import RlRecipe, parse_recipe
 from plaudit.core import Engine, SamplingParams
 from plaudit.core.device.lockstep import Leader
 from plaudit.core.sequence import Update
-from plaudit.errors import PlauditError, RankLost, RequestError, one_line
+from plaudit.errors import ConfigError, PlauditError, RankLost, RequestError, one_line
 from plaudit.place.channels.channel import Receiver, answered
 from plaudit.place.channels.receiver import WeightReceiver
 from plaudit.place.workers import frames, kv_transfer
@@ -157,6 +157,8 @@ def _load(start: frames.Start, sock: socket.socket, reader: FrameReader[frames.F
     torch.set_num_threads(start.threads)
     device = start.devices[0]
     if device.startswith("cuda:"):
+        if len(start.devices) > (there := torch.cuda.device_count()):
+            raise ConfigError(f"an engine of {len(start.devices)} rank(s) takes a GPU for each, and finds {there} here")
         torch.cuda.set_device(device)  # kernels start on the current one
     recipe = parse_recipe(start.recipe, "the trainer's recipe")
     assert isinstance(recipe, RlRecipe)

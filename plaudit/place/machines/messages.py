@@ -1,0 +1,83 @@
+"""What a trainer and a machine that generates for it say to each other, over TCP: length-prefixed MessagePack.
+
+    machine -> trainer   the door's token, Joining; later Ended
+    trainer -> machine   Welcome, or SentAway; then Begin and End, as engines are needed; Done, when the run is over
+
+The trainer's door is a file of the run directory, which both see and nobody else reads. An engine has a connection of
+its own to the trainer, which Begin says.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from plaudit.process.framing import FrameReader
+
+DOOR = "trainer.json"
+
+
+class Door(msgspec.Struct):
+    """Where the trainer of a run is, for machines that generate for it. The token is hexadecimal."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Joining(msgspec.Struct, tag=True, array_like=True):
+    name: str
+    version: str
+
+
+class Welcome(msgspec.Struct, tag=True, array_like=True):
+    """directory   the trainer's: paths of the recipe are relative to it"""
+
+    directory: str
+
+
+class SentAway(msgspec.Struct, tag=True, array_like=True):
+    message: str
+
+
+class Begin(msgspec.Struct, tag=True, array_like=True):
+    """Start an engine, which is reached at this address by this token.
+
+    place   of the machine's places for engines, each of which has `gpus` of its GPUs
+    """
+
+    number: int
+    place: int
+    gpus: int
+    address: tuple[str, int]
+    token: bytes
+
+
+class End(msgspec.Struct, tag=True, array_like=True):
+    """Make sure that an engine is gone."""
+
+    number: int
+
+
+class Ended(msgspec.Struct, tag=True, array_like=True):
+    """How an engine ended, in words."""
+
+    number: int
+    words: str
+
+
+class Done(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+Order = Welcome | SentAway | Begin | End | Done
+Said = Joining | Ended
+
+
+class OrderStream(FrameReader[Order]):
+    def __init__(self) -> None:
+        super().__init__(msgspec.msgpack.Decoder(Order))
+
+
+class SaidStream(FrameReader[Said]):
+    def __init__(self) -> None:
+        super().__init__(msgspec.msgpack.Decoder(Said))
